@@ -1,0 +1,40 @@
+# Everything a fresh machine needs: `make demo` and `make test` set up .venv by themselves, and skip what is done.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-all lint bench clean help
+
+help:           ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --progress-bar off -c constraints.txt torch==2.13.0 -e '.[dev]'
+	touch $@
+
+.venv/installed-bench: .venv/installed
+	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev,bench]'
+	touch $@
+
+demo: .venv/installed      ## train a small model and show what happens
+	$(BIN)/python examples/own_loop_trimtab.py
+
+test: .venv/installed lint ## style, types, and the tests that take seconds
+	$(BIN)/python -m pytest
+
+test-all: .venv/installed lint  ## the slow tests too
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed-bench    ## the overhead table of the README, measured here
+	$(BIN)/python benchmarks/overhead.py
+
+clean:          ## forget the virtual environment
+	rm -rf .venv

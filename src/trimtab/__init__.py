@@ -1,0 +1,37 @@
+"""trimtab: fine-tune transformers on the hardware you have.
+
+Nothing heavy is imported here: each public name brings its module when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "trimtab.engine",
+    "DistributedType": "trimtab.distributed.world",
+    "set_seed": "trimtab.randomness",
+    "TrimtabError": "trimtab.errors",
+}
+
+__all__ = ["DistributedType", "Engine", "TrimtabError", "__version__", "set_seed"]
+
+if TYPE_CHECKING:
+    from trimtab.distributed.world import DistributedType
+    from trimtab.engine import Engine
+    from trimtab.errors import TrimtabError
+    from trimtab.randomness import set_seed
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that owns a public name, the first time it is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

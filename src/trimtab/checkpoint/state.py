@@ -1,0 +1,250 @@
+"""The state of a run in parts: each can be captured, checked against the objects that are there, and applied.
+
+All parts are read and checked before the first is applied, so that a checkpoint of another run changes nothing. Tensors
+are copied into the memory that is there (never swapped in), so that dtype, device, sharing and alignment stay.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.checkpoint.codec import Tree, decode, encode, tensor_form
+from trimtab.checkpoint.store import StoredCheckpoint, write_checkpoint
+from trimtab.errors import CheckpointError
+from trimtab.randomness import random_state, restore_random_state
+
+TensorSource = Callable[[str], torch.Tensor]
+
+
+class Part(Protocol):
+    """One part of the state of a run."""
+
+    name: str
+
+    def capture(self) -> Any:
+        """The state now, as plain values and tensors."""
+
+    def check(self, tree: Tree) -> None:
+        """Raise if a saved state does not belong to the objects that are there; change nothing."""
+
+    def apply(self, tree: Tree, tensor: TensorSource) -> None:
+        """Restore a saved state."""
+
+
+class ModelPart:
+    """The weights and persistent buffers of a model."""
+
+    def __init__(self, name: str, model: torch.nn.Module) -> None:
+        self.name = name
+        self._model = model
+
+    def capture(self) -> Any:
+        """The state dict; tied weights are written once."""
+        return dict(self._model.state_dict())
+
+    def check(self, tree: Tree) -> None:
+        """Names, shapes and dtypes have to be the same."""
+        current = self._model.state_dict()
+        missing, unknown = sorted(current.keys() - tree.keys()), sorted(tree.keys() - current.keys())
+        if missing or unknown:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {_listed('without', missing)}{_listed('with', unknown)}",
+                "build the model from the same config, with the same adapters",
+            )
+        for key, value in current.items():
+            form = tensor_form(tree[key])
+            here = (str(value.dtype).removeprefix("torch."), list(value.shape))
+            if isinstance(value, torch.Tensor) and form is not None and form != here:
+                raise CheckpointError(
+                    f"{key} is {form[0]} {form[1]} in the checkpoint and {here[0]} {here[1]} in the model",
+                    "build the model from the same config, in the same dtype",
+                )
+
+    @torch.no_grad()
+    def apply(self, tree: Tree, tensor: TensorSource) -> None:
+        """Copy tensor by tensor into the weights that are there."""
+        extra = {}
+        for key, value in self._model.state_dict().items():
+            saved = decode(tree[key], tensor)
+            if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
+                value.copy_(saved)
+            else:
+                extra[key] = saved
+        if extra:  # what modules keep beside tensors, through their set_extra_state
+            self._model.load_state_dict(extra, strict=False)
+
+
+class OptimizerPart:
+    """The state of an optimizer, keyed by the names of its parameters."""
+
+    # how a step is computed belongs to the optimizer that is there, not to the one that was saved
+    _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> None:
+        self.name = name
+        self._optimizer = optimizer
+        self._models = models
+
+    def _names(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for index, group in enumerate(self._optimizer.param_groups):
+            names.update({id(p): f"group{index}.{position}" for position, p in enumerate(group["params"])})
+        for index, model in enumerate(self._models):
+            prefix = f"{index}:" if len(self._models) > 1 else ""
+            names.update({id(p): prefix + name for name, p in model.named_parameters() if id(p) in names})
+        return names
+
+    def capture(self) -> Any:
+        """Options of each group, and the state of each parameter."""
+        names = self._names()
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [names[id(p)] for p in group["params"]],
+            }
+            for group in self._optimizer.param_groups
+        ]
+        for group in groups:
+            for key in self._IMPLEMENTATION:
+                group.pop(key, None)
+        state = {names[id(p)]: dict(values) for p, values in self._optimizer.state.items() if id(p) in names}
+        return {"kind": type(self._optimizer).__qualname__, "groups": groups, "state": state}
+
+    def check(self, tree: Tree) -> None:
+        """The same kind of optimizer over the same parameters in the same groups."""
+        kind = type(self._optimizer).__qualname__
+        if tree["kind"] != kind:
+            raise CheckpointError(
+                f"the checkpoint is of the optimizer {tree['kind']}, not {kind}", f"use {tree['kind']}"
+            )
+        names = self._names()
+        here = [{names[id(p)] for p in group["params"]} for group in self._optimizer.param_groups]
+        saved = [set(group["params"]) for group in tree["groups"]]
+        if len(here) != len(saved):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(here)}",
+                "group the parameters as in the run that was saved",
+            )
+        for index, (ours, theirs) in enumerate(zip(here, saved, strict=True)):
+            if ours != theirs:
+                missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
+                raise CheckpointError(
+                    f"parameter group {index} differs: {_listed('without', missing)}{_listed('with', unknown)}",
+                    "give the optimizer the same parameters as in the run that was saved",
+                )
+
+    @torch.no_grad()
+    def apply(self, tree: Tree, tensor: TensorSource) -> None:
+        """Restore options, and copy the state of each parameter into memory shaped like the parameter."""
+        names = self._names()
+        for group, saved in zip(self._optimizer.param_groups, tree["groups"], strict=True):
+            for key, value in saved.items():
+                if key != "params":
+                    _assign(group, key, decode(value, tensor))
+            for parameter in group["params"]:
+                values = tree["state"].get(names[id(parameter)])
+                if values is None:
+                    self._optimizer.state.pop(parameter, None)
+                    continue
+                state = self._optimizer.state[parameter]
+                for key in [key for key in state if key not in values]:
+                    del state[key]
+                on_device = group.get("fused") or group.get("capturable")
+                for key, value in values.items():
+                    home = parameter if key != "step" or on_device else torch.empty(0)
+                    _assign(state, key, decode(value, tensor), home)
+
+
+def _assign(place: dict[str, Any], key: str, value: Any, home: torch.Tensor | None = None) -> None:
+    """Put a value into a dict; a tensor goes into the memory that is there, or into new memory laid out like `home`."""
+    existing: Any = place.get(key)
+    if not isinstance(value, torch.Tensor):
+        place[key] = value
+    elif type(existing) is type(value) and existing.shape == value.shape and existing.dtype == value.dtype:
+        existing.copy_(value)
+    elif home is not None and type(value) is torch.Tensor and value.shape == home.shape:
+        place[key] = torch.empty_like(home, dtype=value.dtype, requires_grad=False).copy_(value)
+    else:
+        place[key] = value if home is None else value.to(home.device)
+
+
+class StatefulPart:
+    """Anything with `state_dict` and `load_state_dict`: schedulers, loaders, the user's own objects."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        self.name = name
+        self._owner = owner
+
+    def capture(self) -> Any:
+        """What the object says its state is."""
+        return self._owner.state_dict()
+
+    def check(self, tree: Tree) -> None:
+        """Only the object itself can tell, when it loads."""
+
+    def apply(self, tree: Tree, tensor: TensorSource) -> None:
+        """Let the object load."""
+        try:
+            self._owner.load_state_dict(decode(tree, tensor))
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+            raise CheckpointError(
+                f"{self.name} ({type(self._owner).__name__}) cannot load its state: {type(error).__name__} {error}",
+                "prepare and register the same objects, in the same order, as in the run that was saved",
+            ) from error
+
+
+class RandomPart:
+    """Every random number generator."""
+
+    name = "random"
+
+    def capture(self) -> Any:
+        """All generators."""
+        return random_state()
+
+    def check(self, tree: Tree) -> None:
+        """Generators fit any run."""
+
+    def apply(self, tree: Tree, tensor: TensorSource) -> None:
+        """Put all generators back."""
+        restore_random_state(decode(tree, tensor))
+
+
+def _listed(word: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"it is {word} {shown}; "
+
+
+def save_parts(folder: str | Path, parts: Sequence[Part]) -> Path:
+    """Write every part to a folder."""
+    return write_checkpoint(folder, {part.name: encode(part.capture()) for part in parts})
+
+
+def load_parts(folder: str | Path, parts: Sequence[Part]) -> None:
+    """Restore every part from a folder, or change nothing.
+
+    Parts that can refuse only while loading come first in `parts`, those that are checked beforehand last.
+    """
+    stored = StoredCheckpoint(folder)
+    expected, found = [part.name for part in parts], list(stored.trees)
+    if set(expected) != set(found):
+        missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        raise CheckpointError(
+            f"{folder} does not hold what was prepared here: {_listed('without', missing)}{_listed('with', unknown)}",
+            "prepare and register the same objects, in the same order, as in the run that was saved",
+        )
+    for part in parts:
+        part.check(stored.trees[part.name])
+    before = [(part, encode(part.capture())) for part in parts if isinstance(part, StatefulPart)]
+    kept = [{name: tensor.clone() for name, tensor in encoded.tensors.items()} for _, encoded in before]
+    try:
+        for part in parts:
+            part.apply(stored.trees[part.name], stored.tensor_reader(part.name))
+    except CheckpointError:
+        for (part, encoded), tensors in zip(before, kept, strict=True):
+            part.apply(encoded.tree, tensors.__getitem__)
+        raise

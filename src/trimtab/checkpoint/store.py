@@ -1,0 +1,136 @@
+"""A checkpoint as a folder: one safetensors file for each part that has tensors, the rest as JSON, and a manifest.
+
+The folder is written beside its place and renamed into it, so that a folder of that name is always a whole one.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab import __version__
+from trimtab.checkpoint.codec import Encoded
+from trimtab.errors import CheckpointError
+
+_FORMAT = 1
+_MANIFEST = "trimtab.json"
+_STATE = "state.json"
+
+
+def write_checkpoint(folder: str | os.PathLike[str], parts: dict[str, Encoded]) -> Path:
+    """Write `parts` to `folder`, which is replaced if it exists.
+
+    Returns:
+        The folder.
+    """
+    from safetensors.torch import save_file
+
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file, so no checkpoint can be written there", "name a folder")
+    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        for name, part in parts.items():
+            if part.tensors:
+                tensors = {key: tensor.contiguous().cpu() for key, tensor in part.tensors.items()}
+                save_file(tensors, beside / f"{name}.safetensors")
+        state = {name: part.tree for name, part in parts.items()}
+        (beside / _STATE).write_text(json.dumps(state, allow_nan=False))
+        files = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
+        manifest = {"format": _FORMAT, "trimtab": __version__, "torch": torch.__version__, "files": files}
+        (beside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _swap_in(beside, target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return target
+
+
+def _swap_in(beside: Path, target: Path) -> None:
+    if not target.exists():
+        beside.rename(target)
+        return
+    outdated = target.with_name(f".{target.name}.outdated-{os.getpid()}")
+    shutil.rmtree(outdated, ignore_errors=True)
+    target.rename(outdated)
+    beside.rename(target)
+    shutil.rmtree(outdated)
+
+
+class StoredCheckpoint:
+    """A checkpoint folder that was found whole: every file is there and has its size.
+
+    Args:
+        folder: Where `write_checkpoint` put it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        manifest = self._manifest()
+        for name, num_bytes in manifest["files"].items():
+            path = self.folder / name
+            if Path(name).name != name or not path.is_file():
+                raise CheckpointError(f"{self.folder} is not whole: {name} is missing", "take an older checkpoint")
+            if path.stat().st_size != num_bytes:
+                found = path.stat().st_size
+                raise CheckpointError(
+                    f"{path} was cut off or changed: {found} bytes instead of {num_bytes}",
+                    "take an older checkpoint",
+                )
+        self.trees: dict[str, Any] = self._json(_STATE)
+
+    def _manifest(self) -> dict[str, Any]:
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is no folder", "pass the folder that save_state wrote")
+        if not (self.folder / _MANIFEST).is_file():
+            names = sorted(path.name for path in self.folder.iterdir())
+            found = f"it holds {', '.join(names[:4])}" if names else "it is empty"
+            foreign = any(name.endswith((".bin", ".pkl", ".pt")) for name in names)
+            cure = "pass the folder that save_state wrote"
+            if foreign:
+                cure += "; checkpoints of other tools are pickled, and trimtab never unpickles"
+            raise CheckpointError(f"{self.folder} is no checkpoint of trimtab: {found}", cure)
+        manifest: dict[str, Any] = self._json(_MANIFEST)
+        if manifest.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{self.folder} has checkpoint format {manifest.get('format')}; this version reads {_FORMAT}",
+                f"use trimtab {manifest.get('trimtab', 'of another version')}",
+            )
+        return manifest
+
+    def _json(self, name: str) -> Any:
+        try:
+            return json.loads((self.folder / name).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder / name} cannot be read: {error}", "take an older checkpoint"
+            ) from error
+
+    def tensor_reader(self, part: str) -> "TensorReader":
+        """Gives the tensors of a part by name."""
+        return TensorReader(self.folder / f"{part}.safetensors")
+
+
+class TensorReader:
+    """Reads the tensors of one file, one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the host."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if self._file is None:
+                self._file = safe_open(self._path, framework="pt")
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._path} cannot be read: {error}", "take an older checkpoint") from error
+        return tensor

@@ -1,0 +1,547 @@
+"""Door 1: the engine for a loop of your own. It has Accelerate's verbs and hands each to the part that knows it."""
+
+import functools
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from trimtab.checkpoint.state import (
+    ModelPart,
+    OptimizerPart,
+    Part,
+    RandomPart,
+    StatefulPart,
+    load_parts,
+    save_parts,
+)
+from trimtab.data.loader import ActiveLoaders, PreparedLoader
+from trimtab.data.placement import placement_for
+from trimtab.distributed.world import DistributedType, find_world
+from trimtab.errors import LossError, PrepareError, RecipeError
+from trimtab.hardware.inventory import find_device
+from trimtab.model.precision import Precision
+from trimtab.optim.accumulation import Accumulation
+from trimtab.optim.gradients import Gradients
+from trimtab.optim.prepared import PreparedOptimizer, PreparedScheduler, optimizers_of
+from trimtab.optim.scaling import LossScaler, NoScaler, Scaler
+from trimtab.randomness import set_seed
+from trimtab.tracking.journal import build_trackers
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Runs a training loop of your own: placement, mixed precision, exact accumulation, state.
+
+    Nothing is global: engines with different settings live side by side in one process.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; the two always mean mixed, with fp32 weights.
+        gradient_accumulation_steps: Micro-batches for each optimizer step inside `accumulate`.
+        device: Where to compute; None finds an accelerator, else takes the CPU.
+        seed: Seeds every random number generator, if given.
+        cpu: The same as device="cpu".
+        device_placement: Whether `prepare` moves models and batches to the device.
+        step_scheduler_with_optimizer: Whether a prepared scheduler waits for real optimizer steps.
+        log_with: "journal", a tracker object, or a list of these; None tracks nothing.
+        project_dir: Where trackers write.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | None = "no",
+        gradient_accumulation_steps: int = 1,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        *,
+        cpu: bool = False,
+        device_placement: bool = True,
+        step_scheduler_with_optimizer: bool = True,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+    ) -> None:
+        self.device = find_device("cpu" if cpu else device)
+        self.project_dir = Path(project_dir) if project_dir is not None else None
+        self.trackers = build_trackers(log_with, self.project_dir)
+        self._world = find_world()
+        self._precision = Precision(mixed_precision, self.device)
+        self._scaler: Scaler = LossScaler() if self._precision.needs_loss_scaling else NoScaler()
+        self._accumulation = Accumulation(gradient_accumulation_steps)
+        self._gradients = Gradients(self._accumulation, self._scaler)
+        self._place = placement_for(self.device if device_placement else torch.device("cpu"))
+        self._moves_models = device_placement
+        self._follow_optimizer = step_scheduler_with_optimizer
+        self._active_loaders = ActiveLoaders()
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._loaders: list[PreparedLoader] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._registered: list[Any] = []
+        self._trigger = False
+        self._last_norm: torch.Tensor | None = None
+        if seed is not None:
+            set_seed(seed)
+
+    # ------------------------------------------------------------------ prepare
+
+    def prepare(self, *parts: Any, device_placement: list[bool] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers ready for the loop.
+
+        Args:
+            parts: Any number of them, in any order.
+            device_placement: For each part, whether it may be moved; None follows the engine.
+
+        Returns:
+            The prepared parts in the order given; a single part comes back alone.
+        """
+        kinds = [_kind_of(part, position) for position, part in enumerate(parts)]
+        moves = device_placement or [self._moves_models] * len(parts)
+        if len(moves) != len(parts):
+            raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one for each part")
+        prepared: list[Any] = list(parts)
+        # schedulers last: they look for the optimizers that they drive
+        for position in sorted(range(len(parts)), key=lambda i: kinds[i] == "scheduler"):
+            prepare_one = getattr(self, f"_prepare_{kinds[position]}")
+            prepared[position] = prepare_one(parts[position], moves[position])
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare one model."""
+        return self._prepare_model(model, self._moves_models)
+
+    def prepare_data_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
+        """Prepare one loader."""
+        return self._prepare_loader(loader, self._moves_models)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+        """Prepare one optimizer."""
+        return self._prepare_optimizer(optimizer, self._moves_models)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepare one scheduler."""
+        return self._prepare_scheduler(scheduler, self._moves_models)
+
+    def _prepare_model(self, model: torch.nn.Module, move: bool) -> torch.nn.Module:
+        if any(model is known for known in self._models):
+            return model
+        if move and not _placed_by_its_loader(model):
+            model.to(self.device)
+        self._precision.attach(model)
+        self._models.append(model)
+        self._gradients.watch(model)
+        return model
+
+    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer, move: bool) -> PreparedOptimizer:
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._gradients)
+        self._optimizers.append(prepared)
+        self._gradients.watch(optimizer)
+        return prepared
+
+    def _prepare_loader(self, loader: DataLoader[Any], move: bool) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            return loader
+        place = self._place if move else placement_for(torch.device("cpu"))
+        prepared = PreparedLoader(loader, place, self._active_loaders)
+        self._loaders.append(prepared)
+        return prepared
+
+    def _prepare_scheduler(self, scheduler: Any, move: bool) -> PreparedScheduler:
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        driven = optimizers_of(scheduler, self._optimizers)
+        prepared = PreparedScheduler(scheduler, driven, self._accumulation, self._follow_optimizer)
+        self._schedulers.append(prepared)
+        return prepared
+
+    # ------------------------------------------------------------------ the step
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Add the gradients of a mean loss; at the end of a window they are those of the whole batch.
+
+        Args:
+            loss: A scalar: the mean over the rows or tokens of this micro-batch.
+            weight: How many rows or tokens that mean stands for. None counts every micro-batch alike, which is exact
+                for micro-batches of one size. For causal language models this is `(labels[:, 1:] != -100).sum()`.
+            kwargs: Passed to `torch.Tensor.backward`.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad or not self._models:
+            loss = self._checked_loss(loss)
+        self._gradients.backward(loss, weight, **kwargs)
+
+    def _checked_loss(self, loss: Any) -> torch.Tensor:
+        if not self._models and not self._optimizers:
+            raise PrepareError("backward was called before prepare", "model, optimizer, … = engine.prepare(model, …)")
+        if loss is None:
+            raise LossError("the loss is None: the model was given no labels", 'put "labels" into the batch')
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"the loss is a {type(loss).__name__}, not a tensor", "pass the model's loss as it is")
+        if loss.numel() != 1:
+            raise LossError(f"the loss has shape {tuple(loss.shape)}, but one number is needed", "loss.mean()")
+        if not loss.requires_grad:
+            raise LossError(
+                "the loss depends on nothing that trains",
+                "check requires_grad of the parameters, and that the forward is not under torch.no_grad()",
+            )
+        return loss.reshape(())
+
+    def accumulate(self, *models: torch.nn.Module) -> "_MicroBatch":
+        """A context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.
+
+        A window ends after `gradient_accumulation_steps` micro-batches, and with the last batch of a prepared loader.
+        """
+        for model in models:
+            if not any(model is known for known in self._models):
+                raise PrepareError(
+                    f"accumulate was given a {type(model).__name__} that was not prepared",
+                    "engine.prepare(model) first",
+                )
+        return _MicroBatch(self._accumulation, self._active_loaders)
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """A context in which operations run in the engine's precision, for computation outside the model's forward."""
+        return self._precision.autocast(enabled)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which gradients are not exchanged between processes."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip the true gradients of a window by their norm.
+
+        Inside a window nothing is clipped, and the norm of the window before is returned (zero before the first).
+        """
+        if not self._accumulation.sync:
+            return self._last_norm if self._last_norm is not None else torch.zeros((), device=self.device)
+        self._last_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._last_norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip the true gradients of a window by value; inside a window nothing is clipped."""
+        if self._accumulation.sync:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Gradients are true after every backward that may end a window: there is nothing to do."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends its window."""
+        return self._accumulation.sync
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped, because an fp16 gradient overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that were skipped since the beginning, over all optimizers."""
+        return sum(optimizer.num_skipped for optimizer in self._optimizers)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches for each optimizer step."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._accumulation.num_steps = value
+
+    @property
+    def mixed_precision(self) -> str:
+        """The engine's precision: "no", "fp16" or "bf16"."""
+        return self._precision.name
+
+    @property
+    def scaler(self) -> Scaler:
+        """Loss scaling of fp16; does nothing in other precisions."""
+        return self._scaler
+
+    # ------------------------------------------------------------------ models and state
+
+    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
+        """The model as it was given, without compilation.
+
+        Args:
+            model: A prepared model.
+            keep_fp32_wrapper: False gives the model its own forward back, without autocast.
+        """
+        inner = getattr(model, "_orig_mod", model)
+        if not keep_fp32_wrapper:
+            self._precision.detach(model)
+            self._precision.detach(inner)
+        return inner
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state dict of a prepared model."""
+        return self.unwrap_model(model).state_dict() if unwrap else model.state_dict()
+
+    def save_state(self, output_dir: str | Path) -> str:
+        """Write models, optimizers, schedulers, loaders, generators and registered objects to a folder.
+
+        Returns:
+            The folder.
+        """
+        return str(save_parts(output_dir, self._parts()))
+
+    def load_state(self, input_dir: str | Path) -> None:
+        """Restore what `save_state` wrote, into the same prepared objects; if it does not fit, nothing is changed.
+
+        A loader that was in the middle of an epoch goes on from there at its next iteration.
+        """
+        load_parts(input_dir, self._parts())
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Let objects with `state_dict` and `load_state_dict` be part of the state."""
+        unfit = [o for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        if unfit:
+            kinds = ", ".join(type(o).__name__ for o in unfit)
+            raise PrepareError(f"{kinds} cannot be saved", "register objects that have state_dict and load_state_dict")
+        self._registered.extend(objects)
+
+    def _parts(self) -> list[Part]:
+        """Parts that can refuse while they load come first; see `load_parts`."""
+        parts: list[Part] = [
+            StatefulPart("accumulation", self._accumulation),
+            StatefulPart("scaler", self._scaler),
+        ]
+        for name, owners in (
+            ("scheduler", self._schedulers),
+            ("loader", self._loaders),
+            ("object", self._registered),
+        ):
+            parts += [StatefulPart(_numbered(name, index), owner) for index, owner in enumerate(owners)]
+        models = [self.unwrap_model(model) for model in self._models]
+        parts += [
+            OptimizerPart(_numbered("optimizer", index), optimizer.optimizer, models)
+            for index, optimizer in enumerate(self._optimizers)
+        ]
+        parts += [ModelPart(_numbered("model", index), model) for index, model in enumerate(models)]
+        return [*parts, RandomPart()]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> PreparedLoader:
+        """A loader whose next iteration begins after `num_batches` batches; map-style data is not loaded for them.
+
+        `load_state` restores the place by itself, so a resumed loop needs this only if it counts batches on its own.
+        """
+        loader: PreparedLoader = self.prepare(dataloader)
+        loader.start_at(num_batches)
+        return loader
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything prepared and return freed memory to the device; gives None for each object given."""
+        self._gradients.forget()
+        for held in (self._models, self._optimizers, self._loaders, self._schedulers, self._registered):
+            held.clear()
+        gc.collect()
+        if self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "empty_cache"):
+            torch.get_device_module(self.device).empty_cache()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together."""
+        return self._world.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """This process among all."""
+        return self._world.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its host."""
+        return self._world.local_process_index
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes are connected."""
+        return self._world.distributed_type
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._world.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._world.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its host."""
+        return self._world.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self._world.process_index == self._world.num_processes - 1
+
+    def gather(self, tensor: T) -> T:
+        """Tensors of every process, concatenated."""
+        return self._world.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Like `gather`, without the rows that were repeated to make the last batch even. Objects come as a list."""
+        has_tensors = not use_gather_object and _is_all_tensors(input_data)
+        return self._world.gather(input_data) if has_tensors else self._world.gather_object(input_data)
+
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
+        """Tensors summed ("sum") or averaged ("mean") over the processes."""
+        return self._world.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Tensors padded to the largest size on any process."""
+        return self._world.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has come here."""
+        self._world.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A context in which the main process goes first."""
+        manager: AbstractContextManager[None] = self._world.main_process_first()
+        return manager
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A context in which the first process of each host goes first."""
+        manager: AbstractContextManager[None] = self._world.main_process_first(local=True)
+        return manager
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """A context that gives this process its share of a list, tuple, dict or tensor."""
+        return nullcontext(self._world.split(inputs, apply_padding))
+
+    def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """A decorator: the function runs on the main process only, elsewhere it returns None."""
+        return self._only_if(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """A decorator: the function runs on the first process of each host only."""
+        return self._only_if(lambda: self.is_local_main_process, function)
+
+    def _only_if(self, condition: Callable[[], bool], function: Callable[..., T]) -> Callable[..., T | None]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> T | None:
+            return function(*args, **kwargs) if condition() else None
+
+        return guarded
+
+    def set_trigger(self) -> None:
+        """Raise a flag that every process sees at its next `check_trigger`."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process called `set_trigger` since the last check; lowers the flag."""
+        flag = self._world.reduce(torch.tensor(int(self._trigger), device=self.device))
+        raised, self._trigger = bool(flag.item()), False
+        return raised
+
+    # ------------------------------------------------------------------ words
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, on the first process of each host only."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin a run in every tracker that `log_with` named."""
+        unknown = set(init_kwargs or {}) - {tracker.name for tracker in self.trackers}
+        if unknown:
+            raise RecipeError(
+                f"init_kwargs names {', '.join(sorted(unknown))}, which log_with did not", "name it there"
+            )
+        for tracker in self.trackers if self.is_main_process else []:
+            tracker.start(project_name, config)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Hand values to every tracker."""
+        for tracker in self.trackers if self.is_main_process else []:
+            tracker.log(values, step)
+
+    def get_tracker(self, name: str) -> Any:
+        """The tracker of that name."""
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker
+        raise RecipeError(f"there is no tracker {name!r}", f"log_with has {[t.name for t in self.trackers]}")
+
+    def end_training(self) -> None:
+        """Close every tracker."""
+        for tracker in self.trackers if self.is_main_process else []:
+            tracker.finish()
+
+
+class _MicroBatch:
+    """The context that `accumulate` gives. A class, because a generator costs more than the rest of the engine."""
+
+    __slots__ = ("_accumulation", "_loaders")
+
+    def __init__(self, accumulation: Accumulation, loaders: ActiveLoaders) -> None:
+        self._accumulation = accumulation
+        self._loaders = loaders
+
+    def __enter__(self) -> None:
+        loader = self._loaders.innermost
+        if loader is None:
+            self._accumulation.open_micro_batch(None, False)
+        else:
+            self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch)
+        self._accumulation.inside = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._accumulation.inside = False
+
+
+def _kind_of(part: Any, position: int) -> str:
+    if isinstance(part, torch.nn.Module):
+        return "model"
+    if isinstance(part, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(part, DataLoader | PreparedLoader):
+        return "loader"
+    if isinstance(part, PreparedScheduler) or all(
+        hasattr(part, name) for name in ("step", "state_dict", "load_state_dict")
+    ):
+        return "scheduler"
+    raise PrepareError(
+        f"argument {position + 1} of prepare is a {type(part).__module__}.{type(part).__qualname__}: "
+        "no model, optimizer, DataLoader or scheduler",
+        "leave it out; batches of a DataLoader are moved to engine.device, other tensors with .to(engine.device)",
+    )
+
+
+def _placed_by_its_loader(model: torch.nn.Module) -> bool:
+    """Quantized or spread models are where they must be; `.to` would fail or undo it."""
+    return bool(getattr(model, "hf_device_map", None)) or bool(getattr(model, "is_quantized", False))
+
+
+def _numbered(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}_{index}"
+
+
+def _is_all_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        return all(_is_all_tensors(item) for item in value.values())
+    return isinstance(value, list | tuple) and all(_is_all_tensors(item) for item in value)

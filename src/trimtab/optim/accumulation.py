@@ -1,0 +1,166 @@
+"""Gradient accumulation that never changes the gradient: which micro-batch ends a window, and how much each one weighs.
+
+Micro-batch i of a window contributes loss × wᵢ / E to the gradients, where E is the window's expected total weight. If
+the true total W turns out to be another, the gradients are multiplied by E / W at the window's end: `correction`.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from trimtab.errors import LossError, RecipeError
+
+Weight = float | torch.Tensor
+
+
+class Accumulation:
+    """The window of micro-batches between two optimizer steps.
+
+    Args:
+        num_steps: Micro-batches in a full window.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.sync = True  # the current micro-batch ends its window: optimizer, schedule and zero_grad act
+        self.inside = False  # within `accumulate`
+        self._num_opened = 0
+        self._window_length = self.num_steps
+        self._awaits_backward = False  # a micro-batch was opened and no backward was seen yet
+        self._counted = False  # the weight of the current micro-batch is in the total
+        self._stepped = True
+        self._alone = False  # the window is this one micro-batch: its mean is the whole
+        self._total: Weight = 0.0
+        self._expected: Weight | None = None  # E for weighted losses, fixed by the first one
+        self._weighted: bool | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches in a full window."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RecipeError(f"gradient_accumulation_steps={value!r} is not possible", "a whole number from 1 up")
+        self._num_steps = value
+
+    def open_micro_batch(self, num_remaining: int | None, is_last: bool) -> None:
+        """A micro-batch inside `accumulate` begins.
+
+        Args:
+            num_remaining: Batches that the epoch still has after this one, or None where that is not known.
+            is_last: This is the last micro-batch of its epoch.
+        """
+        if self.sync:
+            self._begin_window(self.num_steps if num_remaining is None else min(self.num_steps, num_remaining + 1))
+        self._num_opened += 1
+        self._awaits_backward, self._counted = True, False
+        self.sync = is_last or self._num_opened >= self.num_steps
+
+    def open_plain(self) -> None:
+        """A backward that belongs to no `accumulate`: the loop decides by itself when to step."""
+        self.sync = True
+        self._counted = False
+        if self._stepped:
+            self._begin_window(self.num_steps)
+
+    def _begin_window(self, length: int) -> None:
+        self._num_opened, self._window_length = 0, length
+        self._total, self._weighted, self._stepped = 0.0, None, False
+
+    def belongs_to_micro_batch(self) -> bool:
+        """Whether a backward that comes now belongs to a micro-batch that `accumulate` opened."""
+        belongs = self.inside or self._awaits_backward
+        self._awaits_backward = False
+        return belongs
+
+    def step_taken(self) -> None:
+        """An optimizer has stepped: a plain loop's next backward begins a new window."""
+        self._stepped = True
+
+    def share(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor | None:
+        """What a micro-batch contributes: its loss times its share of the window, or None if that is nothing at all."""
+        weighted = weight is not None
+        if self._weighted is not None and self._weighted is not weighted:
+            raise LossError(
+                "backward was called with a weight and without one in the same accumulation window",
+                "pass weight= to every backward of a window, or to none",
+            )
+        self._weighted = weighted
+        self._alone = self.sync and self._num_opened == 1
+        if weight is None:
+            self._count(1.0)
+            return loss if self._alone or self._window_length == 1 else loss / self._window_length
+        weight = _checked(weight, loss.device)
+        if self._alone:
+            return _nothing_if_weightless(loss, weight)
+        if self._expected is None:
+            self._expected = _first_expectation(weight, self.num_steps)
+        self._count(weight)
+        return _nothing_if_weightless(loss * (weight / self._expected), weight)
+
+    def _count(self, weight: Weight) -> None:
+        """Several losses of one micro-batch share its weight: the first one counts."""
+        if not self._counted:
+            self._total = self._total + weight
+            self._counted = True
+
+    def correction(self, in_plain_loop: bool) -> Weight | None:
+        """The factor that makes the window's gradients true, or None where they are so already."""
+        if self._alone:
+            return None
+        if not self._weighted:
+            if in_plain_loop or self._total in (0, self._window_length):
+                return None
+            return self._window_length / self._total
+        assert self._expected is not None
+        if isinstance(self._total, torch.Tensor) or isinstance(self._expected, torch.Tensor):
+            total = torch.as_tensor(self._total)
+            return torch.where(total > 0, self._expected / total, torch.zeros_like(total))
+        if self._total == self._expected or self._total == 0:
+            return None
+        return self._expected / self._total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reference weight, which must survive a resume for the same rounding, and the open window."""
+        names = ("sync", "_num_opened", "_window_length", "_stepped", "_total", "_expected", "_weighted")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def _checked(weight: Weight, device: torch.device) -> Weight:
+    """A weight as a number where the host can know it, else as a scalar on the device of the loss."""
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise LossError(
+                f"weight has shape {tuple(weight.shape)}, but one number is needed: the rows or tokens of the loss",
+                "for example weight=(labels != -100).sum()",
+            )
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(()).to(device=device, dtype=torch.float32)
+    number = float(weight)
+    if not math.isfinite(number) or number < 0:
+        raise LossError(
+            f"weight={number} is not possible", "the number of rows or tokens that the mean loss stands for"
+        )
+    return number
+
+
+def _nothing_if_weightless(contribution: torch.Tensor, weight: Weight) -> torch.Tensor | None:
+    """A micro-batch without labels may have a NaN loss, and contributes nothing. No host read for device weights."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, contribution, torch.zeros_like(contribution))
+    return contribution if weight > 0 else None
+
+
+def _first_expectation(weight: Weight, num_steps: int) -> Weight:
+    """E is only a reference, so the first micro-batch times the window's length is as good as any."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, weight * num_steps, torch.full_like(weight, num_steps))
+    return weight * num_steps if weight > 0 else float(num_steps)

@@ -1,0 +1,119 @@
+"""What stands in `.grad` after each backward: as soon as a window may end, the true gradients.
+
+A loop can therefore clip, print or change gradients with plain torch, whatever the precision and however the batch was
+cut. Should another backward follow without a step, the gradients are brought back to the scale of the window first.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trimtab.model.precision import keep_fp32
+from trimtab.optim.accumulation import Accumulation, Weight
+from trimtab.optim.scaling import Scaler
+
+_NO_OWNER = 0  # parameters of a prepared model that no optimizer holds
+
+
+class Gradients:
+    """The gradients of everything that was prepared.
+
+    Args:
+        accumulation: The current window.
+        scaler: Loss scaling, or the scaler that does nothing.
+    """
+
+    def __init__(self, accumulation: Accumulation, scaler: Scaler) -> None:
+        self._accumulation = accumulation
+        self._scaler = scaler
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._are_true = False
+        self._applied: Weight | None = None  # the correction that the true gradients contain
+
+    def watch(self, part: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Take the parameters of a model or an optimizer under care."""
+        known: list[Any] = self._models if isinstance(part, torch.nn.Module) else self._optimizers
+        if not any(part is other for other in known):
+            known.append(part)
+
+    def forget(self) -> None:
+        """Hold on to nothing."""
+        self._models.clear()
+        self._optimizers.clear()
+
+    def backward(self, loss: torch.Tensor, weight: Weight | None, **kwargs: Any) -> None:
+        """Add what `loss` contributes; at the end of a window, make the gradients true."""
+        accumulation = self._accumulation
+        in_plain_loop = not accumulation.belongs_to_micro_batch()
+        if in_plain_loop:
+            accumulation.open_plain()
+        self._reopen()
+        contribution = accumulation.share(loss, weight)
+        if contribution is not None:
+            self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
+        if accumulation.sync:
+            self._make_true(accumulation.correction(in_plain_loop))
+
+    def _make_true(self, correction: Weight | None) -> None:
+        self._are_true, self._applied = True, correction
+        if correction is None and not self._scaler.is_scaling:
+            return
+        for owner, parameters in self._by_owner():
+            if self._scaler.is_scaling:
+                keep_fp32(parameters)  # parameters that began to train after prepare
+            gradients = _gradients_of(parameters)
+            if gradients:
+                self._scaler.unscale(owner, gradients)
+                _multiply(gradients, correction)
+
+    def _reopen(self) -> None:
+        """Another backward follows: bring gradients that were kept back to the scale in which it will add to them."""
+        if not self._are_true:
+            return
+        self._are_true = False
+        correction, self._applied = self._applied, None
+        if not self._scaler.is_scaling and correction is None:
+            return
+        for _, parameters in self._by_owner():
+            gradients = _gradients_of(parameters)
+            if gradients:
+                self._scaler.rescale(gradients)
+                if correction is not None:
+                    _multiply(gradients, 1.0 / correction)
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step of `optimizer` has to be skipped. In fp16 this reads one flag from the device."""
+        overflowed = self._scaler.overflowed(id(optimizer))
+        self._scaler.finish_step(id(optimizer), overflowed)
+        self._accumulation.step_taken()
+        self._applied = None  # gradients that are kept over a step belong to no window
+        return overflowed
+
+    def _by_owner(self) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
+        """Each parameter once, with the optimizer that holds it."""
+        seen: set[int] = set()
+        for optimizer in self._optimizers:
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            yield id(optimizer), _not_seen(held, seen)
+        yield _NO_OWNER, _not_seen((p for model in self._models for p in model.parameters()), seen)
+
+
+def _not_seen(parameters: Iterator[torch.nn.Parameter], seen: set[int]) -> list[torch.nn.Parameter]:
+    fresh = []
+    for parameter in parameters:
+        if parameter.grad is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            fresh.append(parameter)
+    return fresh
+
+
+def _gradients_of(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    gradients = [parameter.grad for parameter in parameters]
+    return [g._values() if g.is_sparse else g for g in gradients if g is not None]
+
+
+def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
+    if factor is not None:
+        torch._foreach_mul_(gradients, factor)

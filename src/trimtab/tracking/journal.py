@@ -1,0 +1,86 @@
+"""Where a run's numbers go: a tracker takes the config once and values as they come. The journal is a file of lines."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.errors import RecipeError
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a run."""
+
+    name: str
+
+    def start(self, project_name: str, config: dict[str, Any] | None) -> None:
+        """A run begins."""
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Values at a step."""
+
+    def finish(self) -> None:
+        """The run is over."""
+
+
+class Journal:
+    """One JSON object a line in `metrics.jsonl`, flushed as it is written, readable while the run goes on.
+
+    Args:
+        folder: Where the run's folder is made.
+    """
+
+    name = "journal"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: Any = None
+
+    def start(self, project_name: str, config: dict[str, Any] | None) -> None:
+        """Open the file and write the config as its first line."""
+        folder = self._folder / project_name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._write({"config": config or {}})
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Write a line."""
+        if self._file is None:
+            raise RecipeError("log was called before init_trackers", "call engine.init_trackers(PROJECT) first")
+        self._write({"step": step, **values})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"time": round(time.time(), 3), **line}, default=_plain) + "\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def build_trackers(log_with: Any, folder: Path | None) -> list[Tracker]:
+    """The trackers that `log_with` names: "journal", "all", a tracker object, or a list of these."""
+    if log_with is None:
+        return []
+    trackers: list[Tracker] = []
+    for choice in log_with if isinstance(log_with, list | tuple) else [log_with]:
+        if not isinstance(choice, str) and all(hasattr(choice, verb) for verb in ("start", "log", "finish")):
+            trackers.append(choice)
+        elif choice in ("journal", "all"):
+            trackers.append(Journal(folder or Path(".")))
+        else:
+            raise RecipeError(
+                f"log_with={choice!r} is not known",
+                'use "journal" (a metrics.jsonl file), or an object with start, log and finish',
+            )
+    return trackers
