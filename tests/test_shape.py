@@ -1,0 +1,97 @@
+"""The shape of the package: what an import brings, which way imports go, what is public."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trimtab
+
+SOURCE = Path(trimtab.__file__).parent
+LAYERS = [
+    ["errors", "log", "units"],
+    ["randomness"],
+    ["hardware"],
+    ["recipe"],
+    ["distributed"],
+    ["data"],
+    ["model"],
+    ["optim"],
+    ["checkpoint"],
+    ["tracking"],
+    ["engine"],
+    ["train"],
+    ["planner"],
+    ["compress"],
+    ["inference"],
+    ["report"],
+    ["run"],
+    ["cli"],
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+
+
+def fresh_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light():
+    """The package itself, and nothing that is not Python's own."""
+    code = (
+        "import sys; before = set(sys.modules); import trimtab; "
+        "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"
+    )
+    assert set(fresh_python(code).split()) - sys.stdlib_module_names == {"trimtab"}
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; sys.argv = ['trimtab', '--help']\n"
+        "from trimtab.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'mlflow', 'numpy', 'pandas', 'matplotlib', 'pydantic'}\n"
+        "print('HEAVY', *sorted(heavy & set(sys.modules)))"
+    )
+    assert fresh_python(code).strip().splitlines()[-1] == "HEAVY"
+
+
+@pytest.mark.parametrize(("code", "seconds"), [("import trimtab", 0.3), ("import trimtab.cli.main", 0.5)])
+def test_import_time(code, seconds):
+    """In CPU time, the best of three: other tests run beside this one."""
+    timed = f"import time; t = time.process_time(); {code}; print(time.process_time() - t)"
+    assert min(float(fresh_python(timed)) for _ in range(3)) < seconds
+
+
+def test_public_names_exist():
+    assert set(trimtab._HOMES) | {"__version__"} == set(trimtab.__all__)
+    for name in trimtab.__all__:
+        assert getattr(trimtab, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Enigne'"):
+        _ = trimtab.Enigne
+
+
+def imports_of(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("trimtab."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("trimtab."))
+
+
+def test_imports_go_down_the_layers():
+    files = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem != "__init__"]
+    assert len(files) > 10
+    for path in files:
+        own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        for target in imports_of(path):
+            assert HEIGHT[target] <= HEIGHT[own], f"{path.relative_to(SOURCE)} imports {target}, which is above it"
+
+
+def test_no_junk_drawers():
+    drawers = {"utils", "helpers", "common", "misc", "other"}
+    assert not [path for path in SOURCE.rglob("*.py") if path.stem in drawers]
