@@ -181,6 +181,7 @@ def build_block(variant, model, case):
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
     loader = DataLoader(build_rows(case), batch_size=case.batch_size)  # in order: the same batches for everyone
+    assert case.num_steps % case.num_accumulated == 0, "a block must be made of whole accumulation windows"
     num_optimizer_steps = case.num_steps * (case.num_rounds + 1) // case.num_accumulated
     scheduler = get_linear_schedule_with_warmup(optimizer, 0, num_optimizer_steps)
     return VARIANTS[variant](model, optimizer, loader, scheduler, case.num_accumulated)
@@ -197,15 +198,13 @@ def cpu_ms(block, seed):
     return elapsed * 1000
 
 
-def is_equal(model, other):
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def unequal_to_raw(models, initial):
-    """The peers whose weights differ in any bit from raw's; trimtab must not."""
-    if is_equal(models["raw"], initial):
-        sys.exit("no weight has changed: nothing was trained")
-    unequal = [variant for variant, model in models.items() if not is_equal(model, models["raw"])]
+def unequal_to_raw(models):
+    """The peers whose weights differ in any bit from raw's; trimtab's must not."""
+    reference = models["raw"].state_dict()
+    states = {variant: model.state_dict() for variant, model in models.items()}
+    unequal = [
+        v for v, state in states.items() if not all(torch.equal(state[key], reference[key]) for key in reference)
+    ]
     if "trimtab" in unequal:
         sys.exit("the weights of trimtab are NOT bit-equal to those of raw PyTorch")
     return unequal
@@ -218,14 +217,15 @@ def measure(case, num_threads):
     blocks = {variant: build_block(variant, model, case) for variant, model in models.items()}
     for block in blocks.values():
         cpu_ms(block, seed=0)
-    unequal = {"after the first block": unequal_to_raw(models, initial)}
+    assert not torch.equal(initial.classifier.weight, models["raw"].classifier.weight), "nothing was trained"
+    unequal = {"after the first block": unequal_to_raw(models)}
     gc.freeze()
     times = {variant: [] for variant in VARIANTS}
     shuffler = random.Random(0)
     for number in range(1, case.num_rounds + 1):
         for variant in shuffler.sample(list(blocks), len(blocks)):
             times[variant].append(cpu_ms(blocks[variant], seed=number) / case.num_steps)
-    unequal["at the end"] = unequal_to_raw(models, initial)
+    unequal["at the end"] = unequal_to_raw(models)
     assert torch.get_num_threads() == num_threads, "a library has changed the number of threads"
     return {"cpu_ms": times, "unequal_to_raw": unequal}
 
@@ -233,30 +233,21 @@ def measure(case, num_threads):
 # ---------------------------------------------------------------- gathering and telling
 
 
-def measure_in_child(name, arguments):
-    command = [sys.executable, __file__, "--child", "--models", name, "--threads", str(arguments.threads)]
-    for option in ("rounds", "steps"):
-        if getattr(arguments, option):
-            command += [f"--{option}", str(getattr(arguments, option))]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+def measure_in_child(name):
+    child = subprocess.run([sys.executable, *sys.argv, "--child", name], stdout=subprocess.PIPE, text=True)
     if child.returncode:
         sys.exit(f"{name}: failed, see above")
     return json.loads(child.stdout.splitlines()[-1])
-
-
-def median_and_interval(values):
-    """The median and its 95% interval, which holds for any distribution: the ranks half ± 0.98 √n."""
-    ranked, half = sorted(values), len(values) / 2
-    margin = 0.98 * math.sqrt(len(values))
-    low, high = ranked[max(0, math.floor(half - margin))], ranked[min(len(ranked), math.ceil(half + margin)) - 1]
-    return {"median": statistics.median(ranked), "low": low, "high": high}
 
 
 def summary(times):
     rows = {}
     for variant, mine in times.items():
         low, middle, high = statistics.quantiles(mine, n=4)
-        ratio = median_and_interval([a / b for a, b in zip(mine, times["raw"], strict=True)])
+        ratios = sorted(a / b for a, b in zip(mine, times["raw"], strict=True))
+        half, margin = len(ratios) / 2, 0.98 * math.sqrt(len(ratios))  # ranks of a median's 95% interval
+        interval = ratios[max(0, math.floor(half - margin))], ratios[min(len(ratios), math.ceil(half + margin)) - 1]
+        ratio = {"median": statistics.median(ratios), "low": interval[0], "high": interval[1]}
         rows[variant] = {"cpu_ms": middle, "spread": (high - low) / middle, "ratio": ratio}
     return rows
 
@@ -272,6 +263,7 @@ def setting(num_threads):
 
     return {
         "hardware": f"{cpu}, {os.cpu_count()} cores, of which {num_threads} used",
+        "load when it began": f"{os.getloadavg()[0]:.1f}",
         "versions": ", ".join(f"{name} {version(name)}" for name in packages) + f", Python {platform.python_version()}",
         "commit": git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--porcelain", "src") else ""),
         "protocol": PROTOCOL,
@@ -281,7 +273,9 @@ def setting(num_threads):
 def markdown(report):
     lines = [f"- {key}: {value}" for key, value in report["setting"].items()]
     for name, case in report["cases"].items():
-        lines.append(f"- {name}: {case['num_rounds']} rounds of {case['num_steps']} steps; weights bit-equal to raw's")
+        lines.append(
+            f"- {name}: {case['num_rounds']} rounds of {case['num_steps']} step(s); weights bit-equal to raw's"
+        )
         found = [f"{when} of all but {unequal}" for when, unequal in case["unequal_to_raw"].items() if unequal]
         lines[-1] += ": " + ("; ".join(found) or "all variants, after the first block and at the end")
     lines += ["", "| model | variant | CPU ms/step | ratio to raw (95%) | spread |", "|---|---|---|---|---|"]
@@ -295,40 +289,33 @@ def markdown(report):
 def parse_arguments():
     parser = argparse.ArgumentParser(description="CPU time of a training loop, by library, as a ratio to raw PyTorch.")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, help="timed blocks of each variant (default: by model)")
+    parser.add_argument("--rounds", type=int, help="timed blocks of each variant, 2 or more (default: by model)")
     parser.add_argument("--steps", type=int, help="steps in a block, a multiple of 4 (default: by model)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write settings, every time and the summary to this JSON file")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/overhead.json and .md")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def sized(case, arguments):
-    case = replace(case, num_steps=arguments.steps or case.num_steps, num_rounds=arguments.rounds or case.num_rounds)
-    if case.num_steps % case.num_accumulated or case.num_rounds < 2:
-        sys.exit(f"needed: 2 rounds or more, and steps that are a multiple of {case.num_accumulated}")
-    return case
 
 
 def main():
     arguments = parse_arguments()
-    cases = {name: sized(CASES[name], arguments) for name in arguments.models}
+    sizes = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
+    cases = {name: replace(case, **{k: v for k, v in sizes.items() if v}) for name, case in CASES.items()}
     if arguments.child:
-        print(json.dumps(measure(cases[arguments.models[0]], arguments.threads)))
+        print(json.dumps(measure(cases[arguments.child], arguments.threads)))
         return
     report = {"setting": setting(arguments.threads), "cases": {}}
-    for name, case in cases.items():
+    for name in arguments.models:
         print(f"measuring {name} …", file=sys.stderr)
-        measured = measure_in_child(name, arguments)
-        report["cases"][name] = asdict(case) | measured | {"summary": summary(measured["cpu_ms"])}
+        measured = measure_in_child(name)
+        report["cases"][name] = asdict(cases[name]) | measured | {"summary": summary(measured["cpu_ms"])}
     text = markdown(report)
-    files = [arguments.out] if arguments.out else []
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report) + "\n")
     if arguments.save:
-        files.append(RESULTS.with_suffix(".json"))
+        RESULTS.with_suffix(".json").write_text(json.dumps(report) + "\n")
         RESULTS.with_suffix(".md").write_text(f"# What the loop costs\n\n{text}")
-    for file in files:
-        file.write_text(json.dumps(report) + "\n")
     print(text)
 
 

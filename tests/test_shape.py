@@ -27,7 +27,9 @@ LAYERS = [
     ["compress"],
     ["inference"],
     ["report"],
+    ["build"],
     ["run"],
+    ["demo"],
     ["cli"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}

@@ -13,15 +13,21 @@ _HOMES = {
     "DistributedType": "trimtab.distributed.world",
     "set_seed": "trimtab.randomness",
     "TrimtabError": "trimtab.errors",
+    "Recipe": "trimtab.recipe.schema",
+    "fit": "trimtab.run",
+    "load": "trimtab.inference.load",
 }
 
-__all__ = ["DistributedType", "Engine", "TrimtabError", "__version__", "set_seed"]
+__all__ = ["DistributedType", "Engine", "Recipe", "TrimtabError", "__version__", "fit", "load", "set_seed"]
 
 if TYPE_CHECKING:
     from trimtab.distributed.world import DistributedType
     from trimtab.engine import Engine
     from trimtab.errors import TrimtabError
+    from trimtab.inference.load import load
     from trimtab.randomness import set_seed
+    from trimtab.recipe.schema import Recipe
+    from trimtab.run import fit
 
 
 def __getattr__(name: str) -> Any:

@@ -5,13 +5,14 @@ are copied into the memory that is there (never swapped in), so that dtype, devi
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from trimtab.checkpoint.codec import Tree, decode, encode, tensor_form
-from trimtab.checkpoint.store import StoredCheckpoint, write_checkpoint
+from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, entries, is_tensor, tensor_form
+from trimtab.checkpoint.store import StoredCheckpoint, TensorReader, write_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.randomness import random_state, restore_random_state
 
@@ -46,17 +47,21 @@ class ModelPart:
 
     def check(self, tree: Tree) -> None:
         """Names, shapes and dtypes have to be the same."""
-        current = self._model.state_dict()
-        missing, unknown = sorted(current.keys() - tree.keys()), sorted(tree.keys() - current.keys())
+        current, saved = self._model.state_dict(), entries(tree)
+        missing, unknown = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
         if missing or unknown:
             raise CheckpointError(
                 f"the checkpoint is of another model: {_listed('without', missing)}{_listed('with', unknown)}",
                 "build the model from the same config, with the same adapters",
             )
         for key, value in current.items():
-            form = tensor_form(tree[key])
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not is_tensor(saved[key]):
+                raise CheckpointError(f"{key} is no tensor in the checkpoint", "take an older checkpoint")
+            form = tensor_form(saved[key])
             here = (str(value.dtype).removeprefix("torch."), list(value.shape))
-            if isinstance(value, torch.Tensor) and form is not None and form != here:
+            if form is not None and form != here:
                 raise CheckpointError(
                     f"{key} is {form[0]} {form[1]} in the checkpoint and {here[0]} {here[1]} in the model",
                     "build the model from the same config, in the same dtype",
@@ -65,9 +70,9 @@ class ModelPart:
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Copy tensor by tensor into the weights that are there."""
-        extra = {}
+        extra, trees = {}, entries(tree)
         for key, value in self._model.state_dict().items():
-            saved = decode(tree[key], tensor)
+            saved = decode(trees[key], tensor)
             if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
                 value.copy_(saved)
             else:
@@ -77,7 +82,7 @@ class ModelPart:
 
 
 class OptimizerPart:
-    """The state of an optimizer, keyed by the names of its parameters."""
+    """The state of an optimizer, keyed by the names of its parameters, and the gradients that wait for its step."""
 
     # how a step is computed belongs to the optimizer that is there, not to the one that was saved
     _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -97,7 +102,7 @@ class OptimizerPart:
         return names
 
     def capture(self) -> Any:
-        """Options of each group, and the state of each parameter."""
+        """Options of each group, and the state of each parameter; in the middle of a window, also its gradient."""
         names = self._names()
         groups = [
             {
@@ -109,8 +114,16 @@ class OptimizerPart:
         for group in groups:
             for key in self._IMPLEMENTATION:
                 group.pop(key, None)
-        state = {names[id(p)]: dict(values) for p, values in self._optimizer.state.items() if id(p) in names}
-        return {"kind": type(self._optimizer).__qualname__, "groups": groups, "state": state}
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = self._optimizer.state
+        return {
+            "kind": type(self._optimizer).__qualname__,
+            "groups": groups,
+            "shapes": {names[id(p)]: list(p.shape) for p in held},
+            "state": {names[id(p)]: dict(state[p]) for p in held if p in state},
+            "own": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
+            "gradients": {names[id(p)]: p.grad for p in held if p.grad is not None},
+        }
 
     def check(self, tree: Tree) -> None:
         """The same kind of optimizer over the same parameters in the same groups."""
@@ -134,40 +147,82 @@ class OptimizerPart:
                     f"parameter group {index} differs: {_listed('without', missing)}{_listed('with', unknown)}",
                     "give the optimizer the same parameters as in the run that was saved",
                 )
+        for values in entries(tree["state"]).values():
+            entries(values)
+        for name, gradient in entries(tree["gradients"]).items():
+            if not is_tensor(gradient):
+                raise CheckpointError(f"the gradient of {name} is no tensor", "take an older checkpoint")
+        shapes = entries(tree["shapes"])
+        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+            name = names[id(parameter)]
+            if shapes[name] != list(parameter.shape):
+                raise CheckpointError(
+                    f"the optimizer's {name} is {shapes[name]} in the checkpoint and {list(parameter.shape)} here",
+                    "build the model from the same config",
+                )
 
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Restore options, and copy the state of each parameter into memory shaped like the parameter."""
-        names = self._names()
+        names, states, gradients = self._names(), entries(tree["state"]), entries(tree["gradients"])
         for group, saved in zip(self._optimizer.param_groups, tree["groups"], strict=True):
-            for key, value in saved.items():
+            for key, value in entries(saved).items():
                 if key != "params":
                     _assign(group, key, decode(value, tensor))
             for parameter in group["params"]:
-                values = tree["state"].get(names[id(parameter)])
-                if values is None:
-                    self._optimizer.state.pop(parameter, None)
-                    continue
-                state = self._optimizer.state[parameter]
-                for key in [key for key in state if key not in values]:
-                    del state[key]
-                on_device = group.get("fused") or group.get("capturable")
-                for key, value in values.items():
-                    home = parameter if key != "step" or on_device else torch.empty(0)
-                    _assign(state, key, decode(value, tensor), home)
+                name = names[id(parameter)]
+                on_device = bool(group.get("fused") or group.get("capturable"))
+                self._apply_state(parameter, states.get(name), tensor, on_device)
+                _apply_gradient(parameter, decode(gradients.get(name), tensor))
+        for key in [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]:
+            del self._optimizer.state[key]
+        self._optimizer.state.update(decode(tree["own"], tensor))
+
+    def _apply_state(self, parameter: torch.Tensor, saved: Tree, tensor: TensorSource, on_device: bool) -> None:
+        if saved is None:
+            self._optimizer.state.pop(parameter, None)
+            return
+        state, values = self._optimizer.state[parameter], entries(saved)
+        for key in [key for key in state if key not in values]:
+            del state[key]
+        for key, value in values.items():
+            home = parameter if key != "step" or on_device else torch.empty(0)
+            _assign(state, key, decode(value, tensor), home)
+
+
+def _apply_gradient(parameter: torch.Tensor, saved: torch.Tensor | None) -> None:
+    if saved is None:
+        parameter.grad = None
+    elif saved.layout is torch.strided:
+        place = {"grad": parameter.grad}
+        _assign(place, "grad", saved, parameter)
+        parameter.grad = place["grad"]
+    else:
+        parameter.grad = saved.to(parameter.device)
 
 
 def _assign(place: dict[str, Any], key: str, value: Any, home: torch.Tensor | None = None) -> None:
     """Put a value into a dict; a tensor goes into the memory that is there, or into new memory laid out like `home`."""
     existing: Any = place.get(key)
     if not isinstance(value, torch.Tensor):
-        place[key] = value
+        place[key] = value if home is None else _moved(value, home.device)
     elif type(existing) is type(value) and existing.shape == value.shape and existing.dtype == value.dtype:
         existing.copy_(value)
     elif home is not None and type(value) is torch.Tensor and value.shape == home.shape:
         place[key] = torch.empty_like(home, dtype=value.dtype, requires_grad=False).copy_(value)
     else:
         place[key] = value if home is None else value.to(home.device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """`value` with the tensors in it on `device`, as LBFGS keeps them in lists."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value
 
 
 class StatefulPart:
@@ -186,13 +241,23 @@ class StatefulPart:
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Let the object load."""
+        state = decode(tree, tensor)
         try:
-            self._owner.load_state_dict(decode(tree, tensor))
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+            self._owner.load_state_dict(state)
+        except Exception as error:  # whatever an object of the user's may raise
             raise CheckpointError(
                 f"{self.name} ({type(self._owner).__name__}) cannot load its state: {type(error).__name__} {error}",
                 "prepare and register the same objects, in the same order, as in the run that was saved",
             ) from error
+
+    def undo_point(self) -> Callable[[], None]:
+        """A function that brings the object back to its state of now."""
+        if hasattr(type(self._owner), "undo_point"):
+            undo: Callable[[], None] = self._owner.undo_point()
+            return undo
+        now = encode(self.capture())
+        tensors = {name: tensor.clone() for name, tensor in now.tensors.items()}
+        return lambda: self.apply(now.tree, tensors.__getitem__)
 
 
 class RandomPart:
@@ -205,7 +270,9 @@ class RandomPart:
         return random_state()
 
     def check(self, tree: Tree) -> None:
-        """Generators fit any run."""
+        """Generators fit any run; those of the host are always there."""
+        if not {"python", "torch"} <= entries(tree).keys():
+            raise CheckpointError("the checkpoint holds no random state", "take an older checkpoint")
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Put all generators back."""
@@ -221,7 +288,14 @@ def _listed(word: str, names: list[str]) -> str:
 
 def save_parts(folder: str | Path, parts: Sequence[Part]) -> Path:
     """Write every part to a folder."""
-    return write_checkpoint(folder, {part.name: encode(part.capture()) for part in parts})
+    return write_checkpoint(folder, {part.name: _encoded(part) for part in parts})
+
+
+def _encoded(part: Part) -> Encoded:
+    try:
+        return encode(part.capture())
+    except CheckpointError as error:
+        raise CheckpointError(f"{part.name}: {error.problem}", error.cure) from error
 
 
 def load_parts(folder: str | Path, parts: Sequence[Part]) -> None:
@@ -237,14 +311,25 @@ def load_parts(folder: str | Path, parts: Sequence[Part]) -> None:
             f"{folder} does not hold what was prepared here: {_listed('without', missing)}{_listed('with', unknown)}",
             "prepare and register the same objects, in the same order, as in the run that was saved",
         )
+    readers = {part.name: stored.tensor_reader(part.name) for part in parts}
     for part in parts:
-        part.check(stored.trees[part.name])
-    before = [(part, encode(part.capture())) for part in parts if isinstance(part, StatefulPart)]
-    kept = [{name: tensor.clone() for name, tensor in encoded.tensors.items()} for _, encoded in before]
+        _check(part, stored.trees[part.name], readers[part.name])
+    undo = [part.undo_point() for part in parts if isinstance(part, StatefulPart)]
     try:
         for part in parts:
-            part.apply(stored.trees[part.name], stored.tensor_reader(part.name))
-    except CheckpointError:
-        for (part, encoded), tensors in zip(before, kept, strict=True):
-            part.apply(encoded.tree, tensors.__getitem__)
+            part.apply(stored.trees[part.name], readers[part.name])
+    except BaseException:
+        for bring_back in undo:
+            with suppress(CheckpointError):  # an object that refuses its own state, too, is left to itself
+                bring_back()
         raise
+
+
+def _check(part: Part, tree: Tree, reader: TensorReader) -> None:
+    try:
+        reader.check(tree)
+        part.check(tree)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the saved {part.name} is damaged: {type(error).__name__} {error}", "take an older checkpoint"
+        ) from error

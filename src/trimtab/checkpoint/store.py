@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab import __version__
-from trimtab.checkpoint.codec import Encoded
+from trimtab.checkpoint.codec import Encoded, Tree, tensor_forms
 from trimtab.errors import CheckpointError
 
 _FORMAT = 1
@@ -21,16 +21,15 @@ _STATE = "state.json"
 
 
 def write_checkpoint(folder: str | os.PathLike[str], parts: dict[str, Encoded]) -> Path:
-    """Write `parts` to `folder`, which is replaced if it exists.
+    """Write `parts` to `folder`; a checkpoint that is there is replaced, anything else that is there is left alone.
 
     Returns:
         The folder.
     """
     from safetensors.torch import save_file
 
-    target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file, so no checkpoint can be written there", "name a folder")
+    target = Path(folder).resolve()  # behind a link, so that the link stays one
+    _refuse_foreign(target)
     beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -48,7 +47,16 @@ def write_checkpoint(folder: str | os.PathLike[str], parts: dict[str, Encoded]) 
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    return target
+    return Path(folder)
+
+
+def _refuse_foreign(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file, so no checkpoint can be written there", "name a folder")
+    if target.exists() and not (target / _MANIFEST).exists() and any(target.iterdir()):
+        raise CheckpointError(
+            f"{target} holds other files, which a checkpoint would replace", "name a folder of its own"
+        )
 
 
 def _swap_in(beside: Path, target: Path) -> None:
@@ -58,7 +66,11 @@ def _swap_in(beside: Path, target: Path) -> None:
     outdated = target.with_name(f".{target.name}.outdated-{os.getpid()}")
     shutil.rmtree(outdated, ignore_errors=True)
     target.rename(outdated)
-    beside.rename(target)
+    try:
+        beside.rename(target)
+    except BaseException:
+        outdated.rename(target)
+        raise
     shutil.rmtree(outdated)
 
 
@@ -71,8 +83,7 @@ class StoredCheckpoint:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        manifest = self._manifest()
-        for name, num_bytes in manifest["files"].items():
+        for name, num_bytes in self._manifest()["files"].items():
             path = self.folder / name
             if Path(name).name != name or not path.is_file():
                 raise CheckpointError(f"{self.folder} is not whole: {name} is missing", "take an older checkpoint")
@@ -82,7 +93,7 @@ class StoredCheckpoint:
                     f"{path} was cut off or changed: {found} bytes instead of {num_bytes}",
                     "take an older checkpoint",
                 )
-        self.trees: dict[str, Any] = self._json(_STATE)
+        self.trees = self._object(_STATE)
 
     def _manifest(self) -> dict[str, Any]:
         if not self.folder.is_dir():
@@ -95,21 +106,26 @@ class StoredCheckpoint:
             if foreign:
                 cure += "; checkpoints of other tools are pickled, and trimtab never unpickles"
             raise CheckpointError(f"{self.folder} is no checkpoint of trimtab: {found}", cure)
-        manifest: dict[str, Any] = self._json(_MANIFEST)
+        manifest = self._object(_MANIFEST)
         if manifest.get("format") != _FORMAT:
             raise CheckpointError(
                 f"{self.folder} has checkpoint format {manifest.get('format')}; this version reads {_FORMAT}",
                 f"use trimtab {manifest.get('trimtab', 'of another version')}",
             )
+        if not isinstance(manifest.get("files"), dict):
+            raise CheckpointError(f"{self.folder / _MANIFEST} lists no files", "take an older checkpoint")
         return manifest
 
-    def _json(self, name: str) -> Any:
+    def _object(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.folder / name).read_text())
-        except (OSError, ValueError) as error:
+            value = json.loads((self.folder / name).read_text())
+            if not isinstance(value, dict):
+                raise ValueError(f"a JSON object was expected, not {str(value)[:20]!r}")
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.folder / name} cannot be read: {error}", "take an older checkpoint"
             ) from error
+        return value
 
     def tensor_reader(self, part: str) -> "TensorReader":
         """Gives the tensors of a part by name."""
@@ -125,12 +141,31 @@ class TensorReader:
 
     def __call__(self, name: str) -> torch.Tensor:
         """The tensor of that name, on the host."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         try:
-            if self._file is None:
-                self._file = safe_open(self._path, framework="pt")
-            tensor: torch.Tensor = self._file.get_tensor(name)
+            tensor: torch.Tensor = self._opened().get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._path} cannot be read: {error}", "take an older checkpoint") from error
         return tensor
+
+    def check(self, tree: Tree) -> None:
+        """Raise unless the file holds what a tree refers to; reads its header only."""
+        from safetensors import SafetensorError
+
+        for name, shape in tensor_forms(tree):
+            try:
+                found = self._opened().get_slice(name).get_shape()
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._path} cannot be read: {error}", "take an older checkpoint") from error
+            if shape is not None and found != shape:
+                raise CheckpointError(
+                    f"{self._path} holds {name} as {found} instead of {shape}", "take an older checkpoint"
+                )
+
+    def _opened(self) -> Any:
+        from safetensors import safe_open
+
+        if self._file is None:
+            self._file = safe_open(self._path, framework="pt")
+        return self._file

@@ -1,11 +1,13 @@
-"""Door 3: the command line. It parses and hands over; no logic lives here."""
+"""Door 3: the command line. It parses and hands over; no logic lives here, and nothing heavy is imported at the top."""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 import trimtab
+from trimtab.cli.output import progress_mode, show_table
 from trimtab.errors import TrimtabError
 
 app = typer.Typer(
@@ -15,6 +17,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(help="Look at data as the model sees it.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+RecipeFile = Annotated[Path | None, typer.Argument(help="A recipe (YAML). Not needed: flags alone will do.")]
+Model = Annotated[str | None, typer.Option(help="Hub name, folder, or a run.")]
+DataSource = Annotated[str | None, typer.Option("--data", help="File, folder, glob or hub name to train on.")]
+EvalSource = Annotated[str | None, typer.Option("--eval", help="Held-out data; split off if left out.")]
+Task = Annotated[str | None, typer.Option(help="classify, regress, causal-lm, chat, seq2seq or masked-lm.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Any key of the recipe: --set train.lr=3e-5")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -32,6 +45,199 @@ def _root(
     """Fine-tune transformers on the hardware you have."""
 
 
+def _loaded(recipe: Path | None, sets: list[str] | None, **flags: Any) -> Any:
+    """A recipe from a file, plain flags and --set, in this order; later wins."""
+    from trimtab.recipe.load import load_recipe
+
+    given = {key.replace("__", "."): value for key, value in flags.items() if value is not None}
+    return load_recipe(recipe, given, sets or [])
+
+
+@app.command()
+def train(
+    recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    max_time: Annotated[str | None, typer.Option(help="Stop after so long: 3h, 45min.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows for each optimizer step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a row; longer ones are cut.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16 or bf16.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run; runs/EXPERIMENT/NAME if left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    fast_dev_run: Annotated[bool | None, typer.Option("--fast-dev-run", help="Try everything on a few steps.")] = None,
+    overfit_batches: Annotated[int | None, typer.Option(help="Train and evaluate on so many batches only.")] = None,
+    limit_train: Annotated[int | None, typer.Option(help="Batches of an epoch.")] = None,
+    limit_eval: Annotated[int | None, typer.Option(help="Batches of an evaluation.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+    sets: Sets = None,
+    quiet: Quiet = False,
+    json_lines: Json = False,
+) -> None:
+    """Train what a recipe, or the flags, say; keep the best model."""
+    from trimtab.cli.output import show_result
+    from trimtab.run import fit
+
+    loaded = _loaded(
+        recipe,
+        sets,
+        model=model,
+        data__train=data,
+        data__eval=eval_data,
+        task=task,
+        data__text=text,
+        data__label=label,
+        train__epochs=epochs,
+        train__max_steps=max_steps,
+        train__max_time=max_time,
+        train__batch_size=batch_size,
+        train__lr=lr,
+        data__max_length=max_length,
+        train__precision=precision,
+        seed=seed,
+        out=out,
+        name=name,
+        limits__fast_dev_run=fast_dev_run,
+        limits__overfit_batches=overfit_batches,
+        limits__train=limit_train,
+        limits__eval=limit_eval,
+    )
+    mode = progress_mode(quiet, json_lines)
+    result = fit(loaded, progress=mode, device=device)
+    if mode in ("auto", "plain", "bar"):
+        show_result(result)
+    if result.fit.stop_reason == "time limit":
+        raise typer.Exit(75)
+
+
+@app.command()
+def init(
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    to: Annotated[Path, typer.Option(help="Where to write it.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a commented recipe to start from."""
+    from trimtab.errors import RecipeError
+    from trimtab.recipe.load import commented_yaml
+
+    if to.exists():
+        raise RecipeError(f"{to} exists", "choose another with --to, or remove it")
+    given = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
+    to.write_text(commented_yaml({key: value for key, value in given.items() if value is not None}))
+    typer.echo(f"{to} written; next: trimtab check {to}")
+
+
+@app.command()
+def check(
+    recipe: RecipeFile = None,
+    sets: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors.")] = False,
+) -> None:
+    """Validate a recipe and print it resolved, with the origin of every value."""
+    if schema:
+        import json
+
+        from trimtab.recipe.load import recipe_json_schema
+
+        typer.echo(json.dumps(recipe_json_schema(), indent=1))
+        return
+    from trimtab.recipe.load import resolved_yaml
+
+    typer.echo(resolved_yaml(_loaded(recipe, sets)))
+
+
+@data_app.command("show")
+def data_show(
+    recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    examples: Annotated[int, typer.Option(help="How many rows to show.")] = 3,
+    sets: Sets = None,
+) -> None:
+    """Print rows as the model sees them: tokens, which carry loss, lengths, labels, duplicates."""
+    from trimtab.cli.output import show
+    from trimtab.data.show import render
+    from trimtab.run import look_at_data
+
+    loaded = _loaded(recipe, sets, model=model, data__train=data, data__eval=eval_data, task=task)
+    show(render(look_at_data(loaded, examples)))
+
+
+@app.command()
+def predict(
+    model: Annotated[str, typer.Argument(help="A run, a folder or a hub name.")],
+    file: Annotated[Path | None, typer.Argument(help="csv, jsonl or txt.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write rows with predictions.")] = None,
+    text: Annotated[str | None, typer.Option(help="One line of text instead of a file.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text in the file.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows at a time.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of what causal models write.")] = 100,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+) -> None:
+    """Predict labels or text with a trained model."""
+    from trimtab.errors import RecipeError
+    from trimtab.inference.load import load
+    from trimtab.inference.predict_file import predict_file
+    from trimtab.inference.predict_text import predict_text
+
+    if (file is None) == (text is None):
+        raise RecipeError("predict wants a FILE or --text", 'trimtab predict MODEL --text "…"')
+    if text is not None:
+        typer.echo(predict_text(load(model, device=device), text, max_new_tokens=max_new_tokens))
+        return
+    assert file is not None
+    if out is None:
+        raise RecipeError("--out is missing: where should the predictions go?", f"--out {file.stem}-predicted.csv")
+    loaded = load(model, device=device)
+    num_rows = predict_file(loaded, file, out, text=column, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    typer.echo(f"{num_rows:,} rows written to {out}")
+
+
+@app.command()
+def runs(root: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs")) -> None:
+    """List runs: state, step, best metric, age."""
+    from trimtab.cli.output import show_runs
+    from trimtab.tracking.run_folder import list_runs
+
+    show_runs(list_runs(root), root)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine is, what is installed, what is native, and what is missing."""
+    from trimtab.hardware.doctor import examine
+
+    show_table(("", "found", "cure"), [(f.topic, f.found, f.cure) for f in examine()])
+
+
+@app.command()
+def demo(
+    lm: Annotated[bool, typer.Option("--lm", help="A small decoder instead of a classifier.")] = False,
+    out: Annotated[str | None, typer.Option(help="Folder of the run.")] = None,
+    quiet: Quiet = False,
+    json_lines: Json = False,
+) -> None:
+    """Fine-tune a real pretrained model on real text, on this machine, in about a minute."""
+    from trimtab.cli.output import show_demo
+    from trimtab.demo import run_classifier_demo, run_language_model_demo
+
+    mode = progress_mode(quiet, json_lines)
+    result = (run_language_model_demo if lm else run_classifier_demo)(mode, out)
+    if mode == "auto":
+        show_demo(result)
+
+
 def main() -> None:
     """Run the command line; a mistake of the user ends in one message and its exit code, never in a traceback."""
     try:
@@ -39,3 +245,6 @@ def main() -> None:
     except TrimtabError as error:
         typer.secho(f"error: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.secho("stopped", err=True)
+        sys.exit(130)

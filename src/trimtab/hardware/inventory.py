@@ -1,5 +1,8 @@
 """What this machine is: the device that a process should use, and what it can do natively."""
 
+import os
+from dataclasses import dataclass
+
 import torch
 
 from trimtab.errors import RecipeError
@@ -44,3 +47,54 @@ def _with_index(device: torch.device) -> torch.device:
             "or run one process on each (CUDA_VISIBLE_DEVICES): one run over all of them is not supported yet"
         )
     return torch.device(device.type, index)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What the device of this process can do."""
+
+    device: str
+    name: str
+    memory_bytes: int
+    num_devices: int
+    num_cpus: int
+    capability: tuple[int, int] | None  # CUDA's compute capability
+    native_bf16: bool
+    native_fp16: bool
+    flash_attention: bool
+
+
+def take_inventory(requested: str | torch.device | None = None) -> Inventory:
+    """Look at the device that a run would use. Capability counts, not what torch can emulate."""
+    device = find_device(requested)
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    if device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return Inventory("cpu", "CPU", memory, 0, num_cpus, None, bf16, False, False)
+    module = torch.get_device_module(device)
+    count = torch.accelerator.device_count()
+    if device.type != "cuda":
+        memory = torch.accelerator.get_memory_info(device)[1] if device.type == "xpu" else 0
+        return Inventory(
+            str(device), device.type.upper(), memory, count, num_cpus, None, device.type == "xpu", True, False
+        )
+    properties = module.get_device_properties(device)
+    capability = module.get_device_capability(device)
+    ampere = capability >= (8, 0)  # AMD's numbers start at 9
+    return Inventory(
+        str(device), properties.name, properties.total_memory, count, num_cpus, capability, ampere, True, ampere
+    )
+
+
+def native_precision(device: torch.device) -> str:
+    """The precision that `auto` means: bf16 where it is native, fp16 on other accelerators, else fp32.
+
+    torch's own question counts emulation, so that a T4 says yes to bf16 and is ten times slower in it.
+    """
+    if device.type == "cpu":
+        return "fp32"
+    inventory = take_inventory(device)
+    if inventory.native_bf16:
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"

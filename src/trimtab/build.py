@@ -1,0 +1,374 @@
+"""From a recipe to the parts of a run. Only this file reads the recipe; every part takes plain arguments."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trimtab.checkpoint.export import export_model
+from trimtab.data.batching import LengthGroupedBatches, padding_share
+from trimtab.data.metrics import higher_is_better
+from trimtab.data.sources import Rows, load_rows, split_off
+from trimtab.data.tasks.base import Task
+from trimtab.data.tasks.build import build_task
+from trimtab.data.tokens import TokenDataset, cached
+from trimtab.engine import Engine
+from trimtab.errors import RecipeError
+from trimtab.hardware.inventory import native_precision
+from trimtab.log import say
+from trimtab.model.freeze import Freezing
+from trimtab.model.load import load_model, load_tokenizer, max_positions, train_tokenizer
+from trimtab.model.losses import Loss, build_loss, own_loss
+from trimtab.optim.build import build_optimizer
+from trimtab.optim.groups import decay_groups
+from trimtab.optim.schedules import build_schedule
+from trimtab.recipe.plan import Plan
+from trimtab.recipe.schema import ModelSettings, Recipe
+from trimtab.tracking.run_folder import RunFolder
+from trimtab.train.evaluate import Evaluator, OwnMetric
+from trimtab.train.loop import Schedule, Trainer
+from trimtab.train.progress import Progress
+from trimtab.train.stopping import Best, EarlyStopping
+from trimtab.units import Every, parse_every, parse_seconds
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows, and the task that says what they are."""
+
+    task: Task
+    train: Rows
+    eval: Rows | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Rows as the model sees them."""
+
+    train: TokenDataset
+    eval: TokenDataset | None
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and its tokenizer."""
+
+    model: torch.nn.Module
+    tokenizer: Any
+
+
+def build_data(recipe: Recipe) -> Data:
+    """Load the rows, find out the task, and hold rows out for evaluation."""
+    settings = recipe.data
+    train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows)
+    held_out = None if settings.eval is None else load_rows(settings.eval, on_bad_rows=settings.on_bad_rows)
+    task = build_task(
+        recipe.task,
+        train,
+        text=settings.text,
+        label=settings.label,
+        target=settings.target,
+        messages=settings.messages,
+        prompt=settings.prompt,
+        answer=settings.answer,
+        eval_rows=held_out,
+        seed=recipe.seed,
+        on_bad_rows=settings.on_bad_rows,
+    )
+    for line in task.said:
+        say(line)
+    train = task.usable(train)
+    held_out = None if held_out is None else task.usable(held_out)
+    if held_out is None and settings.eval_share > 0:
+        label = task.columns.get("label") if task.name == "classify" else None
+        train, held_out = split_off(
+            train, settings.eval_share, recipe.seed, label=label if isinstance(label, str) else None
+        )
+        say(f"no eval data given: {len(held_out):,} of {len(train) + len(held_out):,} rows are held out (data.eval)")
+    return Data(task, train, held_out)
+
+
+def build_model(recipe: Recipe, data: Data) -> Loaded:
+    """Load the model with the head that the task needs, and its tokenizer."""
+    source = recipe.model
+    if isinstance(source, ModelSettings):
+        named: str | dict[str, Any] = dict(source.config) if source.config else str(source.name)
+        tokenizer_source, trust = source.tokenizer or source.name, source.trust_remote_code
+    else:
+        named, tokenizer_source, trust = source, source, False
+    if tokenizer_source is None:
+        raise RecipeError(
+            "model.tokenizer is missing: a config alone has none", "a name, a folder, or tokenizer: train"
+        )
+    if tokenizer_source == "train":
+        config = named if isinstance(named, dict) else {}
+        tokenizer = train_tokenizer(_texts(data), vocab_size=int(config.get("vocab_size", 8000)))
+    else:
+        tokenizer = load_tokenizer(tokenizer_source, trust_remote_code=trust)
+    torch.manual_seed(recipe.seed)  # a head that is newly initialised depends on the seed alone
+    head = data.task.head()
+    model = load_model(named, data.task.model_kind, head, tokenizer, trust_remote_code=trust)
+    return Loaded(model, tokenizer)
+
+
+def _texts(data: Data) -> list[str]:
+    names = [name for value in data.task.columns.values() for name in ([value] if isinstance(value, str) else value)]
+    columns = [data.train.columns[name] for name in names if name in data.train.columns]
+    return [text for column in columns for text in column if isinstance(text, str)]
+
+
+def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
+    """Tokenize, or take what an earlier run with the same rows, tokenizer and settings tokenized."""
+    limit = max_positions(loaded.model)
+    max_length = recipe.data.max_length or limit or 512
+    if limit is not None and max_length > limit:
+        say(f"data.max_length {max_length} is more than the model's {limit} positions: {limit} is used")
+        max_length = limit
+    task = data.task
+
+    def encode(rows: Rows) -> TokenDataset:
+        key = [task.name, task.settings, rows, loaded.tokenizer, max_length]
+        return cached(key, lambda: task.encode(rows, loaded.tokenizer, max_length))
+
+    train = encode(data.train)
+    task.bind(loaded.tokenizer, loaded.model.config)
+    held_out = encode(data.eval) if data.eval is not None else None
+    if train.num_truncated:
+        say(f"{train.num_truncated:,} of {len(train):,} rows are longer than {max_length} tokens and were cut")
+    return Tokens(train, held_out, max_length)
+
+
+class _Collate:
+    """Collates a micro-batch in the epoch of its sampler: masking depends on (seed, epoch, row) alone."""
+
+    def __init__(self, task: Task, batches: LengthGroupedBatches) -> None:
+        self._task = task
+        self._batches = batches
+
+    def __call__(self, examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = self._task.collate(examples, epoch=self._batches.epoch)
+        return batch
+
+
+def _loader(task: Task, tokens: TokenDataset, batches: LengthGroupedBatches, device: torch.device) -> DataLoader[Any]:
+    # one worker keeps an accelerator's host free; on the CPU it would only take a core from the training
+    num_workers = 1 if device.type != "cpu" else 0
+    return DataLoader(tokens, batch_sampler=batches, collate_fn=_Collate(task, batches), num_workers=num_workers)
+
+
+def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:
+    """Freeze what the recipe says; what begins to train later does so in the loop."""
+    until = {pattern: None if word == "always" else parse_every(word) for pattern, word in recipe.train.freeze.items()}
+    freezing = Freezing(loaded.model, until)
+    freezing.apply()
+    return freezing
+
+
+def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine: Engine) -> Plan:
+    """Decide what the recipe left open."""
+    train = recipe.train
+    micro = recipe.memory.micro_batch
+    micro_batch_size = train.batch_size if micro == "auto" else min(int(micro), train.batch_size)
+    batches = _train_batches(recipe, tokens, micro_batch_size)
+    steps_per_epoch = len(batches.window_sizes())
+    num_steps = train.max_steps or max(1, math.ceil(train.epochs * steps_per_epoch))
+    if recipe.limits.fast_dev_run:
+        num_steps = min(num_steps, _fast_steps(recipe))
+    warmup = train.warmup
+    warmup_steps = math.ceil(warmup * num_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
+    return Plan(
+        device=str(engine.device),
+        precision={"no": "fp32"}.get(engine.mixed_precision, engine.mixed_precision),
+        batch_size=train.batch_size,
+        micro_batch_size=micro_batch_size,
+        num_steps=num_steps,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=warmup_steps,
+        num_train_rows=len(tokens.train),
+        num_eval_rows=0 if tokens.eval is None else len(tokens.eval),
+        num_parameters=sum(p.numel() for p in loaded.model.parameters()),
+        num_trainable=sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
+        max_length=tokens.max_length,
+        padding_share=padding_share(tokens.train.lengths, list(batches)),
+        metric=recipe.evaluate.metric or data.task.default_metric,
+    )
+
+
+def _fast_steps(recipe: Recipe) -> int:
+    wanted = recipe.limits.fast_dev_run
+    return 3 if wanted is True else int(wanted)
+
+
+def _train_batches(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> LengthGroupedBatches:
+    limit = recipe.limits.train
+    num_batches = math.ceil(len(tokens.train) / recipe.train.batch_size)
+    return LengthGroupedBatches(
+        tokens.train.lengths,
+        recipe.train.batch_size,
+        micro_batch_size,
+        seed=recipe.seed,
+        group_by_length=recipe.train.group_by_length,
+        shuffle=not recipe.limits.overfit_batches,
+        limit_batches=recipe.limits.overfit_batches or _limited(limit, num_batches),
+    )
+
+
+def _limited(limit: int | float | None, num_batches: int) -> int | None:
+    """A limit as Lightning writes it: a whole number of batches, or a share of them."""
+    if limit is None:
+        return None
+    return max(1, round(limit * num_batches)) if isinstance(limit, float) else limit
+
+
+def build_engine(recipe: Recipe, device: str | None) -> Engine:
+    """The engine in the precision asked for; `auto` is a rule on what the device does natively."""
+    engine = Engine("no", device=device)
+    wanted = recipe.train.precision
+    precision = native_precision(engine.device) if wanted == "auto" else wanted
+    return Engine("no" if precision == "fp32" else precision, device=device, seed=recipe.seed)
+
+
+class BestKeeper:
+    """Writes the best model as a plain Hugging Face folder, and the numbers into the run's journal."""
+
+    def __init__(self, folder: RunFolder, engine: Engine, loaded: Loaded, card: dict[str, Any], metric: str) -> None:
+        self._folder, self._engine, self._loaded, self._card, self._metric = folder, engine, loaded, card, metric
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str:
+        """Write the model beside the one before, then take its place."""
+        model = self._engine.unwrap_model(self._loaded.model)
+        card = {**self._card, "step": step, "metrics": metrics}
+        export_model(self._folder.best, model, self._loaded.tokenizer, card=card)
+        self._folder.update(metric_name=self._metric, best_metric=metrics.get(self._metric), best_step=step)
+        return str(self._folder.best)
+
+    def record(self, values: dict[str, Any], step: int) -> None:
+        """Write a line of numbers."""
+        self._folder.record(values, step)
+
+
+def build_trainer(
+    recipe: Recipe,
+    data: Data,
+    tokens: Tokens,
+    loaded: Loaded,
+    engine: Engine,
+    plan: Plan,
+    freezing: Freezing,
+    folder: RunFolder,
+    progress: Progress,
+    *,
+    callbacks: list[object],
+    loss: Callable[..., Any] | None = None,
+    metrics: Mapping[str, OwnMetric] | None = None,
+) -> Trainer:
+    """Put every part into the loop."""
+    settings, task = recipe.train, data.task
+    unfreezes = any(until != "always" for until in settings.freeze.values())
+    the_loss: Loss = (
+        own_loss(loss)
+        if loss is not None
+        else build_loss(task.loss_kind, shifts_labels=task.shifts_labels, label_smoothing=settings.label_smoothing)
+    )
+    model = engine.prepare(loaded.model)
+    optimizer = build_optimizer(
+        settings.optimizer,
+        decay_groups(
+            model, settings.weight_decay, decay_embeddings=settings.decay_embeddings, include_frozen=unfreezes
+        ),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        momentum=settings.momentum,
+        device=engine.device,
+    )
+    d_model = getattr(model.config, "hidden_size", None)
+    scheduler = build_schedule(
+        settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
+    )
+    batches = _train_batches(recipe, tokens, plan.micro_batch_size)
+    loader = _loader(task, tokens.train, batches, engine.device)
+    optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
+    best = Best(plan.metric, higher_is_better(plan.metric))
+    card = {"task": task.name, "recipe": recipe.model_dump(mode="json"), "metric": plan.metric}
+    return Trainer(
+        engine,
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        the_loss,
+        Schedule(
+            num_steps=plan.num_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            evaluate_every=_evaluation_interval(recipe),
+            log_every=settings.log_every,
+            max_seconds=None if settings.max_time is None else parse_seconds(settings.max_time),
+            evaluate_at_start=recipe.evaluate.at_start,
+            max_grad_norm=settings.max_grad_norm,
+        ),
+        evaluator=_build_evaluator(recipe, task, tokens, engine, the_loss, plan, metrics),
+        best=best,
+        early_stopping=_build_stopping(recipe, plan),
+        freezing=freezing,
+        keeper=BestKeeper(folder, engine, loaded, card, plan.metric),
+        progress=progress,
+        callbacks=callbacks,
+    )
+
+
+def _evaluation_interval(recipe: Recipe) -> Every:
+    if recipe.limits.fast_dev_run:
+        return Every(steps=_fast_steps(recipe), epochs=None, seconds=None)
+    return parse_every(recipe.evaluate.every)
+
+
+def _build_evaluator(
+    recipe: Recipe,
+    task: Task,
+    tokens: Tokens,
+    engine: Engine,
+    loss: Loss,
+    plan: Plan,
+    own_metrics: Mapping[str, OwnMetric] | None,
+) -> Evaluator | None:
+    overfit = recipe.limits.overfit_batches
+    rows = tokens.train if overfit else tokens.eval
+    if rows is None:
+        return None
+    batch_size = recipe.evaluate.batch_size or max(plan.micro_batch_size, 8)
+    num_batches = math.ceil(len(rows) / batch_size)
+    limit = 3 if recipe.limits.fast_dev_run else _limited(recipe.limits.eval, num_batches)
+    if overfit:  # the rows that are trained on, and no others
+        limit, batch_size = overfit, recipe.train.batch_size
+    batches = LengthGroupedBatches(
+        rows.lengths, batch_size, batch_size, seed=recipe.seed, group_by_length=True, shuffle=False, limit_batches=limit
+    )
+    wanted = None if plan.metric in (own_metrics or {}) else [plan.metric]
+    loader = engine.prepare(_loader(task, rows, batches, engine.device))
+    return Evaluator(loader, loss, partial(task.metrics, wanted), own_metrics)
+
+
+def _build_stopping(recipe: Recipe, plan: Plan) -> EarlyStopping | None:
+    settings = recipe.early_stopping
+    if settings is None:
+        return None
+    metric = settings.metric or plan.metric
+    rises = settings.mode == "max" if settings.mode is not None else higher_is_better(metric)
+    return EarlyStopping(metric, rises, settings.patience, settings.min_delta)
+
+
+def run_name(recipe: Recipe) -> str:
+    """The experiment of a recipe that names none: after its data."""
+    if recipe.track.experiment:
+        return recipe.track.experiment
+    source = recipe.data.train
+    if isinstance(source, str | Path):
+        return Path(str(source)).name.split("[")[0].split(":")[0].split(".")[0] or "run"
+    return "run"

@@ -1,0 +1,97 @@
+"""How results look on a terminal. rich is imported when something is shown."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from trimtab.run import Result
+    from trimtab.tracking.run_folder import RunSummary
+
+
+def progress_mode(quiet: bool, json_lines: bool) -> str:
+    """What the flags mean for the progress display."""
+    return "quiet" if quiet else "json" if json_lines else "auto"
+
+
+def show(renderable: object) -> None:
+    """Anything that rich can draw."""
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A plain table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def show_result(result: "Result") -> None:
+    """How a run ended, and where its model is."""
+    fit = result.fit
+    rows = [(name, f"{value:.4f}") for name, value in fit.metrics.items()]
+    if fit.best_metric is not None:
+        rows.append((f"best {result.plan.metric}", f"{fit.best_metric:.4f} at step {fit.best_step}"))
+    rows += [
+        ("steps", f"{fit.step:,} ({fit.stop_reason})"),
+        ("time", f"{format_seconds(fit.train_seconds)}, {fit.num_tokens / max(fit.train_seconds, 1e-9):,.0f} tokens/s"),
+        ("peak memory", format_bytes(fit.peak_memory_bytes)),
+    ]
+    if fit.num_skipped:
+        rows.append(("skipped fp16 steps", str(fit.num_skipped)))
+    if result.best is not None:
+        rows.append(("best model", str(result.best)))
+    show_table(("", ""), rows)
+
+
+def show_demo(result: "Result") -> None:
+    """What the demo did, and what to try next."""
+    import json
+
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    name = result.plan.metric
+    before = next(line[f"eval_{name}"] for line in lines if f"eval_{name}" in line)
+    after = result.fit.metrics[name]
+    show_table(
+        ("", "before", "after"),
+        [
+            (name, f"{before:.3f}", f"{after:.3f}"),
+            ("training", "", format_seconds(result.fit.train_seconds)),
+            ("peak memory", "", format_bytes(result.fit.peak_memory_bytes)),
+        ],
+    )
+    from rich.console import Console
+
+    text = "a film that stays with you" if name == "accuracy" else "The film is"
+    Console().print(
+        "\ntry next:\n"
+        f'  trimtab predict {result.folder} --text "{text}"\n'
+        f"  trimtab data show {result.folder / 'recipe.yaml'}\n"
+        f"  trimtab train {result.folder / 'recipe.yaml'} --epochs 2 --out runs/longer",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
+    """A table of runs, newest first."""
+    import typer
+
+    if not runs:
+        typer.echo(f"no runs below {root}")
+        return
+    rows = []
+    for run in runs:
+        best = "" if run.best_metric is None else f"{run.metric_name} {run.best_metric:.4f}"
+        rows.append((str(run.path), run.state, f"{run.step}/{run.num_steps}", best, format_seconds(run.age_s)))
+    show_table(("run", "state", "step", "best", "age"), rows)

@@ -1,0 +1,298 @@
+"""Metrics from sums: each batch is added on the device where it was computed, and only the result is read.
+
+Nothing is kept but sums of fixed size, so that an evaluation needs no more memory however many rows it sees, and the
+metrics of several processes are those of the added sums. Logits are [rows, labels], or [rows, length, vocabulary].
+"""
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import RecipeError
+
+_HIGHER_IS_BETTER = {
+    "loss": False,
+    "accuracy": True,
+    "f1": True,
+    "precision": True,
+    "recall": True,
+    "auc": True,
+    "mcc": True,
+    "mse": False,
+    "mae": False,
+    "pearson": True,
+    "perplexity": False,
+    "token_accuracy": True,
+}
+_OF_COUNTS = ("accuracy", "f1", "precision", "recall")
+_ALLOWED = {
+    "cross-entropy": ("loss", *_OF_COUNTS, "auc", "mcc"),
+    "binary-cross-entropy": ("loss", *_OF_COUNTS, "auc"),
+    "mse": ("loss", "mse", "mae", "pearson"),
+    "token-cross-entropy": ("loss", "perplexity", "token_accuracy"),
+}
+_USUAL = {
+    "cross-entropy": ("loss", "accuracy", "f1"),
+    "binary-cross-entropy": ("loss", "f1", "accuracy"),
+    "mse": ("loss", "mse", "mae", "pearson"),
+    "token-cross-entropy": ("loss", "perplexity"),
+}
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether more of a metric is better.
+
+    Raises:
+        RecipeError: If there is no such metric.
+    """
+    if name not in _HIGHER_IS_BETTER:
+        raise _no_metric(name, tuple(_HIGHER_IS_BETTER), "")
+    return _HIGHER_IS_BETTER[name]
+
+
+class Metrics:
+    """Sums of an evaluation, and the metrics that follow from them.
+
+    The loss is always among the results. F1, precision and recall are those of label 1 where there are two labels, and
+    the mean over labels (macro) where there are more; with several labels a row, accuracy counts rows of which every
+    label is right.
+
+    Args:
+        kind: The kind of loss: "cross-entropy", "binary-cross-entropy", "mse" or "token-cross-entropy".
+        names: The metrics wanted; by default the usual ones of the kind.
+        num_labels: How many labels, or numbers, the model gives for a row.
+        shifts_labels: Whether position t of the logits answers for the label at t + 1.
+
+    Raises:
+        RecipeError: If a metric does not exist for this kind.
+    """
+
+    def __init__(
+        self, kind: str, names: Sequence[str] | None = None, *, num_labels: int = 0, shifts_labels: bool = False
+    ) -> None:
+        wanted = _USUAL[kind] if names is None else tuple(names)
+        for name in wanted:
+            if name not in _ALLOWED[kind]:
+                raise _no_metric(name, _ALLOWED[kind], " for this task")
+        self.names = list(dict.fromkeys(("loss", *wanted)))
+        self._totals = torch.zeros(2, dtype=torch.float64)  # loss and weight
+        self._parts: list[_Part] = []
+        if set(wanted) & {*_OF_COUNTS, "mcc"}:
+            self._parts.append(_Counts(num_labels) if kind == "cross-entropy" else _LabelCounts(num_labels))
+        if "auc" in wanted:
+            self._parts.append(_Ranks(num_labels, one_label=kind == "cross-entropy"))
+        if kind == "mse" and set(wanted) - {"loss"}:
+            self._parts.append(_Moments(max(num_labels, 1)))
+        if "token_accuracy" in wanted:
+            self._parts.append(_TokenHits(shifts_labels))
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """All that is kept. Added element by element (in place), those of several processes give the whole."""
+        return [self._totals, *(part.sums for part in self._parts)]
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, batch: dict[str, Tensor], loss_sum: Tensor, weight: Tensor | int) -> None:
+        """Add a batch. Nothing is read from the device.
+
+        Args:
+            logits: What the model gave.
+            batch: The batch with its "labels".
+            loss_sum: The loss summed over the batch.
+            weight: How many rows or tokens it is summed over.
+        """
+        device = loss_sum.device
+        if self._totals.device != device:
+            self._totals = self._totals.to(device)
+            for part in self._parts:
+                part.sums = part.sums.to(device)
+        self._totals[0] += loss_sum.detach()
+        self._totals[1] += weight
+        for part in self._parts:
+            part.update(logits.detach(), batch["labels"])
+
+    def compute(self) -> dict[str, float]:
+        """The metrics of everything seen so far; nan where they are not defined."""
+        loss_sum, weight = self._totals.tolist()
+        values = {"loss": _ratio(loss_sum, weight, empty=math.nan)}
+        values["perplexity"] = math.exp(values["loss"]) if not values["loss"] > 700 else math.inf
+        for part in self._parts:
+            values |= part.values()
+        return {name: values[name] for name in self.names}
+
+
+class _Part(Protocol):
+    """Some of the sums, and the metrics that follow from them."""
+
+    sums: Tensor
+
+    def update(self, logits: Tensor, labels: Tensor) -> None: ...
+
+    def values(self) -> dict[str, float]: ...
+
+
+class _Counts:
+    """For each label: how often it was right, foretold, true. Enough for MCC too, without a confusion matrix."""
+
+    def __init__(self, num_labels: int) -> None:
+        self._num_labels = num_labels
+        self.sums = torch.zeros(3, num_labels, dtype=torch.int64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        foretold = logits.argmax(dim=-1)
+        ones = torch.ones_like(labels)
+        self.sums[0].index_add_(0, labels, (foretold == labels).long())
+        self.sums[1].index_add_(0, foretold, ones)
+        self.sums[2].index_add_(0, labels, ones)
+
+    def values(self) -> dict[str, float]:
+        right, foretold, true = self.sums.double().cpu()
+        total = true.sum()
+        by_label = _by_label(right, foretold, true)
+        if self._num_labels == 2:
+            averaged = {name: float(values[1]) for name, values in by_label.items()}
+        else:
+            seen = (foretold + true) > 0  # a label that nobody has or foretells says nothing
+            averaged = {name: float(values[seen].mean()) for name, values in by_label.items()}
+        covariance = right.sum() * total - (foretold * true).sum()
+        spreads = (total**2 - (foretold**2).sum()) * (total**2 - (true**2).sum())
+        return averaged | {
+            "accuracy": _ratio(float(right.sum()), float(total), empty=math.nan),
+            "mcc": _ratio(float(covariance), math.sqrt(float(spreads))),
+        }
+
+
+class _LabelCounts:
+    """The same where a row may have several labels; a label is foretold where its logit is above 0."""
+
+    def __init__(self, num_labels: int) -> None:
+        # The last column holds rows of which all labels are right, and all rows.
+        self.sums = torch.zeros(3, num_labels + 1, dtype=torch.int64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        foretold, true = logits > 0, labels > 0.5
+        for index, flags in enumerate((foretold & true, foretold, true)):
+            self.sums[index, :-1] += flags.sum(dim=0)
+        self.sums[0, -1] += (foretold == true).all(dim=-1).sum()
+        self.sums[1, -1] += labels.shape[0]
+
+    def values(self) -> dict[str, float]:
+        right, foretold, true = self.sums[:, :-1].double().cpu()
+        num_right, num_rows = self.sums[:2, -1].tolist()
+        averaged = {name: float(values.mean()) for name, values in _by_label(right, foretold, true).items()}
+        return averaged | {"accuracy": _ratio(num_right, num_rows, empty=math.nan)}
+
+
+class _Ranks:
+    """The area under the ROC curve from histograms of log-odds; rows of one bin count as ties.
+
+    Bins are 1/4096 wide for two labels and wider for more, at most 1/128: the result is that of exact ranks up to the
+    few pairs that share a bin, and needs no sorting. More than two labels: the mean of each against the rest.
+    """
+
+    _REACH = 32.0  # log-odds beyond are all one bin: e^-32 is below what float32 tells from 0
+
+    def __init__(self, num_labels: int, *, one_label: bool) -> None:
+        self._one_label = one_label
+        self._is_binary = one_label and num_labels == 2
+        num_scores = 1 if self._is_binary else num_labels
+        self._num_bins = 2 ** max(18 - (num_scores - 1).bit_length(), 13)
+        self.sums = torch.zeros(2, num_scores, self._num_bins, dtype=torch.int64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        scores = self._log_odds(logits.double())
+        bins = ((scores / self._REACH + 1) / 2 * self._num_bins).nan_to_num(0.0)
+        bins = bins.clamp(0, self._num_bins - 1).long()
+        num_scores = bins.shape[1]
+        if self._is_binary:
+            is_true = labels[:, None]
+        elif self._one_label:
+            is_true = (labels[:, None] == torch.arange(num_scores, device=labels.device)).long()
+        else:
+            is_true = (labels > 0.5).long()
+        flat = (is_true * num_scores + torch.arange(num_scores, device=bins.device)) * self._num_bins + bins
+        self.sums.view(-1).index_add_(0, flat.flatten(), torch.ones_like(flat).flatten())
+
+    def _log_odds(self, logits: Tensor) -> Tensor:
+        if self._is_binary:
+            return logits[:, 1:] - logits[:, :1]
+        if not self._one_label:
+            return logits
+        log_shares = logits.log_softmax(dim=-1)
+        return log_shares - torch.log1p(-log_shares.exp())
+
+    def values(self) -> dict[str, float]:
+        negatives, positives = self.sums.double().cpu()
+        below = negatives.cumsum(dim=-1) - negatives / 2
+        pairs = positives.sum(dim=-1) * negatives.sum(dim=-1)
+        areas = ((positives * below).sum(dim=-1) / pairs)[pairs > 0]
+        return {"auc": float(areas.mean()) if len(areas) else math.nan}
+
+
+class _Moments:
+    """Sums of errors, and of the products of which Pearson's correlation is made."""
+
+    def __init__(self, num_numbers: int) -> None:
+        self._num_numbers = num_numbers
+        self.sums = torch.zeros(8, num_numbers, dtype=torch.float64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        given = logits.double().reshape(-1, self._num_numbers)
+        true = labels.double().reshape(-1, self._num_numbers)
+        error = given - true
+        terms = (torch.ones_like(true), error**2, error.abs(), given, true, given**2, true**2, given * true)
+        self.sums += torch.stack([term.sum(dim=0) for term in terms])
+
+    def values(self) -> dict[str, float]:
+        sums = self.sums.cpu()
+        count, squared, absolute = sums[:3]
+        given, true, given2, true2, product = sums[3:] / count
+        spread = (given2 - given**2).clamp(min=0).sqrt() * (true2 - true**2).clamp(min=0).sqrt()
+        pearson = torch.where(spread > 0, (product - given * true) / spread, torch.nan)
+        return {
+            "mse": float((squared / count).mean()),
+            "mae": float((absolute / count).mean()),
+            "pearson": float(pearson.mean()),
+        }
+
+
+class _TokenHits:
+    """How many of the tokens that carry loss are the most likely ones."""
+
+    def __init__(self, shifts_labels: bool) -> None:
+        self._shifts_labels = shifts_labels
+        self.sums = torch.zeros(2, dtype=torch.int64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        if self._shifts_labels:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        counted = labels != -100
+        self.sums[0] += ((logits.argmax(dim=-1) == labels) & counted).sum()
+        self.sums[1] += counted.sum()
+
+    def values(self) -> dict[str, float]:
+        hits, count = self.sums.tolist()
+        return {"token_accuracy": _ratio(hits, count, empty=math.nan)}
+
+
+def _by_label(right: Tensor, foretold: Tensor, true: Tensor) -> dict[str, Tensor]:
+    """Precision, recall and F1 of each label; 0 where a label was never foretold, or never true."""
+    return {
+        "precision": right / foretold.clamp(min=1),
+        "recall": right / true.clamp(min=1),
+        "f1": 2 * right / (foretold + true).clamp(min=1),
+    }
+
+
+def _ratio(above: float, below: float, *, empty: float = 0.0) -> float:
+    return above / below if below else empty
+
+
+def _no_metric(name: str, allowed: Sequence[str], where: str) -> RecipeError:
+    near = get_close_matches(name, allowed, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return RecipeError(f"there is no metric {name!r}{where}{hint}", f"choose among {', '.join(allowed)}")

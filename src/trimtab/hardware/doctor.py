@@ -1,0 +1,71 @@
+"""What this machine is, what is installed, and what is missing: the facts behind `trimtab doctor`."""
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.hardware.inventory import Inventory, native_precision, take_inventory
+
+_PACKAGES = {
+    "torch": "",
+    "transformers": "pip install transformers",
+    "datasets": "pip install datasets",
+    "safetensors": "pip install safetensors",
+    "pydantic": "pip install pydantic",
+    "rich": "pip install rich",
+    "gguf": "pip install 'trimtab[gguf]'   (models in GGUF files)",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    topic: str
+    found: str
+    cure: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at the machine and at what is installed."""
+    inventory = take_inventory()
+    device = torch.device(inventory.device)
+    findings = [
+        Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding("device", _describe(inventory)),
+        Finding("precision: auto", native_precision(device)),
+        Finding("bf16", _native(inventory.native_bf16, "emulated: right but slow; use fp16 or fp32 here")),
+        Finding("fp16", _native(inventory.native_fp16, "emulated: right but slow; use fp32 here")),
+        Finding("attention", _attention(inventory)),
+    ]
+    return findings + [_package(name, cure) for name, cure in _PACKAGES.items()]
+
+
+def _describe(inventory: Inventory) -> str:
+    memory = f"{inventory.memory_bytes / 2**30:.1f} GiB"
+    if inventory.device == "cpu":
+        return f"no accelerator; {inventory.num_cpus} CPU cores, {memory}, {torch.backends.cpu.get_cpu_capability()}"
+    others = f", one of {inventory.num_devices}" if inventory.num_devices > 1 else ""
+    capability = f", sm{inventory.capability[0]}{inventory.capability[1]}" if inventory.capability else ""
+    return f"{inventory.device}: {inventory.name}, {memory}{capability}{others}; {inventory.num_cpus} CPU cores"
+
+
+def _native(native: bool, otherwise: str) -> str:
+    return "native" if native else otherwise
+
+
+def _attention(inventory: Inventory) -> str:
+    if inventory.device == "cpu":
+        return "scaled_dot_product_attention on the CPU"
+    if inventory.flash_attention:
+        return "flash and memory-efficient kernels of scaled_dot_product_attention"
+    return "memory-efficient kernel; flash needs compute capability 8.0"
+
+
+def _package(name: str, cure: str) -> Finding:
+    try:
+        return Finding(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "not installed", cure)

@@ -1,0 +1,104 @@
+"""Labels and numbers for texts, or for pairs of texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.errors import DataError, ModelError
+from trimtab.inference.batches import Tokens, padded_batches
+from trimtab.inference.load import Loaded
+from trimtab.log import say
+from trimtab.model.hub import quiet_transformers
+
+Text = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a classifier says of one text.
+
+    Args:
+        label: The label; of a model that gives several labels to a text, all with a score of at least 0.5.
+        score: The probability of the label; of several labels, the highest one of any label.
+        scores: The probability of every label.
+    """
+
+    label: str | tuple[str, ...]
+    score: float
+    scores: dict[str, float]
+
+
+def classify_texts(
+    loaded: Loaded, texts: Sequence[Text], batch_size: int = 32, *, max_length: int | None = None
+) -> list[Prediction]:
+    """Classify texts, in batches of similar length.
+
+    Args:
+        loaded: A classifier.
+        texts: Texts, or pairs of texts.
+        batch_size: Texts at a time.
+        max_length: Tokens after which a text is cut; by default as in training.
+
+    Returns:
+        One prediction for each text, in the order of the texts.
+    """
+    if loaded.task_name != "classify":
+        raise ModelError(f"this model does not classify: its task is {loaded.task_name}", "load a classifier")
+    logits = _logits(loaded, texts, batch_size, max_length)
+    config = loaded.model.config
+    names = [str(config.id2label[index]) for index in range(config.num_labels)]
+    several = config.problem_type == "multi_label_classification"
+    scores_by_row = (logits.sigmoid() if several else logits.softmax(-1)).tolist()
+    return [_prediction(names, scores, several) for scores in scores_by_row]
+
+
+def regress_texts(
+    loaded: Loaded, texts: Sequence[Text], batch_size: int = 32, *, max_length: int | None = None
+) -> list[float]:
+    """The number that a regression model gives to each text; see `classify_texts` for the arguments."""
+    if loaded.task_name != "regress" or loaded.model.config.num_labels != 1:
+        raise ModelError(f"this model gives no number: its task is {loaded.task_name}", "load a regression model")
+    values: list[float] = _logits(loaded, texts, batch_size, max_length).squeeze(-1).tolist()
+    return values
+
+
+def _prediction(names: list[str], scores: list[float], several: bool) -> Prediction:
+    ranked = sorted(zip(names, scores, strict=True), key=lambda pair: -pair[1])
+    label = tuple(name for name, score in ranked if score >= 0.5) if several else ranked[0][0]
+    return Prediction(label, ranked[0][1], dict(zip(names, scores, strict=True)))
+
+
+def _logits(loaded: Loaded, texts: Sequence[Text], batch_size: int, max_length: int | None) -> torch.Tensor:
+    """Logits of every text in fp32 on the host."""
+    if isinstance(texts, str):
+        raise DataError("one text was given where a list of texts is wanted", "pass [text]")
+    model = loaded.model
+    logits = torch.zeros(len(texts), model.config.num_labels)
+    examples = _tokenize(loaded, texts, max_length)
+    model.eval()
+    with torch.inference_mode():
+        for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, model):
+            logits[indices] = model(**batch).logits.float().cpu()
+    return logits
+
+
+def _tokenize(loaded: Loaded, texts: Sequence[Text], max_length: int | None) -> list[Tokens]:
+    limit = max_length or loaded.max_length
+    examples: list[Tokens] = []
+    num_cut = 0
+    with quiet_transformers():  # it warns of every long text; they are cut here, and counted
+        for index, text in enumerate(texts):
+            parts = list(text) if isinstance(text, list | tuple) else [text]
+            if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
+                raise DataError(f"text {index + 1} is {text!r}", "pass texts, or pairs of texts")
+            example = loaded.tokenizer(*parts)
+            if limit is not None and len(example["input_ids"]) > limit:
+                example = loaded.tokenizer(*parts, truncation=True, max_length=limit)
+                num_cut += 1
+            if not example["input_ids"]:
+                raise DataError(f"text {index + 1} is empty", "leave empty texts out")
+            examples.append(dict(example))
+    if num_cut:
+        say(f"{num_cut:,} of {len(texts):,} texts are longer than {limit} tokens and were cut")
+    return examples

@@ -1,0 +1,130 @@
+"""Text from a model that writes: a continuation, an answer in a chat, or the output of an encoder-decoder."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trimtab.errors import DataError, ModelError, RecipeError
+from trimtab.inference.batches import Tokens, padded_batches
+from trimtab.inference.load import Loaded
+from trimtab.log import say
+from trimtab.model.hub import quiet_transformers
+from trimtab.model.load import max_positions
+from trimtab.randomness import random_state, restore_random_state, set_seed
+
+Prompt = str | Sequence[dict[str, str]]
+
+
+def generate_texts(
+    loaded: Loaded,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 128,
+    *,
+    batch_size: int = 8,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
+    """Let a model write, in batches of similar length.
+
+    A chat model sees each prompt as the user's turn of its chat template; other decoders go on with the prompt.
+
+    Args:
+        loaded: A causal, chat or encoder-decoder model.
+        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`.
+        max_new_tokens: The most tokens that it may write.
+        batch_size: Prompts at a time.
+        temperature: 0 always takes the likeliest token; more is more varied.
+        seed: Of the choice, where the temperature is above 0. The process's random numbers are not touched.
+
+    Returns:
+        What it wrote, without the prompts, in their order.
+    """
+    if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
+        raise ModelError(f"this model does not write text: its task is {loaded.task_name}", "load one that does")
+    if isinstance(prompts, str):
+        raise DataError("one prompt was given where a list of prompts is wanted", "pass [prompt]")
+    texts = [""] * len(prompts)
+    before = random_state()
+    try:
+        with quiet_transformers(), torch.inference_mode():
+            examples = _tokenize(loaded, prompts, max_new_tokens)
+            settings = _settings(loaded, max_new_tokens, temperature)
+            set_seed(seed)
+            loaded.model.eval()
+            side = "right" if loaded.task_name == "seq2seq" else "left"
+            for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, loaded.model, side=side):
+                written = loaded.model.generate(**batch, generation_config=settings).tolist()
+                width = 0 if loaded.task_name == "seq2seq" else batch["input_ids"].shape[1]
+                for index, tokens in zip(indices, written, strict=True):
+                    texts[index] = _decoded(loaded, examples[index]["input_ids"], tokens[width:])
+    finally:
+        restore_random_state(before)
+    return texts
+
+
+def _tokenize(loaded: Loaded, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Tokens]:
+    if max_new_tokens < 1:
+        raise RecipeError(f"max_new_tokens {max_new_tokens} lets the model write nothing", "use 1 or more")
+    limit = max_positions(loaded.model)
+    writes_behind_prompt = loaded.task_name != "seq2seq"
+    if limit is not None and max_new_tokens >= limit:
+        raise RecipeError(
+            f"max_new_tokens {max_new_tokens} is more than the model's {limit} positions", f"use less than {limit}"
+        )
+    room = limit - max_new_tokens if limit is not None and writes_behind_prompt else limit
+    examples, num_cut = [], 0
+    for index, prompt in enumerate(prompts):
+        tokens = _prompt_tokens(loaded, prompt, index)
+        if room is not None and len(tokens) > room:
+            # A decoder goes on from the end of the prompt, an encoder reads from its beginning.
+            tokens = tokens[-room:] if writes_behind_prompt else tokens[:room]
+            num_cut += 1
+        examples.append({"input_ids": tokens, "attention_mask": [1] * len(tokens)})
+    if num_cut:
+        say(f"{num_cut:,} of {len(prompts):,} prompts are longer than {room} tokens and were cut")
+    return examples
+
+
+def _prompt_tokens(loaded: Loaded, prompt: Prompt, index: int) -> list[int]:
+    tokenizer = loaded.tokenizer
+    is_text = isinstance(prompt, str)
+    if not is_text and (loaded.task_name != "chat" or not all(isinstance(turn, dict) for turn in prompt)):
+        raise DataError(f"prompt {index + 1} is {prompt!r}", "pass texts; lists of messages are for chat models")
+    tokens: list[int]
+    if loaded.task_name == "chat":
+        if not tokenizer.chat_template:
+            raise ModelError("this chat model has no chat template", "set tokenizer.chat_template")
+        messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+    else:
+        tokens = tokenizer(prompt)["input_ids"]
+    if loaded.task_name == "causal-lm" and tokens[-1:] == [tokenizer.eos_token_id]:
+        tokens = tokens[:-1]  # behind an end token a model begins another text
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.pad_token_id
+    return tokens or [first]
+
+
+def _settings(loaded: Loaded, max_new_tokens: int, temperature: float) -> Any:
+    settings = copy.deepcopy(loaded.model.generation_config)
+    settings.max_length = None
+    settings.max_new_tokens = max_new_tokens
+    settings.pad_token_id = loaded.tokenizer.pad_token_id
+    ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    settings.eos_token_id = sorted({end for end in [*ends, loaded.tokenizer.eos_token_id] if end is not None}) or None
+    settings.do_sample = temperature > 0
+    settings.temperature = temperature if temperature > 0 else None
+    if temperature <= 0:
+        settings.top_k = settings.top_p = None
+    return settings
+
+
+def _decoded(loaded: Loaded, prompt: list[int], written: list[int]) -> str:
+    decode = loaded.tokenizer.decode
+    if loaded.task_name != "causal-lm":
+        return str(decode(written, skip_special_tokens=True)).strip()
+    # Tokenizers that mark the beginnings of words drop the first space of what they decode: compare whole texts.
+    before, whole = (str(decode(tokens, skip_special_tokens=True)) for tokens in (prompt, prompt + written))
+    return whole[len(before) :] if whole.startswith(before) else str(decode(written, skip_special_tokens=True))

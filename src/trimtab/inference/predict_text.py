@@ -1,0 +1,16 @@
+"""One line of text in, one line out: the quickest look at a trained model."""
+
+from trimtab.inference.classify import classify_texts, regress_texts
+from trimtab.inference.generate import generate_texts
+from trimtab.inference.load import Loaded
+
+
+def predict_text(loaded: Loaded, text: str, *, max_new_tokens: int = 128) -> str:
+    """What a model says of, or after, a text: label and score, a number, or what it writes."""
+    if loaded.task_name == "classify":
+        prediction = classify_texts(loaded, [text])[0]
+        label = prediction.label if isinstance(prediction.label, str) else ", ".join(prediction.label) or "none"
+        return f"{label} ({prediction.score:.3f})"
+    if loaded.task_name == "regress":
+        return f"{regress_texts(loaded, [text])[0]:.4f}"
+    return generate_texts(loaded, [text], max_new_tokens)[0]

@@ -1,0 +1,208 @@
+"""The losses of the tasks: the model runs without labels, the loss is computed here in fp32 as a mean over items.
+
+Each comes with its weight, the number of rows or tokens that the mean stands for, so that micro-batches add up exactly.
+Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from trimtab.errors import LossError, RecipeError
+
+IGNORED = -100
+Batch = Mapping[str, torch.Tensor]
+OwnLoss = Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]]
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of one batch.
+
+    Args:
+        value: The mean over the items, differentiable.
+        weight: How many items (rows or tokens) it stands for; a tensor on the device where it had to be counted there.
+        logits: What the model predicted, detached.
+    """
+
+    value: torch.Tensor
+    weight: torch.Tensor | int
+    logits: torch.Tensor
+
+    def loss_sum(self) -> torch.Tensor:
+        """The sum over the items. A batch without any has a NaN mean and a sum of nothing; any other NaN stays."""
+        total = self.value.detach().float() * self.weight
+        return torch.where(torch.as_tensor(self.weight, device=total.device) > 0, total, torch.zeros_like(total))
+
+
+class Loss(Protocol):
+    """Runs a model on a batch and gives its loss."""
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
+        """The loss of `batch`, which is left as it is."""
+
+
+def build_loss(kind: str, *, shifts_labels: bool = False, label_smoothing: float = 0.0) -> Loss:
+    """The loss of a task.
+
+    Args:
+        kind: "cross-entropy" (one class a row), "binary-cross-entropy" (several labels a row), "mse", or
+            "token-cross-entropy" (one class a position; positions labelled -100 count for nothing).
+        shifts_labels: Whether the logits at position t predict the label at t + 1, as in causal language models.
+        label_smoothing: The share of probability spread over all classes; for the cross-entropies of one class only.
+    """
+    if not 0.0 <= label_smoothing < 1.0:
+        raise RecipeError(f"label_smoothing {label_smoothing} is not possible", "use a number from 0 to below 1")
+    if kind == "cross-entropy":
+        return _ModelLoss(_RowCrossEntropy(label_smoothing))
+    if kind == "token-cross-entropy":
+        return _ModelLoss(_TokenCrossEntropy(label_smoothing, shifts_labels))
+    if kind not in ("binary-cross-entropy", "mse"):
+        known = "cross-entropy, binary-cross-entropy, mse, token-cross-entropy"
+        raise RecipeError(f"a loss of kind {kind!r} is not known", f"use one of {known}")
+    if label_smoothing:
+        raise RecipeError(f"label_smoothing has no meaning for a {kind} loss", "set train.label_smoothing to 0")
+    return _ModelLoss(_binary_cross_entropy if kind == "binary-cross-entropy" else _mean_squared_error)
+
+
+def own_loss(function: OwnLoss) -> Loss:
+    """Make a loss of a user's function.
+
+    Args:
+        function: Takes what the model gave (without labels) and the batch (with labels); gives the mean loss of the
+            batch, or the mean and the number of items it stands for. Without that number each row counts as one.
+    """
+    return _OwnLoss(function)
+
+
+Measured = tuple[torch.Tensor, torch.Tensor | int]
+
+
+class _ModelLoss:
+    """A loss of logits and labels."""
+
+    def __init__(self, measure: Callable[[torch.Tensor, torch.Tensor], Measured]) -> None:
+        self._measure = measure
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
+        if "labels" not in batch:
+            raise LossError(f"the batch has no labels, only {', '.join(batch)}", "let the collator add `labels`")
+        logits = logits_of(_run(model, batch))
+        if logits is None:
+            raise LossError(f"{type(model).__name__} gives no logits", "pass a loss function of your own")
+        # Half-precision logits would round the sum over classes; fp32 ones are not copied.
+        value, weight = self._measure(logits.float(), batch["labels"])
+        return StepLoss(value, weight, logits.detach())
+
+
+class _OwnLoss:
+    """A loss that the user wrote."""
+
+    def __init__(self, function: OwnLoss) -> None:
+        self._function = function
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
+        outputs = _run(model, batch)
+        result = self._function(outputs, batch)
+        num_rows = next(iter(batch.values())).shape[0]
+        value, weight = result if isinstance(result, tuple) else (result, num_rows)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise LossError(f"your loss function gave {found}", "return a tensor with one number: the mean loss")
+        logits = logits_of(outputs)
+        return StepLoss(value.reshape(()), weight, torch.empty(0) if logits is None else logits.detach())
+
+
+def logits_of(outputs: Any) -> torch.Tensor | None:
+    """The logits in what a model gave, or None where there are none."""
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    elif hasattr(outputs, "logits"):
+        found = outputs.logits
+    elif isinstance(outputs, tuple):
+        found = outputs[0]
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _run(model: torch.nn.Module, batch: Batch) -> Any:
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
+    bare: Any = getattr(model, "module", model)
+    config = getattr(bare, "config", None)
+    if _needs_decoder_inputs(bare, config, batch):
+        inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(batch["labels"])
+    # Keys and values kept for generation are never used here. The config keeps its own value, for who generates later.
+    if getattr(config, "use_cache", False) and "use_cache" in inspect.signature(bare.forward).parameters:
+        inputs.setdefault("use_cache", False)
+    return model(**inputs)
+
+
+def _needs_decoder_inputs(model: Any, config: Any, batch: Batch) -> bool:
+    """Whether a decoder reads the labels, moved by one: a model that is given labels does so by itself."""
+    if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in batch:
+        return False
+    has_target_tokens = "labels" in batch and batch["labels"].dim() == 2
+    return has_target_tokens and hasattr(model, "prepare_decoder_input_ids_from_labels")
+
+
+class _RowCrossEntropy:
+    """One class for each row."""
+
+    def __init__(self, label_smoothing: float) -> None:
+        self._label_smoothing = label_smoothing
+
+    def __call__(self, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
+        if logits_BV.dim() != 2 or labels_B.shape != logits_BV.shape[:1]:
+            raise _shapes_differ(logits_BV, labels_B, "(rows, classes) and (rows)")
+        value = functional.cross_entropy(logits_BV, labels_B, label_smoothing=self._label_smoothing)
+        return value, labels_B.shape[0]
+
+
+class _TokenCrossEntropy:
+    """One class for each position that has a label."""
+
+    def __init__(self, label_smoothing: float, shifts_labels: bool) -> None:
+        self._label_smoothing = label_smoothing
+        self._shifts_labels = shifts_labels
+
+    def __call__(self, logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> Measured:
+        if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
+            raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
+        if self._shifts_labels:
+            # Labels move, not logits: a slice of logits would be copied, and logits are large.
+            labels_BL = functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
+        total = functional.cross_entropy(
+            logits_BLV.flatten(0, 1),
+            labels_BL.flatten(),
+            ignore_index=IGNORED,
+            label_smoothing=self._label_smoothing,
+            reduction="sum",
+        )
+        weight = (labels_BL != IGNORED).sum()
+        return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
+
+
+def _binary_cross_entropy(logits_BK: torch.Tensor, labels_BK: torch.Tensor) -> Measured:
+    if labels_BK.shape != logits_BK.shape:
+        raise _shapes_differ(logits_BK, labels_BK, "(rows, labels) for both")
+    value = functional.binary_cross_entropy_with_logits(logits_BK, labels_BK.to(logits_BK.dtype))
+    return value, labels_BK.shape[0]
+
+
+def _mean_squared_error(logits: torch.Tensor, labels: torch.Tensor) -> Measured:
+    if labels.dim() == 1 and logits.dim() == 2 and logits.shape[1] == 1:
+        logits = logits.squeeze(1)
+    if labels.shape != logits.shape:  # torch would broadcast (B, 1) with (B) to (B, B)
+        raise _shapes_differ(logits, labels, "(rows, 1) and (rows), or (rows, targets) for both")
+    return functional.mse_loss(logits, labels.to(logits.dtype)), labels.shape[0]
+
+
+def _shapes_differ(logits: torch.Tensor, labels: torch.Tensor, wanted: str) -> LossError:
+    return LossError(
+        f"logits of shape {list(logits.shape)} do not fit labels of shape {list(labels.shape)}",
+        f"their shapes have to be {wanted}: check the task and the number of labels",
+    )

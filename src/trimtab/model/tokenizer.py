@@ -1,0 +1,148 @@
+"""Tokenizers: loaded with a pad token in place, or trained from texts for a model that starts from scratch."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from trimtab.errors import DataError, ModelError, RecipeError
+from trimtab.log import say
+from trimtab.model.hub import as_source, explained, quiet_transformers
+
+_BYTE_LEVEL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
+_WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"}
+_MOST_LETTERS = 1000  # rarer ones become the unknown token
+
+
+def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
+    """Load a tokenizer that can pad.
+
+    Args:
+        source: A run, a folder, a `.gguf` file or a hub name.
+        trust_remote_code: Whether Python code that lies beside the tokenizer may run.
+
+    Raises:
+        ModelError: If there is none.
+    """
+    from transformers import AutoTokenizer
+
+    place = as_source(source)
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                place.name, trust_remote_code=trust_remote_code, **place.arguments
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+            raise explained(source, error) from error
+        # Without files transformers gives a tokenizer that knows its special tokens only, and says nothing.
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ModelError(
+                f"{source} holds no tokenizer", f"name one: model: {{name: {source}, tokenizer: NAME_OR_FOLDER}}"
+            )
+        note = give_pad_token(tokenizer)
+    if note:
+        say(f"{source}: {note}")
+    return tokenizer
+
+
+def give_pad_token(tokenizer: Any) -> str:
+    """Make sure that a tokenizer can pad.
+
+    Returns:
+        What was done, in words; empty where nothing had to be done.
+    """
+    if tokenizer.pad_token_id is not None:
+        return ""
+    if tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+        return f"the tokenizer has no pad token, so its end token {tokenizer.eos_token} pads (padding carries no loss)"
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return "the tokenizer has neither a pad nor an end token, so [PAD] was added to it"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Any:
+    """Train a tokenizer, for a model that starts from scratch.
+
+    Every text becomes begin, its tokens, end; a pair has an end after each. Begin is also the class token, end the
+    separator, so that encoders, decoders and encoder-decoders can all use it.
+
+    Args:
+        texts: What to learn from.
+        vocab_size: The most tokens that it may have; few texts give fewer.
+        kind: "bpe" works on bytes, keeps case and every character; "wordpiece" is BERT's, in lower case.
+    """
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    if kind not in _KINDS:
+        raise RecipeError(f"a tokenizer of kind {kind!r} is not known", f"use one of {', '.join(_KINDS)}")
+    documents = list(texts)
+    if not documents:
+        raise DataError("there is no text to train a tokenizer from", "name the column in data.text")
+    names, train = _KINDS[kind]
+    special = list(names.values())
+    tokenizer = train(documents, vocab_size, special)
+    begin, end = names["bos"], names["eos"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}",
+        pair=f"{begin} $A {end} $B:1 {end}:1",
+        special_tokens=[(begin, special.index(begin)), (end, special.index(end))],
+    )
+    fast_class: Any = PreTrainedTokenizerFast
+    return fast_class(
+        tokenizer_object=tokenizer,
+        cls_token=begin,
+        sep_token=end,
+        **{f"{role}_token": token for role, token in names.items()},
+    )
+
+
+def _byte_level(documents: list[str], vocab_size: int, special: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    _check_size(vocab_size, len(special) + len(alphabet))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def _word_piece(documents: list[str], vocab_size: int, special: list[str]) -> Any:
+    """The trainer numbers pieces inside words in an order that changes from run to run, so they are handed to it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    counts = Counter(char for text in documents for char in normalizer.normalize_str(text) if not char.isspace())
+    alphabet = sorted(sorted(counts, key=lambda char: (-counts[char], char))[:_MOST_LETTERS])
+    fixed = [*special, *(f"##{char}" for char in alphabet)]
+    _check_size(vocab_size, len(fixed) + len(alphabet))
+    trained = Tokenizer(models.WordPiece(unk_token=special[1]))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=fixed,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    trained.train_from_iterator(documents, trainer)
+    # Its vocabulary alone is kept: in the trained one the pieces handed over would be matched inside any text.
+    tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=special[1]))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _check_size(vocab_size: int, smallest: int) -> None:
+    if vocab_size <= smallest:
+        raise RecipeError(f"vocab_size {vocab_size} leaves no room for words", f"use more than {smallest}")
+
+
+_KINDS = {"bpe": (_BYTE_LEVEL_TOKENS, _byte_level), "wordpiece": (_WORD_PIECE_TOKENS, _word_piece)}

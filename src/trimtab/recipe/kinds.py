@@ -1,0 +1,233 @@
+"""The kinds of values that a recipe holds: what may be written for each, and what it becomes.
+
+Amounts with a unit stay words ("3h", "500 steps"), checked and in one spelling, so that a recipe reads as written.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+from pydantic import AfterValidator, PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+from trimtab.errors import UserError
+from trimtab.recipe.describe import Allowed, alternatives, choices_of, is_section
+from trimtab.units import (
+    EVERY_WORDS,
+    SECONDS_WORDS,
+    parse_every,
+    parse_seconds,
+    parse_share,
+    seconds_as_words,
+)
+
+
+def _parsed(parse: Callable[[Any], Any]) -> PlainValidator:
+    """A validator out of a parser; the parser's complaint becomes the complaint about the field.
+
+    All validators here complain in words that may follow "found VALUE, which", and in none where there is nothing
+    to add to what is allowed.
+    """
+
+    def validate(value: Any) -> Any:
+        try:
+            return parse(value)
+        except UserError as error:
+            raise ValueError(error.problem.removeprefix(f"{value!r} ")) from None
+
+    return PlainValidator(validate)
+
+
+def tidy(value: Any, field: FieldInfo) -> Any:
+    """What people mean by the ways YAML, Python and habit have of saying "nothing" and of naming a file.
+
+    An empty section has its defaults; `none` is null where null is allowed; off, no and false are `none` where that is
+    a word of the field. A truth value is never taken for a number, although Python would.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    annotation = field.annotation
+    says_none = value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
+    says_off = value is False or (isinstance(value, str) and value.strip().lower() in {"off", "no", "false"})
+    if "none" in choices_of(annotation):
+        return "none" if says_none or says_off else value
+    kinds = alternatives(annotation)
+    if says_none and type(None) in kinds:
+        return None
+    if says_none and is_section(annotation):
+        return {}
+    if isinstance(value, bool) and bool not in kinds and {int, float} & set(kinds):
+        raise ValueError
+    return value
+
+
+def _one_of(*types: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": list(types)})
+
+
+def _interval(value: Any) -> str:
+    return str(parse_every(value))
+
+
+def _steps(value: Any) -> int:
+    steps = parse_every(value).steps
+    if steps is None:
+        raise ValueError("does not count steps")
+    return steps
+
+
+def _positive_seconds(value: Any) -> str:
+    seconds = parse_seconds(value)
+    if not seconds:
+        raise ValueError("is no time at all")
+    return seconds_as_words(seconds)
+
+
+def _share_below_one(value: Any) -> float:
+    share = parse_share(value)
+    if share == 1:
+        raise ValueError("leaves nothing to train on")
+    return share
+
+
+def _count_or_share(value: Any) -> int | float:
+    """Whole numbers count, numbers with a point and percents are shares. 1.0 is refused: it may be meant as either."""
+    text = "" if isinstance(value, bool) else str(value).strip().lower()
+    if count := re.fullmatch(r"([0-9]+)\s*(?:steps?|batches|batch)?", text):
+        return int(count[1])
+    share = parse_share(value)
+    if share == 1:
+        raise ValueError("may be one, or all")
+    return share
+
+
+def _positive_count_or_share(value: Any) -> int | float:
+    amount = _count_or_share(value)
+    if not amount:
+        raise ValueError("leaves nothing")
+    return amount
+
+
+def _until(value: Any) -> str:
+    if str(value).strip().lower() == "always":
+        return "always"
+    every = parse_every(value)
+    if every.seconds is not None:
+        raise ValueError("counts time, and no two runs take the same")
+    return str(every)
+
+
+def _fast_dev_run(value: Any) -> bool | int:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "0": False}
+    text = str(value).strip().lower()
+    if text in words:
+        return words[text]
+    if text.isdecimal():
+        return int(text)
+    raise ValueError
+
+
+def _micro_batch(value: Any) -> str | int:
+    text = "" if isinstance(value, bool) else str(value).strip().lower()
+    if text == "auto" or (text.isdecimal() and int(text) > 0):
+        return "auto" if text == "auto" else int(text)
+    raise ValueError
+
+
+def _source(value: Any, info: ValidationInfo) -> Any:
+    """Text everywhere; from Python also whatever can be iterated, which a file cannot hold."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("is empty")
+        return value
+    from_python = not (info.context or {}).get("from_text")
+    if from_python and hasattr(value, "__iter__") and not isinstance(value, dict | bytes):
+        return value
+    raise ValueError
+
+
+def _source_as_words(value: Any) -> str:
+    return value if isinstance(value, str) else f"<{type(value).__name__} given in Python>"
+
+
+def _columns(value: Any) -> str | list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError
+    if len(set(names)) < len(names):
+        raise ValueError("names a column twice")
+    return value if isinstance(value, str) else list(names)
+
+
+def _pair_at_most(value: str | list[str]) -> str | list[str]:
+    if isinstance(value, list) and len(value) != 2:
+        raise ValueError(f"has {len(value)}")
+    return value
+
+
+def _folder_name(value: str) -> str:
+    if "/" in value or "\\" in value or value in {".", ".."}:
+        raise ValueError("cannot name a folder")
+    return value
+
+
+def _bare_metric(value: str) -> str:
+    bare = value.removeprefix("eval_").removeprefix("eval/").removeprefix("val_").removeprefix("val/")
+    if bare != value:
+        raise ValueError(f"is {bare} here: no prefix")
+    return value
+
+
+_COLUMN_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+
+Interval = Annotated[str, _parsed(_interval), _one_of("string", "integer"), Allowed(EVERY_WORDS)]
+Steps = Annotated[int, _parsed(_steps), _one_of("integer", "string"), Allowed("a number of steps, such as 10")]
+Until = Annotated[
+    str, _parsed(_until), _one_of("string", "integer"), Allowed("always, or how long, such as 200 steps or 1 epoch")
+]
+Duration = Annotated[str, _parsed(_positive_seconds), _one_of("string", "number"), Allowed(SECONDS_WORDS)]
+Share = Annotated[
+    float,
+    _parsed(_share_below_one),
+    _one_of("number", "string"),
+    Allowed("a share from 0 to below 1, such as 0.1 or 10%"),
+]
+Warmup = Annotated[
+    int | float,
+    _parsed(_count_or_share),
+    _one_of("number", "string"),
+    Allowed("a whole number of steps such as 500, or a share of the run such as 0.06 or 6%"),
+]
+BatchLimit = Annotated[
+    int | float,
+    _parsed(_positive_count_or_share),
+    _one_of("number", "string"),
+    Allowed("a whole number of batches such as 100, or a share of them such as 0.1 or 10%"),
+]
+Source = Annotated[
+    Any,
+    PlainValidator(_source),
+    PlainSerializer(_source_as_words),
+    _one_of("string"),
+    Allowed("a file, folder, glob or hub name, as text (in Python also a dataset or rows)"),
+]
+Texts = Annotated[
+    str | list[str],
+    _parsed(_columns),
+    AfterValidator(_pair_at_most),
+    _COLUMN_SCHEMA,
+    Allowed("a column, or a list of two columns for pairs"),
+]
+Labels = Annotated[str | list[str], _parsed(_columns), _COLUMN_SCHEMA, Allowed("a column, or a list of columns")]
+MicroBatch = Annotated[
+    str | int, _parsed(_micro_batch), _one_of("string", "integer"), Allowed("auto, or a whole number from 1")
+]
+FastDevRun = Annotated[
+    bool | int, _parsed(_fast_dev_run), _one_of("boolean", "integer"), Allowed("true, false, or a number of steps")
+]
+FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
+Metric = Annotated[str, AfterValidator(_bare_metric), Allowed("the name of a metric, such as accuracy, f1 or loss")]
+Column = Annotated[str, MinLen(1), Allowed("the name of a column")]
+ModelName = Annotated[str, MinLen(1), Allowed("a hub name, a folder or a run, as text")]

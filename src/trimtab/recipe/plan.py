@@ -1,0 +1,40 @@
+"""What will be run: every choice that was left open in the recipe, decided before the first step."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one run; written to `plan.json`."""
+
+    device: str
+    precision: str
+    batch_size: int
+    micro_batch_size: int
+    num_steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+    num_train_rows: int
+    num_eval_rows: int
+    num_parameters: int
+    num_trainable: int
+    max_length: int
+    padding_share: float
+    metric: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def describe(self) -> list[str]:
+        """What a user wants to know before it starts, a line each."""
+        trainable = f"{self.num_trainable / 1e6:.1f} M of {self.num_parameters / 1e6:.1f} M parameters train"
+        cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
+        return [
+            f"{self.device}, {self.precision}; {trainable}",
+            f"{self.num_train_rows:,} rows to train on, {self.num_eval_rows:,} held out; length ≤ {self.max_length}, "
+            f"{self.padding_share:.1%} padding",
+            f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "
+            f"warmup {self.warmup_steps:,}; best by {self.metric}",
+        ]

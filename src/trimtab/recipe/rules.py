@@ -1,0 +1,113 @@
+"""Settings that are fine alone and make no sense together. None of them would be ignored in silence."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trimtab.recipe.mistakes import Mistake, shown
+
+if TYPE_CHECKING:
+    from trimtab.recipe.schema import Recipe
+
+_COLUMNS = {
+    "classify": {"text", "label"},
+    "regress": {"text", "label"},
+    "causal-lm": {"text"},
+    "chat": {"messages", "prompt", "answer"},
+    "seq2seq": {"text", "target"},
+    "masked-lm": {"text"},
+}
+_USED_BY = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam", "adagrad"), "momentum": ("sgd",)}
+
+
+def contradictions(recipe: "Recipe") -> Iterator[Mistake]:
+    """Every contradiction in a recipe whose single values are valid."""
+    yield from _in_model(recipe)
+    yield from _in_columns(recipe)
+    yield from _in_training(recipe)
+    yield from _in_the_rest(recipe)
+
+
+def _in_model(recipe: "Recipe") -> Iterator[Mistake]:
+    model = recipe.model
+    if isinstance(model, str):
+        return
+    if (model.name is None) == (model.config is None):
+        both = "both name and config" if model.name else "neither name nor config"
+        yield _mistake("model", f"{both} found; give one: name for a pretrained model, config to start from scratch")
+    elif model.name is None and model.tokenizer is None:
+        yield _mistake(
+            "model.tokenizer", "needed where a model starts from a config; allowed: a name, a folder, or train"
+        )
+
+
+def _in_columns(recipe: "Recipe") -> Iterator[Mistake]:
+    data, task = recipe.data, recipe.task
+    columns: dict[str, Any] = {
+        name: getattr(data, name) for name in ("text", "label", "target", "messages", "prompt", "answer")
+    }
+    for name, column in columns.items():
+        if task is not None and column is not None and name not in _COLUMNS[task]:
+            used = ", ".join(f"data.{used}" for used in columns if used in _COLUMNS[task])
+            yield _mistake(f"data.{name}", f"found {shown(column)}; task {task} reads {used}; leave it out", "task")
+    given = {name for name, column in columns.items() if column is not None}
+    if task is None and not any(given <= used for used in _COLUMNS.values()):
+        names = " and ".join(f"data.{name}" for name in columns if name in given)
+        yield _mistake("data", f"no task reads {names} together; leave out what does not belong", "task")
+    if isinstance(data.text, list) and task not in {None, "classify", "regress"}:
+        text = f"found {shown(data.text)}; task {task} takes one column; pairs are for classify and regress"
+        yield _mistake("data.text", text, "task")
+    for name in ("prompt", "answer"):
+        if data.messages is not None and columns[name] is not None:
+            text = f"found {shown(columns[name])} beside data.messages; a chat is one column or two: leave one way out"
+            yield _mistake(f"data.{name}", text, "data.messages")
+    if data.eval is not None and data.eval_share != _default(data, "eval_share"):
+        text = f"found {shown(data.eval_share)}; nothing is split off where data.eval is given; leave one of them out"
+        yield _mistake("data.eval_share", text, "data.eval")
+
+
+def _in_training(recipe: "Recipe") -> Iterator[Mistake]:
+    train = recipe.train
+    for name, optimizers in _USED_BY.items():
+        value = getattr(train, name)
+        if value != _default(train, name) and train.optimizer not in optimizers:
+            others = " or ".join(optimizers)
+            text = f"found {shown(value)}; no effect on {train.optimizer}; leave it out, or train.optimizer: {others}"
+            yield _mistake(f"train.{name}", text, "train.optimizer")
+    if train.schedule == "noam" and not train.warmup:
+        yield _mistake(
+            "train.warmup", "found 0; schedule noam needs warmup; write a number such as 4000", "train.schedule"
+        )
+    if train.max_steps is not None and train.epochs != _default(train, "epochs"):
+        text = f"found {shown(train.epochs)}; max_steps takes the place of epochs; leave one of them out"
+        yield _mistake("train.epochs", text, "train.max_steps")
+    if train.label_smoothing and recipe.task == "regress":
+        text = f"found {shown(train.label_smoothing)}; task regress has no classes; leave it out"
+        yield _mistake("train.label_smoothing", text, "task")
+    micro = recipe.memory.micro_batch
+    if isinstance(micro, int) and micro > train.batch_size:
+        text = f"found {micro}; more than train.batch_size {train.batch_size}; lower it, or raise train.batch_size"
+        yield _mistake("memory.micro_batch", text, "train.batch_size")
+
+
+def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
+    limits = recipe.limits
+    for name in ("train", "eval"):
+        value = getattr(limits, name)
+        if limits.overfit_batches and value is not None:
+            text = f"found {shown(value)}; limits.overfit_batches sets the batches of both; leave one of them out"
+            yield _mistake(f"limits.{name}", text, "limits.overfit_batches")
+    never = recipe.data.eval is None and not recipe.data.eval_share and not limits.overfit_batches
+    if recipe.early_stopping is not None and never:
+        text = "nothing is ever evaluated with data.eval_share: 0; give data.eval, or leave early_stopping out"
+        yield _mistake("early_stopping", text, "data.eval", "data.eval_share", "limits.overfit_batches")
+    if recipe.out is not None and recipe.name is not None:
+        text = f"found {shown(recipe.name)}; out is the whole path of the run's folder; leave one of them out"
+        yield _mistake("name", text, "out")
+
+
+def _mistake(key: str, text: str, *others: str) -> Mistake:
+    return Mistake(tuple(key.split(".")), text, others)
+
+
+def _default(section: Any, name: str) -> Any:
+    return type(section).model_fields[name].default

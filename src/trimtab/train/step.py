@@ -1,0 +1,52 @@
+"""One optimizer step: the micro-batches of a window, through the engine's verbs, without a read from the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimtab.engine import Engine
+from trimtab.model.losses import Loss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; tensors stay on the device until somebody looks."""
+
+    loss_sum: torch.Tensor
+    weight: torch.Tensor | float
+    grad_norm: torch.Tensor | None
+    num_tokens: int
+
+
+def train_step(
+    engine: Engine,
+    model: torch.nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    loss: Loss,
+    micro_batches: Sequence[dict[str, torch.Tensor]],
+    max_grad_norm: float | None,
+) -> StepResult:
+    """Forward and backward over the micro-batches of one batch, then one step of optimizer and schedule."""
+    engine.gradient_accumulation_steps = len(micro_batches)
+    losses, weights, num_tokens, norm = [], [], 0, None
+    for batch in micro_batches:
+        with engine.accumulate(model):
+            step = loss(model, batch)
+            engine.backward(step.value, weight=step.weight)
+            if max_grad_norm:
+                norm = engine.clip_grad_norm_(trainable(model), max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(step.loss_sum())
+        weights.append(step.weight)
+        num_tokens += batch["input_ids"].numel()
+    return StepResult(torch.stack(losses).sum(), sum(weights), norm, num_tokens)
+
+
+def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that have a gradient to clip."""
+    return [p for p in model.parameters() if p.grad is not None]

@@ -1,0 +1,171 @@
+"""Exports: plain Hugging Face folders that are whole or not there, with label names and facts."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from tiny_models import CONFIGS, TEXTS, batch_of, config_of, same_weights, tokenizer
+from trimtab.checkpoint.export import export_model, read_facts
+from trimtab.errors import CheckpointError
+from trimtab.model.hub import quiet_transformers
+from trimtab.model.load import load_model
+
+LABELS = {"num_labels": 2, "id2label": {0: "bad", 1: "gut ü"}, "label2id": {"bad": 0, "gut ü": 1}}
+KINDS = {"bert": "masked-lm", "roberta": "masked-lm", "gpt2": "causal-lm", "llama": "causal-lm"}
+
+
+def classifier():
+    return load_model(config_of("bert"), "sequence-classification", LABELS, tokenizer())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_loads_every_shape(tmp_path, name):
+    import transformers
+
+    kind = KINDS.get(name, "seq2seq-lm")
+    model = load_model(config_of(name), kind, {}, tokenizer())
+    export_model(tmp_path / "best", model, tokenizer(), card={})
+    auto = {"masked-lm": "MaskedLM", "causal-lm": "CausalLM", "seq2seq-lm": "Seq2SeqLM"}[kind]
+    with quiet_transformers():
+        loaded, info = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
+            tmp_path / "best", output_loading_info=True
+        )
+        tok = transformers.AutoTokenizer.from_pretrained(tmp_path / "best")
+    assert not any(info.values()), info
+    assert same_weights(loaded, model)
+    assert tok(TEXTS)["input_ids"] == tokenizer()(TEXTS)["input_ids"]
+
+
+def test_label_names_facts_and_files(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = classifier()
+    card = {
+        "task": "classify",
+        "step": 7,
+        "metrics": {"accuracy": 0.5, "loss": math.nan},
+        "path": tmp_path,
+        "t": (1, 2),
+    }
+    assert export_model(tmp_path / "best", model, tokenizer(), card=card) == tmp_path / "best"
+    with quiet_transformers():
+        loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "best")
+    assert loaded.config.id2label == LABELS["id2label"]
+    batch = batch_of(TEXTS)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    files = {path.name for path in (tmp_path / "best").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "trimtab.json"} == files
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    facts = read_facts(tmp_path / "best")
+    assert facts["metrics"] == {"accuracy": 0.5, "loss": "nan"}
+    assert facts["t"] == [1, 2]
+    assert facts["trimtab"]
+    assert read_facts(tmp_path) == {}
+
+
+def test_a_newer_one_replaces_it(tmp_path):
+    first, second = classifier(), classifier()
+    assert not same_weights(first, second)
+    for step, model in enumerate((first, second)):
+        export_model(tmp_path / "best", model, tokenizer(), card={"step": step})
+    assert read_facts(tmp_path / "best")["step"] == 1
+    assert same_weights(load_model(str(tmp_path / "best"), "sequence-classification", {}, None), second)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("failing", ["save_pretrained", "rename"])
+def test_a_failure_leaves_the_older_one(tmp_path, monkeypatch, failing):
+    first = classifier()
+    export_model(tmp_path / "best", first, tokenizer(), card={"step": 0})
+    second = classifier()
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    if failing == "save_pretrained":
+        tok = tokenizer()
+        monkeypatch.setattr(type(tok), "save_pretrained", fail)
+    else:
+        from pathlib import Path
+
+        plain = Path.rename
+        monkeypatch.setattr(Path, "rename", lambda a, b: fail() if ".writing-" in a.name else plain(a, b))
+    with pytest.raises(OSError, match="no space"):
+        export_model(tmp_path / "best", second, tokenizer(), card={"step": 1})
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert read_facts(tmp_path / "best")["step"] == 0
+    assert same_weights(load_model(str(tmp_path / "best"), "sequence-classification", {}, None), first)
+
+
+def test_killed_between_two_renames(tmp_path):
+    """The model is found until the next export, which tidies up."""
+    model = classifier()
+    export_model(tmp_path / "best", model, tokenizer(), card={})
+    (tmp_path / "best").rename(tmp_path / ".best.outdated-123")
+    assert same_weights(load_model(str(tmp_path), "sequence-classification", {}, None), model)
+    export_model(tmp_path / "best", model, tokenizer(), card={})
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_folders_of_others_are_left_alone(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("x")
+    with pytest.raises(CheckpointError, match="holds other files"):
+        export_model(tmp_path / "photos", classifier(), None, card={})
+    assert (tmp_path / "photos" / "cat.jpg").exists()
+    with pytest.raises(CheckpointError, match="is a file"):
+        export_model(tmp_path / "photos" / "cat.jpg", classifier(), None, card={})
+    with pytest.raises(CheckpointError, match="Linear is no transformers model"):
+        export_model(tmp_path / "best", torch.nn.Linear(1, 1), None, card={})
+
+
+def test_wrapped_models(tmp_path):
+    """As DDP and torch.compile wrap them, and in the mixed precision of the engine."""
+    from trimtab.engine import Engine
+
+    model = classifier()
+    prepared = Engine("bf16", device="cpu").prepare(model)
+    export_model(tmp_path / "best", wrapped("module", prepared), None, card={})
+    loaded = load_model(str(tmp_path / "best"), "sequence-classification", {}, None)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert same_weights(loaded, model)
+    export_model(tmp_path / "best", wrapped("module", wrapped("_orig_mod", model)), None, card={})
+    assert same_weights(load_model(str(tmp_path / "best"), "sequence-classification", {}, None), model)
+
+
+def wrapped(attribute, model):
+    wrapper = torch.nn.Module()
+    wrapper.add_module(attribute, model)
+    return wrapper
+
+
+def test_sampling_settings_of_published_models(tmp_path):
+    """Some have a temperature without do_sample; transformers would refuse to save them at the end of a run."""
+    model = load_model(config_of("llama"), "causal-lm", {}, tokenizer())
+    model.generation_config.temperature = 0.6
+    model.generation_config.top_p = 0.9
+    with pytest.raises(ValueError, match="temperature"), quiet_transformers():
+        model.generation_config.save_pretrained(tmp_path / "refused")
+    export_model(tmp_path / "best", model, tokenizer(), card={})
+    saved = json.loads((tmp_path / "best" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"], saved["do_sample"]) == (0.6, 0.9, True)
+
+
+def test_facts_that_cannot_be_read(tmp_path):
+    export_model(tmp_path / "best", classifier(), None, card={})
+    (tmp_path / "best" / "trimtab.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_facts(tmp_path / "best")
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    export_model(tmp_path / "disk" / "best", classifier(), None, card={"step": 1})
+    os.symlink(tmp_path / "disk" / "best", tmp_path / "best")
+    export_model(tmp_path / "best", classifier(), None, card={"step": 2})
+    assert (tmp_path / "best").is_symlink()
+    assert read_facts(tmp_path / "disk" / "best")["step"] == 2

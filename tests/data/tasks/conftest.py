@@ -1,0 +1,58 @@
+"""Tokenizers for the tests of tasks, and what is said to the user."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.append(HERE)
+
+from task_tokenizers import make_bert, make_gpt, make_llama  # noqa: E402
+
+STORIES = Path(__file__).parents[4] / "shared" / "data" / "models" / "stories260k-llama"
+
+
+@pytest.fixture(scope="session")
+def bert():
+    return make_bert()
+
+
+@pytest.fixture(scope="session")
+def gpt():
+    return make_gpt()
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return make_llama()
+
+
+@pytest.fixture
+def fresh_gpt():
+    """One that a test may change."""
+    return make_gpt()
+
+
+@pytest.fixture
+def fresh_llama():
+    return make_llama()
+
+
+@pytest.fixture
+def stories():
+    if not STORIES.is_dir():
+        pytest.skip("the small Llama for development is not on this machine")
+    return AutoTokenizer.from_pretrained(STORIES)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Every line that is said, also one that was said before in this process."""
+    lines: list[str] = []
+    for module in ("bad_rows", "tasks.chat", "tasks.causal_lm"):
+        for name in ("say", "say_once"):
+            monkeypatch.setattr(f"trimtab.data.{module}.{name}", lines.append, raising=False)
+    return lines

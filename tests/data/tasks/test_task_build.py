@@ -1,0 +1,157 @@
+"""Which task and which columns are meant: what is clear is guessed and said, what is not is asked for."""
+
+import pytest
+from task_tokenizers import make_rows
+
+from trimtab.data.rows import Rows
+from trimtab.data.tasks.build import TASK_NAMES, build_task
+from trimtab.errors import DataError
+
+WORDS = ["a good film", "a bad film", "dull", "great"]
+MESSAGES = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "roles"),
+    [
+        ({"text": WORDS, "label": [0, 1, 0, 1]}, "classify", {"text": "text", "label": "label"}),
+        ({"Review": WORDS, "Sentiment": list("abab")}, "classify", {"text": "Review", "label": "Sentiment"}),
+        (
+            {"text": WORDS, "label": [0, 1, 1, 0], "rating": [1, 9, 8, 2]},
+            "classify",
+            {"text": "text", "label": "label"},
+        ),
+        ({"text": WORDS, "target": [0, 1, 1, 0]}, "classify", {"text": "text", "label": "target"}),
+        ({"text": WORDS, "stars": [5, 1, 2, 5]}, "classify", {"text": "text", "label": "stars"}),
+        ({"text": WORDS, "labels": [["a"], ["b"], [], ["a"]]}, "classify", {"text": "text", "label": "labels"}),
+        (
+            {"question": WORDS, "answer": WORDS, "label": [0, 1, 1, 0]},
+            "classify",
+            {"text": ["question", "answer"], "label": "label"},
+        ),
+        (
+            {"sentence1": WORDS, "sentence2": WORDS, "idx": [0, 1, 2, 3], "label": [1, 0, 1, 0]},
+            "classify",
+            {"text": ["sentence1", "sentence2"], "label": "label"},
+        ),
+        (
+            {"sentence1": WORDS, "sentence2": WORDS, "score": [0.5, 4.2, 1.0, 5.0]},
+            "regress",
+            {"text": ["sentence1", "sentence2"], "label": "score"},
+        ),
+        ({"text": WORDS, "label": ["0.5", "4.25", "1", "5"]}, "regress", {"text": "text", "label": "label"}),
+        ({"text": WORDS}, "causal-lm", {"text": "text"}),
+        ({"passages": WORDS, "url": WORDS}, "causal-lm", {"text": "passages"}),
+        ({"messages": MESSAGES}, "chat", {"messages": "messages"}),
+        ({"messages": MESSAGES, "label": [0, 1, 0, 1]}, "chat", {"messages": "messages"}),
+        (
+            {"instruction": WORDS, "input": WORDS, "output": WORDS},
+            "chat",
+            {"prompt": ["instruction", "input"], "answer": "output"},
+        ),
+        ({"question": WORDS, "answer": WORDS}, "chat", {"prompt": "question", "answer": "answer"}),
+        ({"article": WORDS, "highlights": WORDS, "id": WORDS}, "seq2seq", {"text": "article", "target": "highlights"}),
+        ({"source": WORDS, "target": WORDS}, "seq2seq", {"text": "source", "target": "target"}),
+    ],
+)
+def test_guessed_where_clear(columns, task, roles):
+    built = build_task(None, make_rows(**columns))
+    assert (built.name, built.columns) == (task, roles)
+    assert built.said[0].startswith(f"task {task}: ")
+    assert all("guessed" in line or "labels (" in line for line in built.said)
+    assert len(built.said) >= 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"a": WORDS, "b": WORDS}, "it is not clear what to learn from the columns 'a', 'b'"),
+        ({"text": WORDS, "kind": WORDS}, "it is not clear what to learn from the columns 'text', 'kind'"),
+        ({"text": WORDS, "sentiment": [0, 1, 0, 1], "topic": [0, 1, 0, 1]}, "it is not clear what to learn"),
+        ({"a": WORDS, "b": WORDS, "label": [0, 1, 0, 1]}, "it is not clear which column holds the text; there are"),
+        ({"review": WORDS, "comment": WORDS, "label": [0, 1, 0, 1]}, "it is not clear which column holds the text"),
+    ],
+)
+def test_asked_for_where_not_clear(columns, problem):
+    with pytest.raises(DataError) as caught:
+        build_task(None, make_rows(**columns))
+    assert problem in caught.value.problem
+    assert "set data.text" in caught.value.cure or "set task" in caught.value.cure
+
+
+def test_a_named_task_lets_more_be_guessed():
+    rows = make_rows(utterances=WORDS, kind=list("abab"), id=[1, 2, 3, 4])
+    with pytest.raises(DataError, match="not clear which column holds the text"):
+        build_task("classify", rows)
+    task = build_task("classify", rows, text="utterances")
+    assert task.columns == {"text": "utterances", "label": "kind"}
+    assert task.said == [
+        "label from the column 'kind' (guessed; data.label says otherwise)",
+        "2 labels ('a', 'b'), one label a row",
+    ]
+
+
+def test_nothing_is_guessed_that_was_said():
+    rows = make_rows(text=WORDS, other=WORDS, label=[0, 1, 0, 1], mark=[1, 1, 0, 0])
+    task = build_task("classify", rows, text="other", label="mark")
+    assert task.columns == {"text": "other", "label": "mark"}
+    assert not any("guessed" in line for line in task.said)
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ({"text": "txt"}, "data.text"),
+        ({"label": "lable"}, "data.label"),
+        ({"label": ["label", "lable"]}, "data.label"),
+        ({"target": "txt"}, "data.target"),
+        ({"messages": "txt"}, "data.messages"),
+        ({"prompt": "txt", "answer": "text"}, "data.prompt"),
+        ({"prompt": "text", "answer": "txt"}, "data.answer"),
+    ],
+)
+def test_columns_that_are_not_there(asked, key):
+    with pytest.raises(DataError) as caught:
+        build_task(None, make_rows(text=WORDS, label=[0, 1, 0, 1]), **asked)
+    assert caught.value.problem.startswith("mine.csv has no column")
+    assert "did you mean" in caught.value.problem
+    assert "it has 'text', 'label'" in caught.value.problem
+    assert key in caught.value.cure
+
+
+def test_columns_that_the_eval_rows_lack():
+    rows = make_rows(text=WORDS, label=[0, 1, 0, 1])
+    with pytest.raises(DataError, match="eval.csv has no column 'label'; it has 'text'"):
+        build_task(None, rows, eval_rows=Rows({"text": WORDS}, "eval.csv"))
+
+
+def test_many_whole_numbers():
+    """Classes are counted from 0 without gaps, however many; numbers with gaps are numbers."""
+    texts = [f"film {i}" for i in range(450)]
+    assert build_task(None, make_rows(text=texts, label=[i % 150 for i in range(450)])).name == "classify"
+    assert build_task(None, make_rows(text=texts, label=[i % 150 * 10 for i in range(450)])).name == "regress"
+
+
+def test_too_many_text_columns():
+    with pytest.raises(DataError, match="data.text names 3 columns.*\n.*one column, or two for pairs"):
+        build_task("classify", make_rows(text=WORDS, label=[0, 1, 0, 1]), text=["text", "text", "text"])
+    with pytest.raises(DataError, match="data.text names 2 columns"):
+        build_task("causal-lm", make_rows(text=WORDS), text=["text", "text"])
+
+
+def test_no_rows():
+    with pytest.raises(DataError, match="mine.csv has no rows"):
+        build_task(None, make_rows(text=[], label=[]))
+
+
+def test_no_such_task():
+    with pytest.raises(DataError, match="there is no task 'classification'\n.*classify, regress"):
+        build_task("classification", make_rows(text=WORDS))
+
+
+def test_every_task_can_be_built():
+    columns = {"text": WORDS, "label": [0, 1, 0, 1], "target": WORDS, "messages": MESSAGES}
+    for name in TASK_NAMES:
+        task = build_task(name, make_rows(**columns), text="text", target="target")
+        assert task.name == name
+        assert task.default_metric in task.metrics().names

@@ -1,0 +1,197 @@
+"""Files: every row comes back once, as it was, with its prediction; or nothing is written."""
+
+import csv
+import json
+import logging
+
+import pytest
+import torch
+
+from tiny_models import TEXTS, batch_of, config_of, tokenizer
+from trimtab.errors import DataError
+from trimtab.inference import predict_file as module
+from trimtab.inference.classify import classify_texts, regress_texts
+from trimtab.inference.generate import generate_texts
+from trimtab.inference.load import Loaded
+from trimtab.inference.predict_file import predict_file
+from trimtab.model.load import load_model
+
+ODD = ['with, comma and "quotes"', "two\nlines", "Grüße 漢字", "  spaces  ", "plain"]
+
+
+def loaded_of(task="classify", facts=None, **head):
+    tok = tokenizer()
+    if task in ("causal-lm", "chat"):
+        model = load_model(config_of("gpt2"), "causal-lm", {}, tok)
+        tok.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
+    else:
+        head = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}} | head
+        model = load_model(config_of("bert"), "sequence-classification", head, tok)
+    for parameter in model.parameters():
+        parameter.data *= 5
+    if hasattr(model, "classifier"):  # so that texts get different labels
+        with torch.no_grad():
+            model.classifier.bias -= model(**batch_of(ODD + TEXTS, tok)).logits.mean(0)
+    return Loaded(model, tok, task, facts or {})
+
+
+def write_csv(path, rows, delimiter=","):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+def read_csv(path, delimiter=","):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file, delimiter=delimiter))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
+def test_rows_come_back_as_they_were(tmp_path, suffix):
+    rows = [[f"{i:03}", ODD[i % 5], "1.50", ""] for i in range(17)]
+    source = write_csv(tmp_path / "in.csv", [["id", "text", "price", "note"], *rows])
+    target = tmp_path / f"out.{suffix}"
+    loaded = loaded_of()
+    assert predict_file(loaded, source, target, batch_size=4) == 17
+    if suffix == "jsonl":
+        found = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    else:
+        found = read_csv(target, "," if suffix == "csv" else "\t")
+    assert [[row["id"], row["text"], row["price"], row["note"]] for row in found] == rows
+    wanted = classify_texts(loaded, [row[1] for row in rows])
+    assert [row["prediction"] for row in found] == [p.label for p in wanted]
+    assert [float(row["score"]) for row in found] == pytest.approx([p.score for p in wanted], abs=1e-5)
+    assert {row["prediction"] for row in found} == {"bad", "good"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", target.name]
+
+
+def test_jsonl_keeps_types(tmp_path):
+    rows = [{"review": text, "n": i, "tags": ["a", i], "extra": None} for i, text in enumerate(TEXTS)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = loaded_of("regress", num_labels=1, id2label={0: "x"}, problem_type="regression")
+    predict_file(loaded, source, tmp_path / "out.jsonl")
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    values = [row.pop("prediction") for row in found]
+    assert found == rows
+    assert values == pytest.approx(regress_texts(loaded, TEXTS), abs=1e-5)
+
+
+def test_text_files_and_generation(tmp_path):
+    source = tmp_path / "in.txt"
+    source.write_text("\n".join(TEXTS[:3]))
+    loaded = loaded_of("causal-lm")
+    predict_file(loaded, source, tmp_path / "out.csv", max_new_tokens=5)
+    found = read_csv(tmp_path / "out.csv")
+    assert [row["text"] for row in found] == TEXTS[:3]
+    assert [row["prediction"] for row in found] == generate_texts(loaded, TEXTS[:3], 5)
+
+
+def test_several_labels_and_taken_names(tmp_path):
+    loaded = loaded_of(problem_type="multi_label_classification")
+    source = write_csv(tmp_path / "in.csv", [["text", "prediction"], *([text, "old"] for text in TEXTS)])
+    predict_file(loaded, source, tmp_path / "out.csv")
+    predict_file(loaded, source, tmp_path / "out.jsonl")
+    found = read_csv(tmp_path / "out.csv")
+    assert {row["prediction"] for row in found} == {"old"}
+    labels = [list(p.label) for p in classify_texts(loaded, TEXTS)]
+    assert [row["prediction_2"] for row in found] == ["; ".join(names) for names in labels]
+    assert [json.loads(line)["prediction_2"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == labels
+
+
+@pytest.mark.parametrize(
+    ("header", "facts", "text", "columns"),
+    [
+        (["id", "sentence"], {}, None, ["sentence"]),
+        (["id", "premise", "hypothesis"], {}, None, ["premise", "hypothesis"]),
+        (["text", "body"], {"columns": {"text": "body"}}, None, ["body"]),
+        (["text", "body"], {"recipe": {"data": {"text": ["body", "text"]}}}, None, ["body", "text"]),
+        (["text", "body"], {"columns": {"text": "body"}}, "text", ["text"]),
+        (["anything"], {}, None, ["anything"]),
+    ],
+)
+def test_the_text_column(tmp_path, header, facts, text, columns):
+    rows = [[f"{name} {TEXTS[i]}" for name in header] for i in range(4)]
+    source = write_csv(tmp_path / "in.csv", [header, *rows])
+    loaded = loaded_of(facts=facts)
+    predict_file(loaded, source, tmp_path / "out.csv", text=text)
+    inputs = [tuple(row[header.index(name)] for name in columns) for row in rows]
+    wanted = classify_texts(loaded, inputs)
+    found = read_csv(tmp_path / "out.csv")
+    assert [float(row["score"]) for row in found] == pytest.approx([p.score for p in wanted], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("row", "facts", "asked"),
+    [
+        ({"prompt": "the cat?"}, {}, "<user> the cat?"),
+        ({"instruction": "sort", "input": "3 1 2", "output": "1 2 3"}, {}, "<user> sort\n\n3 1 2"),
+        ({"instruction": "sort", "input": "", "output": "1"}, {}, "<user> sort"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "id": 1},
+            {},
+            "<user> a",
+        ),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 1}, {}, "<user> a"),
+        ({"q": "a", "s": "be brief"}, {"columns": {"prompt": "q", "system": "s"}}, "<system> be brief<user> a"),
+    ],
+)
+def test_chat_rows(tmp_path, row, facts, asked):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    loaded = loaded_of("chat", facts)
+    seen = []
+    loaded.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(loaded.tokenizer.decode(kwargs["input_ids"][0])), with_kwargs=True
+    )
+    predict_file(loaded, source, tmp_path / "out.jsonl", max_new_tokens=2)
+    assert seen[0] == asked
+    assert json.loads((tmp_path / "out.jsonl").read_text()).items() >= row.items()
+
+
+def test_mistakes_name_the_place_and_write_nothing(tmp_path):
+    loaded = loaded_of()
+    good = write_csv(tmp_path / "good.csv", [["text"], ["fine"]])
+    bad = write_csv(tmp_path / "bad.csv", [["id", "text"], ["1", "fine"], ["2", ""]])
+    with pytest.raises(DataError, match=r"bad\.csv, line 3: column 'text' is empty"):
+        predict_file(loaded, bad, tmp_path / "out.csv")
+    with pytest.raises(DataError, match="has no column 'txt'; its columns are text"):
+        predict_file(loaded, good, tmp_path / "out.csv", text="txt")
+    with pytest.raises(DataError, match="no column that is clearly the text; its columns are a, b"):
+        predict_file(loaded, write_csv(tmp_path / "ab.csv", [["a", "b"], ["x", "y"]]), tmp_path / "out.csv")
+    with pytest.raises(DataError, match="takes 2 column"):
+        predict_file(loaded, tmp_path / "ab.csv", tmp_path / "out.csv", text=["a", "b", "a"])
+    with pytest.raises(DataError, match="has no rows"):
+        predict_file(loaded, write_csv(tmp_path / "none.csv", [["text"]]), tmp_path / "out.csv")
+    with pytest.raises(DataError, match="cannot be written to"):
+        predict_file(loaded, good, tmp_path / "out.xlsx")
+    with pytest.raises(DataError, match="is the input"):
+        predict_file(loaded, good, good)
+    with pytest.raises(DataError, match="there is no folder"):
+        predict_file(loaded, good, tmp_path / "nowhere" / "out.csv")
+    with pytest.raises(DataError, match="cannot be read"):
+        predict_file(loaded, tmp_path / "missing.csv", tmp_path / "out.csv")
+    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_older_output_survives_a_failure(tmp_path, monkeypatch):
+    source = write_csv(tmp_path / "in.csv", [["text"], ["fine"]])
+    target = tmp_path / "out.csv"
+    target.write_text("older")
+
+    def full(descriptor):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        predict_file(loaded_of(), source, target)
+    assert target.read_text() == "older"
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_guess_is_said(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="trimtab")
+    source = write_csv(tmp_path / "in.csv", [["id", "review"], ["1", "fine"]])
+    predict_file(loaded_of(), source, tmp_path / "out.csv")
+    assert "the texts are taken from column review" in caplog.text

@@ -1,0 +1,65 @@
+"""Tokenizers that are trained here: lossless, repeatable, with every special token, and kept by a folder."""
+
+import pytest
+
+from tiny_models import TEXTS
+from trimtab.errors import DataError, RecipeError
+from trimtab.model.hub import quiet_transformers
+from trimtab.model.load import load_tokenizer, train_tokenizer
+
+
+def test_byte_level_is_lossless():
+    tok = train_tokenizer(TEXTS, 300)
+    text = "Grüße, 漢字 \U0001f600\n\ttabs  and   spaces"
+    assert tok.decode(tok(text)["input_ids"], skip_special_tokens=True) == text
+    assert len(tok) <= 300
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_special_tokens_stand_where_models_want_them(kind):
+    tok = train_tokenizer(TEXTS, 300, kind)
+    roles = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
+    assert None not in [getattr(tok, f"{role}_token_id") for role in roles]
+    ids = tok("the cat")["input_ids"]
+    assert (ids[0], ids[-1]) == (tok.cls_token_id, tok.sep_token_id)
+    assert tok.unk_token_id not in ids
+    pair = tok("the cat", "a dog")["input_ids"]
+    assert pair[: len(ids)] == ids
+    assert pair.count(tok.sep_token_id) == 2
+    assert tok.decode(ids, skip_special_tokens=True).strip() == "the cat"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_same_texts_give_the_same_tokenizer(kind):
+    first, second = (train_tokenizer(iter(TEXTS), 290, kind).get_vocab() for _ in range(2))
+    assert first == second
+    assert len(first) > 60
+
+
+def test_wordpiece_has_no_letters_that_cut_a_text():
+    """Text that looks like a piece of the vocabulary is text."""
+    tok = train_tokenizer(TEXTS * 3, 300, "wordpiece")
+    assert tok.tokenize("cat") == ["cat"]
+    assert "##a" in tok.get_vocab()
+    assert tok.tokenize("c##a")[0] == "c"
+    assert "##a" not in tok.tokenize("c ##a")
+    assert tok.tokenize("Zürich 漢")[-1] == tok.unk_token
+
+
+def test_a_folder_keeps_it(tmp_path):
+    tok = train_tokenizer(TEXTS, 300)
+    with quiet_transformers():
+        tok.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    again = load_tokenizer(str(tmp_path))
+    assert again("the cat", "a dög")["input_ids"] == tok("the cat", "a dög")["input_ids"]
+    assert again.pad_token == tok.pad_token
+
+
+def test_mistakes():
+    with pytest.raises(RecipeError, match="vocab_size 200 leaves no room"):
+        train_tokenizer(TEXTS, 200)
+    with pytest.raises(RecipeError, match="'unigram' is not known"):
+        train_tokenizer(TEXTS, 300, "unigram")
+    with pytest.raises(DataError, match="no text"):
+        train_tokenizer([], 300)

@@ -1,0 +1,174 @@
+"""Optimizers against their formulas in double precision, and what they refuse."""
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab import Engine
+from trimtab.errors import RecipeError
+from trimtab.optim.build import OPTIMIZERS, build_optimizer
+from trimtab.optim.groups import decay_groups
+from trimtab.optim.schedules import build_schedule
+
+LR, EPS, DECAY = 0.01, 1e-8, 0.1
+LR_OF = {"adafactor": 0.05}
+
+
+def adam(decoupled):
+    def update(p, g, state, t):
+        if not decoupled:
+            g = g + DECAY * p
+        m = state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
+        v = state["v"] = 0.98 * state.get("v", 0) + 0.02 * g * g
+        step = LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.98**t)).sqrt() + EPS)
+        return p - step - (LR * DECAY * p if decoupled else 0)
+
+    return update
+
+
+def adagrad(p, g, state, t):
+    g = g + DECAY * p
+    s = state["s"] = state.get("s", 0) + g * g
+    return p - LR * g / (s.sqrt() + EPS)
+
+
+def sgd(p, g, state, t):
+    g = g + DECAY * p
+    b = state["b"] = 0.9 * state.get("b", 0) + g
+    return p - LR * b
+
+
+FORMULAS = {
+    "adamw": (adam(decoupled=True), {"betas": (0.9, 0.98)}),
+    "adam": (adam(decoupled=False), {"betas": (0.9, 0.98)}),
+    "adagrad": (adagrad, {}),
+    "sgd": (sgd, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "fused"),
+    [
+        ("adamw", "cpu", True),
+        ("adam", "cpu", True),
+        ("sgd", "cpu", True),
+        ("adagrad", "cpu", None),
+        # named after a device without fused steps, stepped on the CPU
+        ("adamw", "meta", None),
+        ("adam", "meta", None),
+        ("sgd", "meta", None),
+    ],
+)
+def test_same_math_as_the_formula(name, device, fused):
+    formula, settings = FORMULAS[name]
+    parameter = nn.Parameter(torch.randn(6, 5))
+    groups = [{"params": [parameter], "weight_decay": DECAY}]
+    optimizer = build_optimizer(name, groups, lr=LR, device=device, **settings)
+    assert optimizer.param_groups[0].get("fused") is fused
+    expected, state = parameter.detach().double(), {}
+    for t in range(1, 8):
+        gradient = torch.randn(6, 5)
+        parameter.grad = gradient
+        optimizer.step()
+        expected = formula(expected, gradient.double(), state, t)
+        assert (parameter.double() - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_and_resumes_to_the_same_bits(name, tmp_path):
+    def build():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+        engine = Engine(cpu=True)
+        optimizer = build_optimizer(name, decay_groups(model, 0.01), lr=LR_OF.get(name, 0.02), device="cpu")
+        scheduler = build_schedule("cosine", optimizer, num_steps=30, warmup_steps=3)
+        return engine, *engine.prepare(model, optimizer, scheduler)
+
+    def train(run, batches):
+        engine, model, optimizer, scheduler = run
+        losses = []
+        for x in batches:
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            engine.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    batches = list(torch.randn(30, 8, 6))
+    whole = build()
+    losses = train(whole, batches[:12])
+    whole[0].save_state(tmp_path / "state")
+    losses += train(whole, batches[12:])
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    resumed = build()
+    resumed[0].load_state(tmp_path / "state")
+    assert resumed[3].last_epoch == 12
+    assert train(resumed, batches[12:]) == losses[12:]
+    for ours, theirs in zip(resumed[1].parameters(), whole[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_parameter_that_unfreezes_later_begins_its_own_count():
+    early, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = build_optimizer("adamw", [{"params": [early, late]}], lr=0.1)
+    for _ in range(20):
+        early.grad = torch.ones(3)
+        optimizer.step()
+    assert late not in optimizer.state
+    late.requires_grad_(True)
+    late.grad = torch.full((3,), 1e-3)
+    optimizer.step()
+    assert torch.allclose(late, torch.full((3,), -0.1), atol=1e-5)  # the first step of Adam is lr × sign
+
+
+def test_adagrad_keeps_its_state_where_the_model_will_be():
+    optimizer = build_optimizer("adagrad", [{"params": [nn.Parameter(torch.zeros(3))]}], lr=0.1, device="meta")
+    assert [state["sum"].device.type for state in optimizer.state.values()] == ["meta"]
+
+
+def test_decay_acts_on_its_group_alone():
+    model = nn.Linear(3, 3)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = build_optimizer("adamw", decay_groups(model, 0.5), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(model.weight, torch.tensor(0.95))
+    assert torch.equal(model.bias, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem", "cure"),
+    [
+        ("adamw", {"momentum": 0.9}, "train.momentum=0.9 has no effect on adamw", "train.optimizer: sgd"),
+        ("sgd", {"betas": (0.9, 0.98)}, "train.betas=(0.9, 0.98) has no effect on sgd", "adamw or adam"),
+        ("adafactor", {"eps": 1e-6}, "train.eps=1e-06 has no effect on adafactor", "leave train.eps out"),
+        ("adamw", {"lr": float("nan")}, "train.lr=nan", "from 0 up"),
+        ("adamw", {"lr": -1.0}, "train.lr=-1.0", "from 0 up"),
+        ("adamw", {"betas": (0.9, 1.0)}, "train.betas=(0.9, 1.0)", "below 1"),
+        ("adam", {"eps": -1.0}, "train.eps=-1.0", "from 0 up"),
+        ("adamW_fused", {}, "did you mean adamw?", "one of adamw, adam, adagrad, sgd, adafactor"),
+    ],
+)
+def test_what_is_refused(name, settings, problem, cure):
+    groups = [{"params": [nn.Parameter(torch.zeros(2))]}]
+    with pytest.raises(RecipeError) as caught:
+        build_optimizer(name, groups, **{"lr": 0.1, **settings})
+    assert problem in caught.value.problem
+    assert cure in caught.value.cure
+
+
+def test_betas_may_come_as_a_list():
+    """As they do from YAML."""
+    optimizer = build_optimizer("sgd", [{"params": [nn.Parameter(torch.zeros(2))]}], lr=0.1, betas=[0.9, 0.999])
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+@pytest.mark.parametrize(("lr", "said"), [(5e-5, True), (1e-2, False)])
+def test_adafactor_says_what_its_rate_means(lr, said, caplog):
+    with caplog.at_level("INFO", logger="trimtab"):
+        build_optimizer("adafactor", [{"params": [nn.Parameter(torch.zeros(2))]}], lr=lr)
+    assert ("relative to the size" in caplog.text) is said

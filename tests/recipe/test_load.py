@@ -1,0 +1,251 @@
+"""File, flags and --set: later wins, every value knows its origin, and recipes as text are read back."""
+
+import json
+import re
+
+import pytest
+
+from trimtab.errors import RecipeError
+from trimtab.recipe.describe import keys_of
+from trimtab.recipe.load import LoadedRecipe, commented_yaml, load_recipe, recipe_json_schema, resolved_yaml
+from trimtab.recipe.schema import Recipe
+
+LEAVES = [key.dotted for key in keys_of(Recipe) if key.section is None]
+DESIGN = """\
+model: bert-base-uncased        # hub name
+task: classify
+data: {train: imdb, eval: "imdb:test", text: text, label: label, max_length: 512}
+train: {epochs: 2, batch_size: 32, lr: 5e-5, optimizer: adamw, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01,
+        schedule: linear, warmup: 0.06, max_grad_norm: 1.0, precision: auto, freeze: {}, max_time: 3h}
+adapter: none
+evaluate: {every: epoch, metric: accuracy}
+early_stopping: {metric: accuracy, patience: 3, min_delta: 0}
+track: none
+limits: {fast_dev_run: false, overfit_batches: 0, train: null, eval: null}
+seed: 0
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(DESIGN)
+    return (tmp_path / "recipe.yaml").relative_to(tmp_path)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_file(recipe_file):
+    loaded = load_recipe(recipe_file, {}, [])
+    assert loaded.recipe.train.lr == 5e-5
+    assert loaded.recipe.train.max_time == "3h"
+    assert loaded.recipe.data.eval == "imdb:test"
+    assert loaded.recipe.early_stopping.min_delta == 0.0
+
+
+def test_later_wins_and_is_named(recipe_file):
+    flags = {"train.lr": 1e-4, "train.batch_size": 16, "data.train": "mine.csv", "model": None}
+    loaded = load_recipe(recipe_file, flags, ["train.lr=3e-5", "early_stopping.patience=7", "memory.micro_batch=4"])
+    recipe, origins = loaded.recipe, loaded.origins
+    assert (recipe.train.lr, recipe.train.batch_size, recipe.data.train) == (3e-5, 16, "mine.csv")
+    assert (recipe.train.epochs, recipe.early_stopping.patience, recipe.memory.micro_batch) == (2.0, 7, 4)
+    assert recipe.model == "bert-base-uncased"
+    assert origins["train.lr"] == "--set"
+    assert origins["train.batch_size"] == "--batch-size"
+    assert origins["data.train"] == "--data"
+    assert origins["train.warmup"] == "recipe.yaml:5"
+    assert origins["early_stopping.patience"] == "--set"
+    assert origins["early_stopping.metric"] == "recipe.yaml:8"
+    assert origins["early_stopping.mode"] == "default"
+    assert origins["limits.train"] == "recipe.yaml:10"
+    assert origins["out"] == "default"
+    assert set(origins) == {key for key in LEAVES if not key.startswith("model.")} | {"model"}
+
+
+def test_no_file_is_needed():
+    loaded = load_recipe(None, {"model": "bert", "data.train": "my.csv", "limits.train": 5}, [])
+    assert loaded.recipe == Recipe(model="bert", data={"train": "my.csv"}, limits={"train": 5})
+    assert (loaded.origins["model"], loaded.origins["limits.train"]) == ("--model", "--limit-train")
+
+
+@pytest.mark.parametrize(
+    ("file", "sets", "check"),
+    [
+        ("", ["train={lr: 1e-3, epochs: 1}"], lambda r: (r.train.lr, r.train.epochs) == (1e-3, 1.0)),
+        ("train: {epochs: 7}", ["train={lr: 1e-3}"], lambda r: (r.train.lr, r.train.epochs) == (1e-3, 7.0)),
+        ("train: {freeze: {a: always}}", ["train.freeze={}"], lambda r: r.train.freeze == {}),
+        (
+            "train: {freeze: {a: always}}",
+            ["train.freeze.b.c.*=5"],
+            lambda r: r.train.freeze == {"a": "always", "b.c.*": "5 steps"},
+        ),
+        ("train:", ["train.lr=1"], lambda r: r.train.lr == 1.0),
+        ("early_stopping: null", ["early_stopping.patience=5"], lambda r: r.early_stopping.patience == 5),
+        ("early_stopping: {patience: 5}", ["early_stopping=null"], lambda r: r.early_stopping is None),
+        ("", ["model.trust_remote_code=true"], lambda r: r.model.name == "bert" and r.model.trust_remote_code),
+        ("", ["model=roberta"], lambda r: r.model == "roberta"),
+        ("", ["data.text=[a, b]"], lambda r: r.data.text == ["a", "b"]),
+        ("", ["data.train=*.csv"], lambda r: r.data.train == "*.csv"),
+        ("", [" seed = 3 "], lambda r: r.seed == 3),
+        ("", ["data.train=a=b.csv"], lambda r: r.data.train == "a=b.csv"),
+    ],
+)
+def test_values_laid_over_each_other(tmp_path, file, sets, check):
+    path = write(tmp_path / "r.yaml", f"model: bert\ndata: {{train: rows.csv}}\n{file}\n")
+    assert check(load_recipe(path, {}, sets).recipe)
+
+
+def test_an_entry_of_a_mapping_names_its_origin(recipe_file):
+    assert load_recipe(recipe_file, {}, ["train.freeze.base=5"]).origins["train.freeze"] == "--set"
+
+
+def test_a_wrong_section_is_not_covered_up(tmp_path):
+    path = write(tmp_path / "r.yaml", "model: bert\ndata: {train: x}\ntrain: 3\n")
+    with pytest.raises(RecipeError, match=r"r.yaml:3: train: found 3; allowed: a mapping"):
+        load_recipe(path, {}, ["train.lr=1"])
+
+
+def test_lists_of_files_are_not_taken_for_texts(tmp_path):
+    path = write(tmp_path / "r.yaml", "model: bert\ndata:\n  train: [a.csv, b.csv]\n")
+    with pytest.raises(
+        RecipeError, match=r"r.yaml:3: data.train: found \[a.csv, b.csv\]; allowed: a file, folder, glob"
+    ):
+        load_recipe(path, {}, [])
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    write(tmp_path / "recipe.yaml", "model: bert")
+    with pytest.raises(RecipeError, match=r"there is no recipe .*recipes.yaml\n.*did you mean .*recipe.yaml\?"):
+        load_recipe(tmp_path / "recipes.yaml", {}, [])
+    with pytest.raises(RecipeError, match="trimtab init"):
+        load_recipe(tmp_path / "no" / "such.yaml", {}, [])
+    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+        load_recipe(tmp_path, {}, [])
+    (tmp_path / "latin.yaml").write_bytes("model: bert\nname: café\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"latin.yaml:2: not UTF-8"):
+        load_recipe(tmp_path / "latin.yaml", {}, [])
+    write(tmp_path / "empty.yaml", "# nothing\n")
+    with pytest.raises(RecipeError, match="empty.yaml is empty"):
+        load_recipe(tmp_path / "empty.yaml", {"model": "bert"}, [])
+
+
+def test_a_byte_order_mark_is_fine(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xef\xbb\xbfmodel: bert\ndata: {train: x}\n")
+    assert load_recipe(tmp_path / "r.yaml", {}, []).recipe.model == "bert"
+
+
+def test_anchors(tmp_path):
+    text = "model: bert\ndata: {train: x}\ntrain: {batch_size: &b 32}\nevaluate: {batch_size: *b}\n"
+    recipe = load_recipe(write(tmp_path / "r.yaml", text), {}, []).recipe
+    assert (recipe.train.batch_size, recipe.evaluate.batch_size) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["early_stopping=null", "train.freeze={'*.layer.0.*': 200 steps, base: always}", "name=run: 1 # not a comment"],
+        ["model={config: {model_type: bert, x: [1, {y: null}], z: 1e-12}, tokenizer: train}", "data.text=[a, b]"],
+        ["train.warmup=500", "limits.fast_dev_run=5", "data.train=no", "limits.eval=5%", "train.max_grad_norm=0"],
+    ],
+)
+def test_a_resolved_recipe_is_read_back(recipe_file, tmp_path, sets):
+    loaded = load_recipe(recipe_file, {}, sets)
+    text = resolved_yaml(loaded)
+    again = load_recipe(write(tmp_path / "again.yaml", text), {}, [])
+    assert again.recipe == loaded.recipe
+    assert resolved_yaml(LoadedRecipe(again.recipe, loaded.origins)) == text
+
+
+def test_a_resolved_recipe_tells_origins(recipe_file):
+    text = resolved_yaml(load_recipe(recipe_file, {"seed": 7}, ["train.lr=3e-5"]))
+    assert re.search(r"^  lr: 3.0e-05 +# --set$", text, re.MULTILINE)
+    assert re.search(r"^  warmup: 0.06 +# recipe.yaml:5$", text, re.MULTILINE)
+    assert re.search(r"^seed: 7 +# --seed$", text, re.MULTILINE)
+    assert re.search(r"^  momentum: 0.0 +# default$", text, re.MULTILINE)
+    values = [line for line in text.splitlines() if not re.fullmatch(r"\w+:", line)]
+    assert all("  # " in line for line in values)
+
+
+def test_a_recipe_from_python_tells_origins():
+    text = resolved_yaml(LoadedRecipe(Recipe(model="bert", data={"train": "x"}, train={"lr": 1}), {}))
+    assert re.search(r"^  lr: 1.0 +# Python$", text, re.MULTILINE)
+    assert re.search(r"^  epochs: 3.0 +# default$", text, re.MULTILINE)
+
+
+GIVEN = {"model": "bert", "data.train": "reviews.csv", "train.lr": 3e-5, "task": None}
+
+
+def test_a_commented_recipe_is_the_recipe(tmp_path):
+    path = write(tmp_path / "r.yaml", commented_yaml(GIVEN))
+    loaded = load_recipe(path, {}, [])
+    assert loaded.recipe == Recipe(model="bert", data={"train": "reviews.csv"}, train={"lr": 3e-5})
+    assert [key for key, origin in loaded.origins.items() if origin != "default"] == ["model", "data.train", "train.lr"]
+
+
+def test_a_commented_recipe_has_every_key_and_its_documentation():
+    text = commented_yaml(GIVEN)
+    for key in keys_of(Recipe):
+        if not key.dotted.startswith("model."):
+            assert re.search(rf"^[# ]*{key.name}:", text, re.MULTILINE), key.dotted
+            first_words = " ".join(key.field.description.split()[:4])
+            assert first_words in text, key.dotted
+
+
+def test_every_comment_can_be_taken_away(tmp_path):
+    """Each key that is commented out stands at the right depth with a value that works."""
+    lines = commented_yaml(GIVEN).splitlines()
+    live = [re.sub(r"# (?=(  )?\w+:( |$))", "", line, count=1) for line in lines]
+    loaded = load_recipe(write(tmp_path / "r.yaml", "\n".join(live)), {}, [])
+    assert loaded.recipe.model_copy(update={"early_stopping": None}) == load_recipe(None, GIVEN, []).recipe
+    assert loaded.recipe.early_stopping.patience == 3
+    leaves = [key for key in LEAVES if not key.startswith("model.")]
+    assert [key for key in leaves if loaded.origins[key] == "default"] == []
+
+
+def test_a_commented_recipe_from_nothing_says_what_is_needed(tmp_path):
+    path = write(tmp_path / "r.yaml", commented_yaml({}))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, {}, [])
+    lines = str(caught.value).splitlines()[1:]
+    assert [re.search(r"r.yaml:\d+: ([\w.]+): needed", line)[1] for line in lines] == ["model", "data.train"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model.config": {"model_type": "bert"}, "model.tokenizer": "train", "data.train": "x.csv"},
+        {"model": "bert", "data.train": "x.csv", "early_stopping.patience": 5},
+        {"model": "bert", "data.train": "x.csv", "data.text": ["a", "b"], "train.freeze": {"base": "always"}},
+    ],
+)
+def test_commented_recipes_of_all_shapes(tmp_path, given):
+    path = write(tmp_path / "r.yaml", commented_yaml(given))
+    assert load_recipe(path, {}, []).recipe == load_recipe(None, given, []).recipe
+
+
+def test_a_commented_recipe_is_never_wrong():
+    with pytest.raises(RecipeError, match="train.lr: found 'fast'"):
+        commented_yaml({"train.lr": "fast"})
+
+
+def test_the_json_schema():
+    schema = recipe_json_schema()
+    json.dumps(schema)
+    assert schema["required"] == ["model", "data"]
+    assert schema["additionalProperties"] is False
+    train = schema["$defs"]["TrainSettings"]["properties"]
+    assert train["optimizer"]["enum"] == ["adamw", "adam", "adafactor", "adagrad", "sgd"]
+    assert train["lr"] == {
+        "default": 5e-5,
+        "description": Recipe.model_fields["train"].annotation.model_fields["lr"].description,
+        "exclusiveMinimum": 0,
+        "title": "Lr",
+        "type": "number",
+    }
+    for section in [schema, *schema["$defs"].values()]:
+        for name, field in section["properties"].items():
+            assert field.get("description"), name

@@ -1,0 +1,209 @@
+"""What a user reads: one line a mistake, all at once, each with key, value, place, what is allowed, what was meant."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.errors import RecipeError
+from trimtab.recipe.describe import keys_of
+from trimtab.recipe.load import load_recipe
+from trimtab.recipe.schema import Recipe
+
+
+def lines_of(**values):
+    """The lines of the error, without the heading."""
+    with pytest.raises(RecipeError) as caught:
+        Recipe(**{"model": "bert", "data": {"train": "rows.csv"}, **values})
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == f"the recipe has {len(lines)} problem{'s' if len(lines) > 1 else ''}:"
+    return [line.strip() for line in lines]
+
+
+def line_of(**values):
+    (line,) = lines_of(**values)
+    return line
+
+
+SIX_MISTAKES = """\
+model: bert-base-uncased
+data:
+  train: reviews.csv
+  max_lenght: 128
+train:
+  lr: fast
+  optimizer: adamw_torch
+  epochs: 0
+fp16: true
+adapter: lora
+"""
+
+
+def test_six_mistakes_are_six_lines(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(SIX_MISTAKES)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, {}, [])
+    assert str(caught.value).replace(f"{tmp_path}/", "").splitlines() == [
+        "the recipe has 6 problems:",
+        "  recipe.yaml:4: data.max_lenght: found 128; no such key; did you mean data.max_length?",
+        "  recipe.yaml:6: train.lr: found 'fast'; allowed: a number above 0",
+        "  recipe.yaml:7: train.optimizer: found 'adamw_torch'; allowed: adamw | adam | adafactor | adagrad | sgd; "
+        "write adamw",
+        "  recipe.yaml:8: train.epochs: found 0; allowed: a number above 0",
+        "  recipe.yaml:9: fp16: found true; a word of HF Trainer; write train.precision: fp16",
+        "  recipe.yaml:10: adapter: found 'lora'; not supported yet in this version; allowed: none",
+    ]
+
+
+def test_mistakes_of_all_origins_come_together(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: bert\ntrain:\n  epochs: none\n  lr: 1\n  lr: 2\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, {"train.batch_size": 0}, ["train.wramup=3", "seed", "train.max_time=1:30"])
+    lines = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+    assert lines == [
+        "the recipe has 7 problems:",
+        "  recipe.yaml:3: train.epochs: found 'none'; allowed: a number above 0",
+        "  recipe.yaml:5: train.lr: given twice, first in line 4; keep one of them",
+        "  --set: seed: found 'seed' without a value; write --set KEY=VALUE, such as --set train.lr=3e-5",
+        "  data.train: needed, found nothing; allowed: a file, folder, glob or hub name, as text "
+        "(in Python also a dataset or rows)",
+        "  --set: train.max_time: found '1:30', which may be 1h30m or 1m30s; allowed: a length of time such as 90s, "
+        "10min, 3h, 1h30m or a number of seconds, or null",
+        "  --batch-size: train.batch_size: found 0; allowed: a whole number from 1",
+        "  --set: train.wramup: found 3; no such key; did you mean train.warmup?",
+    ]
+
+
+def test_nothing_given():
+    with pytest.raises(RecipeError) as caught:
+        Recipe()
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == ["model", "data.train"]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"lr": 3e-5}, "lr: found 3e-05; no such key here; write train.lr: 3.0e-05"),
+        (
+            {"batch-size": 4},
+            "batch-size: found 4; no such key here; write train.batch_size: 4 or evaluate.batch_size: 4",
+        ),
+        ({"train.lr": 1}, "train.lr: found 1; no such key; write it in its section, train: {lr: 1}"),
+        ({"train": {"batchSize": 4}}, "train.batchSize: found 4; no such key; did you mean train.batch_size?"),
+        ({"train": {"epoch": 3}}, "train.epoch: found 3; no such key; did you mean train.epochs?"),
+        ({"evalute": {"every": 5}}, "evalute: found {every: 5}; no such key; did you mean evaluate?"),
+        ({"track": {"zzz": 1}}, "track.zzz: found 1; no such key; allowed in track: uri, experiment"),
+        ({"model": {"nam": "x"}}, "model.nam: found 'x'; no such key; did you mean model.name?"),
+        ({"train": {"patience": 3}}, "train.patience: found 3; no such key here; write early_stopping.patience: 3"),
+    ],
+)
+def test_unknown_keys(values, line):
+    assert lines_of(**values)[0] == line
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"train": {"schedule": "cosin"}}, ["found 'cosin'", "linear | cosine", "did you mean cosine?"]),
+        ({"train": {"schedule": "inverse_sqrt"}}, ["write inverse-sqrt"]),
+        ({"train": {"precision": "16-mixed"}}, ["allowed: auto | fp32 | fp16 | bf16; write fp16"]),
+        ({"train": {"precision": 16}}, ["found 16", "write fp16"]),
+        ({"train": {"precision": "no"}}, ["write fp32"]),
+        ({"train": {"max_steps": -1}}, ["a whole number from 1, or null; write null"]),
+        ({"train": {"freeze": "base"}}, ["did you mean train.freeze: {base: always}?"]),
+        ({"train": {"freeze": {"base": "2 stpes"}}}, ["train.freeze.base: found '2 stpes'", "200 steps or 1 epoch"]),
+        ({"train": {"betas": [0.9]}}, ["found [0.9]; allowed: a list of 2"]),
+        ({"train": {"betas": [0.9, 0.9, 0.9]}}, ["found [0.9, 0.9, 0.9]; allowed: a list of 2"]),
+        ({"train": {"betas": [0.9, 2]}}, ["found [0.9, 2]", "a list of 2, each a number from 0 to below 1"]),
+        ({"train": 3}, ["train: found 3", "a mapping with the keys epochs, max_steps"]),
+        ({"data": "imdb"}, ["data: found 'imdb'", "did you mean data: {train: imdb}?"]),
+        ({"task": "text-classification"}, ["write classify"]),
+        ({"task": "clasify"}, ["did you mean classify?"]),
+        ({"evaluate": {"metric": "eval_accuracy"}}, ["which is accuracy here"]),
+        ({"evaluate": {"every": "no"}}, ["write 1000 epochs"]),
+        ({"checkpoint": {"best": "accuracy"}}, ["true or false", "did you mean evaluate.metric: accuracy?"]),
+        ({"early_stopping": True}, ["did you mean early_stopping: {patience: 3}?"]),
+        ({"name": 2024}, ["put text in quotes: '2024'"]),
+        ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),
+        ({"model": 5}, ["found 5", "a hub name, a folder or a run"]),
+        ({"model": None}, ["needed, found null"]),
+        ({"limits": {"train": 1.0}}, ["which may be one, or all"]),
+        ({"train": {"lr": "x" * 500}}, ["found 'xxx", " …; allowed"]),
+    ],
+)
+def test_wrong_values(values, parts):
+    line = line_of(**values)
+    assert len(line) < 400
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("memory", {"budget": "8GiB"}),
+        ("memory", {"gradient_checkpointing": "auto"}),
+        ("memory", {"offload": "cpu"}),
+        ("memory", {"loss": "chunked"}),
+        ("memory", {"padding": "none"}),
+        ("checkpoint", {"every": "10min"}),
+        ("checkpoint", {"keep": 5}),
+        ("checkpoint", {"mirror": "s3://x"}),
+        ("track", {"uri": "local"}),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(section, values):
+    ((name, value),) = values.items()
+    assert line_of(**{section: values}).startswith(
+        f"{section}.{name}: found {value!r}; not supported yet in this version; allowed: "
+    )
+
+
+def test_the_whole_block_of_another_library_is_answered():
+    assert lines_of(trainer={"max_epochs": 3, "precision": "16-mixed", "accumulate_grad_batches": 4, "lr": 1}) == [
+        "trainer: found {max_epochs: 3, precision: 16-mixed, accumulate_grad_batch …; no such key; did you mean train?",
+        "trainer.max_epochs: found 3; a word of Lightning; write train.epochs: 3",
+        "trainer.precision: found '16-mixed'; write fp16",
+        "trainer.accumulate_grad_batches: found 4; a word of Lightning; write train.batch_size: all rows of an "
+        "optimizer step; memory.micro_batch is how many go through at once",
+    ]
+
+
+def test_contradictions_are_told_beside_other_mistakes():
+    lines = lines_of(train={"momentum": 0.9, "lr": "fast"}, seed=-1)
+    assert [line.split(":")[0] for line in lines] == ["train.lr", "seed", "train.momentum"]
+
+
+def test_a_contradiction_with_a_wrong_value_is_not_told():
+    """Nobody knows what stands against what as long as one of the two is wrong."""
+    lines = lines_of(train={"momentum": 0.9, "optimizer": "sdg"})
+    assert [line.split(":")[0] for line in lines] == ["train.optimizer"]
+
+
+anything = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-2, 10**20),
+        st.floats(),
+        st.text(max_size=5),
+        st.sampled_from(["auto", "none", "epoch", "1:30", "5%", "always", "-1", "train"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=2)),
+    max_leaves=4,
+)
+dotted = st.sampled_from([key.dotted for key in keys_of(Recipe)] + ["fp16", "train.max_epochs", "trainer", "a.b"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(dotted, anything, max_size=4))
+def test_whatever_is_written_the_answer_is_a_recipe_or_a_list_of_mistakes(overrides):
+    try:
+        loaded = load_recipe(None, {"model": "bert", "data.train": "x.csv", **overrides}, [])
+    except RecipeError as error:
+        heading, *lines = error.problem.split("\n  ")
+        assert heading == f"the recipe has {len(lines)} problem{'s' if len(lines) != 1 else ''}:"
+        assert lines
+    else:
+        assert isinstance(loaded.recipe, Recipe)

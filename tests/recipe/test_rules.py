@@ -1,0 +1,68 @@
+"""Settings that contradict each other, or of which one would have no effect, are refused."""
+
+import pytest
+
+from trimtab.errors import RecipeError
+from trimtab.recipe.schema import Recipe
+
+
+def make(**values):
+    return Recipe(**{"model": "bert", "data": {"train": "rows.csv"}, **values})
+
+
+def data(**columns):
+    return {"train": "rows.csv", **columns}
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"train": {"momentum": 0.9}}, "train.momentum"),
+        ({"train": {"optimizer": "sgd", "betas": [0.9, 0.98]}}, "train.betas"),
+        ({"train": {"optimizer": "sgd", "eps": 1e-6}}, "train.eps"),
+        ({"train": {"optimizer": "adafactor", "eps": 1e-6}}, "train.eps"),
+        ({"train": {"schedule": "noam"}}, "train.warmup"),
+        ({"train": {"max_steps": 10, "epochs": 5}}, "train.epochs"),
+        ({"train": {"label_smoothing": 0.1}, "task": "regress"}, "train.label_smoothing"),
+        ({"train": {"batch_size": 4}, "memory": {"micro_batch": 8}}, "memory.micro_batch"),
+        ({"data": data(eval="e.csv", eval_share=0.2)}, "data.eval_share"),
+        ({"data": data(messages="m"), "task": "classify"}, "data.messages"),
+        ({"data": data(label="l"), "task": "causal-lm"}, "data.label"),
+        ({"data": data(label="l", target="t")}, "data"),
+        ({"data": data(text=["a", "b"]), "task": "seq2seq"}, "data.text"),
+        ({"data": data(messages="m", prompt="p"), "task": "chat"}, "data.prompt"),
+        ({"limits": {"overfit_batches": 2, "train": 5}}, "limits.train"),
+        ({"out": "a", "name": "b"}, "name"),
+        ({"early_stopping": {}, "data": data(eval_share=0)}, "early_stopping"),
+        ({"model": {"name": "bert", "config": {"model_type": "bert"}}}, "model"),
+        ({"model": {"tokenizer": "x"}}, "model"),
+        ({"model": {"config": {"model_type": "bert"}}}, "model.tokenizer"),
+    ],
+)
+def test_contradictions(values, key):
+    with pytest.raises(RecipeError) as caught:
+        make(**values)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the recipe has 1 problem:"
+    assert lines[1].strip().startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train": {"momentum": 0.9, "optimizer": "sgd"}},
+        {"train": {"eps": 1e-6, "optimizer": "adagrad"}},
+        {"train": {"schedule": "noam", "warmup": 4000, "optimizer": "adam", "betas": [0.9, 0.98], "eps": 1e-9}},
+        {"train": {"max_steps": 10}},
+        {"train": {"batch_size": 8}, "memory": {"micro_batch": 8}},
+        {"data": data(eval="e.csv", eval_share=0.1)},  # the default, as a resolved recipe has it
+        {"data": data(text=["a", "b"], label=["x", "y"]), "task": "regress"},
+        {"data": data(prompt="p", answer="a")},
+        {"data": data(text="t", target="s"), "task": "seq2seq"},
+        {"model": {"name": "bert", "trust_remote_code": True}},
+        {"model": {"config": {"model_type": "bert"}, "tokenizer": "train"}},
+        {"early_stopping": {}, "data": data(eval_share=0, eval=None), "limits": {"overfit_batches": 2}},
+    ],
+)
+def test_what_goes_together(values):
+    assert make(**values)
