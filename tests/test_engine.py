@@ -173,3 +173,62 @@ def test_free_memory_lets_go():
     assert optimizer is None
     with pytest.raises(PrepareError, match="before prepare"):
         engine.backward(torch.ones((), requires_grad=True))
+
+
+class GradScalerKwargs:
+    init_scale, growth_factor, backoff_factor, growth_interval = 256.0, 4.0, 0.25, 7
+
+
+class Settings:
+    """Any of Accelerate's settings objects: they are read by their fields."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+def test_settings_objects_of_accelerate_are_honoured_by_their_fields(tmp_path):
+    engine = Engine(
+        "fp16",
+        device="cpu",
+        dataloader_config=Settings(split_batches=True, use_stateful_dataloader=True, use_seedable_sampler=False),
+        gradient_accumulation_plugin=Settings(num_steps=3, sync_with_dataloader=True, sync_each_batch=False),
+        project_config=Settings(project_dir=str(tmp_path), automatic_checkpoint_naming=False),
+        kwargs_handlers=[GradScalerKwargs()],
+    )
+    assert engine.gradient_accumulation_steps == 3
+    assert engine.project_dir == tmp_path
+    assert engine.scaler.state_dict() == {
+        "scale": 256.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 7,
+        "_growth_tracker": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dataloader_config": Settings(use_seedable_sampler=True)}, "use_seedable_sampler"),
+        ({"gradient_accumulation_plugin": Settings(num_steps=2, sync_each_batch=True)}, "sync_each_batch"),
+        ({"gradient_accumulation_plugin": Settings(num_steps=2), "gradient_accumulation_steps": 4}, "both given"),
+        ({"project_config": Settings(automatic_checkpoint_naming=True)}, "automatic_checkpoint_naming"),
+        ({"kwargs_handlers": [Settings(cache_enabled=True)]}, "Settings, which is not supported"),
+        ({"mixed_precision": True}, "mixed_precision=True"),
+    ],
+)
+def test_settings_of_accelerate_that_cannot_be_honoured_are_refused(settings, words):
+    with pytest.raises(RecipeError, match=words):
+        Engine(**settings)
+
+
+def test_profile_and_save_model(tmp_path):
+    from safetensors.torch import load_file
+
+    engine = Engine(device="cpu")
+    model = engine.prepare(torch.nn.Linear(2, 1))
+    with engine.profile() as profile:
+        model(torch.ones(1, 2))
+    assert any("linear" in event.key for event in profile.key_averages())
+    engine.save_model(model, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], model.weight)

@@ -21,6 +21,7 @@ LAYERS = [
     ["optim"],
     ["checkpoint"],
     ["tracking"],
+    ["accelerate_settings"],
     ["engine"],
     ["train"],
     ["planner"],

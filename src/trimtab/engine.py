@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from trimtab.accelerate_settings import (
+    accumulation_steps,
+    check_loader_settings,
+    make_scaler,
+    project_folder,
+    read_handlers,
+)
 from trimtab.checkpoint.state import (
     ModelPart,
     OptimizerPart,
@@ -28,7 +35,7 @@ from trimtab.model.precision import Precision
 from trimtab.optim.accumulation import Accumulation
 from trimtab.optim.gradients import Gradients
 from trimtab.optim.prepared import PreparedOptimizer, PreparedScheduler, optimizers_of
-from trimtab.optim.scaling import LossScaler, NoScaler, Scaler
+from trimtab.optim.scaling import NoScaler, Scaler
 from trimtab.randomness import set_seed
 from trimtab.tracking.journal import build_trackers
 
@@ -50,6 +57,11 @@ class Engine:
         step_scheduler_with_optimizer: Whether a prepared scheduler waits for real optimizer steps.
         log_with: "journal", a tracker object, or a list of these; None tracks nothing.
         project_dir: Where trackers write.
+        split_batches: Accelerate's; with one process there is nothing to split.
+        dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields.
+        gradient_accumulation_plugin: Accelerate's, in the place of gradient_accumulation_steps.
+        project_config: Accelerate's ProjectConfiguration, for its project_dir.
+        kwargs_handlers: Accelerate's GradScalerKwargs and ProfileKwargs.
     """
 
     def __init__(
@@ -64,14 +76,21 @@ class Engine:
         step_scheduler_with_optimizer: bool = True,
         log_with: Any = None,
         project_dir: str | Path | None = None,
+        split_batches: bool | None = None,
+        dataloader_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        project_config: Any = None,
+        kwargs_handlers: Sequence[Any] | None = None,
     ) -> None:
+        check_loader_settings(dataloader_config, split_batches)
+        handlers = read_handlers(kwargs_handlers)
         self.device = find_device("cpu" if cpu else device)
-        self.project_dir = Path(project_dir) if project_dir is not None else None
+        self.project_dir = project_folder(project_dir, project_config)
         self.trackers = build_trackers(log_with, self.project_dir)
         self._world = find_world()
         self._precision = Precision(mixed_precision, self.device)
-        self._scaler: Scaler = LossScaler() if self._precision.needs_loss_scaling else NoScaler()
-        self._accumulation = Accumulation(gradient_accumulation_steps)
+        self._scaler: Scaler = make_scaler(handlers) if self._precision.needs_loss_scaling else NoScaler()
+        self._accumulation = Accumulation(accumulation_steps(gradient_accumulation_steps, gradient_accumulation_plugin))
         self._gradients = Gradients(self._accumulation, self._scaler)
         self._place = placement_for(self.device if device_placement else torch.device("cpu"))
         self._moves_models = device_placement
@@ -82,6 +101,7 @@ class Engine:
         self._loaders: list[PreparedLoader] = []
         self._schedulers: list[PreparedScheduler] = []
         self._registered: list[Any] = []
+        self._profile_handler = handlers.profile
         self._trigger = False
         self._last_norm: torch.Tensor | None = None
         if seed is not None:
@@ -337,9 +357,22 @@ class Engine:
         loader.start_at(num_batches)
         return loader
 
+    def save_model(self, model: torch.nn.Module, save_directory: str | Path) -> None:
+        """Write a model's weights to `model.safetensors` in a folder; tied weights once."""
+        from safetensors.torch import save_model
+
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        save_model(self.unwrap_model(model), str(Path(save_directory) / "model.safetensors"))
+
+    def profile(self, profile_handler: Any = None) -> Any:
+        """Torch's profiler as a context, built by a ProfileKwargs handler where one was given."""
+        handler = profile_handler or self._profile_handler
+        return torch.profiler.profile() if handler is None else handler.build()
+
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything prepared and return freed memory to the device; gives None for each object given."""
         self._gradients.forget()
+        self._accumulation.reset()
         for held in (self._models, self._optimizers, self._loaders, self._schedulers, self._registered):
             held.clear()
         gc.collect()
@@ -396,9 +429,12 @@ class Engine:
         return self._world.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather`, without the rows that were repeated to make the last batch even. Objects come as a list."""
-        has_tensors = not use_gather_object and _is_all_tensors(input_data)
-        return self._world.gather(input_data) if has_tensors else self._world.gather_object(input_data)
+        """Like `gather`, without rows that only fill up an epoch's last batch. Objects come as a list."""
+        if use_gather_object or not _is_all_tensors(input_data):
+            return self._world.gather_object(input_data)
+        gathered = self._world.gather(input_data)
+        loader = self._active_loaders.innermost
+        return gathered if loader is None else loader.without_repeated_rows(gathered, self.num_processes)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Tensors summed ("sum") or averaged ("mean") over the processes."""

@@ -53,6 +53,20 @@ def test_pairs():
     torch.testing.assert_close(scores, alone, atol=2e-5, rtol=0)
 
 
+def test_token_types_tell_the_texts_of_a_pair_apart():
+    """BERT has types for them; GPT-2 would take them for tokens."""
+    seen = []
+    for name in ("bert", "gpt2"):
+        loaded = loaded_of(name)
+        loaded.tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+        loaded.model.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True)
+        classify_texts(loaded, [(TEXTS[0], TEXTS[1]), ("a", "b")])
+    assert "token_type_ids" not in seen[1]
+    assert seen[0]["token_type_ids"].unique().tolist() == [0, 1]
+    first = loaded.tokenizer(TEXTS[0])["input_ids"]
+    assert int(seen[0]["token_type_ids"][0].argmax()) == len(first)
+
+
 def test_several_labels():
     loaded = loaded_of(problem_type="multi_label_classification")
     predictions = classify_texts(loaded, TEXTS, 2)
@@ -101,6 +115,8 @@ def test_a_model_left_in_training_mode_does_not_drop_out():
 def test_inputs_that_make_no_sense():
     loaded = loaded_of()
     assert classify_texts(loaded, []) == []
+    with pytest.raises(DataError, match="texts or pairs, not both"):
+        classify_texts(loaded, ["one", ("a", "b")])
     with pytest.raises(DataError, match=r"pass \[text\]"):
         classify_texts(loaded, "one text")
     for wrong in (None, 5, (), ("a", "b", "c"), ("a", None)):

@@ -293,7 +293,6 @@ def test_gathering_keeps_the_kind_of_what_is_given():
     assert accelerator.pad_across_processes(rows, dim=0).tolist() == [0, 1, 2]
 
 
-@pytest.mark.xfail(strict=True, reason="gather_for_metrics does not cut the last batch of an epoch to its rows")
 def test_a_mean_loss_repeated_for_each_row_counts_the_rows_of_the_last_batch():
     """Language-model evaluation repeats a batch's loss `batch_size` times and relies on the last being cut."""
     accelerator = Accelerator(cpu=True)
@@ -437,7 +436,6 @@ def test_a_loop_resumed_in_an_epoch_sees_the_rest_of_it_and_ends_with_the_same_b
     assert all(torch.equal(weights[name], value) for name, value in resumed.items())
 
 
-@pytest.mark.xfail(strict=True, reason="a loader saved after the last batch of an epoch repeats that epoch's order")
 def test_a_loop_resumed_after_the_last_batch_of_an_epoch_begins_the_next(tmp_path):
     seen, weights, _ = train_classifier(tmp_path, save_at={4})
     rest, resumed, _ = train_classifier(tmp_path, 4)
@@ -606,7 +604,6 @@ def test_a_batch_that_did_not_fit_is_cut_in_two():
     assert weight == -(4.5 + 12.5)
 
 
-@pytest.mark.xfail(strict=True, reason="free_memory keeps the open window, so that the next training's first is short")
 def test_a_batch_that_did_not_fit_twice_is_cut_in_four():
     weight, ends = train_until_it_fits(Accelerator(cpu=True), (8, 4, 2), largest_that_fits=2)
     assert ends == [False, False, False, True] * 2

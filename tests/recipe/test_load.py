@@ -148,7 +148,7 @@ def test_anchors(tmp_path):
     [
         [],
         ["early_stopping=null", "train.freeze={'*.layer.0.*': 200 steps, base: always}", "name=run: 1 # not a comment"],
-        ["model={config: {model_type: bert, x: [1, {y: null}], z: 1e-12}, tokenizer: train}", "data.text=[a, b]"],
+        ["model={config: {model_type: bert, x: [1, {y: null}, .inf], z: 1e-12}, tokenizer: train}", "data.text=[a, b]"],
         ["train.warmup=500", "limits.fast_dev_run=5", "data.train=no", "limits.eval=5%", "train.max_grad_norm=0"],
     ],
 )

@@ -82,6 +82,26 @@ def test_nothing_given():
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"modle": "bert", "data": {"train": "x"}},
+        {"model_name_or_path": "bert", "data": {"train": "x"}},
+        {"model": "bert", "dta": {"train": "x"}},
+        {"model": "bert", "data": {"trian": "x"}},
+        {"model": "bert", "train_file": "x.csv"},
+    ],
+)
+def test_a_misspelt_key_is_not_missing_as_well(values):
+    with pytest.raises(RecipeError, match="the recipe has 1 problem:"):
+        Recipe(**values)
+
+
+@pytest.mark.parametrize("values", [{"train": {1: 2}}, {"trainer": {1: {2: 3}}}, {"train": {"freeze": {1: "always"}}}])
+def test_keys_that_are_not_text(values):
+    assert "found" in line_of(**values)
+
+
+@pytest.mark.parametrize(
     ("values", "line"),
     [
         ({"lr": 3e-5}, "lr: found 3e-05; no such key here; write train.lr: 3.0e-05"),
@@ -196,7 +216,7 @@ anything = st.recursive(
 dotted = st.sampled_from([key.dotted for key in keys_of(Recipe)] + ["fp16", "train.max_epochs", "trainer", "a.b"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(dotted, anything, max_size=4))
 def test_whatever_is_written_the_answer_is_a_recipe_or_a_list_of_mistakes(overrides):
     try:

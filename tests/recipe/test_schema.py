@@ -158,6 +158,8 @@ def test_what_is_understood(key, value, expected):
         ("seed", 1.5),
         ("name", "a/b"),
         ("name", ".."),
+        ("name", ""),
+        ("out", ""),
         ("track.experiment", "a/b"),
         ("model", ""),
         ("model", 5),

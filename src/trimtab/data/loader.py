@@ -162,6 +162,17 @@ class PreparedLoader:
         except TypeError:
             return None
 
+    def without_repeated_rows(self, gathered: Any, num_processes: int) -> Any:
+        """Cut what was gathered from an epoch's last batch to the rows that it really had.
+
+        Only tensors that are as long as a full batch are cut: a value repeated for each row of a batch, say.
+        """
+        full = (self.loader.batch_size or 0) * num_processes
+        if not self.end_of_epoch or not full or self._indices is None:
+            return gathered
+        num_rows = len(self.loader.dataset) % full  # type: ignore[arg-type]
+        return gathered if num_rows == 0 else _first_rows(gathered, num_rows, full)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration counts as; samplers and datasets that listen are told."""
         self.epoch = epoch
@@ -384,13 +395,17 @@ class PreparedLoader:
         generators = [generator.get_state() for generator in self._generators()]
         if self._resume is not None:
             return {**self._resume, "epoch": self.epoch, "generators": generators}
+        # with its last batch delivered an epoch is over, whether the loop has asked once more or not
+        is_over = self._iteration is not None and self.end_of_epoch
         place = {
-            "epoch": self.epoch,
-            "num_delivered": self.num_delivered,
+            "epoch": self.epoch + is_over,
+            "num_delivered": 0 if is_over else self.num_delivered,
             "generators": generators,
             "has_workers": self._has_lasting_workers(),
         }
-        has_begun = self._start is not None and (self._indices is not None or self._ahead is not _UNREAD)
+        has_begun = (
+            not is_over and self._start is not None and (self._indices is not None or self._ahead is not _UNREAD)
+        )
         if has_begun:
             place["start"] = self._start
         if self._last_read is not None and (has_begun or "source" in self._last_read):
@@ -419,3 +434,11 @@ class PreparedLoader:
                 generator.set_state(state)
 
         return undo
+
+
+def _first_rows(value: Any, num_rows: int, full: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[:num_rows] if value.dim() and len(value) == full else value
+    if isinstance(value, dict):
+        return {key: _first_rows(item, num_rows, full) for key, item in value.items()}
+    return type(value)(_first_rows(item, num_rows, full) for item in value)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.data.tasks.tokenizing import tokenize
 from trimtab.errors import DataError, ModelError
 from trimtab.inference.batches import Tokens, padded_batches
 from trimtab.inference.load import Loaded
 from trimtab.log import say
-from trimtab.model.hub import quiet_transformers
 
 Text = str | Sequence[str]
 
@@ -78,27 +78,29 @@ def _logits(loaded: Loaded, texts: Sequence[Text], batch_size: int, max_length: 
     examples = _tokenize(loaded, texts, max_length)
     model.eval()
     with torch.inference_mode():
-        for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, model):
+        for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, loaded.device):
             logits[indices] = model(**batch).logits.float().cpu()
     return logits
 
 
 def _tokenize(loaded: Loaded, texts: Sequence[Text], max_length: int | None) -> list[Tokens]:
+    """As in training: token types tell the two texts of a pair apart, and go to models that have them."""
     limit = max_length or loaded.max_length
-    examples: list[Tokens] = []
-    num_cut = 0
-    with quiet_transformers():  # it warns of every long text; they are cut here, and counted
-        for index, text in enumerate(texts):
-            parts = list(text) if isinstance(text, list | tuple) else [text]
-            if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
-                raise DataError(f"text {index + 1} is {text!r}", "pass texts, or pairs of texts")
-            example = loaded.tokenizer(*parts)
-            if limit is not None and len(example["input_ids"]) > limit:
-                example = loaded.tokenizer(*parts, truncation=True, max_length=limit)
-                num_cut += 1
-            if not example["input_ids"]:
-                raise DataError(f"text {index + 1} is empty", "leave empty texts out")
-            examples.append(dict(example))
-    if num_cut:
+    parts = [tuple(text) if isinstance(text, list | tuple) else (text,) for text in texts]
+    for index, (text, found) in enumerate(zip(texts, parts, strict=True), 1):
+        if len(found) not in (1, 2) or not all(isinstance(part, str) for part in found):
+            raise DataError(f"text {index} is {text!r}", "pass texts, or pairs of texts")
+        if len(found) != len(parts[0]):
+            raise DataError(f"text {index} is {text!r}, which the first is not like", "pass texts or pairs, not both")
+    firsts, *seconds = zip(*parts, strict=True) if parts else ((),)
+    tokenized = tokenize(loaded.tokenizer, firsts, seconds[0] if seconds else None, max_length=limit)
+    empty = next((index for index, tokens in enumerate(tokenized.input_ids, 1) if not tokens), None)
+    if empty is not None:
+        raise DataError(f"text {empty} is empty", "leave empty texts out")
+    if tokenized.num_truncated:
+        num_cut = tokenized.num_truncated
         say(f"{num_cut:,} of {len(texts):,} texts are longer than {limit} tokens and were cut")
-    return examples
+    fields: dict[str, Sequence[Sequence[int]]] = {"input_ids": tokenized.input_ids}
+    if tokenized.token_type_ids is not None and (getattr(loaded.model.config, "type_vocab_size", None) or 0) > 1:
+        fields["token_type_ids"] = tokenized.token_type_ids
+    return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]

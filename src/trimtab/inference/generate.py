@@ -54,11 +54,11 @@ def generate_texts(
             set_seed(seed)
             loaded.model.eval()
             side = "right" if loaded.task_name == "seq2seq" else "left"
-            for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, loaded.model, side=side):
+            for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, loaded.device, side=side):
                 written = loaded.model.generate(**batch, generation_config=settings).tolist()
                 width = 0 if loaded.task_name == "seq2seq" else batch["input_ids"].shape[1]
                 for index, tokens in zip(indices, written, strict=True):
-                    texts[index] = _decoded(loaded, examples[index]["input_ids"], tokens[width:])
+                    texts[index] = _decoded(loaded, list(examples[index]["input_ids"]), tokens[width:])
     finally:
         restore_random_state(before)
     return texts
@@ -74,14 +74,15 @@ def _tokenize(loaded: Loaded, prompts: Sequence[Prompt], max_new_tokens: int) ->
             f"max_new_tokens {max_new_tokens} is more than the model's {limit} positions", f"use less than {limit}"
         )
     room = limit - max_new_tokens if limit is not None and writes_behind_prompt else limit
-    examples, num_cut = [], 0
+    examples: list[Tokens] = []
+    num_cut = 0
     for index, prompt in enumerate(prompts):
         tokens = _prompt_tokens(loaded, prompt, index)
         if room is not None and len(tokens) > room:
             # A decoder goes on from the end of the prompt, an encoder reads from its beginning.
             tokens = tokens[-room:] if writes_behind_prompt else tokens[:room]
             num_cut += 1
-        examples.append({"input_ids": tokens, "attention_mask": [1] * len(tokens)})
+        examples.append({"input_ids": tokens})
     if num_cut:
         say(f"{num_cut:,} of {len(prompts):,} prompts are longer than {room} tokens and were cut")
     return examples

@@ -23,6 +23,10 @@ class Accumulation:
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the current window and the reference weight."""
         self.sync = True  # the current micro-batch ends its window: optimizer, schedule and zero_grad act
         self.inside = False  # within `accumulate`
         self._num_opened = 0

@@ -40,6 +40,8 @@ class Gradients:
 
     def forget(self) -> None:
         """Hold on to nothing."""
+        self._scaler.forget()
+        self._are_true, self._applied = False, None
         self._models.clear()
         self._optimizers.clear()
 

@@ -19,6 +19,9 @@ class NoScaler:
         """The loss itself."""
         return loss
 
+    def forget(self) -> None:
+        """Nothing is held."""
+
     def unscale(self, owner: int, gradients: list[torch.Tensor]) -> None:
         """Gradients are true already."""
 
@@ -72,6 +75,10 @@ class LossScaler:
         """The loss, enlarged."""
         self._counted = self._backed_off = False
         return loss * self._scale
+
+    def forget(self) -> None:
+        """Hold on to no flag of a step that was not finished."""
+        self._overflows.clear()
 
     def unscale(self, owner: int, gradients: list[torch.Tensor]) -> None:
         """Make gradients true, and note on the device, for the optimizer `owner`, whether any is not finite."""

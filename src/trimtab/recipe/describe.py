@@ -46,8 +46,8 @@ class Key:
     @property
     def allowed_inside(self) -> str:
         """What may be written for an entry, where the value is a mapping of the user's own keys."""
-        mapping = next(kind for kind in alternatives(self.field.annotation) if get_origin(kind) is dict)
-        return allowed_words(get_args(mapping)[1])
+        mappings = [kind for kind in alternatives(self.field.annotation) if get_origin(kind) is dict]
+        return allowed_words(get_args(mappings[0])[1]) if mappings else self.allowed
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:

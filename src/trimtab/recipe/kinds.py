@@ -168,7 +168,7 @@ def _pair_at_most(value: str | list[str]) -> str | list[str]:
 
 
 def _folder_name(value: str) -> str:
-    if "/" in value or "\\" in value or value in {".", ".."}:
+    if "/" in value or "\\" in value or value.strip() in {"", ".", ".."}:
         raise ValueError("cannot name a folder")
     return value
 
@@ -230,4 +230,5 @@ FastDevRun = Annotated[
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
 Metric = Annotated[str, AfterValidator(_bare_metric), Allowed("the name of a metric, such as accuracy, f1 or loss")]
 Column = Annotated[str, MinLen(1), Allowed("the name of a column")]
+Text = Annotated[str, MinLen(1), Allowed("text")]
 ModelName = Annotated[str, MinLen(1), Allowed("a hub name, a folder or a run, as text")]

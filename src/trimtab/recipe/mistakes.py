@@ -18,6 +18,7 @@ from trimtab.recipe.yaml_text import as_yaml
 
 _LONGEST_VALUE = 60
 _NOTHING = object()
+_NEEDED = "needed, found nothing"
 _MEANT_BY_SHAPE = {
     "data": "data: {{train: {}}}",
     "train.freeze": "train.freeze: {{{}: always}}",
@@ -81,11 +82,23 @@ def mistakes_of(error: ValidationError, values: Any, model: type[BaseModel]) -> 
             continue
         if value is _NOTHING:
             mistakes += _missing(path, keys)
-        elif kind == "extra_forbidden":
+        elif kind in {"extra_forbidden", "invalid_key"}:
             mistakes += _unknown_key(path, value, _inside(values, path[:-1]), keys)
         else:
             mistakes.append(Mistake(path, _wrong_value(path, value, kind, reason, keys)))
-    return mistakes
+    return _without_echoes(mistakes)
+
+
+def _without_echoes(mistakes: list[Mistake]) -> list[Mistake]:
+    """A key that is missing because it was misspelt, or written in the word of another library, is one mistake."""
+    meant = [
+        match[1] for mistake in mistakes for match in re.finditer(r"(?:write|did you mean) ([\w.]+)", mistake.text)
+    ]
+    return [
+        mistake
+        for mistake in mistakes
+        if not (mistake.text.startswith(_NEEDED) and any(f"{mistake.key}.".startswith(f"{key}.") for key in meant))
+    ]
 
 
 def without(values: Mapping[str, Any], paths: Sequence[tuple[str, ...]]) -> dict[str, Any]:
@@ -145,7 +158,7 @@ def _missing(path: tuple[str, ...], keys: Mapping[str, Key]) -> Iterator[Mistake
     for key in keys.values():
         is_it = key.dotted == missing and (key.section is None or not is_section(key.field.annotation))
         if is_it or (key.dotted.startswith(f"{missing}.") and key.field.is_required()):
-            yield Mistake(tuple(key.dotted.split(".")), f"needed, found nothing; allowed: {key.allowed}")
+            yield Mistake(tuple(key.dotted.split(".")), f"{_NEEDED}; allowed: {key.allowed}")
 
 
 def _wrong_value(path: tuple[str, ...], value: Any, kind: str, reason: str, keys: Mapping[str, Key]) -> str:
@@ -200,10 +213,10 @@ def _unknown_key(
     if isinstance(value, Mapping):
         # A whole block of another library, such as `trainer:`; each of its words has an answer of its own.
         for inner_name, inner_value in value.items():
-            meant = f"{near}.{inner_name}"
-            known = our_value(meant, inner_value) if meant in keys else our_word(_snake(inner_name), inner_value, value)
+            meant, word = f"{near}.{inner_name}", _snake(str(inner_name))
+            known = our_value(meant, inner_value) if meant in keys else our_word(word, inner_value, value)
             if known:
-                yield Mistake((*path, inner_name), f"found {shown(inner_value)}; {known}")
+                yield Mistake((*path, str(inner_name)), f"found {shown(inner_value)}; {known}")
 
 
 def _snake(name: str) -> str:

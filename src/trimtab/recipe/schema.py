@@ -33,6 +33,7 @@ from trimtab.recipe.kinds import (
     Share,
     Source,
     Steps,
+    Text,
     Texts,
     Until,
     Warmup,
@@ -65,7 +66,7 @@ class ModelSettings(Section):
         default=None,
         description="Start from scratch: the model's configuration as transformers writes it, with model_type.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: Text | None = Field(
         default=None,
         description="Name or folder of the tokenizer; train = learn one from the training texts; null = the model's.",
     )
@@ -285,7 +286,7 @@ class Recipe(Section):
         default=0, ge=0, lt=2**63, description="Order of rows, dropout, new weights, the split: all follow from it."
     )
     name: FolderName | None = Field(default=None, description="Name of the run; null = the next number.")
-    out: str | None = Field(default=None, description="Folder of the run; null = runs/EXPERIMENT/NAME.")
+    out: Text | None = Field(default=None, description="Folder of the run; null = runs/EXPERIMENT/NAME.")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -81,7 +81,7 @@ def test_asked_for_where_not_clear(columns, problem):
 
 def test_a_named_task_lets_more_be_guessed():
     rows = make_rows(utterances=WORDS, kind=list("abab"), id=[1, 2, 3, 4])
-    with pytest.raises(DataError, match="not clear which column holds the text"):
+    with pytest.raises(DataError, match="not clear which column holds the label"):
         build_task("classify", rows)
     task = build_task("classify", rows, text="utterances")
     assert task.columns == {"text": "utterances", "label": "kind"}

@@ -1,0 +1,250 @@
+"""Metrics from sums equal those of scikit-learn over all rows at once, and nothing is read while they are added."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.data.metrics import Metrics, higher_is_better
+from trimtab.errors import RecipeError
+
+sklearn_metrics = pytest.importorskip("sklearn.metrics")
+
+CLASS_METRICS = ["accuracy", "f1", "precision", "recall", "auc", "mcc"]
+
+
+def added(metrics, logits, labels, num_batches=5):
+    """All rows in batches of unequal size."""
+    for part in torch.arange(len(labels)).tensor_split(num_batches):
+        metrics.update(logits[part], {"labels": labels[part]}, torch.tensor(0.0), len(part))
+    return metrics.compute()
+
+
+def of_sklearn(logits, labels):
+    labels, foretold = labels.numpy(), logits.argmax(-1).numpy()
+    average = {"average": "binary"} if logits.shape[1] == 2 else {"average": "macro"}
+    scores = logits.double().softmax(-1).numpy()
+    auc = {"y_score": scores[:, 1]} if logits.shape[1] == 2 else {"y_score": scores, "multi_class": "ovr"}
+    return {
+        "accuracy": sklearn_metrics.accuracy_score(labels, foretold),
+        "f1": sklearn_metrics.f1_score(labels, foretold, **average, zero_division=0),
+        "precision": sklearn_metrics.precision_score(labels, foretold, **average, zero_division=0),
+        "recall": sklearn_metrics.recall_score(labels, foretold, **average, zero_division=0),
+        "mcc": sklearn_metrics.matthews_corrcoef(labels, foretold),
+        "auc": sklearn_metrics.roc_auc_score(labels, **auc),
+    }
+
+
+@pytest.mark.parametrize("num_labels", [2, 3, 7])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_label_as_in_sklearn(num_labels, seed):
+    torch.manual_seed(seed)
+    labels = torch.cat([torch.arange(num_labels), torch.randint(num_labels, (501,)) * torch.randint(2, (501,))])
+    logits = torch.randn(len(labels), num_labels) * 3
+    logits[torch.arange(len(labels)), labels] += seed  # from a guess to a good model
+    found = added(Metrics("cross-entropy", CLASS_METRICS, num_labels=num_labels), logits, labels)
+    expected = of_sklearn(logits, labels)
+    assert {name: found[name] for name in CLASS_METRICS if name != "auc"} == pytest.approx(
+        {name: expected[name] for name in CLASS_METRICS if name != "auc"}, abs=1e-12
+    )
+    # Pairs of rows in one bin count as ties.
+    assert found["auc"] == pytest.approx(expected["auc"], abs=2e-5 if num_labels == 2 else 1e-4)
+
+
+def test_labels_that_nobody_has_or_foretells_do_not_count():
+    labels = torch.tensor([0, 0, 3, 3, 3])
+    logits = torch.nn.functional.one_hot(torch.tensor([0, 3, 3, 0, 5]), 9).float()
+    found = added(Metrics("cross-entropy", ["f1", "precision", "recall"], num_labels=9), logits, labels, 2)
+    foretold = logits.argmax(-1)
+    assert found["f1"] == pytest.approx(sklearn_metrics.f1_score(labels, foretold, average="macro"))
+    assert found["precision"] == pytest.approx(
+        sklearn_metrics.precision_score(labels, foretold, average="macro", zero_division=0)
+    )
+    assert found["recall"] == pytest.approx(
+        sklearn_metrics.recall_score(labels, foretold, average="macro", zero_division=0)
+    )
+
+
+@pytest.mark.parametrize("foretold", [0, 1])
+def test_a_model_that_always_says_the_same(foretold):
+    labels = torch.tensor([0, 1, 1, 0, 1])
+    logits = torch.zeros(5, 2)
+    logits[:, foretold] = 1
+    found = added(Metrics("cross-entropy", CLASS_METRICS, num_labels=2), logits, labels, 1)
+    assert found["mcc"] == 0
+    assert found["auc"] == 0.5
+    assert found["f1"] == pytest.approx(0.75 if foretold else 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_labels_as_in_sklearn(seed):
+    torch.manual_seed(seed)
+    labels = (torch.rand(300, 6) < 0.3).float()
+    labels[:, 5] = 0  # one that no row has
+    logits = torch.randn(300, 6) * 2 + (labels - 0.5) * seed
+    names = ["accuracy", "f1", "precision", "recall", "auc"]
+    found = added(Metrics("binary-cross-entropy", names, num_labels=6), logits, labels)
+    foretold, true = (logits > 0).int().numpy(), labels.int().numpy()
+    average = {"average": "macro", "zero_division": 0}
+    assert found["accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(true, foretold))
+    assert found["f1"] == pytest.approx(sklearn_metrics.f1_score(true, foretold, **average))
+    assert found["precision"] == pytest.approx(sklearn_metrics.precision_score(true, foretold, **average))
+    assert found["recall"] == pytest.approx(sklearn_metrics.recall_score(true, foretold, **average))
+    expected = sklearn_metrics.roc_auc_score(true[:, :5], logits[:, :5].numpy(), average="macro")
+    assert found["auc"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_auc_of_logits_beyond_the_bins():
+    labels = torch.tensor([0, 0, 1, 1])
+    logits = torch.tensor([[0.0, -500.0], [0.0, 1.0], [0.0, 1.5], [0.0, 900.0]])
+    assert added(Metrics("cross-entropy", ["auc"], num_labels=2), logits, labels, 2)["auc"] == 1.0
+    same = torch.tensor([[0.0, 500.0]] * 4)
+    assert added(Metrics("cross-entropy", ["auc"], num_labels=2), same, labels, 2)["auc"] == 0.5
+
+
+def test_auc_is_not_defined_for_one_class():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = added(Metrics("cross-entropy", ["auc"], num_labels=2), torch.randn(4, 2), torch.zeros(4).long(), 1)
+    assert math.isnan(found["auc"])
+
+
+@pytest.mark.parametrize("num_numbers", [1, 3])
+def test_numbers_as_in_sklearn(num_numbers):
+    labels = torch.randn(200, num_numbers) * 4 + 10
+    logits = labels * 0.5 + torch.randn(200, num_numbers)
+    given = labels[:, 0] if num_numbers == 1 else labels
+    found = added(Metrics("mse", num_labels=num_numbers), logits, given)
+    assert found["mse"] == pytest.approx(sklearn_metrics.mean_squared_error(labels, logits), rel=1e-6)
+    assert found["mae"] == pytest.approx(sklearn_metrics.mean_absolute_error(labels, logits), rel=1e-6)
+    pearsons = [torch.corrcoef(torch.stack([labels[:, i], logits[:, i]]).double())[0, 1] for i in range(num_numbers)]
+    assert found["pearson"] == pytest.approx(float(sum(pearsons) / num_numbers), abs=1e-9)
+
+
+def test_pearson_of_a_constant_is_not_defined():
+    found = added(Metrics("mse", num_labels=1), torch.ones(4, 1), torch.randn(4), 2)
+    assert math.isnan(found["pearson"])
+    assert math.isfinite(found["mse"])
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+def test_tokens(shifts):
+    logits = torch.randn(6, 9, 11)
+    labels = torch.randint(11, (6, 9))
+    labels[torch.rand(6, 9) < 0.4] = -100
+    metrics = Metrics("token-cross-entropy", ["perplexity", "token_accuracy"], shifts_labels=shifts)
+    answers, wanted = (logits[:, :-1], labels[:, 1:]) if shifts else (logits, labels)
+    for rows in (slice(0, 4), slice(4, 6)):
+        loss_sum = torch.nn.functional.cross_entropy(
+            answers[rows].flatten(0, 1), wanted[rows].flatten(), reduction="sum"
+        )
+        metrics.update(logits[rows], {"labels": labels[rows]}, loss_sum, (wanted[rows] != -100).sum())
+    counted = wanted != -100
+    loss = torch.nn.functional.cross_entropy(answers[counted], wanted[counted])
+    accuracy = sklearn_metrics.accuracy_score(wanted[counted], answers.argmax(-1)[counted])
+    found = metrics.compute()
+    assert found == pytest.approx(
+        {"loss": float(loss), "perplexity": math.exp(loss), "token_accuracy": accuracy}, rel=1e-6
+    )
+
+
+def test_loss_is_weighted_by_what_it_stands_for():
+    metrics = Metrics("token-cross-entropy", ["loss"])
+    logits, batch = torch.zeros(1, 1, 1), {"labels": torch.zeros(1, 1)}
+    metrics.update(logits, batch, torch.tensor(30.0), 10)
+    metrics.update(logits, batch, torch.tensor(2.0), torch.tensor(6))
+    assert metrics.compute() == {"loss": 2.0}
+
+
+def test_many_small_losses_do_not_drown():
+    """Sums are kept in float64: float32 would add none of these ones to so large a sum."""
+    metrics = Metrics("token-cross-entropy", ["loss"])
+    logits, batch = torch.zeros(1, 1, 1), {"labels": torch.zeros(1, 1)}
+    metrics.update(logits, batch, torch.tensor(2.0**26), 2**26)
+    for _ in range(100):
+        metrics.update(logits, batch, torch.tensor(1.0), 0)
+    assert metrics.compute()["loss"] == 1 + 100 / 2**26
+
+
+def test_losses_that_grow_without_bound():
+    for loss, perplexity in ((2000.0, math.inf), (math.nan, math.nan)):
+        metrics = Metrics("token-cross-entropy")
+        metrics.update(torch.zeros(1, 1, 1), {"labels": torch.zeros(1, 1)}, torch.tensor(loss), 1)
+        assert metrics.compute() == pytest.approx({"loss": loss, "perplexity": perplexity}, nan_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["cross-entropy", "binary-cross-entropy", "mse", "token-cross-entropy"])
+def test_nothing_seen(kind):
+    assert all(math.isnan(value) or value == 0 for value in Metrics(kind, num_labels=3).compute().values())
+
+
+def test_sums_of_processes_add_up():
+    torch.manual_seed(3)
+    labels, logits = torch.randint(4, (90,)), torch.randn(90, 4)
+    whole = Metrics("cross-entropy", CLASS_METRICS, num_labels=4)
+    parts = [Metrics("cross-entropy", CLASS_METRICS, num_labels=4) for _ in range(2)]
+    expected = added(whole, logits, labels)
+    added(parts[0], logits[:31], labels[:31])
+    added(parts[1], logits[31:], labels[31:])
+    for mine, other in zip(parts[0].sums, parts[1].sums, strict=True):
+        mine += other
+    assert parts[0].compute() == expected
+
+
+class NoHostReads(TorchDispatchMode):
+    """Every read of a value by the host, and every operation whose size depends on values, is an error."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "equal"), name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "logits", "labels"),
+    [
+        (Metrics("cross-entropy", CLASS_METRICS, num_labels=2), torch.randn(5, 2), torch.randint(2, (5,))),
+        (Metrics("cross-entropy", CLASS_METRICS, num_labels=4), torch.randn(5, 4), torch.randint(4, (5,))),
+        (Metrics("binary-cross-entropy", CLASS_METRICS[:-1], num_labels=3), torch.randn(5, 3), torch.ones(5, 3)),
+        (Metrics("mse", num_labels=1), torch.randn(5, 1), torch.randn(5)),
+        (
+            Metrics("token-cross-entropy", ["token_accuracy"], shifts_labels=True),
+            torch.randn(2, 3, 5),
+            torch.randint(5, (2, 3)),
+        ),
+    ],
+)
+def test_an_update_reads_nothing_from_the_device(metrics, logits, labels):
+    with NoHostReads():
+        metrics.update(logits.requires_grad_(), {"labels": labels}, torch.tensor(1.0), torch.tensor(5))
+    assert not any(sums.requires_grad for sums in metrics.sums)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoHostReads():
+        torch.tensor(1.0).item()
+
+
+def test_names_and_directions():
+    assert Metrics("cross-entropy", num_labels=2).names == ["loss", "accuracy", "f1"]
+    assert Metrics("cross-entropy", ["mcc", "loss", "mcc"], num_labels=2).names == ["loss", "mcc"]
+    better = {"accuracy", "f1", "precision", "recall", "auc", "mcc", "pearson", "token_accuracy"}
+    assert all(higher_is_better(name) for name in better)
+    assert not any(higher_is_better(name) for name in ("loss", "mse", "mae", "perplexity"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        ("cross-entropy", "acuracy", "did you mean 'accuracy'"),
+        ("binary-cross-entropy", "mcc", "for this task"),
+        ("token-cross-entropy", "accuracy", "did you mean 'token_accuracy'"),
+        ("mse", "f1", "choose among loss, mse, mae, pearson"),
+    ],
+)
+def test_metrics_that_do_not_exist(kind, name, hint):
+    with pytest.raises(RecipeError) as caught:
+        Metrics(kind, [name], num_labels=2)
+    assert f"there is no metric {name!r}" in caught.value.problem
+    assert hint in str(caught.value)
+    with pytest.raises(RecipeError, match="there is no metric 'speed'"):
+        higher_is_better("speed")
