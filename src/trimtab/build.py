@@ -131,13 +131,13 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
         say(f"data.max_length {max_length} is more than the model's {limit} positions: {limit} is used")
         max_length = limit
     task = data.task
+    task.bind(loaded.tokenizer, loaded.model.config)
 
     def encode(rows: Rows) -> TokenDataset:
         key = [task.name, task.settings, rows, loaded.tokenizer, max_length]
         return cached(key, lambda: task.encode(rows, loaded.tokenizer, max_length))
 
     train = encode(data.train)
-    task.bind(loaded.tokenizer, loaded.model.config)
     held_out = encode(data.eval) if data.eval is not None else None
     if train.num_truncated:
         say(f"{train.num_truncated:,} of {len(train):,} rows are longer than {max_length} tokens and were cut")
@@ -288,7 +288,7 @@ def build_trainer(
         momentum=settings.momentum,
         device=engine.device,
     )
-    d_model = getattr(model.config, "hidden_size", None)
+    d_model = getattr(getattr(model.config, "encoder", model.config), "hidden_size", None)
     scheduler = build_schedule(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
     )
@@ -296,7 +296,13 @@ def build_trainer(
     loader = _loader(task, tokens.train, batches, engine.device)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     best = Best(plan.metric, higher_is_better(plan.metric))
-    card = {"task": task.name, "recipe": recipe.model_dump(mode="json"), "metric": plan.metric}
+    card = {
+        "task": task.name,
+        "columns": task.columns,
+        "max_length": plan.max_length,
+        "metric": plan.metric,
+        "recipe": recipe.model_dump(mode="json"),
+    }
     return Trainer(
         engine,
         model,
@@ -311,6 +317,7 @@ def build_trainer(
             log_every=settings.log_every,
             max_seconds=None if settings.max_time is None else parse_seconds(settings.max_time),
             evaluate_at_start=recipe.evaluate.at_start,
+            keeps_best=recipe.checkpoint.best,
             max_grad_norm=settings.max_grad_norm,
         ),
         evaluator=_build_evaluator(recipe, task, tokens, engine, the_loss, plan, metrics),
@@ -350,9 +357,13 @@ def _build_evaluator(
     batches = LengthGroupedBatches(
         rows.lengths, batch_size, batch_size, seed=recipe.seed, group_by_length=True, shuffle=False, limit_batches=limit
     )
-    wanted = None if plan.metric in (own_metrics or {}) else [plan.metric]
+    asked = {plan.metric, recipe.early_stopping.metric if recipe.early_stopping else None} - {
+        None,
+        *(own_metrics or {}),
+    }
+    names = task.metrics([*task.metrics().names, *sorted(asked)]).names  # a name that is not known fails here
     loader = engine.prepare(_loader(task, rows, batches, engine.device))
-    return Evaluator(loader, loss, partial(task.metrics, wanted), own_metrics)
+    return Evaluator(loader, loss, partial(task.metrics, names), own_metrics)
 
 
 def _build_stopping(recipe: Recipe, plan: Plan) -> EarlyStopping | None:

@@ -265,7 +265,7 @@ class Engine:
     @property
     def num_skipped_steps(self) -> int:
         """Steps that were skipped since the beginning, over all optimizers."""
-        return sum(optimizer.num_skipped for optimizer in self._optimizers)
+        return self._gradients.num_skipped
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -333,6 +333,7 @@ class Engine:
         parts: list[Part] = [
             StatefulPart("accumulation", self._accumulation),
             StatefulPart("scaler", self._scaler),
+            StatefulPart("gradients", self._gradients),
         ]
         for name, owners in (
             ("scheduler", self._schedulers),

@@ -83,7 +83,7 @@ def test_head_is_new_and_said_once(tmp_path, said, capfd):
     assert captured.out == captured.err == ""
     (line,) = said()[len(before) :]
     assert "BertForSequenceClassification" in line
-    assert "M parameters in fp32" in line
+    assert " parameters in fp32" in line
     assert "newly initialised: bert.pooler.dense, classifier" in line
     assert model.config.id2label == LABELS["id2label"]
     assert newly_initialised(model) == {
@@ -354,7 +354,7 @@ def test_a_real_model_is_read_right(said):
     """A trained Llama gives a text of its kind a far better loss than chance."""
     tok = load_tokenizer(str(STORIES))
     model = load_model(str(STORIES), "causal-lm", {}, tok)
-    assert "0.3 M parameters" in said()[-1]
+    assert "260,032 parameters" in said()[-1]
     ids = tok("Once upon a time, there was a little girl named Lily. She loved to play outside.", return_tensors="pt")
     with torch.no_grad():
         assert model(**ids, labels=ids["input_ids"]).loss < 1.7  # chance is ln 512 = 6.2

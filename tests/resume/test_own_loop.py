@@ -213,7 +213,7 @@ class Progress:
     """What a loop counts by itself."""
 
     def __init__(self):
-        self.epoch = self.num_batches = 0
+        self.num_batches = 0
 
     def state_dict(self):
         return dict(vars(self))
@@ -250,7 +250,7 @@ class Run:
 
     def train(self, save_after=None, folder=None, after_batch=lambda run: None):
         """To the end. `save_after` is a number of batches, or of epochs and one half: then between two epochs."""
-        while self.progress.epoch < self.num_epochs:
+        while self.progress.num_batches < self.num_epochs * self.batches_an_epoch:
             for number, batch in enumerate(self.batches, 1):
                 self.step(batch)
                 self.progress.num_batches += 1
@@ -259,8 +259,7 @@ class Run:
                     self.engine.save_state(folder)
                 if number == self.batches_an_epoch:
                     break
-            self.progress.epoch += 1
-            if self.progress.epoch + 0.5 == save_after:
+            if self.progress.num_batches / self.batches_an_epoch + 0.5 == save_after:
                 self.engine.save_state(folder)
         self.end = self.state_at_the_end()
         return self
@@ -305,12 +304,23 @@ def assert_resumes(tmp_path, save_after, num_before, **options):
 def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, save_after, num_before, caplog):
     caplog.set_level("INFO", logger="trimtab")
     resumed = assert_resumes(tmp_path, save_after, num_before, loader=loader)
-    replays = loader in REPLAYED and save_after != 1.5
+    is_at_boundary = save_after in (NUM_BATCHES, 1.5)
+    replays = loader in REPLAYED and not is_at_boundary
     assert ("is read again" in caplog.text) == replays
     if not replays:  # what was seen before is not even loaded
         num_rows = sum(len(rows) for rows, _, _ in resumed.log)
-        read_to_find_the_end = 3 * ("place" in loader and save_after in (NUM_BATCHES, 1.5))
+        read_to_find_the_end = 3 * ("place" in loader and is_at_boundary)
         assert 0 < resumed.dataset.num_loaded.sum() <= num_rows + read_to_find_the_end
+
+
+@pytest.mark.parametrize("loader", ["shuffled", "two workers", "stream", "stream with place", "stream of the epoch"])
+def test_saved_with_its_last_batch_an_epoch_is_over(tmp_path, loader):
+    """The next iteration is the next epoch: a loop that counts by whole epochs goes on with that one."""
+    Run(seed=1, loader=loader).train(NUM_BATCHES, tmp_path / "ckpt")
+    resumed = Run(seed=2, loader=loader)
+    resumed.engine.load_state(tmp_path / "ckpt")
+    assert resumed.batches.epoch == 1
+    assert len(list(resumed.batches)) == NUM_BATCHES
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -521,3 +531,45 @@ def test_a_transformer_resumes(tmp_path):
     whole, resumed = run(1, tmp_path / "ckpt"), run(2, tmp_path / "ckpt", load=True)
     assert len(resumed[0]) == 3
     assert resumed == (whole[0][3:], *whole[1:])
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_plain_loop_saved_between_two_backwards_of_one_step(precision, tmp_path):
+    """The gradients saved are true ones; a resumed run has to know that before it adds to them."""
+
+    def build():
+        torch.manual_seed(2)
+        engine = Engine(precision, device="cpu", gradient_accumulation_steps=3)
+        if precision == "fp16":
+            engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 1024.0})
+        layer = torch.nn.Linear(3, 1)
+        return engine, *engine.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+
+    def backward(engine, model, rows):
+        engine.backward(model(torch.full((rows, 3), 1.0 / rows)).mean(), weight=rows)
+
+    whole = build()
+    backward(*whole[:2], 2)
+    whole[0].save_state(tmp_path / "state")
+    backward(*whole[:2], 3)
+    again = build()
+    again[0].load_state(tmp_path / "state")
+    backward(*again[:2], 3)
+    assert torch.equal(again[1].weight.grad, whole[1].weight.grad)
+    assert torch.allclose(whole[1].weight.grad, torch.full((1, 3), (2 / 2 + 3 / 3) / 5), rtol=2e-3)
+
+
+def test_the_count_of_skipped_steps_is_resumed(tmp_path):
+    counts = []
+    for loads in (False, True):
+        engine = Engine("fp16", device="cpu")
+        layer = torch.nn.Linear(3, 1)
+        model, optimizer = engine.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        if loads:
+            engine.load_state(tmp_path / "state")
+        else:
+            engine.backward(model(torch.ones(1, 3)).mean() * float("inf"))
+            optimizer.step()
+            engine.save_state(tmp_path / "state")
+        counts.append(engine.num_skipped_steps)
+    assert counts == [1, 1]

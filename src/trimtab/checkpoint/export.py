@@ -132,7 +132,7 @@ def _swap_in(beside: Path, target: Path) -> None:
         try:
             beside.rename(target)
         except BaseException:
-            pass
+            outdated.rename(target)
             raise
     else:
         beside.rename(target)

@@ -85,7 +85,8 @@ def load_model(
             model, notes = _from_scratch(source, auto_class, kind, head, tokenizer), ["weights are random"]
         notes += _fit_to_tokenizer(model, tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    facts = f"{type(model).__name__}, {num_parameters / 1e6:,.1f} M parameters in fp32"
+    count = f"{num_parameters:,}" if num_parameters < 1e6 else f"{num_parameters / 1e6:,.1f} M"
+    facts = f"{type(model).__name__}, {count} parameters in fp32"
     say("; ".join([f"{name}: {facts}", *notes]))
     loaded: torch.nn.Module = model.eval()
     return loaded

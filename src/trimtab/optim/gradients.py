@@ -31,6 +31,7 @@ class Gradients:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._are_true = False
         self._applied: Weight | None = None  # the correction that the true gradients contain
+        self.num_skipped = 0  # steps whose gradients had overflowed, over all optimizers
 
     def watch(self, part: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Take the parameters of a model or an optimizer under care."""
@@ -88,10 +89,27 @@ class Gradients:
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step of `optimizer` has to be skipped. In fp16 this reads one flag from the device."""
         overflowed = self._scaler.overflowed(id(optimizer))
+        self.num_skipped += overflowed
         self._scaler.finish_step(id(optimizer), overflowed)
         self._accumulation.step_taken()
         self._applied = None  # gradients that are kept over a step belong to no window
         return overflowed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `.grad` holds between two backwards of one step, and the count of skipped steps."""
+        return {
+            "are_true": self._are_true,
+            "applied": self._applied,
+            "num_skipped": self.num_skipped,
+            "overflows": [self._scaler.flags_of(id(optimizer)) for optimizer in self._optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self._are_true, self._applied = state["are_true"], state["applied"]
+        self.num_skipped = state["num_skipped"]
+        for optimizer, flags in zip(self._optimizers, state["overflows"], strict=True):
+            self._scaler.set_flags(id(optimizer), flags)
 
     def _by_owner(self) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
         """Each parameter once, with the optimizer that holds it."""

@@ -18,7 +18,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation, gradients: Gradients) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
-        self.num_skipped = 0
         self._accumulation = accumulation
         self._gradients = gradients
 
@@ -52,7 +51,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return None
         self.step_was_skipped = self._gradients.overflowed(self.optimizer)
         if self.step_was_skipped:
-            self.num_skipped += 1
             return None
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 

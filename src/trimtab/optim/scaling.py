@@ -28,6 +28,13 @@ class NoScaler:
     def rescale(self, gradients: list[torch.Tensor]) -> None:
         """Gradients stay as they are."""
 
+    def flags_of(self, owner: int) -> list[torch.Tensor]:
+        """There are none."""
+        return []
+
+    def set_flags(self, owner: int, flags: list[torch.Tensor]) -> None:
+        """There are none."""
+
     def overflowed(self, owner: int) -> bool:
         """Never looked for."""
         return False
@@ -93,6 +100,14 @@ class LossScaler:
         """Enlarge true gradients again, because another backward is about to add to them."""
         for group in _by_device_and_dtype(gradients).values():
             torch._foreach_mul_(group, self._scale)
+
+    def flags_of(self, owner: int) -> list[torch.Tensor]:
+        """What was noted for the optimizer `owner` since its last step."""
+        return list(self._overflows.get(owner, []))
+
+    def set_flags(self, owner: int, flags: list[torch.Tensor]) -> None:
+        """Put back what `flags_of` gave."""
+        self._overflows[owner] = list(flags)
 
     def overflowed(self, owner: int) -> bool:
         """Whether a gradient of the optimizer `owner` was not finite. The one host-device sync of a step."""

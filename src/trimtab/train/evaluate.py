@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.model.losses import Loss
+from trimtab.randomness import host_randomness_kept
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -46,7 +47,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, model: torch.nn.Module, on_batch: Callable[[int], None] = lambda num_done: None) -> dict[str, float]:
-        """The metrics of `model`, which is left in the mode it was in.
+        """The metrics of `model`, which is left in the mode it was in; so are the random numbers of the training.
 
         Args:
             model: The model to measure.
@@ -57,18 +58,22 @@ class Evaluator:
         metrics = self._make_metrics()
         own: dict[str, list[torch.Tensor]] = {name: [] for name in self._own}
         try:
-            for num_done, batch in enumerate(self._loader, 1):
-                step = self._loss(model, batch)
-                metrics.update(step.logits, batch, step.loss_sum(), step.weight)
-                for name, function in self._own.items():
-                    values = torch.as_tensor(function(step.logits, batch)).detach().float().reshape(-1)
-                    own[name].append(
-                        torch.stack([values.sum(), torch.tensor(float(len(values)), device=values.device)])
-                    )
-                on_batch(num_done)
+            # a loader draws a number when it begins, which must not move the dropout of the steps that follow
+            with host_randomness_kept():
+                for num_done, batch in enumerate(self._loader, 1):
+                    step = self._loss(model, batch)
+                    metrics.update(step.logits, batch, step.loss_sum(), step.weight)
+                    for name, function in self._own.items():
+                        own[name].append(_sum_and_count(function(step.logits, batch)))
+                    on_batch(num_done)
         finally:
             model.train(was_training)
         return metrics.compute() | {name: _mean(sums) for name, sums in own.items() if sums}
+
+
+def _sum_and_count(values: Any) -> torch.Tensor:
+    values = torch.as_tensor(values).detach().float().reshape(-1)
+    return torch.stack([values.sum(), torch.full_like(values[:1], len(values)).sum()])
 
 
 def _mean(sums_and_counts: list[torch.Tensor]) -> float:

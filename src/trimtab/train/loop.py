@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,11 @@ class RunState:
         """Epochs done, as a fraction."""
         return self.step / self.steps_per_epoch
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was taken."""
+        return self.should_stop or self.step >= self.num_steps
+
 
 @dataclass(frozen=True)
 class FitResult:
@@ -75,6 +81,7 @@ class Schedule:
     log_every: int = 10
     max_seconds: float | None = None
     evaluate_at_start: bool = False
+    keeps_best: bool = True  # False keeps the last model instead
     max_grad_norm: float | None = 1.0
 
 
@@ -129,23 +136,28 @@ class Trainer:
         self._progress.start(schedule.num_steps)
         self._model.train()
         self._announce_unfrozen()
-        if schedule.evaluate_at_start:
-            self._evaluate()
         self._meter.start()
         due = _Due(schedule.evaluate_every, schedule.steps_per_epoch)
         try:
-            while state.step < schedule.num_steps and not state.should_stop:
-                for micro_batches in self._windows():
-                    self._one_step(micro_batches)
-                    if due.now(state.step) or (state.step == schedule.num_steps and not due.just_was(state.step)):
+            if schedule.evaluate_at_start:
+                self._evaluate()
+            while not state.is_over:
+                for num_micro_batches, micro_batches in self._windows():
+                    self._one_step(micro_batches, num_micro_batches)
+                    # a run that is stopped early has a last step too, and its model may be the best one
+                    if due.now(state.step, self._meter.seconds()) or state.is_over:
                         self._evaluate()
-                    if state.should_stop or state.step >= schedule.num_steps:
+                    if state.is_over:
                         break
+            if self._best.step is None or not schedule.keeps_best:
+                self._keep_last()
+            if state.step < schedule.num_steps and state.stop_reason == "finished":
+                state.stop_reason = "callback"
         finally:
             call_all(self._callbacks, "on_end", state)
         return self._result()
 
-    def _one_step(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
+    def _one_step(self, micro_batches: Iterator[dict[str, torch.Tensor]], num_micro_batches: int) -> None:
         state, schedule = self.state, self._schedule
         result = train_step(
             self._engine,
@@ -154,6 +166,7 @@ class Trainer:
             self._scheduler,
             self._loss,
             micro_batches,
+            num_micro_batches,
             schedule.max_grad_norm,
         )
         state.step += 1
@@ -162,21 +175,15 @@ class Trainer:
         if state.step % schedule.log_every == 0 or state.step in (1, schedule.num_steps):
             self._show()
         call_all(self._callbacks, "on_step", state)
-        if schedule.max_seconds is not None and self._meter.seconds() >= schedule.max_seconds:
+        limit = schedule.max_seconds
+        if limit is not None and self._meter.wall_seconds() >= limit and state.step < schedule.num_steps:
             state.should_stop, state.stop_reason = True, "time limit"
 
-    def _windows(self) -> Iterator[list[dict[str, torch.Tensor]]]:
-        """The micro-batches of each batch of one epoch."""
-        window: list[dict[str, torch.Tensor]] = []
-        sizes: Iterator[int] | None = None
-        for micro_batch in self._batches:
-            if sizes is None:
-                sizes = iter(self._batches.batch_sampler.window_sizes())
-                size = next(sizes)
-            window.append(micro_batch)
-            if len(window) == size:
-                yield window
-                window, size = [], next(sizes, 0)
+    def _windows(self) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
+        """For each batch of one epoch: how many micro-batches it has, and these, each loaded when it is taken."""
+        micro_batches = iter(self._batches)  # first: it tells the sampler its epoch, which decides the sizes
+        for size in self._batches.batch_sampler.window_sizes():
+            yield size, islice(micro_batches, size)
 
     def _announce_unfrozen(self) -> None:
         for name in self._freezing.at_step(self.state.step, self.state.epoch):
@@ -213,11 +220,19 @@ class Trainer:
             improved = self._best.update(state.metrics, state.step)
             self._keeper.record({f"eval_{name}": value for name, value in state.metrics.items()}, state.step)
             self._progress.evaluation(state.metrics, state.step, improved)
-            if improved:
-                call_all(self._callbacks, "on_save", state, self._keeper.keep_best(state.step, state.metrics))
+            if improved and self._schedule.keeps_best:
+                self._save()
             call_all(self._callbacks, "on_eval", state, state.metrics)
             if self._early_stopping is not None and self._early_stopping.update(state.metrics):
                 state.should_stop, state.stop_reason = True, "early stopping"
+
+    def _save(self) -> None:
+        call_all(self._callbacks, "on_save", self.state, self._keeper.keep_best(self.state.step, self.state.metrics))
+
+    def _keep_last(self) -> None:
+        if self._evaluator is not None and self._schedule.keeps_best:
+            say(f"{self._best.metric} was never a finite number: the last model is kept as the best one")
+        self._save()
 
     def _result(self) -> FitResult:
         return FitResult(
@@ -234,25 +249,25 @@ class Trainer:
 
 
 class _Due:
-    """When the next evaluation is due, by steps, epochs or time."""
+    """When the next evaluation is due: by steps, by epochs, or by time spent on training.
+
+    Evaluations themselves do not count as time, else a long one would be due again at once.
+    """
 
     def __init__(self, every: Every, steps_per_epoch: int) -> None:
         self._seconds = every.seconds
-        self._steps = every.steps or (max(1, round(every.epochs * steps_per_epoch)) if every.epochs else None)
-        self._last_time = time.monotonic()
-        self._last_step = 0
+        self._steps: float | None = every.steps or (every.epochs * steps_per_epoch if every.epochs else None)
+        self._last_s = 0.0
 
-    def now(self, step: int) -> bool:
+    def now(self, step: int, train_seconds: float) -> bool:
         if self._steps is not None:
-            due = step % self._steps == 0
-        else:
-            due = self._seconds is not None and time.monotonic() - self._last_time >= self._seconds
+            # the first step at or after each multiple, which may fall between steps: half of an epoch of 5
+            done, before = (math.floor(count / self._steps + 1e-9) for count in (step, step - 1))
+            return done > before
+        due = self._seconds is not None and train_seconds - self._last_s >= self._seconds
         if due:
-            self._last_time, self._last_step = time.monotonic(), step
+            self._last_s = train_seconds
         return due
-
-    def just_was(self, step: int) -> bool:
-        return self._last_step == step
 
 
 class _Meter:
@@ -270,7 +285,12 @@ class _Meter:
         self._start, self._paused_s = time.monotonic(), 0.0
 
     def seconds(self) -> float:
-        return time.monotonic() - self._start - self._paused_s
+        """Time spent on training."""
+        return self.wall_seconds() - self._paused_s
+
+    def wall_seconds(self) -> float:
+        """Time since the start, whatever it was spent on."""
+        return time.monotonic() - self._start
 
     def add(self, result: StepResult) -> None:
         self.num_tokens += result.num_tokens

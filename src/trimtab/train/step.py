@@ -1,6 +1,6 @@
 """One optimizer step: the micro-batches of a window, through the engine's verbs, without a read from the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,16 @@ def train_step(
     optimizer: Any,
     scheduler: Any,
     loss: Loss,
-    micro_batches: Sequence[dict[str, torch.Tensor]],
+    micro_batches: Iterable[dict[str, torch.Tensor]],
+    num_micro_batches: int,
     max_grad_norm: float | None,
 ) -> StepResult:
-    """Forward and backward over the micro-batches of one batch, then one step of optimizer and schedule."""
-    engine.gradient_accumulation_steps = len(micro_batches)
+    """Forward and backward over the micro-batches of one batch, then one step of optimizer and schedule.
+
+    Micro-batches are taken from their loader one at a time: the engine ends a window with the loader's last batch, so
+    none may be read ahead; nor has a device to hold more than one.
+    """
+    engine.gradient_accumulation_steps = num_micro_batches
     losses, weights, num_tokens, norm = [], [], 0, None
     for batch in micro_batches:
         with engine.accumulate(model):

@@ -1,5 +1,6 @@
 """Tokenizers for the tests of tasks, and what is said to the user."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ if HERE not in sys.path:
 
 from task_tokenizers import make_bert, make_gpt, make_llama  # noqa: E402
 
-STORIES = Path(__file__).parents[4] / "shared" / "data" / "models" / "stories260k-llama"
+STORIES = Path(os.environ.get("TRIMTAB_TEST_DATA", "nowhere")) / "models/stories260k-llama"
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,7 @@ def fresh_llama():
 @pytest.fixture
 def stories():
     if not STORIES.is_dir():
-        pytest.skip("the small Llama for development is not on this machine")
+        pytest.skip("TRIMTAB_TEST_DATA names no folder with models/stories260k-llama, a Llama of 260k")
     return AutoTokenizer.from_pretrained(STORIES)
 
 
