@@ -1,4 +1,4 @@
-"""Does trimtab train as well as HF Trainer? The same model, rows and settings in both, seed by seed, one after the other.
+"""Does trimtab train as well as HF Trainer? The same model, rows and settings in both, interleaved, seed by seed.
 
 Both start from one folder with one head, and a model of its own judges the final weights of both on the same test rows
 in fp32, so that neither library's evaluation matters. trimtab groups rows by length, which is its default; HF Trainer
@@ -11,12 +11,14 @@ import math
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +29,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TARGET_POINTS = 0.5
+QUIET = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}  # for HF Trainer
 LR, BATCH_SIZE, WEIGHT_DECAY, WARMUP, MAX_GRAD_NORM = 5e-5, 16, 0.01, 0.06, 1.0
 PROTOCOL = (
     "AdamW (fused, 0.9 / 0.999 / 1e-8), linear schedule, clipping at 1.0; biases and norms do not decay. Training rows "
@@ -77,7 +80,7 @@ def trimtab(start, tokenizer, files, examples, settings, seed):
         """Sees that training begins with the weights of the folder, and takes those of the end."""
 
         def on_step(self, state):
-            if state.step == 1 and settings.warmup_steps > 1:  # the first learning rate of a warmup is 0
+            if state.step == 1:  # the first learning rate of a warmup is 0, so that nothing has moved yet
                 unlike = [k for k, v in state.model.state_dict().items() if not torch.equal(v.cpu(), initial[k])]
                 assert not unlike, f"trimtab did not begin with the weights of the folder: {unlike}"
 
@@ -89,31 +92,23 @@ def trimtab(start, tokenizer, files, examples, settings, seed):
         model=str(start),
         task="classify",
         data={"train": files[0], "eval": files[1], "text": "text", "label": "label", "max_length": settings.max_length},
-        train={
-            "epochs": settings.epochs,
-            "batch_size": BATCH_SIZE,
-            "lr": LR,
-            "weight_decay": WEIGHT_DECAY,
-            "warmup": settings.warmup_steps,
-            "max_grad_norm": MAX_GRAD_NORM,
-            "precision": settings.precision,
-        },
+        train={"epochs": settings.epochs, "warmup": settings.warmup_steps, "precision": settings.precision}
+        | {"batch_size": BATCH_SIZE, "lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM},
         evaluate={"every": f"{settings.num_steps} steps", "metric": "accuracy", "batch_size": 64},
         checkpoint={"best": False},
         seed=seed,
         out=str(start.parent / f"trimtab-{seed}"),
     )
     result = fit(recipe, callbacks=[look], progress="quiet", device=settings.device)
-    plan = result.plan
-    planned = (plan.num_steps, plan.warmup_steps, plan.precision, plan.num_train_rows)
-    wanted = (settings.num_steps, settings.warmup_steps, settings.precision, settings.rows)
+    wanted = {"num_steps": settings.num_steps, "warmup_steps": settings.warmup_steps, "num_train_rows": settings.rows}
+    planned = {key: getattr(result.plan, key) for key in wanted}
     assert planned == wanted, f"trimtab planned {planned}, not {wanted}"
     return look.weights, result.fit.metrics["accuracy"], result.fit.step
 
 
 def hf_trainer(start, tokenizer, files, examples, settings, seed):
     """The weights after training with HF Trainer, and what it found itself on the test rows."""
-    from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+    from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
     arguments = TrainingArguments(
         output_dir=str(start.parent / f"hf-{seed}"),
@@ -123,7 +118,6 @@ def hf_trainer(start, tokenizer, files, examples, settings, seed):
         learning_rate=LR,
         weight_decay=WEIGHT_DECAY,
         warmup_steps=settings.warmup_steps,
-        lr_scheduler_type="linear",
         optim="adamw_torch_fused",
         max_grad_norm=MAX_GRAD_NORM,
         fp16=settings.precision == "fp16",
@@ -131,10 +125,7 @@ def hf_trainer(start, tokenizer, files, examples, settings, seed):
         seed=seed,
         use_cpu=settings.device == "cpu",
         dataloader_pin_memory=settings.device != "cpu",
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **QUIET,
     )
     trainer = Trainer(
         model=load_classifier(start),
@@ -144,9 +135,9 @@ def hf_trainer(start, tokenizer, files, examples, settings, seed):
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
-    weights, num_steps = to_host(trainer.model.state_dict()), trainer.state.global_step
-    return weights, trainer.evaluate()["eval_accuracy"], num_steps
+    return to_host(trainer.model.state_dict()), trainer.evaluate()["eval_accuracy"], trainer.state.global_step
 
 
 LIBRARIES = {"trimtab": trimtab, "hf-trainer": hf_trainer}
@@ -188,8 +179,7 @@ def run_seed(seed, settings, tokenizer, rows, work):
     files = [write_rows(part, work / f"{name}.jsonl") for name, part in zip(("train", "test"), rows, strict=True)]
     examples = [tokenize(tokenizer, part, settings.max_length) for part in rows]
     found = {"seed": seed, "before": accuracy(judge, tokenizer, examples[1], settings.device)}
-    names = list(LIBRARIES) if seed % 2 == 0 else list(LIBRARIES)[::-1]
-    for name in names:
+    for name in list(LIBRARIES)[:: 1 if seed % 2 == 0 else -1]:
         began = time.monotonic()
         weights, own, num_steps = LIBRARIES[name](start, tokenizer, files, examples, settings, seed)
         seconds = time.monotonic() - began
@@ -222,19 +212,11 @@ def machine(device, num_threads, packages):
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(": ")[1] for line in cpuinfo if line.startswith("model name")), platform.processor())
     gpu = f"{torch.cuda.get_device_name()}; " if device.startswith("cuda") else ""
-    versions = []
-    for name in packages:
-        try:
-            versions.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
+    versions = [f"{name} {version(name)}" for name in packages if find_spec(name)]
 
     def git(*words):
-        try:
-            command = ["git", "-C", str(Path(__file__).parents[1]), *words]
-            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        except OSError:  # a machine without git
-            return ""
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
 
     return {
         "hardware": f"{gpu}{cpu}, {os.cpu_count()} cores, {num_threads} threads used",
@@ -250,41 +232,41 @@ def markdown(report):
     lines += ["", "| seed | before | trimtab | HF Trainer | difference, points |", "|---|---|---|---|---|"]
     for run in report["runs"]:
         ours, theirs = run["trimtab"]["accuracy"], run["hf-trainer"]["accuracy"]
-        lines.append(
-            f"| {run['seed']} | {run['before']:.4f} | {ours:.4f} | {theirs:.4f} | {100 * (ours - theirs):+.2f} |"
-        )
+        words = f"{run['before']:.4f} | {ours:.4f} | {theirs:.4f} | {100 * (ours - theirs):+.2f}"
+        lines.append(f"| {run['seed']} | {words} |")
     found = report["summary"]
-    ours, theirs = found["mean_accuracy"].values()
-    lines.append(f"| mean | | {ours:.4f} | {theirs:.4f} | {found['difference_points']:+.2f} |")
-    word = "within" if found["within_target"] else "NOT within"
-    error = found["standard_error_points"]
+    ours, theirs = (found["mean_accuracy"][name] for name in ("trimtab", "hf-trainer"))
+    difference, error = f"{found['difference_points']:+.2f}", found["standard_error_points"]
+    lines += [f"| mean | | {ours:.4f} | {theirs:.4f} | {difference} |", ""]
     noise = "" if error is None else f" (standard error over the seeds {error:.2f})"
-    lines += [
-        "",
-        f"The means differ by {found['difference_points']:+.2f} points{noise}: {word} {TARGET_POINTS} points.",
-    ]
+    word = "within" if found["within_target"] else "NOT within"
+    lines.append(f"The means differ by {difference} points{noise}: {word} {TARGET_POINTS} points.")
     return "\n".join(lines) + "\n"
+
+
+def publish(report, text, title, path, save):
+    """Print the text; if asked, keep it beside the numbers behind it."""
+    if save:
+        path.parent.mkdir(exist_ok=True)
+        path.with_suffix(".json").write_text(json.dumps(report) + "\n")
+        path.with_suffix(".md").write_text(f"# {title}\n\n{text}", encoding="utf-8")
+    print(text)
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Test accuracy of one model trained by trimtab and by HF Trainer.")
     parser.add_argument("--model", type=Path, required=True, help="folder of MiniLM, or of another encoder")
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with imdb_full_train.parquet and …_test.parquet"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with imdb_full_{train,test}.parquet")
     parser.add_argument("--rows", type=int, default=4000, help="training rows")
-    parser.add_argument(
-        "--test-rows", type=int, help="test rows (default: 2000, and no more than --rows for a smoke test)"
-    )
+    parser.add_argument("--test-rows", type=int, help="test rows (default: 2000, or --rows where that is less)")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 up")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/quality.json and .md")
     settings = parser.parse_args()
-    settings.test_rows = settings.test_rows or min(2000, max(settings.rows, 64))
+    settings.test_rows = settings.test_rows or min(2000, settings.rows)
     settings.num_steps = math.ceil(settings.rows / BATCH_SIZE) * settings.epochs
     settings.warmup_steps = math.ceil(WARMUP * settings.num_steps)
     return settings
@@ -295,27 +277,22 @@ def main():
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     rows = imdb_rows(settings.data, settings.rows, settings.test_rows)
     words = (
-        f"{settings.model.name}, {settings.rows:,} training and {settings.test_rows:,} test rows of IMDb, {settings.epochs}"
-        f" epoch(s), batch {BATCH_SIZE}, lr {LR}, weight decay {WEIGHT_DECAY}, warmup {settings.warmup_steps} of "
-        f"{settings.num_steps} steps, max_length {settings.max_length}, {settings.precision} on {settings.device}"
+        f"{settings.model.name}, {settings.rows:,} training and {settings.test_rows:,} test rows of IMDb, "
+        f"{settings.epochs} epoch(s), batch {BATCH_SIZE}, lr {LR}, weight decay {WEIGHT_DECAY}, warmup "
+        f"{settings.warmup_steps} of {settings.num_steps} steps, max_length {settings.max_length}, "
+        f"{settings.precision} on {settings.device}"
     )
-    packages = ("torch", "transformers", "accelerate")
-    setting = machine(settings.device, torch.get_num_threads(), packages) | {"run": words, "protocol": PROTOCOL}
+    setting = machine(settings.device, torch.get_num_threads(), ("torch", "transformers", "accelerate"))
     with tempfile.TemporaryDirectory(prefix="quality-") as work:
         os.environ["TRIMTAB_CACHE"] = str(Path(work) / "cache")
         runs = [run_seed(seed, settings, tokenizer, rows, Path(work)) for seed in range(settings.seeds)]
+    setting |= {"run": words, "protocol": PROTOCOL}
     report = {"setting": setting, "runs": runs, "summary": summary(runs)}
-    text = markdown(report)
-    if settings.save:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.with_suffix(".json").write_text(json.dumps(report) + "\n")
-        RESULTS.with_suffix(".md").write_text(f"# Accuracy beside HF Trainer\n\n{text}")
-    print(text)
+    publish(report, markdown(report), "Accuracy beside HF Trainer", RESULTS, settings.save)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """From a recipe to the parts of a run. Only this file reads the recipe; every part takes plain arguments."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from trimtab.checkpoint.export import export_model
 from trimtab.data.batching import LengthGroupedBatches, padding_share
@@ -20,7 +20,7 @@ from trimtab.data.tokens import TokenDataset, cached
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.hardware.inventory import native_precision
-from trimtab.log import say
+from trimtab.log import say, say_once
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_model, load_tokenizer, max_positions, train_tokenizer
 from trimtab.model.losses import Loss, build_loss, own_loss
@@ -119,8 +119,16 @@ def build_model(recipe: Recipe, data: Data) -> Loaded:
 
 def _texts(data: Data) -> list[str]:
     names = [name for value in data.task.columns.values() for name in ([value] if isinstance(value, str) else value)]
-    columns = [data.train.columns[name] for name in names if name in data.train.columns]
-    return [text for column in columns for text in column if isinstance(text, str)]
+    return [text for name in names if name in data.train.columns for text in _strings(data.train.columns[name])]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a column, those in the messages of a chat too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
@@ -156,10 +164,12 @@ class _Collate:
         return batch
 
 
-def _loader(task: Task, tokens: TokenDataset, batches: LengthGroupedBatches, device: torch.device) -> DataLoader[Any]:
+def _loader(
+    rows: TokenDataset | Subset[Any], batches: LengthGroupedBatches, collate: Callable[..., Any], device: torch.device
+) -> DataLoader[Any]:
     # one worker keeps an accelerator's host free; on the CPU it would only take a core from the training
     num_workers = 1 if device.type != "cpu" else 0
-    return DataLoader(tokens, batch_sampler=batches, collate_fn=_Collate(task, batches), num_workers=num_workers)
+    return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers)
 
 
 def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:
@@ -271,11 +281,7 @@ def build_trainer(
     """Put every part into the loop."""
     settings, task = recipe.train, data.task
     unfreezes = any(until != "always" for until in settings.freeze.values())
-    the_loss: Loss = (
-        own_loss(loss)
-        if loss is not None
-        else build_loss(task.loss_kind, shifts_labels=task.shifts_labels, label_smoothing=settings.label_smoothing)
-    )
+    own_metrics = metrics or {}
     model = engine.prepare(loaded.model)
     optimizer = build_optimizer(
         settings.optimizer,
@@ -293,9 +299,9 @@ def build_trainer(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
     )
     batches = _train_batches(recipe, tokens, plan.micro_batch_size)
-    loader = _loader(task, tokens.train, batches, engine.device)
+    loader = _loader(tokens.train, batches, _Collate(task, batches), engine.device)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
-    best = Best(plan.metric, higher_is_better(plan.metric))
+    best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
     card = {
         "task": task.name,
         "columns": task.columns,
@@ -309,7 +315,7 @@ def build_trainer(
         optimizer,
         scheduler,
         loader,
-        the_loss,
+        _the_loss(task, loss, settings.label_smoothing),
         Schedule(
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
@@ -320,14 +326,21 @@ def build_trainer(
             keeps_best=recipe.checkpoint.best,
             max_grad_norm=settings.max_grad_norm,
         ),
-        evaluator=_build_evaluator(recipe, task, tokens, engine, the_loss, plan, metrics),
+        # held-out loss and perplexity are those of the true labels, whatever the training smooths
+        evaluator=_build_evaluator(recipe, task, tokens, engine, _the_loss(task, loss, 0.0), plan, own_metrics),
         best=best,
-        early_stopping=_build_stopping(recipe, plan),
+        early_stopping=_build_stopping(recipe, plan, own_metrics),
         freezing=freezing,
         keeper=BestKeeper(folder, engine, loaded, card, plan.metric),
         progress=progress,
         callbacks=callbacks,
     )
+
+
+def _the_loss(task: Task, own: Callable[..., Any] | None, label_smoothing: float) -> Loss:
+    if own is not None:
+        return own_loss(own)
+    return build_loss(task.loss_kind, shifts_labels=task.shifts_labels, label_smoothing=label_smoothing)
 
 
 def _evaluation_interval(recipe: Recipe) -> Every:
@@ -343,36 +356,63 @@ def _build_evaluator(
     engine: Engine,
     loss: Loss,
     plan: Plan,
-    own_metrics: Mapping[str, OwnMetric] | None,
+    own_metrics: Mapping[str, OwnMetric],
 ) -> Evaluator | None:
-    overfit = recipe.limits.overfit_batches
-    rows = tokens.train if overfit else tokens.eval
-    if rows is None:
+    decisive = [plan.metric, _stopping_metric(recipe) or plan.metric]
+    names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]
+    task.metrics(names)  # one that the task does not have is refused now, and not after an epoch
+    if recipe.limits.overfit_batches:  # the rows that are trained on, and no others
+        batches = _train_batches(recipe, tokens, plan.micro_batch_size)
+        loader = _loader(tokens.train, batches, task.collate, engine.device)
+    elif tokens.eval is not None:
+        loader = _eval_loader(recipe, task, tokens.eval, plan, engine.device)
+    else:
         return None
+    return Evaluator(engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
+
+
+def _eval_loader(recipe: Recipe, task: Task, tokens: TokenDataset, plan: Plan, device: torch.device) -> DataLoader[Any]:
+    """Held-out rows, the longest first; where only some batches are wanted, of rows drawn by the seed.
+
+    Collated as in epoch 0 every time, so that evaluations of one run ask for the same masked tokens.
+    """
     batch_size = recipe.evaluate.batch_size or max(plan.micro_batch_size, 8)
-    num_batches = math.ceil(len(rows) / batch_size)
-    limit = 3 if recipe.limits.fast_dev_run else _limited(recipe.limits.eval, num_batches)
-    if overfit:  # the rows that are trained on, and no others
-        limit, batch_size = overfit, recipe.train.batch_size
+    limit = 3 if recipe.limits.fast_dev_run else _limited(recipe.limits.eval, math.ceil(len(tokens) / batch_size))
+    lengths, rows = tokens.lengths, list(range(len(tokens)))
+    if limit is not None:
+        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(recipe.seed))
+        rows = sorted(order[: limit * batch_size].tolist())
     batches = LengthGroupedBatches(
-        rows.lengths, batch_size, batch_size, seed=recipe.seed, group_by_length=True, shuffle=False, limit_batches=limit
+        [lengths[row] for row in rows], batch_size, batch_size, seed=recipe.seed, shuffle=False
     )
-    asked = {plan.metric, recipe.early_stopping.metric if recipe.early_stopping else None} - {
-        None,
-        *(own_metrics or {}),
-    }
-    names = task.metrics([*task.metrics().names, *sorted(asked)]).names  # a name that is not known fails here
-    loader = engine.prepare(_loader(task, rows, batches, engine.device))
-    return Evaluator(loader, loss, partial(task.metrics, names), own_metrics)
+    return _loader(Subset(tokens, rows), batches, task.collate, device)
 
 
-def _build_stopping(recipe: Recipe, plan: Plan) -> EarlyStopping | None:
+def _stopping_metric(recipe: Recipe) -> str | None:
+    return None if recipe.early_stopping is None else recipe.early_stopping.metric
+
+
+def _build_stopping(recipe: Recipe, plan: Plan, own_metrics: Mapping[str, OwnMetric]) -> EarlyStopping | None:
     settings = recipe.early_stopping
     if settings is None:
         return None
     metric = settings.metric or plan.metric
-    rises = settings.mode == "max" if settings.mode is not None else higher_is_better(metric)
+    rises = settings.mode == "max" if settings.mode is not None else _rises(metric, own_metrics, recipe)
     return EarlyStopping(metric, rises, settings.patience, settings.min_delta)
+
+
+def _rises(metric: str, own_metrics: Mapping[str, OwnMetric], recipe: Recipe) -> bool:
+    """Whether more of a metric is better; an own one says so by an attribute, or early_stopping.mode does."""
+    if metric not in own_metrics:
+        return higher_is_better(metric)
+    marked: bool | None = getattr(own_metrics[metric], "higher_is_better", None)
+    if marked is not None:
+        return marked
+    stopping = recipe.early_stopping
+    if stopping is not None and stopping.mode is not None and stopping.metric in (None, metric):
+        return stopping.mode == "max"
+    say_once(f"more of your metric {metric} counts as better; if less is, set higher_is_better = False on its function")
+    return True
 
 
 def run_name(recipe: Recipe) -> str:

@@ -132,7 +132,11 @@ def init(
     if to.exists():
         raise RecipeError(f"{to} exists", "choose another with --to, or remove it")
     given = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
-    to.write_text(commented_yaml({key: value for key, value in given.items() if value is not None}))
+    text = commented_yaml({key: value for key, value in given.items() if value is not None})
+    try:
+        to.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{to} cannot be written: {error.strerror}", "choose another with --to") from error
     typer.echo(f"{to} written; next: trimtab check {to}")
 
 
@@ -162,7 +166,7 @@ def data_show(
     data: DataSource = None,
     eval_data: EvalSource = None,
     task: Task = None,
-    examples: Annotated[int, typer.Option(help="How many rows to show.")] = 3,
+    examples: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
     sets: Sets = None,
 ) -> None:
     """Print rows as the model sees them: tokens, which carry loss, lengths, labels, duplicates."""
@@ -187,19 +191,23 @@ def predict(
 ) -> None:
     """Predict labels or text with a trained model."""
     from trimtab.errors import RecipeError
+    from trimtab.hardware.inventory import find_device
     from trimtab.inference.load import load
     from trimtab.inference.predict_file import predict_file
     from trimtab.inference.predict_text import predict_text
 
     if (file is None) == (text is None):
         raise RecipeError("predict wants a FILE or --text", 'trimtab predict MODEL --text "…"')
+    where = find_device(device)
     if text is not None:
-        typer.echo(predict_text(load(model, device=device), text, max_new_tokens=max_new_tokens))
+        if out is not None or column is not None:
+            raise RecipeError("--out and --column belong to a FILE, not to --text", "leave them out")
+        typer.echo(predict_text(load(model, device=where), text, max_new_tokens=max_new_tokens))
         return
     assert file is not None
     if out is None:
         raise RecipeError("--out is missing: where should the predictions go?", f"--out {file.stem}-predicted.csv")
-    loaded = load(model, device=device)
+    loaded = load(model, device=where)
     num_rows = predict_file(loaded, file, out, text=column, batch_size=batch_size, max_new_tokens=max_new_tokens)
     typer.echo(f"{num_rows:,} rows written to {out}")
 

@@ -1,9 +1,12 @@
 """How results look on a terminal. rich is imported when something is shown."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.errors import RecipeError
+from trimtab.log import logger
 from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -12,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def progress_mode(quiet: bool, json_lines: bool) -> str:
-    """What the flags mean for the progress display."""
+    """What the flags mean for the progress display; a quiet run has no lines about guesses and plans either."""
+    if quiet and json_lines:
+        raise RecipeError("--quiet and --json were both given", "leave one of them out")
+    if quiet:
+        logger.addHandler(logging.NullHandler())  # else the first line said would bring a handler of its own
+        logger.setLevel(logging.ERROR)
     return "quiet" if quiet else "json" if json_lines else "auto"
 
 

@@ -1,5 +1,6 @@
 """A run's folder: its recipe, its plan, its numbers, its best model, and a small file that says how far it is."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -32,13 +33,16 @@ class RunFolder:
     """Writes into a run's folder.
 
     Args:
-        path: The folder; it must not hold a run already.
+        path: The folder; it must not hold anything yet.
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-            raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
-        path.mkdir(parents=True, exist_ok=True)
+        check_free(path)
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(f"{path} cannot be made: {error.strerror}", "choose another --out") from error
         self.path = path
         self._status: dict[str, Any] = {"state": "running", "step": 0, "num_steps": 0, "started": time.time()}
         self._journal = Journal(path)
@@ -75,9 +79,27 @@ class RunFolder:
         self.update(state=state, **facts)
 
     def remove(self) -> None:
-        """Leave nothing behind, not even folders made for this one."""
+        """Leave nothing behind, not even folders made for this one; one that was there before stays, empty."""
         self._journal.finish()
-        shutil.rmtree(self.path, ignore_errors=True)
+        for path in self.path.iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # another run has come to lie beside this one
+                folder.rmdir()
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that is in use; asked before anything is loaded for a run that would go there.
+
+    Raises:
+        RecipeError: If there is something at `path` other than an empty folder.
+    """
+    try:
+        is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
+    if is_used:
+        raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
 
 
 def default_folder(root: Path, experiment: str, name: str | None) -> Path:
@@ -97,7 +119,7 @@ def list_runs(root: Path) -> list[RunSummary]:
     for status in root.rglob(_STATUS):
         try:
             runs.append(_summary(status.parent, json.loads(status.read_text())))
-        except (OSError, ValueError, KeyError):  # being written, or not ours
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # being written, or not ours
             continue
     return sorted(runs, key=lambda run: run.age_s)
 

@@ -1,0 +1,81 @@
+"""Every command and every Python block of the README and of docs/ runs, in a folder where the names they use exist."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from typer.testing import CliRunner
+
+from tiny_models import config_of, tokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        matches = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        found += [(page.name, text) for text in matches]
+    return found
+
+
+@pytest.fixture
+def folder_of_a_reader(tmp_path, monkeypatch):
+    """A folder with a file of reviews, and tiny models under the names of the hub."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    config = AutoConfig.for_model(**config_of("bert"), vocab_size=len(tokenizer()))
+    AutoModelForMaskedLM.from_config(config).save_pretrained("bert-base-uncased")
+    tokenizer().save_pretrained("bert-base-uncased")
+    with open("reviews.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("text", "label"))
+        writer.writerows([("what a great film it was", "good"), ("the worst film that I ever saw", "bad")] * 12)
+    return tmp_path
+
+
+def test_every_command_runs(folder_of_a_reader):
+    from trimtab.cli.main import app
+
+    commands = [line.partition("#")[0].strip() for _, block in blocks("sh") for line in block.splitlines()]
+    commands = [command for command in commands if command]
+    assert len(commands) >= 9
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "trimtab", command
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception}"
+    assert (folder_of_a_reader / "predicted.csv").read_text().count("\n") == 25
+
+
+def parts_of_a_loop():
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**config_of("bert"), vocab_size=50))
+    rows = [{"input_ids": torch.randint(5, 50, (6,)), "labels": torch.tensor(i % 2)} for i in range(10)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": DataLoader(rows, batch_size=2)}
+
+
+def test_every_python_block_runs(folder_of_a_reader):
+    found = blocks("python")
+    assert len(found) >= 3
+    for page, block in found:
+        names = {"__name__": page, **parts_of_a_loop()}
+        exec(compile(block, page, "exec"), names)
+    assert (folder_of_a_reader / "state").is_dir()
+
+
+def test_links_lead_somewhere():
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#]+)\)", page.read_text())]
+    assert len(links) >= 4
+    for page, link in links:
+        assert (page.parent / link).exists(), f"{page.name}: {link}"
