@@ -19,8 +19,8 @@ help:           ## this list
 	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
-demo: .venv/installed      ## train a small model and show what happens
-	$(BIN)/python examples/own_loop_trimtab.py
+demo: .venv/installed      ## fine-tune a real pretrained model on real text
+	$(BIN)/trimtab demo
 
 test: .venv/installed lint ## style, types, and the tests that take seconds
 	$(BIN)/python -m pytest

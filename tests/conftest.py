@@ -20,3 +20,25 @@ def _reproducible_and_clean():
     own_of_torch = {key for key in changed if key.startswith(("KMP_", "TORCHINDUCTOR_"))}
     assert changed - own_of_torch <= {"PYTEST_CURRENT_TEST"}, changed
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Folders with tiny models, each made when it is first asked for."""
+    from tiny_runs import TinyModels  # not above: tests of small parts should not wait for it
+
+    return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """The test works in an empty folder, which also holds its cache and its temporary files."""
+    import tempfile
+
+    work, temporary = tmp_path / "work", tmp_path / "temporary"
+    work.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return work

@@ -141,7 +141,7 @@ def run_language_model_demo(progress: str = "auto", out: str | None = None) -> R
             task="causal-lm",
             data={"train": str(train), "eval": str(held_out), "text": "text", "max_length": 64},
             train={"epochs": 1, "batch_size": 8, "lr": 2e-4, "warmup": 0.1, "freeze": frozen, "log_every": 5},
-            evaluate={"at_start": True, "batch_size": 8},
+            evaluate={"at_start": True, "batch_size": 8, "metric": "perplexity"},
             track={"experiment": "demo-lm"},
             out=out,
         ),

@@ -9,8 +9,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 HEAD = """# The recipe
 
 One YAML file, or the same as flags (`--set train.lr=3e-5`); later wins: defaults, file, flags, `--set`. Only `model`
-and `data.train` are needed. `trimtab init` writes a commented file, `trimtab check` validates one and prints it resolved
-with the origin of every value, `trimtab check --schema` prints the JSON Schema for editors.
+and `data.train` are needed. `trimtab init` writes a commented file, `trimtab check` validates one and prints it
+resolved with the origin of every value, `trimtab check --schema` prints the JSON Schema for editors.
 
 Keys that you know from HF Trainer, Accelerate or Lightning are answered with ours. Keys marked "Not supported yet" are
 refused when they are set to anything else: no setting is ever ignored in silence.

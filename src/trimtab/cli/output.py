@@ -85,7 +85,7 @@ def show_demo(result: "Result") -> None:
         "\ntry next:\n"
         f'  trimtab predict {result.folder} --text "{text}"\n'
         f"  trimtab data show {result.folder / 'recipe.yaml'}\n"
-        f"  trimtab train {result.folder / 'recipe.yaml'} --epochs 2 --out runs/longer",
+        f"  trimtab train {result.folder / 'recipe.yaml'} --epochs 2 --out {result.folder}-longer",
         highlight=False,
         soft_wrap=True,
     )

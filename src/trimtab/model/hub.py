@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,14 @@ def quiet_transformers() -> Iterator[None]:
 
     Downloads keep the hub's progress bar, which appears on a terminal only: they can take minutes.
     """
+    from transformers import modeling_gguf_pytorch_utils as their_gguf
     from transformers.utils import logging as their_logging
 
     hub_logger = logging.getLogger("huggingface_hub")
     verbosity, hub_level = their_logging.get_verbosity(), hub_logger.level
     hook = their_logging.set_tqdm_hook(_without_bar)
+    gguf_bar = their_gguf.tqdm  # the one bar that does not ask the hook
+    their_gguf.tqdm = partial(gguf_bar, disable=True)
     their_logging.set_verbosity(logging.ERROR)
     hub_logger.setLevel(logging.ERROR)
     try:
@@ -119,6 +123,7 @@ def quiet_transformers() -> Iterator[None]:
         their_logging.set_verbosity(verbosity)
         hub_logger.setLevel(hub_level)
         their_logging.set_tqdm_hook(hook)
+        their_gguf.tqdm = gguf_bar
 
 
 def _without_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

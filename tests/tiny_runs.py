@@ -1,0 +1,105 @@
+"""Runs that take less than a second: tiny models in folders, as a user has them, and rows that can be learnt."""
+
+import csv
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+from tiny_models import config_of
+from trimtab.model.hub import quiet_transformers
+from trimtab.model.load import load_model, train_tokenizer
+
+GOOD = ("good", "great", "fine", "lovely")
+BAD = ("bad", "awful", "dull", "poor")
+OTHERS = ("the", "film", "was", "a", "very", "long", "story", "about", "this", "cast")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NO_DROPOUT = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+_ONE_LAYER = {
+    **dict.fromkeys(("bert", "roberta", "llama"), {"num_hidden_layers": 1}),
+    "gpt2": {"n_layer": 1},
+}
+_DISTILBERT = {"model_type": "distilbert", "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}
+_KINDS = {
+    **dict.fromkeys(("bert", "roberta", "distilbert"), "masked-lm"),
+    **dict.fromkeys(("gpt2", "llama"), "causal-lm"),
+    **dict.fromkeys(("t5", "marian"), "seq2seq-lm"),
+}
+
+
+def review(index: int) -> dict[str, str]:
+    """A row whose label is told by one word of it; lengths differ."""
+    draw = random.Random(index)
+    label, words = ("good", GOOD) if index % 2 else ("bad", BAD)
+    text = draw.choices(OTHERS, k=draw.randint(1, 8))
+    text.insert(draw.randint(0, len(text)), draw.choice(words))
+    return {"text": " ".join(text), "label": label}
+
+
+def reviews(num_rows: int, first: int = 0) -> list[dict[str, str]]:
+    return [review(index) for index in range(first, first + num_rows)]
+
+
+def write_csv(path: Path, rows: list[dict]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def lines_of(run: Path) -> list[dict]:
+    """The journal of a run, without its first line, which is the config."""
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+@cache
+def tokenizer():
+    """Each word of the reviews is one token."""
+    return train_tokenizer([" ".join(row.values()) for row in reviews(200)], 340)
+
+
+def tiny_config(name: str, **changes) -> dict:
+    base = _DISTILBERT | {"max_position_embeddings": 64} if name == "distilbert" else config_of(name)
+    return base | _ONE_LAYER.get(name, {}) | changes
+
+
+class TinyModels:
+    """Makes each model once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[str, str] = {}
+
+    def folder(self, name: str = "bert", *, kind: str = "", chat: bool = False, head: dict | None = None, **changes):
+        """A folder with a model and its tokenizer.
+
+        Args:
+            name: The family.
+            kind: Of the model; by default what such a model is pretrained for, so that a classifier's head is new.
+            chat: Whether the tokenizer has a chat template.
+            head: Settings of the head.
+            changes: To its config.
+        """
+        key = json.dumps([name, kind, chat, head, changes], sort_keys=True)
+        if key not in self._folders:
+            folder = self._root / f"{name}-{len(self._folders)}"
+            tok = tokenizer()
+            tok.chat_template = CHAT_TEMPLATE if chat else None
+            model = load_model(tiny_config(name, **changes), kind or _KINDS[name], head or {}, tok)
+            with quiet_transformers():
+                model.save_pretrained(folder)
+                tok.save_pretrained(folder)
+            self._folders[key] = str(folder)
+        return self._folders[key]
