@@ -147,8 +147,10 @@ LIBRARIES = {"trimtab": trimtab, "hf-trainer": hf_trainer}
 
 
 def load_classifier(folder):
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, dtype=torch.float32)
 
 
@@ -274,10 +276,8 @@ def parse_arguments():
 
 def main():
     settings = parse_arguments()
-    from transformers import AutoTokenizer, logging
+    from transformers import AutoTokenizer
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     rows = imdb_rows(settings.data, settings.rows, settings.test_rows)
     words = (

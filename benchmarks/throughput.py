@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +26,12 @@ BATCH_SIZE = 16
 NUM_FIRST_STEPS = 3  # the optimizer's state and what libraries make late are made in them
 PROTOCOL = (
     "fp32, dropout on, fused AdamW, clipping, linear schedule, batches padded to their longest row; tokens are made "
-    f"beforehand. The clock is the CPU time of the process with all its threads; it starts after {NUM_FIRST_STEPS} steps "
-    "and stops after the last one, before tear-down; nothing is evaluated or saved. Rows and tokens (without padding) "
-    "are counted where they enter the model. A rate is tokens a CPU-second divided by the mean length of all rows: a "
-    "part of an epoch that happens to have short rows is no advantage. It is the median over rounds, with their range; "
-    "a ratio is the median of the ratios within a round, with its range. The ceiling is what the counted padding of "
-    "the best peer would allow, if time were proportional to positions."
+    "beforehand. The clock is the CPU time of the process with all its threads, from the end of the first "
+    f"{NUM_FIRST_STEPS} steps to the end of the last; nothing is evaluated or saved. Rows and tokens (without padding) "
+    "are counted where they enter the model. A rate is tokens a CPU-second divided by the mean length of all rows, so "
+    "that a part of an epoch with short rows is no advantage: the median over rounds, and their range. A ratio is the "
+    "median of the ratios within a round, and their range. The ceiling is what the counted padding allows, if time "
+    "were proportional to positions."
 )
 
 
@@ -41,8 +41,7 @@ class Clock:
     def __init__(self, num_steps):
         self.num_total = NUM_FIRST_STEPS + num_steps
         self.found = {"cpu_s": 0.0, "num_rows": 0, "num_tokens": 0, "num_positions": 0}
-        self.num_done = 0
-        self._start = None
+        self.num_done, self._start = 0, None
 
     def step(self, model):
         """An optimizer step is done."""
@@ -85,10 +84,6 @@ def trimtab(settings, clock, seed, group_by_length=True):
     fit(recipe, callbacks=[Tick()], progress="quiet", device="cpu")
 
 
-def trimtab_not_grouping(settings, clock, seed):
-    trimtab(settings, clock, seed, group_by_length=False)
-
-
 def hf_trainer(settings, clock, seed, sampling="random"):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -111,10 +106,6 @@ def hf_trainer(settings, clock, seed, sampling="random"):
     )
     examples, collate = examples_and_collator(settings)
     Trainer(settings.classifier, arguments, collate, examples, callbacks=[Tick()]).train()
-
-
-def hf_trainer_grouping(settings, clock, seed):
-    hf_trainer(settings, clock, seed, sampling="group_by_length")
 
 
 def accelerate(settings, clock, seed):
@@ -158,19 +149,19 @@ def lightning(settings, clock, seed):
             clock.step(module.model)
 
     lightning.seed_everything(seed, verbose=False)
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    length = {"max_steps": clock.num_total, "gradient_clip_val": MAX_GRAD_NORM}
-    trainer = lightning.Trainer(accelerator="cpu", devices=1, callbacks=[Tick()], **length, **off)
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options |= {"max_steps": clock.num_total, "gradient_clip_val": MAX_GRAD_NORM}
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, callbacks=[Tick()], **options)
     trainer.fit(Module(), shuffled_loader(settings))
 
 
 PEERS = {
     "does not group": {"hf-trainer": hf_trainer, "accelerate": accelerate, "lightning": lightning},
-    "groups": {"hf-trainer, grouping": hf_trainer_grouping},
+    "groups": {"hf-trainer, grouping": partial(hf_trainer, sampling="group_by_length")},
 }
-TARGETS = {"does not group": 1.8, "groups": 1.05}
+TARGETS = {"does not group": 1.8, "groups": 1.05}  # trimtab's ratio to the best peer of each kind
 VARIANTS = {"trimtab": trimtab, **PEERS["groups"], **PEERS["does not group"]}
-EXTRA = {"trimtab, not grouping": trimtab_not_grouping}  # only by --variants: what the loop is worth without grouping
+EXTRA = {"trimtab, not grouping": partial(trimtab, group_by_length=False)}  # only where --variants asks for it
 
 
 def examples_and_collator(settings):
@@ -197,7 +188,6 @@ def optimizer_and_schedule(settings, clock):
 
 def run_child(settings):
     """One variant, timed in this process; the last line of the output is what was found."""
-    warnings.filterwarnings("ignore")
     torch.set_num_threads(settings.threads)
     name, seed, settings.work = settings.child[0], int(settings.child[1]), Path(settings.child[2])
     settings.classifier = load_classifier(settings.work / "start")
@@ -209,9 +199,9 @@ def run_child(settings):
 
 
 def in_child(settings, name, seed, work):
-    environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "TRIMTAB_CACHE": str(work / "cache")}
-    command = [sys.executable, *sys.argv, "--child", name, str(seed), str(work)]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment = {"OMP_NUM_THREADS": str(settings.threads), "TRIMTAB_CACHE": str(work / "cache")}
+    command = [sys.executable, "-W", "ignore", *sys.argv, "--child", name, str(seed), str(work)]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     if child.returncode:
         sys.exit(f"{name} failed:\n{child.stdout}\n{child.stderr}")
     return json.loads(child.stdout.splitlines()[-1])
@@ -252,13 +242,10 @@ def summary(runs):
     """Rates and padding of every variant, and how trimtab compares with the best peer of each kind."""
     rates = {name: [run["rate"] for run in found] for name, found in runs.items()}
     total = {name: {key: sum(run[key] for run in found) for key in found[0]} for name, found in runs.items()}
-    rows = {
-        name: middle(rates[name])
-        | {"rows_per_cpu_s": total[name]["num_rows"] / total[name]["cpu_s"]}
-        | {"padding": 1 - total[name]["num_tokens"] / total[name]["num_positions"]}
-        for name in runs
-    }
-    ratios = {}
+    rows, ratios = {}, {}
+    for name, sums in total.items():
+        padding = 1 - sums["num_tokens"] / sums["num_positions"]
+        rows[name] = middle(rates[name]) | {"rows_per_cpu_s": sums["num_rows"] / sums["cpu_s"], "padding": padding}
     for kind, peers in PEERS.items():
         there = [name for name in peers if name in rates and "trimtab" in rates]
         if there:
@@ -278,8 +265,8 @@ def markdown(report):
     lines.append("")
     for kind, ratio in report["summary"]["ratios"].items():
         words = "{median:.3f} ({low:.3f} to {high:.3f}) of {best}; target {target}; ceiling by padding {ceiling:.2f}"
-        word = "reached" if ratio["median"] >= ratio["target"] else "NOT reached"
-        lines.append(f"- trimtab, to the best that {kind}: {words.format(**ratio)}: {word}")
+        words += ": reached" if ratio["median"] >= ratio["target"] else ": NOT reached"
+        lines.append(f"- trimtab, to the best that {kind}: {words.format(**ratio)}")
     return "\n".join(lines) + "\n"
 
 
@@ -297,8 +284,7 @@ def main():
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.child:
-        run_child(settings)
-        return
+        sys.exit(run_child(settings))
     setting = machine("cpu", settings.threads, ("torch", "transformers", "accelerate", "lightning"))
     measured = measure(settings)
     setting["run"] = (

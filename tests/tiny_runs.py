@@ -6,6 +6,8 @@ import random
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from tiny_models import config_of
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, train_tokenizer
@@ -97,7 +99,9 @@ class TinyModels:
             folder = self._root / f"{name}-{len(self._folders)}"
             tok = tokenizer()
             tok.chat_template = CHAT_TEMPLATE if chat else None
-            model = load_model(tiny_config(name, **changes), kind or _KINDS[name], head or {}, tok)
+            with torch.random.fork_rng():  # the same weights whichever test asks first
+                torch.manual_seed(0)
+                model = load_model(tiny_config(name, **changes), kind or _KINDS[name], head or {}, tok)
             with quiet_transformers():
                 model.save_pretrained(folder)
                 tok.save_pretrained(folder)

@@ -105,8 +105,10 @@ def quiet_transformers() -> Iterator[None]:
 
     Downloads keep the hub's progress bar, which appears on a terminal only: they can take minutes.
     """
-    from transformers import modeling_gguf_pytorch_utils as their_gguf
+    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as their_logging
+
+    their_gguf: Any = modeling_gguf_pytorch_utils
 
     hub_logger = logging.getLogger("huggingface_hub")
     verbosity, hub_level = their_logging.get_verbosity(), hub_logger.level

@@ -36,7 +36,9 @@ class StepLoss:
     def loss_sum(self) -> torch.Tensor:
         """The sum over the items. A batch without any has a NaN mean and a sum of nothing; any other NaN stays."""
         total = self.value.detach().float() * self.weight
-        return torch.where(torch.as_tensor(self.weight, device=total.device) > 0, total, torch.zeros_like(total))
+        if isinstance(self.weight, torch.Tensor):
+            return torch.where(self.weight > 0, total, torch.zeros_like(total))
+        return total if self.weight else torch.zeros_like(total)
 
 
 class Loss(Protocol):

@@ -1,0 +1,405 @@
+"""The command line: what each command does and prints, its exit codes, and the whole of its surface.
+
+Most commands run in this process, through the same `main` that the installed script calls.
+"""
+
+import csv
+import json
+import logging
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from safetensors.torch import load_file
+
+from tiny_runs import reviews, write_csv, write_jsonl
+from trimtab.cli.main import app, main
+
+SCRIPT = Path(sys.executable).with_name("trimtab")
+ROWS = reviews(24)
+
+# Every command and every option: the surface grows on purpose, or not at all.
+SHARED = ["--data", "--eval", "--model", "--task"]
+SURFACE = {
+    "check": ["--schema", "--set", "RECIPE"],
+    "data show": [*SHARED, "--examples", "--set", "RECIPE"],
+    "demo": ["--json", "--lm", "--out", "--quiet"],
+    "doctor": [],
+    "init": [*SHARED, "--to"],
+    "predict": ["--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--text", "FILE", "MODEL"],
+    "runs": ["ROOT"],
+    "train": [
+        *SHARED,
+        *("--batch-size", "--device", "--epochs", "--fast-dev-run", "--json", "--label", "--limit-eval"),
+        *("--limit-train", "--lr", "--max-length", "--max-steps", "--max-time", "--name", "--out"),
+        *("--overfit-batches", "--precision", "--quiet", "--seed", "--set", "--text", "RECIPE"),
+    ],
+}
+
+
+@dataclass
+class Done:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def trimtab(own_folder, monkeypatch, capsys):
+    """Runs a command line in this process, in a folder of its own that holds reviews.csv."""
+    monkeypatch.setenv("COLUMNS", "240")
+    write_csv(own_folder / "reviews.csv", ROWS)
+    logger = logging.getLogger("trimtab")
+    before = list(logger.handlers), logger.level
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Done(ending.value.code or 0, out, err)
+
+    yield run
+    logger.handlers[:] = before[0]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def bert(tiny):
+    return tiny.folder("bert")
+
+
+@pytest.fixture
+def trained(trimtab, bert):
+    done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--max-steps", 2, "--out", "trained", "--quiet")
+    assert done == Done(0, "", "")
+    return "trained"
+
+
+# ---------------------------------------------------------------------- the surface
+
+
+def options_of(command):
+    names = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
+    arguments = {parameter.name.upper() for parameter in command.params if parameter.param_type_name == "argument"}
+    return sorted((names - {"--help"}) | arguments)
+
+
+def test_every_command_and_option_is_meant():
+    root = typer.main.get_command(app)
+    assert options_of(root) == ["--version"]
+    found = {}
+    for name, command in root.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= (
+            {f"{name} {part}": options_of(c) for part, c in inner.items()} if inner else {name: options_of(command)}
+        )
+    assert found == {name: sorted(options) for name, options in SURFACE.items()}
+
+
+def test_help_lists_every_command(trimtab):
+    done = trimtab("--help")
+    assert done.code == 0
+    for name in SURFACE:
+        assert f" {name.split()[0]} " in done.out
+        shown = trimtab(*name.split(), "--help").out
+        for option in SURFACE[name]:
+            assert option in shown or option.lower() in shown
+    assert trimtab("--version").out.startswith("trimtab 0.")
+
+
+# ---------------------------------------------------------------------- in processes of their own
+
+
+def run_script(*arguments, cwd):
+    return subprocess.run([str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_exit_code_0_and_json_lines(own_folder, bert):
+    write_csv(own_folder / "reviews.csv", ROWS)
+    arguments = ("--model", bert, "--data", "reviews.csv", "--max-steps", 2, "--device", "cpu", "--out", "run")
+    done = run_script("train", *arguments, "--json", cwd=own_folder)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["start", "step", "step", "evaluation", "finish"]
+    assert events[1].keys() >= {"step", "loss", "lr", "tokens_per_s", "memory_bytes", "num_skipped", "seconds_left"}
+    assert events[3]["metrics"].keys() == {"loss", "accuracy", "f1"}
+    assert events[-1] == {"event": "finish", "summary": "finished after 2 steps: run", "failed": False}
+    assert "task classify" in done.stderr  # what is said goes beside the lines, not between them
+    assert all(line.startswith("trimtab: ") for line in done.stderr.splitlines())
+
+
+def test_exit_code_75_and_silence(own_folder, bert):
+    write_csv(own_folder / "reviews.csv", ROWS)
+    arguments = ("--model", bert, "--data", "reviews.csv", "--max-time", "0.001s", "--device", "cpu", "--out", "run")
+    done = run_script("train", *arguments, "--quiet", cwd=own_folder)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+    status = json.loads((own_folder / "run" / "run.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 1)
+    assert (own_folder / "run" / "best" / "model.safetensors").is_file()
+
+
+def test_exit_code_2_and_no_traceback(own_folder):
+    (own_folder / "recipe.yaml").write_text("model: x\ndata: {train: y}\ntrian: {lr: fast}\nfp16: true\n")
+    done = run_script("check", "recipe.yaml", cwd=own_folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the recipe has 2 problems:\n")
+    assert "did you mean train" in done.stderr
+    assert "train.precision: fp16" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------- train
+
+
+def test_train_says_how_it_ended(trimtab, bert):
+    done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--max-steps", 2, "--name", "first")
+    assert done.code == 0
+    assert "step 2/2 · " in done.out
+    assert "evaluation at step 2 · " in done.out
+    for word in ("accuracy", "best accuracy", "steps", "tokens/s", "peak memory", "runs/reviews/first/best"):
+        assert word in done.out
+
+
+def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):
+    write_csv(own_folder / "held-out.csv", [{"body": row["text"], "stars": row["label"]} for row in reviews(9, 500)])
+    write_csv(own_folder / "mine.csv", [{"body": row["text"], "stars": row["label"]} for row in ROWS])
+    flags = {
+        "--model": bert,
+        "--data": "mine.csv",
+        "--eval": "held-out.csv",
+        "--task": "classify",
+        "--text": "body",
+        "--label": "stars",
+        "--epochs": 0.5,
+        "--max-time": "1h",
+        "--batch-size": 4,
+        "--lr": 1e-4,
+        "--max-length": 12,
+        "--precision": "bf16",
+        "--seed": 5,
+        "--out": "run",
+        "--limit-train": 2,
+        "--limit-eval": 1,
+        "--device": "cpu",
+    }
+    words = [word for pair in flags.items() for word in pair]
+    done = trimtab("train", *words, "--set", "train.optimizer=sgd", "--set", "train.lr=0.25", "--json")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["event"] for line in done.out.splitlines()][0] == "start"
+    recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
+    assert (recipe["model"], recipe["task"], recipe["seed"], recipe["out"]) == (bert, "classify", 5, "run")
+    assert recipe["data"]["train"] == "mine.csv"
+    assert recipe["data"]["eval"] == "held-out.csv"
+    assert (recipe["data"]["text"], recipe["data"]["label"], recipe["data"]["max_length"]) == ("body", "stars", 12)
+    train = recipe["train"]
+    assert (train["epochs"], train["max_time"], train["batch_size"]) == (0.5, "1h", 4)
+    assert (train["precision"], train["optimizer"]) == ("bf16", "sgd")
+    assert train["lr"] == 0.25  # --set comes after the flags
+    assert (recipe["limits"]["train"], recipe["limits"]["eval"]) == (2, 1)
+    origins = Path("run/recipe.yaml").read_text()
+    for flag in ("--data", "--eval", "--batch-size", "--limit-train", "--set", "default"):
+        assert f"# {flag}\n" in origins
+    plan = json.loads(Path("run/plan.json").read_text())
+    assert (plan["num_train_rows"], plan["num_eval_rows"], plan["num_steps"]) == (24, 9, 1)
+
+
+def test_fast_dev_run_and_overfit_batches(trimtab, bert, own_folder):
+    before = sorted(own_folder.rglob("*"))
+    done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--fast-dev-run")
+    assert done.code == 0
+    assert sorted(own_folder.rglob("*")) == before
+    flags = ("--overfit-batches", 1, "--epochs", 3, "--out", "run", "--quiet")
+    assert trimtab("train", "--model", bert, "--data", "reviews.csv", *flags).code == 0
+    assert json.loads(Path("run/plan.json").read_text())["num_steps"] == 3
+
+
+def test_time_limit_in_this_process(trimtab, bert):
+    done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--max-time", "0.001s")
+    assert done.code == 75
+    assert "time limit after 1 steps" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--data", "reviews.csv"), "model: needed"),
+        (("--model", "BERT"), "data.train: needed"),
+        (("--model", "BERT", "--data", "review.csv"), "did you mean reviews.csv?"),
+        (("--model", "no/such", "--data", "reviews.csv"), "the hub cannot be reached"),
+        (("--model", "BERT", "--data", "reviews.csv", "--label", "stars"), "no column 'stars'"),
+        (("--model", "BERT", "--data", "reviews.csv", "--precision", "fp15"), "did you mean fp16"),
+        (("--model", "BERT", "--data", "reviews.csv", "--lr", "0"), "train.lr"),
+        (("--model", "BERT", "--data", "reviews.csv", "--device", "gpu7"), "no device that torch knows"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "evaluate.metric=acuracy"), "did you mean 'accuracy'"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "adapter=lora"), "not supported yet"),
+        (("--model", "BERT", "--data", "reviews.csv", "--out", "reviews.csv"), "is not empty"),
+        (("--model", "BERT", "--data", "reviews.csv", "--quiet", "--json"), "both given"),
+        (("nowhere.yaml",), "there is no recipe nowhere.yaml"),
+    ],
+)
+def test_mistakes_end_in_one_message(trimtab, bert, own_folder, arguments, words):
+    done = trimtab("train", *(bert if word == "BERT" else word for word in arguments))
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert words in done.err
+    assert done.out == ""
+    assert [path.name for path in own_folder.iterdir()] == ["reviews.csv"]
+
+
+def test_a_folder_in_use_is_untouched(trimtab, bert, trained):
+    before = {path: path.read_bytes() for path in Path(trained).rglob("*") if path.is_file()}
+    done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", trained)
+    assert (done.code, done.err) == (
+        2,
+        "error: trained is not empty\n  cure: choose another --out, or remove the folder\n",
+    )
+    assert {path: path.read_bytes() for path in Path(trained).rglob("*") if path.is_file()} == before
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback(trimtab, bert, monkeypatch):
+    monkeypatch.setattr("trimtab.train.loop.train_step", lambda *parts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", "run", "--quiet")
+    assert json.loads(Path("run/run.json").read_text())["state"] == "failed"
+    assert " failed " in trimtab("runs", ".").out
+
+
+# ---------------------------------------------------------------------- from init to runs
+
+
+def test_init_check_train(trimtab, bert):
+    """A recipe written by init is valid as it is, and trains."""
+    done = trimtab("init", "--model", bert, "--data", "reviews.csv", "--task", "classify", "--to", "mine.yaml")
+    assert (done.code, done.out) == (0, "mine.yaml written; next: trimtab check mine.yaml\n")
+    text = Path("mine.yaml").read_text()
+    assert yaml.safe_load(text)["data"] == {"train": "reviews.csv"}
+    again = trimtab("init", "--to", "mine.yaml")
+    assert again.code == 2
+    assert "mine.yaml exists" in again.err
+    assert Path("mine.yaml").read_text() == text
+    missing = trimtab("init", "--to", "no/such/folder.yaml")
+    assert missing.code == 2
+    assert "cannot be written" in missing.err
+
+    checked = trimtab("check", "mine.yaml", "--set", "train.lr=1e-3")
+    assert checked.code == 0
+    resolved = yaml.safe_load(checked.out)
+    assert resolved["train"]["lr"] == 1e-3
+    assert resolved["train"]["epochs"] == 3
+    by_key = {line.split(":")[0].strip(): line.rpartition("# ")[2] for line in checked.out.splitlines()}
+    assert by_key["lr"] == "--set"
+    assert by_key["epochs"] == "default"
+    assert by_key["task"].startswith("mine.yaml:")
+
+    trained = trimtab("train", "mine.yaml", "--max-steps", 1, "--out", "run", "--quiet")
+    assert trained == Done(0, "", "")
+    assert yaml.safe_load(Path("run/recipe.yaml").read_text())["train"]["max_steps"] == 1
+
+
+def test_check_prints_the_schema(trimtab):
+    schema = json.loads(trimtab("check", "--schema").out)
+    assert schema["properties"].keys() >= {"model", "data", "train", "limits"}
+
+
+def test_runs(trimtab, trained):
+    assert trimtab("runs", "nowhere").out == "no runs below nowhere\n"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    killed = json.loads(Path("trained/run.json").read_text()) | {"state": "running", "pid": dead.pid, "step": 1}
+    Path("killed").mkdir()
+    Path("killed/run.json").write_text(json.dumps(killed))
+    lines = trimtab("runs", ".").out.splitlines()
+    assert lines[0].split() == ["run", "state", "step", "best", "age"]
+    rows = {line.split()[0]: line.split() for line in lines[1:]}
+    assert rows.keys() == {"trained", "killed"}
+    assert rows["trained"][1:4] == ["finished", "2/2", "accuracy"]
+    assert rows["killed"][1:3] == ["killed", "1/2"]
+
+
+def test_doctor(trimtab):
+    done = trimtab("doctor")
+    assert done.code == 0
+    for word in ("python", "device", "precision: auto", "bf16", "fp16", "attention", "transformers", torch.__version__):
+        assert word in done.out
+
+
+# ---------------------------------------------------------------------- data and predictions
+
+
+def test_data_show(trimtab, bert, own_folder):
+    """The question whether special tokens are one's own business is answered on the screen."""
+    done = trimtab("data", "show", "--model", bert, "--data", "reviews.csv", "--eval", "reviews.csv", "--examples", 2)
+    assert done.code == 0
+    assert "special tokens added by the tokenizer: <s> … </s>: do not add them yourself" in done.out
+    assert f"<s>{ROWS[0]['text']}</s>" in done.out
+    assert "example 2 (reviews.csv, line 3)" in done.out
+    assert "example 3" not in done.out
+    assert "good   12 (50.0%)" in done.out
+    (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv, max_length: 4}}\n")
+    assert "special tokens added" in trimtab("data", "show", "recipe.yaml").out
+    assert trimtab("data", "show", "recipe.yaml", "--examples", 0).code == 2
+    assert trimtab("data", "show", "recipe.yaml", "--data", "nowhere.csv").code == 2
+
+
+def test_predict_a_file(trimtab, trained, own_folder):
+    texts = [{"id": i, "text": row["text"]} for i, row in enumerate(reviews(7, 300))]
+    write_csv(own_folder / "new.csv", texts)
+    done = trimtab("predict", trained, "new.csv", "--out", "labelled.csv", "--batch-size", 2)
+    assert (done.code, done.out) == (0, "7 rows written to labelled.csv\n")
+    with Path("labelled.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["text"] for row in rows] == [row["text"] for row in texts]
+    assert {row["prediction"] for row in rows} <= {"bad", "good"}
+    assert all(0.5 <= float(row["score"]) <= 1 for row in rows)
+    write_jsonl(own_folder / "other.jsonl", [{"body": "a good film", "more": "x"}])
+    assert trimtab("predict", trained, "other.jsonl", "--out", "o.jsonl", "--column", "body").code == 0
+    assert json.loads(Path("o.jsonl").read_text())["prediction"] in {"bad", "good"}
+
+
+def test_predict_one_line(trimtab, trained, tiny):
+    said = trimtab("predict", trained, "--text", ROWS[0]["text"])
+    assert said.code == 0
+    assert re.fullmatch(r"(good|bad) \(0\.\d{3}\)\n", said.out)
+    written = trimtab("predict", tiny.folder("gpt2"), "--text", "the film", "--max-new-tokens", 3)
+    assert written.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "a FILE or --text"),
+        (("reviews.csv", "--text", "x"), "a FILE or --text"),
+        (("reviews.csv",), "--out is missing"),
+        (("nowhere.csv", "--out", "x.csv"), "nowhere.csv"),
+        (("reviews.csv", "--out", "no/such/x.csv"), "no folder"),
+        (("reviews.csv", "--out", "x.csv", "--column", "body"), "no column 'body'"),
+        (("reviews.csv", "--out", "reviews.csv"), "is the input"),
+        (("--text", "x", "--out", "x.csv"), "belong to a FILE"),
+        (("--text", "x", "--device", "gpu7"), "no device that torch knows"),
+    ],
+)
+def test_mistakes_of_predict(trimtab, trained, own_folder, arguments, words):
+    done = trimtab("predict", trained, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert {path.name for path in own_folder.iterdir()} == {"reviews.csv", "trained"}
+
+
+def test_the_model_of_a_run_is_the_one_that_predicts(trimtab, trained):
+    """`predict RUN` and `predict RUN/best` are one model, and it is not the one that training began with."""
+    answers = {trimtab("predict", name, "--text", ROWS[1]["text"]).out for name in (trained, f"{trained}/best")}
+    assert len(answers) == 1
+    assert load_file(f"{trained}/best/model.safetensors").keys() >= {"classifier.weight", "bert.pooler.dense.weight"}
+    nobody = trimtab("predict", "reviews.csv", "--text", "x")
+    assert nobody.code == 2
+    assert "is a file, not a model" in nobody.err

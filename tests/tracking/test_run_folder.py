@@ -1,0 +1,145 @@
+"""A run's folder: what is written into it, who may use it, and how runs are listed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from trimtab.errors import RecipeError
+from trimtab.tracking.run_folder import RunFolder, check_free, default_folder, list_runs
+
+
+def status_of(path):
+    return json.loads((path / "run.json").read_text())
+
+
+@pytest.fixture
+def dead_pid():
+    """The number of a process that was, and is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_run_from_start_to_end(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "mine")
+    assert not (folder.path / "run.json").exists()
+    folder.start({"seed": 1}, num_steps=10)
+    begun = status_of(folder.path)
+    assert (begun["state"], begun["step"], begun["num_steps"]) == ("running", 0, 10)
+    assert (begun["pid"], begun["host"]) == (os.getpid(), socket.gethostname())
+    folder.record({"loss": 0.5}, step=4)
+    folder.update(best_metric=0.9, metric_name="accuracy")
+    assert [run.state for run in list_runs(tmp_path)] == ["running"]
+    folder.record({"loss": 0.25}, step=8)
+    folder.finish("finished", step=10)
+    assert status_of(folder.path)["state"] == "finished"
+    config, *lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert config["config"] == {"seed": 1}
+    assert [(line["step"], line["loss"]) for line in lines] == [(4, 0.5), (8, 0.25)]
+    (run,) = list_runs(tmp_path)
+    assert (run.path, run.state, run.step, run.num_steps) == (folder.path, "finished", 10, 10)
+    assert (run.metric_name, run.best_metric) == ("accuracy", 0.9)
+    assert 0 <= run.age_s < 60
+
+
+def test_small_files_are_whole_or_not_there(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_text("plan.json", "first")
+
+    def full_disk(self, text, encoding):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_text", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        folder.write_text("plan.json", "second")
+    monkeypatch.undo()
+    assert (folder.path / "plan.json").read_text() == "first"
+
+
+def test_a_folder_that_is_used(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "a.txt").write_text("mine")
+    for free in ("empty", "new", "new/er"):
+        check_free(tmp_path / free)
+    assert not (tmp_path / "new").exists()
+    for used in ("used", "used/a.txt"):
+        with pytest.raises(RecipeError, match="is not empty") as failure:
+            RunFolder(tmp_path / used)
+        assert "--out" in failure.value.cure
+    with pytest.raises(RecipeError, match="cannot be made: Not a directory"):
+        RunFolder(tmp_path / "used" / "a.txt" / "run")
+    assert (tmp_path / "used" / "a.txt").read_text() == "mine"
+
+
+def test_removal_leaves_what_was_there_before(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "given").mkdir()
+    deep, given = RunFolder(tmp_path / "runs" / "exp" / "001"), RunFolder(tmp_path / "given")
+    for folder in (deep, given):
+        folder.start({}, 1)
+        (folder.path / "best").mkdir()
+        (folder.path / "best" / "weights").write_text("x")
+        folder.remove()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["given", "runs"]
+    first, second = RunFolder(tmp_path / "new" / "001"), RunFolder(tmp_path / "new" / "002")
+    second.start({}, 1)
+    first.remove()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["002"]
+    second.finish("finished")
+
+
+def test_default_folders_are_numbered(tmp_path):
+    assert default_folder(tmp_path, "imdb", "mine") == tmp_path / "imdb" / "mine"
+    assert default_folder(tmp_path, "imdb", None) == tmp_path / "imdb" / "001"
+    for taken in ("001", "002", "004"):
+        (tmp_path / "imdb" / taken).mkdir(parents=True)
+    assert default_folder(tmp_path, "imdb", None) == tmp_path / "imdb" / "003"
+
+
+def write_status(path, **facts):
+    path.mkdir(parents=True)
+    usual = {"state": "running", "step": 1, "num_steps": 9, "started": 1e9, "host": socket.gethostname()}
+    (path / "run.json").write_text(json.dumps(usual | facts))
+
+
+def test_states(tmp_path, dead_pid):
+    """A run that claims to be running on this machine, without its process, was killed."""
+    write_status(tmp_path / "killed", pid=dead_pid)
+    write_status(tmp_path / "without-pid")
+    write_status(tmp_path / "running", pid=os.getpid(), started=1e9 + 5)
+    write_status(tmp_path / "elsewhere", pid=dead_pid, host="another-machine")
+    write_status(tmp_path / "of-another-user", pid=1)
+    for state in ("finished", "failed", "stopped"):
+        write_status(tmp_path / "deep" / state, state=state, pid=dead_pid, started=1e9 - 5)
+    states = {run.path.name: run.state for run in list_runs(tmp_path)}
+    assert states == {
+        "killed": "killed",
+        "without-pid": "killed",
+        "running": "running",
+        "elsewhere": "running",
+        "of-another-user": "running",
+        "finished": "finished",
+        "failed": "failed",
+        "stopped": "stopped",
+    }
+    names = [run.path.name for run in list_runs(tmp_path)]
+    assert names[0] == "running"
+    assert set(names[-3:]) == {"finished", "failed", "stopped"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"state": "running"}', '{"state": "x", "step": 1}'])
+def test_other_files_of_that_name_are_passed_over(tmp_path, text):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text(text)
+    write_status(tmp_path / "good", state="finished")
+    assert [run.path.name for run in list_runs(tmp_path)] == ["good"]
+
+
+def test_no_runs(tmp_path):
+    assert list_runs(tmp_path) == []
+    assert list_runs(tmp_path / "nowhere") == []
