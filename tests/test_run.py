@@ -285,3 +285,14 @@ def test_a_run_that_breaks_says_so(bert, capsys, raised, state):
     assert status["pid"] == os.getpid()
     assert capsys.readouterr().err == f"{state}: run\n"
     assert len(lines_of(Path("run"))) == 2
+
+
+def test_regression_on_several_columns_trains_and_predicts(own_folder, tiny):
+    rows = [{"text": f"the film {index}", "funny": index / 8, "sad": 1 - index / 8} for index in range(8)]
+    recipe = Recipe(
+        model=tiny.folder("bert"),
+        task="regress",
+        data={"train": rows, "label": ["funny", "sad"]},
+        limits={"fast_dev_run": True},
+    )
+    assert fit(recipe, progress="quiet").fit.step == 3

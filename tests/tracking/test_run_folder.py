@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from trimtab.errors import RecipeError
 from trimtab.tracking.run_folder import RunFolder, check_free, default_folder, list_runs
@@ -143,3 +144,14 @@ def test_other_files_of_that_name_are_passed_over(tmp_path, text):
 def test_no_runs(tmp_path):
     assert list_runs(tmp_path) == []
     assert list_runs(tmp_path / "nowhere") == []
+
+
+def test_numbers_that_json_has_no_word_for_become_text(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.start({"lr": float("inf")}, num_steps=1)
+    folder.record({"loss": float("nan"), "norm": torch.tensor(float("-inf")), "lr": 0.5}, step=1)
+    folder.finish("finished")
+    text = (folder.path / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert lines[0]["config"] == {"lr": "Infinity"}
+    assert (lines[1]["loss"], lines[1]["norm"], lines[1]["lr"]) == ("NaN", "-Infinity", 0.5)

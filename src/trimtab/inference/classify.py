@@ -55,11 +55,11 @@ def classify_texts(
 
 def regress_texts(
     loaded: Loaded, texts: Sequence[Text], batch_size: int = 32, *, max_length: int | None = None
-) -> list[float]:
-    """The number that a regression model gives to each text; see `classify_texts` for the arguments."""
-    if loaded.task_name != "regress" or loaded.model.config.num_labels != 1:
+) -> list[float] | list[list[float]]:
+    """The number or numbers that a regression model gives to each text; see `classify_texts` for the arguments."""
+    if loaded.task_name != "regress":
         raise ModelError(f"this model gives no number: its task is {loaded.task_name}", "load a regression model")
-    values: list[float] = _logits(loaded, texts, batch_size, max_length).squeeze(-1).tolist()
+    values: list[float] | list[list[float]] = _logits(loaded, texts, batch_size, max_length).squeeze(-1).tolist()
     return values
 
 

@@ -12,5 +12,6 @@ def predict_text(loaded: Loaded, text: str, *, max_new_tokens: int = 128) -> str
         label = prediction.label if isinstance(prediction.label, str) else ", ".join(prediction.label) or "none"
         return f"{label} ({prediction.score:.3f})"
     if loaded.task_name == "regress":
-        return f"{regress_texts(loaded, [text])[0]:.4f}"
+        values = regress_texts(loaded, [text])[0]
+        return ", ".join(f"{value:.4f}" for value in (values if isinstance(values, list) else [values]))
     return generate_texts(loaded, [text], max_new_tokens)[0]

@@ -29,7 +29,7 @@ class Plan:
 
     def describe(self) -> list[str]:
         """What a user wants to know before it starts, a line each."""
-        trainable = f"{self.num_trainable / 1e6:.1f} M of {self.num_parameters / 1e6:.1f} M parameters train"
+        trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters train"
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
         return [
             f"{self.device}, {self.precision}; {trainable}",
@@ -38,3 +38,7 @@ class Plan:
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "
             f"warmup {self.warmup_steps:,}; best by {self.metric}",
         ]
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"

@@ -52,7 +52,12 @@ class Journal:
         self._write({"step": step, **values})
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"time": round(time.time(), 3), **line}, default=_plain) + "\n")
+        whole = {"time": round(time.time(), 3), **line}
+        try:
+            text = json.dumps(whole, default=_plain, allow_nan=False)
+        except ValueError:  # JSON has no word for NaN and infinity: they become text
+            text = json.dumps(json.loads(json.dumps(whole, default=_plain), parse_constant=str))
+        self._file.write(text + "\n")
         self._file.flush()
 
     def finish(self) -> None:

@@ -242,7 +242,7 @@ class Trainer:
             best_step=self._best.step,
             stop_reason=self.state.stop_reason,
             train_seconds=self._meter.seconds(),
-            num_tokens=self._meter.num_tokens,
+            num_tokens=int(self._meter.num_tokens),
             num_skipped=self._engine.num_skipped_steps,
             peak_memory_bytes=peak_memory(self._engine.device),
         )
@@ -275,7 +275,7 @@ class _Meter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.num_tokens = 0
+        self.num_tokens: torch.Tensor | int = 0
         self._start = time.monotonic()
         self._paused_s = 0.0
         self._results: list[StepResult] = []
@@ -293,7 +293,7 @@ class _Meter:
         return time.monotonic() - self._start
 
     def add(self, result: StepResult) -> None:
-        self.num_tokens += result.num_tokens
+        self.num_tokens = self.num_tokens + result.num_tokens
         self._results.append(result)
 
     def paused(self) -> "_Pause":
@@ -305,8 +305,9 @@ class _Meter:
         weight = float(sum(result.weight for result in results))
         loss = float(torch.stack([result.loss_sum for result in results]).sum()) / weight if weight else math.nan
         norm = results[-1].grad_norm
-        seconds, tokens = self.seconds() - self._last[0], self.num_tokens - self._last[1]
-        self._last = (self.seconds(), self.num_tokens)
+        num_tokens = int(self.num_tokens)
+        seconds, tokens = self.seconds() - self._last[0], num_tokens - self._last[1]
+        self._last = (self.seconds(), num_tokens)
         return loss, None if norm is None else float(norm), tokens / max(seconds, 1e-9)
 
 

@@ -17,7 +17,7 @@ class StepResult:
     loss_sum: torch.Tensor
     weight: torch.Tensor | float
     grad_norm: torch.Tensor | None
-    num_tokens: int
+    num_tokens: torch.Tensor | int  # without padding
 
 
 def train_step(
@@ -36,7 +36,8 @@ def train_step(
     none may be read ahead; nor has a device to hold more than one.
     """
     engine.gradient_accumulation_steps = num_micro_batches
-    losses, weights, num_tokens, norm = [], [], 0, None
+    losses, weights, norm = [], [], None
+    num_tokens: torch.Tensor | int = 0
     for batch in micro_batches:
         with engine.accumulate(model):
             step = loss(model, batch)
@@ -48,7 +49,9 @@ def train_step(
             optimizer.zero_grad()
         losses.append(step.loss_sum())
         weights.append(step.weight)
-        num_tokens += batch["input_ids"].numel()
+        num_tokens = num_tokens + (
+            batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+        )
     return StepResult(torch.stack(losses).sum(), sum(weights), norm, num_tokens)
 
 
