@@ -19,7 +19,8 @@ from trimtab.data.tasks.build import build_task
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
-from trimtab.hardware.inventory import native_precision
+from trimtab.hardware.inventory import find_device, native_precision
+from trimtab.hardware.memory import keep_freed_memory
 from trimtab.log import say, say_once
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_model, load_tokenizer, max_positions, train_tokenizer
@@ -238,9 +239,11 @@ def _limited(limit: int | float | None, num_batches: int) -> int | None:
 
 def build_engine(recipe: Recipe, device: str | None) -> Engine:
     """The engine in the precision asked for; `auto` is a rule on what the device does natively."""
-    engine = Engine("no", device=device)
+    found = find_device(device)
+    if found.type == "cpu":
+        keep_freed_memory()
     wanted = recipe.train.precision
-    precision = native_precision(engine.device) if wanted == "auto" else wanted
+    precision = native_precision(found) if wanted == "auto" else wanted
     return Engine("no" if precision == "fp32" else precision, device=device, seed=recipe.seed)
 
 

@@ -42,7 +42,7 @@ def train_step(
         with engine.accumulate(model):
             step = loss(model, batch)
             engine.backward(step.value, weight=step.weight)
-            if max_grad_norm:
+            if max_grad_norm and engine.sync_gradients:
                 norm = engine.clip_grad_norm_(trainable(model), max_grad_norm)
             optimizer.step()
             scheduler.step()
