@@ -130,7 +130,10 @@ def accelerate(settings, clock, seed):
 
 
 def lightning(settings, clock, seed):
-    import lightning
+    try:
+        import lightning
+    except ImportError:  # the same under its other name
+        import pytorch_lightning as lightning
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -285,7 +288,9 @@ def main():
     settings = parser.parse_args()
     if settings.child:
         sys.exit(run_child(settings))
-    setting = machine("cpu", settings.threads, ("torch", "transformers", "accelerate", "lightning"))
+    setting = machine(
+        "cpu", settings.threads, ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning")
+    )
     measured = measure(settings)
     setting["run"] = (
         f"{settings.model.name}, {settings.rows:,} rows of IMDb of {measured['mean_length']:.0f} tokens on average, at "

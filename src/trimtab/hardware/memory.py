@@ -34,8 +34,8 @@ def keep_freed_memory() -> bool:
     """Let the C library keep large blocks that were freed, in the place of returning them to the system each time.
 
     By default glibc maps every large tensor afresh and unmaps it when it is freed; a training step on the CPU then
-    spends a tenth of its time and more on page faults. The process holds on to its peak instead, which it needs again in the
-    next step anyway.
+    spends a tenth of its time and more on page faults. The process holds on to its peak instead, which it needs again
+    in the next step anyway.
 
     Returns:
         Whether it was done: only with glibc, and not where the user tuned malloc through the environment.
