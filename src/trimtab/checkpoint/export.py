@@ -1,12 +1,8 @@
-"""Hands a trained model over as a plain Hugging Face folder, with a `trimtab.json` of facts about it.
-
-The folder is written beside its place, synced to disk and renamed into it: a folder of that name is always a whole one.
-"""
+"""Hands a trained model over as a plain Hugging Face folder, with a `trimtab.json` of facts about it."""
 
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,7 @@ from typing import Any
 import torch
 
 from trimtab import __version__
+from trimtab.checkpoint.folder import whole_folder
 from trimtab.errors import CheckpointError
 from trimtab.model.hub import quiet_transformers
 
@@ -35,24 +32,13 @@ def export_model(
         The folder.
     """
     bare = _bare(model)
-    target = Path(folder).resolve()
-    _refuse_foreign(target)
     facts = json.dumps(_plain({"trimtab": __version__, **card}), indent=1, ensure_ascii=False, allow_nan=False)
-    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        with quiet_transformers():
-            _mend_generation_config(bare)
-            bare.save_pretrained(beside)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(beside)
-        (beside / FACTS).write_text(facts, encoding="utf-8")
-        _sync(beside)
-        _swap_in(beside, target)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+    with whole_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
+        _mend_generation_config(bare)
+        bare.save_pretrained(place)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+        (place / FACTS).write_text(facts, encoding="utf-8")
     return Path(folder)
 
 
@@ -83,13 +69,6 @@ def _bare(model: torch.nn.Module) -> Any:
     return inner
 
 
-def _refuse_foreign(target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file, so no model can be written there", "name a folder")
-    if target.exists() and not (target / FACTS).exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} holds other files, which the model would replace", "name a folder of its own")
-
-
 def _mend_generation_config(model: Any) -> None:
     """Some published models have sampling settings without `do_sample`, which transformers refuses to save."""
     config = getattr(model, "generation_config", None)
@@ -112,30 +91,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def _sync(folder: Path) -> None:
-    """Bring everything in a folder to the disk, so that a rename never shows files that a power cut would empty."""
-    for path in [*(path for path in folder.rglob("*") if path.is_file()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _swap_in(beside: Path, target: Path) -> None:
-    if target.exists():
-        outdated = target.with_name(f".{target.name}.outdated-{os.getpid()}")
-        shutil.rmtree(outdated, ignore_errors=True)
-        target.rename(outdated)
-        try:
-            beside.rename(target)
-        except BaseException:
-            outdated.rename(target)
-            raise
-    else:
-        beside.rename(target)
-    # also what writers before this one left when they were killed
-    for left in target.parent.glob(f".{target.name}.outdated-*"):
-        shutil.rmtree(left, ignore_errors=True)

@@ -1,11 +1,7 @@
-"""A checkpoint as a folder: one safetensors file for each part that has tensors, the rest as JSON, and a manifest.
-
-The folder is written beside its place and renamed into it, so that a folder of that name is always a whole one.
-"""
+"""A checkpoint as a folder: one safetensors file for each part that has tensors, the rest as JSON, and a manifest."""
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import torch
 
 from trimtab import __version__
 from trimtab.checkpoint.codec import Encoded, Tree, tensor_forms
+from trimtab.checkpoint.folder import whole_folder
 from trimtab.errors import CheckpointError
 
 _FORMAT = 1
@@ -28,50 +25,17 @@ def write_checkpoint(folder: str | os.PathLike[str], parts: dict[str, Encoded]) 
     """
     from safetensors.torch import save_file
 
-    target = Path(folder).resolve()  # behind a link, so that the link stays one
-    _refuse_foreign(target)
-    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
+    with whole_folder(folder, marker=_MANIFEST, what="checkpoint") as place:
         for name, part in parts.items():
             if part.tensors:
                 tensors = {key: tensor.contiguous().cpu() for key, tensor in part.tensors.items()}
-                save_file(tensors, beside / f"{name}.safetensors")
+                save_file(tensors, place / f"{name}.safetensors")
         state = {name: part.tree for name, part in parts.items()}
-        (beside / _STATE).write_text(json.dumps(state, allow_nan=False))
-        files = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
+        (place / _STATE).write_text(json.dumps(state, allow_nan=False))
+        files = {path.name: path.stat().st_size for path in sorted(place.iterdir())}
         manifest = {"format": _FORMAT, "trimtab": __version__, "torch": torch.__version__, "files": files}
-        (beside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _swap_in(beside, target)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+        (place / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     return Path(folder)
-
-
-def _refuse_foreign(target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file, so no checkpoint can be written there", "name a folder")
-    if target.exists() and not (target / _MANIFEST).exists() and any(target.iterdir()):
-        raise CheckpointError(
-            f"{target} holds other files, which a checkpoint would replace", "name a folder of its own"
-        )
-
-
-def _swap_in(beside: Path, target: Path) -> None:
-    if not target.exists():
-        beside.rename(target)
-        return
-    outdated = target.with_name(f".{target.name}.outdated-{os.getpid()}")
-    shutil.rmtree(outdated, ignore_errors=True)
-    target.rename(outdated)
-    try:
-        beside.rename(target)
-    except BaseException:
-        outdated.rename(target)
-        raise
-    shutil.rmtree(outdated)
 
 
 class StoredCheckpoint:
