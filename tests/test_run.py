@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import trimtab
 from tiny_runs import CHAT_TEMPLATE, lines_of, reviews, tiny_config, write_csv
 from trimtab import Recipe, fit
+from trimtab.build import run_name
 from trimtab.errors import DataError, ModelError, RecipeError, UserError
 from trimtab.recipe.load import load_recipe
 from trimtab.run import look_at_data
@@ -296,3 +297,18 @@ def test_regression_on_several_columns_trains_and_predicts(own_folder, tiny):
         limits={"fast_dev_run": True},
     )
     assert fit(recipe, progress="quiet").fit.step == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("data/*.csv", "data"), ("data/**/*.jsonl", "data"), ("*.csv", "run"), ("a/reviews.csv[:10]", "reviews")],
+)
+def test_a_run_is_named_after_its_data_and_never_after_a_glob(source, name):
+    assert run_name(Recipe(model="x", data={"train": source})) == name
+
+
+def test_smoothing_is_refused_beside_an_own_loss(own_folder, tiny):
+    rows = [{"text": f"the film {index}", "label": index % 2} for index in range(8)]
+    recipe = Recipe(model=tiny.folder("bert"), data={"train": rows}, train={"label_smoothing": 0.1, "max_steps": 1})
+    with pytest.raises(RecipeError, match="label_smoothing"):
+        fit(recipe, loss=lambda outputs, batch: outputs.logits.mean(), progress="quiet")

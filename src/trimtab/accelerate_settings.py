@@ -28,6 +28,8 @@ def read_handlers(handlers: Sequence[Any] | None) -> Handlers:
     profile = None
     for handler in handlers or ():
         if all(hasattr(handler, name) for name in _SCALER_FIELDS):
+            if not getattr(handler, "enabled", True):
+                raise RecipeError("GradScalerKwargs(enabled=False) is not supported", 'use mixed_precision="bf16"')
             scaler = {name: getattr(handler, name) for name in _SCALER_FIELDS}
         elif hasattr(handler, "build") and hasattr(handler, "activities"):
             profile = handler

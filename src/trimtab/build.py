@@ -258,7 +258,9 @@ class BestKeeper:
         model = self._engine.unwrap_model(self._loaded.model)
         card = {**self._card, "step": step, "metrics": metrics}
         export_model(self._folder.best, model, self._loaded.tokenizer, card=card)
-        self._folder.update(metric_name=self._metric, best_metric=metrics.get(self._metric), best_step=step)
+        value = metrics.get(self._metric)
+        best = value if value is not None and math.isfinite(value) else None
+        self._folder.update(metric_name=self._metric, best_metric=best, best_step=step)
         return str(self._folder.best)
 
     def record(self, values: dict[str, Any], step: int) -> None:
@@ -342,6 +344,11 @@ def build_trainer(
 
 def _the_loss(task: Task, own: Callable[..., Any] | None, label_smoothing: float) -> Loss:
     if own is not None:
+        if label_smoothing:
+            raise RecipeError(
+                f"train.label_smoothing is {label_smoothing}, which a loss of your own does not know",
+                "smooth in your function and leave the key out",
+            )
         return own_loss(own)
     return build_loss(task.loss_kind, shifts_labels=task.shifts_labels, label_smoothing=label_smoothing)
 
@@ -424,5 +431,6 @@ def run_name(recipe: Recipe) -> str:
         return recipe.track.experiment
     source = recipe.data.train
     if isinstance(source, str | Path):
-        return Path(str(source)).name.split("[")[0].split(":")[0].split(".")[0] or "run"
+        words = [part.split("[")[0].split(":")[0].split(".")[0] for part in reversed(Path(str(source)).parts)]
+        return next((word for word in words if word and not set(word) & set("*?/")), "run")
     return "run"

@@ -189,6 +189,8 @@ class Engine:
             loss: A scalar: the mean over the rows or tokens of this micro-batch.
             weight: How many rows or tokens that mean stands for. None counts every micro-batch alike, which is exact
                 for micro-batches of one size. For causal language models this is `(labels[:, 1:] != -100).sum()`.
+                Weight 0 contributes nothing. On an accelerator, where that is not known to the host, a loss written
+                as sum / count has to clamp its count to 1: the derivative of 0 / 0 is NaN.
             kwargs: Passed to `torch.Tensor.backward`.
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad or not self._models:

@@ -148,3 +148,13 @@ def test_what_is_there_already_is_not_copied():
     assert to_device({"a": x}, torch.device("cpu"))["a"] is x
     loader = Engine(device="cpu").prepare(DataLoader([{"a": x}], batch_size=None))
     assert next(iter(loader))["a"].data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 10), ({"drop_last": True}, 8), ({"sampler": range(8)}, 8), ({"sampler": range(9)}, 9)],
+)
+def test_values_repeated_for_a_batch_are_cut_to_the_rows_it_had(settings, expected):
+    engine = Engine(device="cpu")
+    loader = engine.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=4, **settings))
+    assert sum(len(engine.gather_for_metrics(torch.zeros(()).repeat(4))) for _ in loader) == expected

@@ -314,3 +314,71 @@ def test_impossible_weights_are_refused(weight):
 def test_impossible_window_lengths_are_refused(steps):
     with pytest.raises(RecipeError, match="gradient_accumulation_steps"):
         Engine(gradient_accumulation_steps=steps)
+
+
+def test_two_optimizers_that_step_one_after_the_other_in_a_window():
+    """The first one's step must not hide from the second that its gradients hold a correction already."""
+    engine = Engine(device="cpu", gradient_accumulation_steps=2)
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    models = engine.prepare(*layers)
+    optimizers = engine.prepare(*(torch.optim.SGD(layer.parameters(), lr=0.0) for layer in layers))
+    for rows in (1, 3):
+        with engine.accumulate(*models):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                engine.backward(model(torch.full((rows, 1), float(rows))).mean(), weight=rows)
+                optimizer.step()
+    assert [layer.weight.grad.item() for layer in layers] == [pytest.approx(2.5), pytest.approx(2.5)]
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_gradients_that_a_plain_loop_throws_away_count_no_more(precision):
+    engine = Engine(precision, device="cpu")
+    if precision == "fp16":
+        engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 64.0})
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = engine.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0))
+    engine.backward(model(torch.ones(4, 1)).mean() * (float("inf") if precision == "fp16" else 1.0), weight=4)
+    optimizer.zero_grad()
+    engine.backward(model(torch.ones(4, 1)).mean(), weight=4)
+    assert layer.weight.grad.item() == pytest.approx(1.0)
+    optimizer.step()
+    assert not engine.optimizer_step_was_skipped
+
+
+def test_a_closure_that_is_called_many_times_sees_the_same_gradient():
+    engine = Engine(device="cpu")
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = engine.prepare(layer, torch.optim.LBFGS(layer.parameters(), lr=1e-9, max_iter=3))
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 1)).mean()
+        engine.backward(loss, weight=4)
+        seen.append(layer.weight.grad.item())
+        return loss
+
+    optimizer.step(closure)
+    assert seen == [pytest.approx(1.0)] * len(seen)
+    assert len(seen) >= 2
+
+
+def test_a_closure_is_refused_in_fp16():
+    engine = Engine("fp16", device="cpu")
+    layer = torch.nn.Linear(1, 1)
+    _, optimizer = engine.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    with pytest.raises(RecipeError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+def test_weights_on_the_device_may_begin_with_nothing(monkeypatch):
+    """What a device's weights go through, on the CPU: no host read, so zero is a value like any other."""
+    from trimtab.optim import accumulation
+
+    monkeypatch.setattr(accumulation, "_checked", lambda weight, device: weight.float())
+    engine = Engine(device="cpu")
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model = engine.prepare(layer)
+    engine.backward(model(torch.ones(1, 1)).mean(), weight=torch.tensor(0))
+    engine.backward(model(torch.ones(4, 1)).mean(), weight=torch.tensor(4))
+    assert layer.weight.grad.item() == pytest.approx(1.0)

@@ -27,7 +27,7 @@ def dead_pid():
 
 def test_a_run_from_start_to_end(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "mine")
-    assert not (folder.path / "run.json").exists()
+    assert status_of(folder.path)["state"] == "running"  # taken before anything else happens
     folder.start({"seed": 1}, num_steps=10)
     begun = status_of(folder.path)
     assert (begun["state"], begun["step"], begun["num_steps"]) == ("running", 0, 10)

@@ -14,7 +14,7 @@ from tiny_runs import NO_DROPOUT, lines_of, reviews
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError
 from trimtab.inference.classify import classify_texts
-from trimtab.train.loop import _Due
+from trimtab.train.loop import RunState, _Due
 from trimtab.units import Every
 
 ROWS = reviews(32)
@@ -564,3 +564,11 @@ def test_freeze_then_unfreeze(train, tiny, until, num_frozen):
     steps = {n: int(watch.optimizer.state[p]["step"]) for n, p in watch.model.named_parameters()}
     assert {steps[n] for n in base if n in steps} == {8 - num_frozen}
     assert {steps[n] for n in steps if is_head(n)} == {8}
+
+
+def test_a_wish_to_stop_cannot_be_taken_back():
+    state = RunState(num_steps=9, steps_per_epoch=3, model=torch.nn.Linear(1, 1), optimizer=None)
+    state.should_stop = True
+    state.should_stop = False
+    assert state.should_stop
+    assert state.is_over

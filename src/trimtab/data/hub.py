@@ -89,7 +89,7 @@ def _explain(name: str, repository: str, error: Exception) -> None:
     """Raise at once for what another reading of the name cannot mend."""
     said = str(error)
     if "gated" in said.lower():
-        cure = f"ask for access at https://huggingface.co/datasets/{repository}, then log in: hf auth login"
+        cure = f"ask for access on the page of {repository} on the Hub, then log in: hf auth login"
         raise DataError(f"the dataset {name!r} is gated: {_first_line(error)}", cure) from error
     if "Config name is missing" in said or "BuilderConfig" in said:
         raise DataError(f"the dataset {name!r} has configurations: {said}", f"write {repository}/NAME") from error

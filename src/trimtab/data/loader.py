@@ -53,6 +53,7 @@ class _IndexIterator:
         self._num_skipped = num_skipped
         self._next: Any = _UNREAD
         self.num_issued = num_skipped
+        self.last_size = 0  # rows of the batch issued last
         self.exhausted = False
 
     def prime(self) -> None:
@@ -75,6 +76,7 @@ class _IndexIterator:
             raise StopIteration
         indices = self._next
         self.num_issued += 1
+        self.last_size = len(indices) if hasattr(indices, "__len__") else 0
         self._read()
         return indices
 
@@ -170,8 +172,9 @@ class PreparedLoader:
         full = (self.loader.batch_size or 0) * num_processes
         if not self.end_of_epoch or not full or self._indices is None:
             return gathered
-        num_rows = len(self.loader.dataset) % full  # type: ignore[arg-type]
-        return gathered if num_rows == 0 else _first_rows(gathered, num_rows, full)
+        assert self._indices.iterator is not None
+        num_rows = self._indices.iterator.last_size
+        return gathered if num_rows in (0, full) else _first_rows(gathered, num_rows, full)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration counts as; samplers and datasets that listen are told."""

@@ -36,8 +36,12 @@ def examine() -> list[Finding]:
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("device", _describe(inventory)),
         Finding("precision: auto", native_precision(device)),
-        Finding("bf16", _native(inventory.native_bf16, f"emulated: right but slow; use {native_precision(device)} here")),
-        Finding("fp16", _native(inventory.native_fp16, f"emulated: right but slow; use {native_precision(device)} here")),
+        Finding(
+            "bf16", _native(inventory.native_bf16, f"emulated: right but slow; use {native_precision(device)} here")
+        ),
+        Finding(
+            "fp16", _native(inventory.native_fp16, f"emulated: right but slow; use {native_precision(device)} here")
+        ),
         Finding("attention", _attention(inventory)),
     ]
     return findings + [_package(name, cure) for name, cure in _PACKAGES.items()]

@@ -30,6 +30,14 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` count from now on; of a process on the CPU the system keeps its own peak."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        if hasattr(module, "reset_peak_memory_stats"):
+            module.reset_peak_memory_stats(device)
+
+
 def keep_freed_memory() -> bool:
     """Let the C library keep large blocks that were freed, in the place of returning them to the system each time.
 

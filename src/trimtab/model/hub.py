@@ -141,7 +141,7 @@ def explained(source: str, error: Exception) -> UserError:
     if "GatedRepoError" in kinds:
         return ModelError(
             f"{source} is gated: its owner wants you to accept a licence first",
-            f"accept it on the model's page (huggingface.co/{source}), then run: hf auth login",
+            f"accept it on the model's page on the Hub ({source}), then run: hf auth login",
         )
     if "RepositoryNotFoundError" in kinds:
         return ModelError(

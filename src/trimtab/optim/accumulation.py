@@ -27,6 +27,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forget the current window and the reference weight."""
+        self.window = 0  # counts windows
         self.sync = True  # the current micro-batch ends its window: optimizer, schedule and zero_grad act
         self.inside = False  # within `accumulate`
         self._num_opened = 0
@@ -71,6 +72,7 @@ class Accumulation:
             self._begin_window(self.num_steps)
 
     def _begin_window(self, length: int) -> None:
+        self.window += 1
         self._num_opened, self._window_length = 0, length
         self._total, self._weighted, self._stepped = 0.0, None, False
 
@@ -79,6 +81,11 @@ class Accumulation:
         belongs = self.inside or self._awaits_backward
         self._awaits_backward = False
         return belongs
+
+    @property
+    def is_open_in_plain_loop(self) -> bool:
+        """Whether backwards outside `accumulate` wait for a step."""
+        return not self.inside and not self._stepped and self._num_opened == 0
 
     def step_taken(self) -> None:
         """An optimizer has stepped: a plain loop's next backward begins a new window."""
@@ -122,7 +129,7 @@ class Accumulation:
         assert self._expected is not None
         if isinstance(self._total, torch.Tensor) or isinstance(self._expected, torch.Tensor):
             total = torch.as_tensor(self._total)
-            return torch.where(total > 0, self._expected / total, torch.zeros_like(total))
+            return torch.where(total > 0, self._expected / total, torch.ones_like(total))  # of nothing: zero anyway
         if self._total == self._expected or self._total == 0:
             return None
         return self._expected / self._total

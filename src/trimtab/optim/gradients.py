@@ -11,9 +11,7 @@ import torch
 
 from trimtab.model.precision import keep_fp32
 from trimtab.optim.accumulation import Accumulation, Weight
-from trimtab.optim.scaling import Scaler
-
-_NO_OWNER = 0  # parameters of a prepared model that no optimizer holds
+from trimtab.optim.scaling import NO_OWNER, Scaler
 
 
 class Gradients:
@@ -31,6 +29,8 @@ class Gradients:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._are_true = False
         self._applied: Weight | None = None  # the correction that the true gradients contain
+        self._window = 0
+        self._stepped: set[int] = set()  # optimizers that have stepped in this window: their gradients are used up
         self.num_skipped = 0  # steps whose gradients had overflowed, over all optimizers
 
     def watch(self, part: torch.nn.Module | torch.optim.Optimizer) -> None:
@@ -53,11 +53,19 @@ class Gradients:
         if in_plain_loop:
             accumulation.open_plain()
         self._reopen()
+        if self._window != accumulation.window:
+            self._window = accumulation.window
+            self._stepped.clear()
         contribution = accumulation.share(loss, weight)
         if contribution is not None:
             self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
         if accumulation.sync:
             self._make_true(accumulation.correction(in_plain_loop))
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether losses are scaled, as fp16 needs it."""
+        return self._scaler.is_scaling
 
     def _make_true(self, correction: Weight | None) -> None:
         self._are_true, self._applied = True, correction
@@ -69,7 +77,8 @@ class Gradients:
             gradients = _gradients_of(parameters)
             if gradients:
                 self._scaler.unscale(owner, gradients)
-                _multiply(gradients, correction)
+                if owner not in self._stepped:
+                    _multiply(gradients, correction)
 
     def _reopen(self) -> None:
         """Another backward follows: bring gradients that were kept back to the scale in which it will add to them."""
@@ -79,11 +88,11 @@ class Gradients:
         correction, self._applied = self._applied, None
         if not self._scaler.is_scaling and correction is None:
             return
-        for _, parameters in self._by_owner():
+        for owner, parameters in self._by_owner():
             gradients = _gradients_of(parameters)
             if gradients:
                 self._scaler.rescale(gradients)
-                if correction is not None:
+                if correction is not None and owner not in self._stepped:
                     _multiply(gradients, 1.0 / correction)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -92,8 +101,14 @@ class Gradients:
         self.num_skipped += overflowed
         self._scaler.finish_step(id(optimizer), overflowed)
         self._accumulation.step_taken()
-        self._applied = None  # gradients that are kept over a step belong to no window
+        self._stepped.add(id(optimizer))
         return overflowed
+
+    def discarded(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of `optimizer` were thrown away: what was noted of them is void, and a plain window over."""
+        self._scaler.set_flags(id(optimizer), [])
+        if self._accumulation.is_open_in_plain_loop and not any(held for _, held in self._by_owner()):
+            self._accumulation.step_taken()
 
     def state_dict(self) -> dict[str, Any]:
         """What `.grad` holds between two backwards of one step, and the count of skipped steps."""
@@ -117,7 +132,7 @@ class Gradients:
         for optimizer in self._optimizers:
             held = (p for group in optimizer.param_groups for p in group["params"])
             yield id(optimizer), _not_seen(held, seen)
-        yield _NO_OWNER, _not_seen((p for model in self._models for p in model.parameters()), seen)
+        yield NO_OWNER, _not_seen((p for model in self._models for p in model.parameters()), seen)
 
 
 def _not_seen(parameters: Iterator[torch.nn.Parameter], seen: set[int]) -> list[torch.nn.Parameter]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trimtab.errors import RecipeError
 from trimtab.optim.accumulation import Accumulation
 from trimtab.optim.gradients import Gradients
 
@@ -49,6 +50,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Step if the window ends here and no gradient overflowed; else do nothing."""
         if not self._accumulation.sync:
             return None
+        if closure is not None and self._gradients.is_scaling:
+            raise RecipeError(
+                "optimizer.step(closure) cannot be used with fp16: an overflow inside the closure would go unseen",
+                'use mixed_precision="bf16" or "no"',
+            )
         self.step_was_skipped = self._gradients.overflowed(self.optimizer)
         if self.step_was_skipped:
             return None
@@ -58,6 +64,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Forget the gradients if the window ends here; inside a window they are still needed."""
         if self._accumulation.sync:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._gradients.discarded(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer itself."""

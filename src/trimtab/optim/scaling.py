@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+NO_OWNER = 0  # gradients that no optimizer holds
+
 
 class NoScaler:
     """The do-nothing scaler of fp32 and bf16."""
@@ -94,7 +96,8 @@ class LossScaler:
             flag = torch.zeros((), dtype=torch.float32, device=device)
             inverse = torch.full((), 1.0 / self._scale, dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
-            flags.append(flag)
+            if owner != NO_OWNER:  # nobody would ever ask
+                flags.append(flag)
 
     def rescale(self, gradients: list[torch.Tensor]) -> None:
         """Enlarge true gradients again, because another backward is about to add to them."""
@@ -106,8 +109,10 @@ class LossScaler:
         return list(self._overflows.get(owner, []))
 
     def set_flags(self, owner: int, flags: list[torch.Tensor]) -> None:
-        """Put back what `flags_of` gave."""
-        self._overflows[owner] = list(flags)
+        """Put back what `flags_of` gave; nothing where there are none."""
+        self._overflows.pop(owner, None)
+        if flags:
+            self._overflows[owner] = list(flags)
 
     def overflowed(self, owner: int) -> bool:
         """Whether a gradient of the optimizer `owner` was not finite. The one host-device sync of a step."""

@@ -45,6 +45,11 @@ class RunFolder:
             raise RecipeError(f"{path} cannot be made: {error.strerror}", "choose another --out") from error
         self.path = path
         self._status: dict[str, Any] = {"state": "running", "step": 0, "num_steps": 0, "started": time.time()}
+        try:
+            with (path / _STATUS).open("x") as claim:
+                json.dump(self._status | {"pid": os.getpid(), "host": socket.gethostname()}, claim)
+        except FileExistsError as error:
+            raise RecipeError(f"{path} was taken by another run just now", "run it again") from error
         self._journal = Journal(path)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.engine import Engine
-from trimtab.hardware.memory import memory_in_use, peak_memory
+from trimtab.hardware.memory import memory_in_use, peak_memory, reset_peak_memory
 from trimtab.log import say
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
@@ -42,8 +42,17 @@ class RunState:
     optimizer: Any
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    should_stop: bool = False
     stop_reason: str = "finished"
+    _should_stop: bool = False
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether somebody wants the run to end. Once set it stays: a callback cannot take another's wish back."""
+        return self._should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._should_stop = self._should_stop or bool(value)
 
     @property
     def epoch(self) -> float:
@@ -129,6 +138,7 @@ class Trainer:
         self._freezing, self._keeper, self._progress, self._callbacks = freezing, keeper, progress, callbacks
         self.state = RunState(schedule.num_steps, schedule.steps_per_epoch, model, optimizer)
         self._meter = _Meter(engine)
+        self._has_kept = False
 
     def fit(self) -> FitResult:
         """Train until the steps are done, time is up, or early stopping or a callback says so."""
@@ -138,6 +148,7 @@ class Trainer:
         self._announce_unfrozen()
         self._meter.start()
         due = _Due(schedule.evaluate_every, schedule.steps_per_epoch)
+        reset_peak_memory(self._engine.device)
         try:
             if schedule.evaluate_at_start:
                 self._evaluate()
@@ -153,6 +164,10 @@ class Trainer:
                 self._keep_last()
             if state.step < schedule.num_steps and state.stop_reason == "finished":
                 state.stop_reason = "callback"
+        except KeyboardInterrupt:
+            if state.step and not self._has_kept:  # better a half-trained model than none
+                self._save()
+            raise
         finally:
             call_all(self._callbacks, "on_end", state)
         return self._result()
@@ -227,6 +242,7 @@ class Trainer:
                 state.should_stop, state.stop_reason = True, "early stopping"
 
     def _save(self) -> None:
+        self._has_kept = True
         call_all(self._callbacks, "on_save", self.state, self._keeper.keep_best(self.state.step, self.state.metrics))
 
     def _keep_last(self) -> None:
