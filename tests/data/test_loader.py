@@ -12,6 +12,7 @@ from trimtab import Engine
 from trimtab.data.placement import to_device
 
 META = torch.device("meta")
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # two workers on a machine of one core
 
 
 class Numbers(IterableDataset):
