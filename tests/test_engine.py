@@ -213,6 +213,7 @@ def test_settings_objects_of_accelerate_are_honoured_by_their_fields(tmp_path):
         ({"gradient_accumulation_plugin": Settings(num_steps=2, sync_each_batch=True)}, "sync_each_batch"),
         ({"gradient_accumulation_plugin": Settings(num_steps=2), "gradient_accumulation_steps": 4}, "both given"),
         ({"project_config": Settings(automatic_checkpoint_naming=True)}, "automatic_checkpoint_naming"),
+        ({"project_config": Settings(project_dir=".", total_limit=2)}, "total_limit"),
         ({"kwargs_handlers": [Settings(cache_enabled=True)]}, "Settings, which is not supported"),
         ({"mixed_precision": True}, "mixed_precision=True"),
     ],
@@ -232,3 +233,13 @@ def test_profile_and_save_model(tmp_path):
     assert any("linear" in event.key for event in profile.key_averages())
     engine.save_model(model, tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], model.weight)
+
+
+def test_settings_that_no_tracker_takes_are_refused(tmp_path):
+    engine = Engine(device="cpu", log_with="journal", project_dir=tmp_path)
+    with pytest.raises(RecipeError, match="init_kwargs has settings for wandb"):
+        engine.init_trackers("mine", init_kwargs={"wandb": {"name": "x"}})
+    engine.init_trackers("mine")
+    with pytest.raises(RecipeError, match="log_kwargs has settings for journal"):
+        engine.log({"loss": 1.0}, log_kwargs={"journal": {"commit": True}})
+    engine.end_training()

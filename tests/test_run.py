@@ -312,3 +312,18 @@ def test_smoothing_is_refused_beside_an_own_loss(own_folder, tiny):
     recipe = Recipe(model=tiny.folder("bert"), data={"train": rows}, train={"label_smoothing": 0.1, "max_steps": 1})
     with pytest.raises(RecipeError, match="label_smoothing"):
         fit(recipe, loss=lambda outputs, batch: outputs.logits.mean(), progress="quiet")
+
+
+class Interrupts:
+    def on_step(self, state):
+        if state.step == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_any_evaluation_keeps_the_model(own_folder, tiny):
+    rows = [{"text": f"the film {index}", "label": index % 2} for index in range(40)]
+    recipe = Recipe(model=tiny.folder("bert"), data={"train": rows}, train={"max_steps": 9}, out="run")
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, callbacks=[Interrupts()], progress="quiet")
+    assert trimtab.load("run").task_name == "classify"
+    assert json.loads(Path("run/best/trimtab.json").read_text())["step"] == 2

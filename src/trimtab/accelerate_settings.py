@@ -68,6 +68,8 @@ def project_folder(folder: str | Path | None, config: Any) -> Path | None:
         raise RecipeError(
             "project_config.automatic_checkpoint_naming=True is not supported", "pass a folder to save_state"
         )
+    if getattr(config, "total_limit", None) is not None:
+        raise RecipeError("project_config.total_limit is not supported", "remove old folders of save_state yourself")
     chosen = folder if folder is not None else getattr(config, "project_dir", None)
     return None if chosen is None else Path(chosen)
 

@@ -504,16 +504,13 @@ class Engine:
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Begin a run in every tracker that `log_with` named."""
-        unknown = set(init_kwargs or {}) - {tracker.name for tracker in self.trackers}
-        if unknown:
-            raise RecipeError(
-                f"init_kwargs names {', '.join(sorted(unknown))}, which log_with did not", "name it there"
-            )
+        _refuse_tracker_settings("init_kwargs", init_kwargs)
         for tracker in self.trackers if self.is_main_process else []:
             tracker.start(project_name, config)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Hand values to every tracker."""
+        _refuse_tracker_settings("log_kwargs", log_kwargs)
         for tracker in self.trackers if self.is_main_process else []:
             tracker.log(values, step)
 
@@ -572,6 +569,14 @@ def _kind_of(part: Any, position: int) -> str:
 def _placed_by_its_loader(model: torch.nn.Module) -> bool:
     """Quantized or spread models are where they must be; `.to` would fail or undo it."""
     return bool(getattr(model, "hf_device_map", None)) or bool(getattr(model, "is_quantized", False))
+
+
+def _refuse_tracker_settings(name: str, settings: dict[str, Any] | None) -> None:
+    if settings:
+        raise RecipeError(
+            f"{name} has settings for {', '.join(sorted(settings))}, which no tracker here takes",
+            "leave it out, or give log_with a tracker object of your own that is set up already",
+        )
 
 
 def _numbered(name: str, index: int) -> str:

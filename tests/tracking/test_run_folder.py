@@ -155,3 +155,11 @@ def test_numbers_that_json_has_no_word_for_become_text(tmp_path):
     lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     assert lines[0]["config"] == {"lr": "Infinity"}
     assert (lines[1]["loss"], lines[1]["norm"], lines[1]["lr"]) == ("NaN", "-Infinity", 0.5)
+
+
+def test_of_two_runs_that_find_the_same_folder_free_one_gets_it(tmp_path, monkeypatch):
+    first = RunFolder(tmp_path / "run")
+    monkeypatch.setattr("trimtab.tracking.run_folder.check_free", lambda path: None)  # as it was a moment before
+    with pytest.raises(RecipeError, match="taken by another run"):
+        RunFolder(tmp_path / "run")
+    assert status_of(first.path)["state"] == "running"
