@@ -17,7 +17,7 @@ model = BertForSequenceClassification(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader, test_loader = DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=64)
 scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=20, num_training_steps=3 * len(loader))
-model, optimizer, loader, test_loader, scheduler = engine.prepare(model, optimizer, loader, test_loader, scheduler)
+model, optimizer, loader, scheduler = engine.prepare(model, optimizer, loader, scheduler)
 
 for epoch in range(3):
     model.train()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import trimtab
 from tiny_runs import CHAT_TEMPLATE, lines_of, reviews, tiny_config, write_csv
 from trimtab import Recipe, fit
 from trimtab.build import run_name
-from trimtab.errors import DataError, ModelError, RecipeError, UserError
+from trimtab.errors import DataError, ModelError, RecipeError, Stopped, UserError
 from trimtab.recipe.load import load_recipe
 from trimtab.run import look_at_data
 
@@ -172,7 +173,7 @@ def test_the_names_of_runs(bert, own_folder):
     assert quick(Recipe(**settings, track={"experiment": "mine"})).folder == Path("runs/mine/001")
     assert quick(Recipe(**settings, name="second", track={"experiment": "mine"})).folder == Path("runs/mine/second")
     assert quick(Recipe(**settings, out="some/where")).folder == Path("some/where")
-    with pytest.raises(RecipeError, match="runs/mine/second is not empty"):
+    with pytest.raises(RecipeError, match="runs/mine/second holds a finished run"):
         quick(Recipe(**settings, name="second", track={"experiment": "mine"}))
 
 
@@ -317,13 +318,14 @@ def test_smoothing_is_refused_beside_an_own_loss(own_folder, tiny):
 class Interrupts:
     def on_step(self, state):
         if state.step == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_an_interrupt_before_any_evaluation_keeps_the_model(own_folder, tiny):
     rows = [{"text": f"the film {index}", "label": index % 2} for index in range(40)]
     recipe = Recipe(model=tiny.folder("bert"), data={"train": rows}, train={"max_steps": 9}, out="run")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped, match="signal SIGINT: saved after step 2; go on with: trimtab resume run") as stopped:
         fit(recipe, callbacks=[Interrupts()], progress="quiet")
+    assert stopped.value.code == 75
     assert trimtab.load("run").task_name == "classify"
     assert json.loads(Path("run/best/trimtab.json").read_text())["step"] == 2

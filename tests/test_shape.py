@@ -29,9 +29,12 @@ LAYERS = [
     ["inference"],
     ["report"],
     ["build"],
+    ["continuing"],
     ["run"],
+    ["proof"],
     ["demo"],
     ["cli"],
+    ["__main__"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 

@@ -15,12 +15,14 @@ _HOMES = {
     "TrimtabError": "trimtab.errors",
     "Recipe": "trimtab.recipe.schema",
     "fit": "trimtab.run",
+    "launch": "trimtab.distributed.notebook",
     "load": "trimtab.inference.load",
 }
 
-__all__ = ["DistributedType", "Engine", "Recipe", "TrimtabError", "__version__", "fit", "load", "set_seed"]
+__all__ = ["DistributedType", "Engine", "Recipe", "TrimtabError", "__version__", "fit", "launch", "load", "set_seed"]
 
 if TYPE_CHECKING:
+    from trimtab.distributed.notebook import launch
     from trimtab.distributed.world import DistributedType
     from trimtab.engine import Engine
     from trimtab.errors import TrimtabError

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.distributed.data_parallel import DataParallelOptions
 from trimtab.errors import RecipeError
 from trimtab.optim.scaling import LossScaler
 
@@ -20,12 +21,16 @@ class Handlers:
 
     scaler: dict[str, Any]
     profile: Any = None
+    data_parallel: DataParallelOptions = DataParallelOptions()
+    timeout_s: float | None = None
 
 
-def read_handlers(handlers: Sequence[Any] | None) -> Handlers:
-    """GradScalerKwargs and ProfileKwargs are honoured; those of several processes mean nothing in one."""
+def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) -> Handlers:
+    """GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of InitProcessGroupKwargs."""
     scaler: dict[str, Any] = {}
     profile = None
+    options = DataParallelOptions(find_unused_parameters=find_unused_parameters)
+    timeout_s = None
     for handler in handlers or ():
         if all(hasattr(handler, name) for name in _SCALER_FIELDS):
             if not getattr(handler, "enabled", True):
@@ -33,21 +38,42 @@ def read_handlers(handlers: Sequence[Any] | None) -> Handlers:
             scaler = {name: getattr(handler, name) for name in _SCALER_FIELDS}
         elif hasattr(handler, "build") and hasattr(handler, "activities"):
             profile = handler
-        elif type(handler).__name__ not in ("DistributedDataParallelKwargs", "InitProcessGroupKwargs"):
+        elif type(handler).__name__ == "DistributedDataParallelKwargs":
+            options = _data_parallel(handler, find_unused_parameters)
+        elif type(handler).__name__ == "InitProcessGroupKwargs":
+            timeout_s = None if handler.timeout is None else handler.timeout.total_seconds()
+        else:
             raise RecipeError(
                 f"kwargs_handlers holds a {type(handler).__name__}, which is not supported",
-                "GradScalerKwargs and ProfileKwargs are",
+                "GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and InitProcessGroupKwargs are",
             )
-    return Handlers(scaler, profile)
+    return Handlers(scaler, profile, options, timeout_s)
 
 
-def check_loader_settings(config: Any, split_batches: bool | None) -> None:
-    """Most of these divide batches among processes; with one process there is nothing to divide."""
+def _data_parallel(handler: Any, find_unused_parameters: bool) -> DataParallelOptions:
+    if str(getattr(handler, "comm_hook", "no")).lower() not in ("no", "ddpcommunicationhooktype.no"):
+        raise RecipeError("DistributedDataParallelKwargs.comm_hook is not supported", "leave it out")
+    return DataParallelOptions(
+        bucket_cap_mb=handler.bucket_cap_mb,
+        find_unused_parameters=find_unused_parameters or handler.find_unused_parameters,
+        static_graph=handler.static_graph,
+    )
+
+
+def splits_batches(config: Any, split_batches: bool | None) -> bool:
+    """Whether the batch size of a loader is that of all processes together. That is so unless False was said."""
+    if getattr(config, "dispatch_batches", None):
+        raise RecipeError(
+            "dispatch_batches=True is not supported", "leave it out: every process reads the data and takes its part"
+        )
     if getattr(config, "use_seedable_sampler", False):
         raise RecipeError(
             "use_seedable_sampler=True is not supported: it changes the order of the data",
             "leave it out and pass DataLoader(generator=…); the order is resumed exactly either way",
         )
+    if split_batches is not None:
+        return split_batches
+    return bool(getattr(config, "split_batches", True))
 
 
 def accumulation_steps(steps: int, plugin: Any) -> int:
@@ -74,6 +100,6 @@ def project_folder(folder: str | Path | None, config: Any) -> Path | None:
     return None if chosen is None else Path(chosen)
 
 
-def make_scaler(handlers: Handlers) -> LossScaler:
+def make_scaler(handlers: Handlers, num_processes: int) -> LossScaler:
     """Loss scaling with the constants asked for."""
-    return LossScaler(**handlers.scaler)
+    return LossScaler(**handlers.scaler, num_processes=num_processes)

@@ -1,7 +1,9 @@
 """From a recipe to the parts of a run. Only this file reads the recipe; every part takes plain arguments."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +13,17 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from trimtab.checkpoint.export import export_model
+from trimtab.checkpoint.mirror import Mirror
+from trimtab.checkpoint.shelf import Shelf
 from trimtab.data.batching import LengthGroupedBatches, padding_share
+from trimtab.data.fingerprint import NoFingerprint, fingerprint
 from trimtab.data.metrics import higher_is_better
+from trimtab.data.placement import to_device
 from trimtab.data.sources import Rows, load_rows, split_off
 from trimtab.data.tasks.base import Task
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tokens import TokenDataset, cached
+from trimtab.distributed.data_parallel import leave_out
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.hardware.inventory import find_device, native_precision
@@ -28,11 +35,14 @@ from trimtab.model.losses import Loss, build_loss, own_loss
 from trimtab.optim.build import build_optimizer
 from trimtab.optim.groups import decay_groups
 from trimtab.optim.schedules import build_schedule
+from trimtab.randomness import set_seed
 from trimtab.recipe.plan import Plan
+from trimtab.recipe.resuming import flat
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.tracking.run_folder import RunFolder
+from trimtab.tracking.run_folder import CHECKPOINTS, Folder
+from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.train.evaluate import Evaluator, OwnMetric
-from trimtab.train.loop import Schedule, Trainer
+from trimtab.train.loop import Keeper, Schedule, Trainer
 from trimtab.train.progress import Progress
 from trimtab.train.stopping import Best, EarlyStopping
 from trimtab.units import Every, parse_every, parse_seconds
@@ -184,9 +194,15 @@ def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:
 def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine: Engine) -> Plan:
     """Decide what the recipe left open."""
     train = recipe.train
+    num_processes = engine.num_processes
+    if train.batch_size < num_processes:
+        raise RecipeError(
+            f"train.batch_size {train.batch_size} is less than the {num_processes} processes that share it",
+            f"set it to {num_processes} or more, or start fewer processes",
+        )
     micro = recipe.memory.micro_batch
-    micro_batch_size = train.batch_size if micro == "auto" else min(int(micro), train.batch_size)
-    batches = _train_batches(recipe, tokens, micro_batch_size)
+    whole = train.batch_size if micro == "auto" else min(int(micro) * num_processes, train.batch_size)
+    batches = _train_batches(recipe, tokens, whole)
     steps_per_epoch = len(batches.window_sizes())
     num_steps = train.max_steps or max(1, math.ceil(train.epochs * steps_per_epoch))
     if recipe.limits.fast_dev_run:
@@ -197,7 +213,8 @@ def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engin
         device=str(engine.device),
         precision={"no": "fp32"}.get(engine.mixed_precision, engine.mixed_precision),
         batch_size=train.batch_size,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=math.ceil(whole / num_processes),
+        num_processes=num_processes,
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
         warmup_steps=warmup_steps,
@@ -244,14 +261,47 @@ def build_engine(recipe: Recipe, device: str | None) -> Engine:
         keep_freed_memory()
     wanted = recipe.train.precision
     precision = native_precision(found) if wanted == "auto" else wanted
-    return Engine("no" if precision == "fp32" else precision, device=device, seed=recipe.seed)
+    return Engine("no" if precision == "fp32" else precision, device=device)
+
+
+def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine) -> None:
+    """See that every process was given the same recipe and found the same rows."""
+    if not engine.use_distributed:
+        return
+    engine.require_same("recipe", flat(recipe.model_dump(mode="json")))
+    found: dict[str, Any] = {"rows": len(tokens.train), "tokens": int(sum(tokens.train.lengths))}
+    with suppress(NoFingerprint):
+        found |= {"data.train": fingerprint([data.train]), "data.eval": fingerprint([data.eval])}
+    engine.require_same("data", found)
+
+
+def _leave_out_unused(model: torch.nn.Module, loss: Loss, task: Task, tokens: Tokens, engine: Engine) -> None:
+    """Find the parameters that take no part in the loss, which processes must not wait for, from one row."""
+    if not engine.use_distributed:
+        return
+    model.to(engine.device)
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    was_training = model.training
+    batch = to_device(task.collate([tokens.train[0]]), engine.device)
+    try:
+        model.eval().requires_grad_(True)
+        loss(model, batch).value.backward()  # type: ignore[no-untyped-call]
+        unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    finally:
+        model.train(was_training).zero_grad(set_to_none=True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains[name])
+    leave_out(model, unused)
 
 
 class BestKeeper:
     """Writes the best model as a plain Hugging Face folder, and the numbers into the run's journal."""
 
-    def __init__(self, folder: RunFolder, engine: Engine, loaded: Loaded, card: dict[str, Any], metric: str) -> None:
+    def __init__(
+        self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], metric: str
+    ) -> None:
         self._folder, self._engine, self._loaded, self._card, self._metric = folder, engine, loaded, card, metric
+        self._tokens = tokens
 
     def keep_best(self, step: int, metrics: dict[str, float]) -> str:
         """Write the model beside the one before, then take its place."""
@@ -267,6 +317,70 @@ class BestKeeper:
         """Write a line of numbers."""
         self._folder.record(values, step)
 
+    def position(self) -> int:
+        """How far the journal has been written."""
+        return self._folder.journal_position()
+
+    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+        """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
+        lines = []
+        for row in rows:
+            fields = {name: value.tolist() for name, value in self._tokens[row].items()}
+            text = self._loaded.tokenizer.decode(fields["input_ids"])
+            lines.append(json.dumps({"row": row, "text": text, **fields}, ensure_ascii=False))
+        name = f"bad-rows-step-{step}.jsonl"
+        self._folder.write_text(name, "\n".join(lines) + "\n")
+        return str(self._folder.path / name)
+
+
+def _build_keeper(
+    folder: Folder, engine: Engine, loaded: Loaded, tokens: Tokens, card: dict[str, Any], metric: str
+) -> Keeper:
+    if not engine.is_main_process:
+        return NoKeeper(folder)
+    return BestKeeper(folder, engine, loaded, tokens.train, card, metric)
+
+
+def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpoints | NoCheckpoints:
+    """What saves the state of a run."""
+    settings = recipe.checkpoint
+    if settings.every is None or recipe.limits.fast_dev_run:
+        return NoCheckpoints()
+    mirror = None
+    if settings.mirror is not None and engine.is_main_process:
+        mirror = Mirror(folder.path, settings.mirror, files=("recipe.yaml", "plan.json", "run.json", "metrics.jsonl"))
+    shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
+    return Checkpoints(engine, shelf, mirror, on_saved=lambda step: folder.update(saved_step=step))
+
+
+def _checkpoint_bytes(optimizer: Any, kind: str, momentum: float) -> int:
+    """The size of a checkpoint once the optimizer has its state: what trains, and as much again for each moment."""
+    num_moments = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd": 1 if momentum else 0}.get(kind, 0)
+    weights: int = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    return weights * (1 + num_moments)
+
+
+class NoKeeper:
+    """Of several processes one writes; the others keep nothing."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str:
+        """Where the first process writes it."""
+        return str(self._folder.best)
+
+    def record(self, values: dict[str, Any], step: int) -> None:
+        """The first process does that."""
+
+    def position(self) -> int:
+        """The first process knows it."""
+        return 0
+
+    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+        """Where the first process writes them."""
+        return str(self._folder.path / f"bad-rows-step-{step}.jsonl")
+
 
 def build_trainer(
     recipe: Recipe,
@@ -276,7 +390,7 @@ def build_trainer(
     engine: Engine,
     plan: Plan,
     freezing: Freezing,
-    folder: RunFolder,
+    folder: Folder,
     progress: Progress,
     *,
     callbacks: list[object],
@@ -287,6 +401,9 @@ def build_trainer(
     settings, task = recipe.train, data.task
     unfreezes = any(until != "always" for until in settings.freeze.values())
     own_metrics = metrics or {}
+    train_loss = _the_loss(task, loss, settings.label_smoothing)
+    _leave_out_unused(loaded.model, train_loss, task, tokens, engine)
+    set_seed(recipe.seed)
     model = engine.prepare(loaded.model)
     optimizer = build_optimizer(
         settings.optimizer,
@@ -303,7 +420,7 @@ def build_trainer(
     scheduler = build_schedule(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
     )
-    batches = _train_batches(recipe, tokens, plan.micro_batch_size)
+    batches = _train_batches(recipe, tokens, plan.rows_at_once)
     loader = _loader(tokens.train, batches, _Collate(task, batches), engine.device)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
@@ -314,29 +431,34 @@ def build_trainer(
         "metric": plan.metric,
         "recipe": recipe.model_dump(mode="json"),
     }
+    checkpoints = build_checkpoints(recipe, engine, folder)
+    checkpoints.warn_if_disk_is_small(_checkpoint_bytes(optimizer, settings.optimizer, settings.momentum))
     return Trainer(
         engine,
         model,
         optimizer,
         scheduler,
         loader,
-        _the_loss(task, loss, settings.label_smoothing),
+        train_loss,
         Schedule(
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             evaluate_every=_evaluation_interval(recipe),
+            save_every=None if recipe.checkpoint.every is None else parse_every(recipe.checkpoint.every),
             log_every=settings.log_every,
             max_seconds=None if settings.max_time is None else parse_seconds(settings.max_time),
             evaluate_at_start=recipe.evaluate.at_start,
             keeps_best=recipe.checkpoint.best,
             max_grad_norm=settings.max_grad_norm,
+            on_nan=settings.on_nan,
         ),
         # held-out loss and perplexity are those of the true labels, whatever the training smooths
         evaluator=_build_evaluator(recipe, task, tokens, engine, _the_loss(task, loss, 0.0), plan, own_metrics),
         best=best,
         early_stopping=_build_stopping(recipe, plan, own_metrics),
         freezing=freezing,
-        keeper=BestKeeper(folder, engine, loaded, card, plan.metric),
+        keeper=_build_keeper(folder, engine, loaded, tokens, card, plan.metric),
+        checkpoints=checkpoints,
         progress=progress,
         callbacks=callbacks,
     )
@@ -372,13 +494,13 @@ def _build_evaluator(
     names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]
     task.metrics(names)  # one that the task does not have is refused now, and not after an epoch
     if recipe.limits.overfit_batches:  # the rows that are trained on, and no others
-        batches = _train_batches(recipe, tokens, plan.micro_batch_size)
+        batches = _train_batches(recipe, tokens, plan.rows_at_once)
         loader = _loader(tokens.train, batches, task.collate, engine.device)
     elif tokens.eval is not None:
         loader = _eval_loader(recipe, task, tokens.eval, plan, engine.device)
     else:
         return None
-    return Evaluator(engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
+    return Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
 
 
 def _eval_loader(recipe: Recipe, task: Task, tokens: TokenDataset, plan: Plan, device: torch.device) -> DataLoader[Any]:
@@ -386,7 +508,7 @@ def _eval_loader(recipe: Recipe, task: Task, tokens: TokenDataset, plan: Plan, d
 
     Collated as in epoch 0 every time, so that evaluations of one run ask for the same masked tokens.
     """
-    batch_size = recipe.evaluate.batch_size or max(plan.micro_batch_size, 8)
+    batch_size = recipe.evaluate.batch_size or max(plan.rows_at_once, 8)
     limit = 3 if recipe.limits.fast_dev_run else _limited(recipe.limits.eval, math.ceil(len(tokens) / batch_size))
     lengths, rows = tokens.lengths, list(range(len(tokens)))
     if limit is not None:

@@ -12,31 +12,38 @@ from torch.utils.data import DataLoader
 
 from trimtab.accelerate_settings import (
     accumulation_steps,
-    check_loader_settings,
     make_scaler,
     project_folder,
     read_handlers,
+    splits_batches,
 )
+from trimtab.checkpoint.codec import Encoded
+from trimtab.checkpoint.frozen import FrozenBase
 from trimtab.checkpoint.state import (
     ModelPart,
     OptimizerPart,
     Part,
     RandomPart,
     StatefulPart,
-    load_parts,
-    save_parts,
 )
+from trimtab.checkpoint.store import StoredCheckpoint
+from trimtab.checkpoint.together import capture_together, load_together, save_together
 from trimtab.data.loader import ActiveLoaders, PreparedLoader
 from trimtab.data.placement import placement_for
-from trimtab.distributed.world import DistributedType, find_world
-from trimtab.errors import LossError, PrepareError, RecipeError
+from trimtab.data.sharding import sharding_for
+from trimtab.distributed.data_parallel import DataParallel
+from trimtab.distributed.environment import find_place
+from trimtab.distributed.join import find_world
+from trimtab.distributed.same import require_same
+from trimtab.distributed.world import DistributedType
+from trimtab.errors import LossError, PrepareError, RecipeError, UserError
 from trimtab.hardware.inventory import find_device
 from trimtab.model.precision import Precision
 from trimtab.optim.accumulation import Accumulation
 from trimtab.optim.gradients import Gradients
 from trimtab.optim.prepared import PreparedOptimizer, PreparedScheduler, optimizers_of
 from trimtab.optim.scaling import NoScaler, Scaler
-from trimtab.randomness import set_seed
+from trimtab.randomness import diverge, set_seed
 from trimtab.tracking.journal import build_trackers
 
 T = TypeVar("T")
@@ -57,11 +64,14 @@ class Engine:
         step_scheduler_with_optimizer: Whether a prepared scheduler waits for real optimizer steps.
         log_with: "journal", a tracker object, or a list of these; None tracks nothing.
         project_dir: Where trackers write.
-        split_batches: Accelerate's; with one process there is nothing to split.
+        split_batches: Whether a loader's batch size is that of all processes together, which it is if left out; False
+            lets every process take whole batches.
+        find_unused_parameters: Let several processes train a model of which parts take no part in the loss.
         dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields.
         gradient_accumulation_plugin: Accelerate's, in the place of gradient_accumulation_steps.
         project_config: Accelerate's ProjectConfiguration, for its project_dir.
-        kwargs_handlers: Accelerate's GradScalerKwargs and ProfileKwargs.
+        kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of
+            InitProcessGroupKwargs.
     """
 
     def __init__(
@@ -77,26 +87,32 @@ class Engine:
         log_with: Any = None,
         project_dir: str | Path | None = None,
         split_batches: bool | None = None,
+        find_unused_parameters: bool = False,
         dataloader_config: Any = None,
         gradient_accumulation_plugin: Any = None,
         project_config: Any = None,
         kwargs_handlers: Sequence[Any] | None = None,
     ) -> None:
-        check_loader_settings(dataloader_config, split_batches)
-        handlers = read_handlers(kwargs_handlers)
-        self.device = find_device("cpu" if cpu else device)
+        self._splits_batches = splits_batches(dataloader_config, split_batches)
+        handlers = read_handlers(kwargs_handlers, find_unused_parameters)
+        place = find_place()
+        self.device = find_device("cpu" if cpu else device, place.local_device)
         self.project_dir = project_folder(project_dir, project_config)
         self.trackers = build_trackers(log_with, self.project_dir)
-        self._world = find_world()
+        self._world = find_world(place, self.device, handlers.data_parallel, handlers.timeout_s)
         self._precision = Precision(mixed_precision, self.device)
-        self._scaler: Scaler = make_scaler(handlers) if self._precision.needs_loss_scaling else NoScaler()
-        self._accumulation = Accumulation(accumulation_steps(gradient_accumulation_steps, gradient_accumulation_plugin))
-        self._gradients = Gradients(self._accumulation, self._scaler)
+        self._scaler: Scaler = NoScaler()
+        if self._precision.needs_loss_scaling:
+            self._scaler = make_scaler(handlers, self._world.num_processes)
+        num_steps = accumulation_steps(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self._accumulation = Accumulation(num_steps, self._world)
+        self._gradients = Gradients(self._accumulation, self._scaler, self._world)
         self._place = placement_for(self.device if device_placement else torch.device("cpu"))
         self._moves_models = device_placement
         self._follow_optimizer = step_scheduler_with_optimizer
         self._active_loaders = ActiveLoaders()
         self._models: list[torch.nn.Module] = []
+        self._frozen: list[FrozenBase] = []  # of each model, what did not train when it came
         self._optimizers: list[PreparedOptimizer] = []
         self._loaders: list[PreparedLoader] = []
         self._schedulers: list[PreparedScheduler] = []
@@ -152,6 +168,10 @@ class Engine:
         if move and not _placed_by_its_loader(model):
             model.to(self.device)
         self._precision.attach(model)
+        self._frozen.append(FrozenBase(model))
+        model = self._world.connect(model)
+        if not self._models:
+            diverge(self._world.process_index)
         self._models.append(model)
         self._gradients.watch(model)
         return model
@@ -168,7 +188,8 @@ class Engine:
         if isinstance(loader, PreparedLoader):
             return loader
         place = self._place if move else placement_for(torch.device("cpu"))
-        prepared = PreparedLoader(loader, place, self._active_loaders)
+        sharding = sharding_for(loader, self._world, self._splits_batches)
+        prepared = PreparedLoader(loader, place, self._active_loaders, self._world, sharding)
         self._loaders.append(prepared)
         return prepared
 
@@ -195,7 +216,8 @@ class Engine:
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad or not self._models:
             loss = self._checked_loss(loss)
-        self._gradients.backward(loss, weight, **kwargs)
+        loader = self._active_loaders.innermost
+        self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
 
     def _checked_loss(self, loss: Any) -> torch.Tensor:
         if not self._models and not self._optimizers:
@@ -219,20 +241,20 @@ class Engine:
         A window ends after `gradient_accumulation_steps` micro-batches, and with the last batch of a prepared loader.
         """
         for model in models:
-            if not any(model is known for known in self._models):
+            if not any(model is known or model is getattr(known, "module", None) for known in self._models):
                 raise PrepareError(
                     f"accumulate was given a {type(model).__name__} that was not prepared",
                     "engine.prepare(model) first",
                 )
-        return _MicroBatch(self._accumulation, self._active_loaders)
+        return _MicroBatch(self._accumulation, self._active_loaders, self._gradients.connected)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """A context in which operations run in the engine's precision, for computation outside the model's forward."""
         return self._precision.autocast(enabled)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which gradients are not exchanged between processes."""
-        return nullcontext()
+        """A context in which gradients are not exchanged between processes; the next backward outside does it."""
+        return model.no_sync() if isinstance(model, DataParallel) else nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
@@ -291,17 +313,20 @@ class Engine:
     # ------------------------------------------------------------------ models and state
 
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
-        """The model as it was given, without compilation.
+        """The model as it was given, without compilation and without its connection to other processes.
 
         Args:
             model: A prepared model.
             keep_fp32_wrapper: False gives the model its own forward back, without autocast.
         """
-        inner = getattr(model, "_orig_mod", model)
+        inner: Any = model
+        while isinstance(inner, DataParallel) or "_orig_mod" in inner._modules:
+            inner = inner.module if isinstance(inner, DataParallel) else inner._orig_mod
         if not keep_fp32_wrapper:
             self._precision.detach(model)
             self._precision.detach(inner)
-        return inner
+        unwrapped: torch.nn.Module = inner
+        return unwrapped
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of a prepared model."""
@@ -310,17 +335,26 @@ class Engine:
     def save_state(self, output_dir: str | Path) -> str:
         """Write models, optimizers, schedulers, loaders, generators and registered objects to a folder.
 
+        Every process calls it; the first one writes.
+
         Returns:
             The folder.
         """
-        return str(save_parts(output_dir, self._parts()))
+        return save_together(self._world, output_dir, self._parts(), self._accumulation.sync)
 
-    def load_state(self, input_dir: str | Path) -> None:
+    def capture_state(self) -> dict[str, Encoded] | None:
+        """What `save_state` would write, for a writer of one's own: its tensors are the living ones.
+
+        Every process calls it; the first one gets the state, the others None.
+        """
+        return capture_together(self._world, self._parts(), self._accumulation.sync)
+
+    def load_state(self, input_dir: str | Path | StoredCheckpoint) -> None:
         """Restore what `save_state` wrote, into the same prepared objects; if it does not fit, nothing is changed.
 
-        A loader that was in the middle of an epoch goes on from there at its next iteration.
+        A loader that was in the middle of an epoch goes on from there at its next iteration. Every process calls it.
         """
-        load_parts(input_dir, self._parts())
+        load_together(self._world, input_dir, self._parts())
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let objects with `state_dict` and `load_state_dict` be part of the state."""
@@ -348,8 +382,11 @@ class Engine:
             OptimizerPart(_numbered("optimizer", index), optimizer.optimizer, models)
             for index, optimizer in enumerate(self._optimizers)
         ]
-        parts += [ModelPart(_numbered("model", index), model) for index, model in enumerate(models)]
-        return [*parts, RandomPart()]
+        parts += [
+            ModelPart(_numbered("model", index), model, base=base)
+            for index, (model, base) in enumerate(zip(models, self._frozen, strict=True))
+        ]
+        return [*parts, RandomPart(self._world.process_index)]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> PreparedLoader:
         """A loader whose next iteration begins after `num_batches` batches; map-style data is not loaded for them.
@@ -361,8 +398,11 @@ class Engine:
         return loader
 
     def save_model(self, model: torch.nn.Module, save_directory: str | Path) -> None:
-        """Write a model's weights to `model.safetensors` in a folder; tied weights once."""
+        """Write a model's weights to `model.safetensors` in a folder; tied weights once. The first process writes."""
         from safetensors.torch import save_model
+
+        if not self.is_main_process:
+            return
 
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         save_model(self.unwrap_model(model), str(Path(save_directory) / "model.safetensors"))
@@ -376,7 +416,7 @@ class Engine:
         """Let go of everything prepared and return freed memory to the device; gives None for each object given."""
         self._gradients.forget()
         self._accumulation.reset()
-        for held in (self._models, self._optimizers, self._loaders, self._schedulers, self._registered):
+        for held in (self._models, self._frozen, self._optimizers, self._loaders, self._schedulers, self._registered):
             held.clear()
         gc.collect()
         if self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "empty_cache"):
@@ -423,6 +463,36 @@ class Engine:
         return self._world.local_process_index == 0
 
     @property
+    def has_no_rows(self) -> bool:
+        """Whether the current batch of this process is a row of another's: the batch has too few for all of them."""
+        loader = self._active_loaders.innermost
+        return loader is not None and loader.row_share == 0
+
+    def busy(self, what: str) -> AbstractContextManager[Any]:
+        """A context for what takes one process long while the others wait for it: they do not take it for hung."""
+        return self._world.monitor.long(what)
+
+    def require_same(self, what: str, facts: dict[str, Any]) -> None:
+        """Compare facts over the processes; a difference is an error on all that names the rank and the fact."""
+        require_same(self._world, what, facts)
+
+    def first_decides(self, decide: Callable[[], T]) -> T:
+        """What `decide` gives on the main process, on every process; so is a mistake of the user's that it finds."""
+        outcome: tuple[Any, UserError | None] = (None, None)
+        if self.is_main_process:
+            try:
+                outcome = decide(), None
+            except UserError as error:
+                if not self.use_distributed:
+                    raise
+                outcome = None, error
+        decided, problem = self._world.object_of_first(outcome)
+        if problem is not None:
+            raise problem
+        result: T = decided
+        return result
+
+    @property
     def is_last_process(self) -> bool:
         """Whether this is the last process of all."""
         return self._world.process_index == self._world.num_processes - 1
@@ -435,9 +505,10 @@ class Engine:
         """Like `gather`, without rows that only fill up an epoch's last batch. Objects come as a list."""
         if use_gather_object or not _is_all_tensors(input_data):
             return self._world.gather_object(input_data)
-        gathered = self._world.gather(input_data)
         loader = self._active_loaders.innermost
-        return gathered if loader is None else loader.without_repeated_rows(gathered, self.num_processes)
+        if loader is None:
+            return self._world.gather(input_data)
+        return loader.real_rows(self._world.gather_each(input_data))
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Tensors summed ("sum") or averaged ("mean") over the processes."""
@@ -453,13 +524,11 @@ class Engine:
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """A context in which the main process goes first."""
-        manager: AbstractContextManager[None] = self._world.main_process_first()
-        return manager
+        return self._world.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """A context in which the first process of each host goes first."""
-        manager: AbstractContextManager[None] = self._world.main_process_first(local=True)
-        return manager
+        return self._world.main_process_first(local=True)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """A context that gives this process its share of a list, tuple, dict or tensor."""
@@ -530,22 +599,27 @@ class Engine:
 class _MicroBatch:
     """The context that `accumulate` gives. A class, because a generator costs more than the rest of the engine."""
 
-    __slots__ = ("_accumulation", "_loaders")
+    __slots__ = ("_accumulation", "_connected", "_loaders")
 
-    def __init__(self, accumulation: Accumulation, loaders: ActiveLoaders) -> None:
+    def __init__(self, accumulation: Accumulation, loaders: ActiveLoaders, connected: list[DataParallel]) -> None:
         self._accumulation = accumulation
         self._loaders = loaders
+        self._connected = connected
 
     def __enter__(self) -> None:
         loader = self._loaders.innermost
         if loader is None:
             self._accumulation.open_micro_batch(None, False)
         else:
-            self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch)
+            self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch, loader.row_share)
         self._accumulation.inside = True
+        for model in self._connected:
+            model.require_backward_grad_sync = self._accumulation.sync
 
     def __exit__(self, *exception: object) -> None:
         self._accumulation.inside = False
+        for model in self._connected:
+            model.require_backward_grad_sync = True
 
 
 def _kind_of(part: Any, position: int) -> str:

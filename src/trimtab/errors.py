@@ -9,6 +9,8 @@ TrimtabError                  1   anything of ours
 │   ├── DataError                 rows, columns or labels that cannot be used
 │   ├── ModelError                a model or tokenizer that cannot be loaded or used
 │   └── MissingDependency         an optional package that is not installed
+├── PeerError                 1   another process of the run is gone, hung, or does something else
+├── LossNotFinite             1   a loss or gradient that is NaN or infinite
 ├── DoesNotFit                3   no way to run within the memory given
 └── Stopped                  75   stopped by a signal or a time limit; can be resumed
 """
@@ -64,13 +66,25 @@ class MissingDependency(UserError):
     """An optional package that is not installed."""
 
 
+class PeerError(TrimtabError):
+    """Another process of the run is gone, hung, or does something else."""
+
+
+class LossNotFinite(TrimtabError):
+    """A loss or gradient that is NaN or infinite."""
+
+
 class DoesNotFit(TrimtabError):
     """No way to run within the memory given."""
 
     exit_code = 3
 
 
-class Stopped(TrimtabError):
-    """Stopped by a signal or a time limit; the run can be resumed."""
+class Stopped(TrimtabError, SystemExit):
+    """Stopped by a signal; the run can be resumed. A script that does not catch it ends with its exit code."""
 
     exit_code = 75
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = self.exit_code

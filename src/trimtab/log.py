@@ -1,6 +1,8 @@
 """The one logger of trimtab. The library speaks through it and never prints."""
 
 import logging
+import os
+from pathlib import Path
 
 logger = logging.getLogger("trimtab")
 _said: set[str] = set()
@@ -25,3 +27,24 @@ def say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         say(message)
+
+
+def speak_only_to_file(rank: int) -> None:
+    """Of several processes one speaks: this one writes to a file of its own, or, where no folder is known, nowhere.
+
+    The folder is that of the environment's TRIMTAB_LOG_DIR. Warnings are shown in any case.
+    """
+    for before in list(logger.handlers):
+        logger.removeHandler(before)
+    folder = os.environ.get("TRIMTAB_LOG_DIR")
+    handler: logging.Handler = logging.NullHandler()
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(Path(folder) / f"rank-{rank}.log", delay=True, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    loud = logging.StreamHandler()
+    loud.setLevel(logging.WARNING)
+    logger.addHandler(loud)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

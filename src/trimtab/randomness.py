@@ -3,6 +3,7 @@
 A run resumes bit for bit only if each generator does, so the list lives in this one place.
 """
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,17 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def diverge(rank: int) -> None:
+    """Let a process draw other numbers than its peers, which stood at the same state: dropout is not to repeat.
+
+    The first process goes on as it would alone. What the others draw follows from that state and their rank.
+    """
+    if rank > 0:
+        state = torch.get_rng_state().numpy().tobytes()
+        digest = hashlib.blake2b(state + rank.to_bytes(4, "big"), digest_size=8).digest()
+        set_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def host_random_state() -> RandomState:

@@ -1,8 +1,6 @@
 """The spine: recipe → data → model → plan → trainer → result. Read this first."""
 
 import json
-import tempfile
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +15,20 @@ from trimtab.build import (
     build_plan,
     build_tokens,
     build_trainer,
-    run_name,
+    compare_processes,
 )
+from trimtab.continuing import Beginning, find_beginning, go_on, recover
 from trimtab.data.show import DataReport, describe_data
+from trimtab.distributed.environment import find_place
+from trimtab.engine import Engine
+from trimtab.errors import Stopped
 from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
-from trimtab.recipe.load import LoadedRecipe, resolved_yaml
+from trimtab.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
-from trimtab.tracking.run_folder import RunFolder, check_free, default_folder
+from trimtab.tracking.run_folder import Folder, FollowedFolder, RunFolder
 from trimtab.train.evaluate import OwnMetric
 from trimtab.train.loop import FitResult
 from trimtab.train.progress import build_progress
@@ -40,6 +42,7 @@ class Result:
     plan: Plan
     folder: Path
     best: Path | None
+    is_main_process: bool = True
 
 
 def fit(
@@ -50,6 +53,8 @@ def fit(
     metrics: Mapping[str, OwnMetric] | None = None,
     progress: str = "auto",
     device: str | None = None,
+    resume: bool | str = False,
+    fresh: bool = False,
 ) -> Result:
     """Train what a recipe says, and keep the best model.
 
@@ -61,31 +66,40 @@ def fit(
             more is better unless the function has an attribute `higher_is_better` that is False.
         progress: "auto", "bar", "plain", "json" or "quiet".
         device: Where to train; found by itself if left out.
+        resume: Go on with the run that is in the folder, if there is one; "step-100" from that state.
+        fresh: Replace the run that is in the folder.
+
+    Raises:
+        Stopped: After a signal; the state was saved, and the run can go on.
     """
     origins = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
     recipe = origins.recipe
-    check_free(_place(recipe))
-    data = build_data(recipe)
-    loaded = build_model(recipe, data)
-    tokens = build_tokens(recipe, data, loaded)
     engine = build_engine(recipe, device)
+    beginning = engine.first_decides(lambda: find_beginning(recipe, resume, fresh))
+    with engine.local_main_process_first():  # what it downloads or tokenizes, the others find in the cache
+        data = build_data(recipe)
+        loaded = build_model(recipe, data)
+        tokens = build_tokens(recipe, data, loaded)
+    compare_processes(recipe, data, tokens, engine)
     freezing = build_freezing(recipe, loaded)
     plan = build_plan(recipe, data, tokens, loaded, engine)
-    folder = RunFolder(_place(recipe))
+    folder = _open_folder(beginning, engine)
     parts = (data, tokens, loaded, engine, plan, freezing, folder)
     try:
-        show = build_progress(progress)
+        show = build_progress(progress if engine.is_main_process else "quiet")
         trainer = build_trainer(recipe, *parts, show, callbacks=list(callbacks), loss=loss, metrics=metrics)
+        journal_position = go_on(trainer, engine, beginning, recipe.train.lr)
     except BaseException:
-        folder.remove()  # nothing has run: a mistake in the recipe costs no name and no --out
+        folder.give_up()  # nothing has run: a mistake in the recipe costs no name and no --out
         raise
     try:
         for line in plan.describe():
             say(line)
         folder.write_text("recipe.yaml", resolved_yaml(origins))
         folder.write_text("plan.json", json.dumps(plan.as_dict(), indent=1))
-        folder.start(recipe.model_dump(mode="json"), plan.num_steps)
+        folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position)
         result = trainer.fit()
+        engine.wait_for_everyone()
     except BaseException as error:
         state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         folder.finish(state, error=f"{type(error).__name__}: {error}")
@@ -93,15 +107,56 @@ def fit(
         if recipe.limits.fast_dev_run:
             folder.remove()
         raise
-    folder.finish("stopped" if result.stop_reason == "time limit" else "finished", step=result.step)
+    folder.finish("stopped" if result.interruption else "finished", step=result.step)
     show.finish(f"{result.stop_reason} after {result.step} steps: {folder.path}")
     if recipe.limits.fast_dev_run:
-        return _tried_out(Result(result, plan, folder.path, None), data, folder)
-    return Result(result, plan, folder.path, folder.best if folder.best.exists() else None)
+        with engine.busy("trying the model out"):
+            return _tried_out(Result(result, plan, folder.path, None), data, folder)
+    if result.interruption and result.interruption != "time limit":
+        cure = f"go on with: trimtab resume {folder.path}"
+        raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
+    best = folder.best if folder.best.exists() else None
+    return Result(result, plan, folder.path, best, engine.is_main_process)
 
 
-def _tried_out(result: Result, data: Data, folder: RunFolder) -> Result:
+def resume(
+    run: str | Path,
+    *,
+    from_step: str | None = None,
+    sets: Sequence[str] = (),
+    out: str | None = None,
+    **options: Any,
+) -> Result:
+    """Go on with a run that was killed or stopped, or train a finished one for longer.
+
+    Args:
+        run: Its folder, or its mirror.
+        from_step: The state to go on from ("step-100"); by default the newest.
+        sets: Changes to its recipe, such as "train.epochs=5".
+        out: Where a mirror is copied to; by default where the run was.
+        options: Those of `fit`.
+    """
+    folder = recover(Path(run), out)
+    loaded = load_recipe(folder / "recipe.yaml", {"out": str(folder)}, list(sets))
+    return fit(loaded, resume=from_step or True, **options)
+
+
+def _open_folder(beginning: Beginning, engine: Engine) -> Folder:
+    """The run's folder: the first process holds it, the others know where it is."""
+    made: list[RunFolder] = []
+
+    def make() -> Path:
+        made.append(RunFolder(beginning.path, find_place().job, goes_on=beginning.goes_on))
+        return made[0].path
+
+    path = engine.first_decides(make)
+    return made[0] if made else FollowedFolder(path)
+
+
+def _tried_out(result: Result, data: Data, folder: Folder) -> Result:
     """The end of a fast_dev_run: the saved model is loaded and used once, then nothing is left behind."""
+    if isinstance(folder, FollowedFolder):
+        return result
     try:
         done = ["train", *(["evaluate"] if result.fit.metrics else []), "save", "load"]
         model = load(folder.best)
@@ -124,11 +179,3 @@ def look_at_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataRe
     loaded = build_model(recipe, data)
     tokens = build_tokens(recipe, data, loaded)
     return describe_data(data.task, data.train, data.eval, tokens.train, tokens.eval, loaded.tokenizer, num_examples)
-
-
-def _place(recipe: Recipe) -> Path:
-    if recipe.limits.fast_dev_run:
-        return Path(tempfile.gettempdir()) / f"trimtab-fast-dev-run-{uuid.uuid4().hex}"
-    if recipe.out is not None:
-        return Path(recipe.out)
-    return default_folder(Path("runs"), run_name(recipe), recipe.name)

@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import Engine
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.store import StoredCheckpoint, write_checkpoint
+from trimtab.checkpoint.store import StoredCheckpoint, read_manifest, verify, why_invalid, write_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.randomness import random_state
 
@@ -200,42 +201,91 @@ class Unsaveable(Counter):
         return {"function": print}
 
 
-@pytest.mark.parametrize("failure", ["unsaveable object", "full disk", "full disk at the end", "rename"])
-def test_a_save_that_fails_leaves_the_old_checkpoint(ckpt, failure, monkeypatch):
+def test_a_state_that_cannot_be_saved_leaves_the_old_checkpoint(ckpt):
     before = contents(ckpt.parent)
-    run = Run(3, objects=[Unsaveable()] if failure == "unsaveable object" else [])
-    if failure == "full disk":
-        save_file, saved = safetensors.torch.save_file, []
+    with pytest.raises(CheckpointError, match="the value at 'function'"):
+        Run(3, objects=[Unsaveable()]).engine.save_state(ckpt)
+    assert contents(ckpt.parent) == before
 
-        def fail_at_the_second(tensors, path):
-            if saved:
-                raise OSError(28, "No space left on device")
-            saved.append(save_file(tensors, path))
 
-        monkeypatch.setattr(safetensors.torch, "save_file", fail_at_the_second)
-    elif failure == "full disk at the end":
-        write_text = Path.write_text
-
-        def fail_at_the_manifest(path, text):
-            if path.name == "trimtab.json":
-                raise OSError(28, "No space left on device")
-            return write_text(path, text)
-
-        monkeypatch.setattr(Path, "write_text", fail_at_the_manifest)
-    elif failure == "rename":
-        rename = Path.rename
-
-        def fail_into_place(path, target):
-            if ".writing-" in path.name:
-                raise OSError(5, "Input/output error")
-            return rename(path, target)
-
-        monkeypatch.setattr(Path, "rename", fail_into_place)
-    with pytest.raises((OSError, CheckpointError)):
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(ckpt, share, file_size_limit):
+    run = Run(3)
+    run.engine.save_state(ckpt)
+    limit = int(share * max(path.stat().st_size for path in ckpt.iterdir()))
+    before = contents(ckpt.parent)
+    with (
+        file_size_limit(limit),
+        pytest.raises(CheckpointError, match=r"ckpt could not be written: File too large\n.*room"),
+    ):
         run.engine.save_state(ckpt)
-    monkeypatch.undo()
     assert contents(ckpt.parent) == before
     Run(4).engine.load_state(ckpt)
+    run.train(1).engine.save_state(ckpt)
+    assert contents(ckpt.parent) != before
+
+
+def failure_of_saving(run, folder):
+    try:
+        run.engine.save_state(folder)
+    except CheckpointError as error:
+        return error.problem
+    return None
+
+
+def test_a_disk_that_is_full_at_any_point_leaves_the_old_checkpoint(small_disk, leave_free):
+    """With every amount of room from none to enough, so that each file in turn is the one that does not fit."""
+    ckpt, run = small_disk / "ckpt", Run(3)
+    Run(1).engine.save_state(ckpt)
+    before, failures = contents(ckpt), 0
+    for num_pages in range(40):
+        leave_free(num_pages)
+        if failure_of_saving(run, ckpt) is None:
+            break
+        assert "ckpt could not be written: No space left on device" in failure_of_saving(run, ckpt)
+        failures += 1
+        assert contents(ckpt) == before
+        assert {path.name for path in small_disk.iterdir()} == {"ckpt", "filler"}
+        assert not why_invalid(ckpt)
+    assert failures > 8
+    assert contents(ckpt) != before
+    Run(4).engine.load_state(ckpt)
+
+
+def test_a_folder_that_may_not_be_written(as_somebody):
+    place, unprivileged = as_somebody
+    run = Run(1)
+    (place / "locked").mkdir()
+    (place / "locked").chmod(0o555)
+    with (
+        unprivileged(),
+        pytest.raises(CheckpointError, match=r"ckpt could not be written: Permission denied\n.*writable"),
+    ):
+        run.engine.save_state(place / "locked" / "ckpt")
+    assert not list((place / "locked").iterdir())
+
+
+def test_a_rename_that_fails_leaves_the_old_checkpoint(ckpt, monkeypatch):
+    """Where folders cannot trade names in one step, the old one is moved away first, and comes back."""
+    before, rename = contents(ckpt.parent), Path.rename
+
+    def fail_into_place(path, target):
+        if ".writing-" in path.name:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr("trimtab.checkpoint.folder._exchange", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", fail_into_place)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        Run(3).engine.save_state(ckpt)
+    monkeypatch.undo()
+    assert contents(ckpt.parent) == before
+
+
+def test_killed_between_two_renames_the_old_one_is_loaded(ckpt):
+    ckpt.rename(ckpt.with_name(".ckpt.outdated-4194999"))
+    Run(2).engine.load_state(ckpt)
+    assert [path.name for path in ckpt.parent.iterdir()] == ["ckpt"]
 
 
 # ---------------------------------------------------------------------- damaged folders
@@ -249,28 +299,76 @@ def overwrite(name, text):
     return lambda folder: (folder / name).write_text(text)
 
 
-def garble(name):
-    """Another text of the same length, so that sizes do not tell."""
-    return lambda folder: (folder / name).write_bytes(b"\xff" * (folder / name).stat().st_size)
+def garble(name, signed=False):
+    """Another text of the same length, so that sizes do not tell; signed, so that checksums do not either."""
+
+    def damage(folder):
+        (folder / name).write_bytes(b"\xff" * (folder / name).stat().st_size)
+        if signed:
+            sign(folder)
+
+    return damage
 
 
 def cut(name):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-8])
 
 
-def edit(change, name="state.json"):
-    """Change what a JSON file says, in a folder that is whole by its manifest."""
+def sign(folder):
+    """Bring the manifest up to date with the files, as a forger would: what is wrong inside has to show by itself."""
+    manifest = json.loads((folder / "trimtab.json").read_text())
+    for name in manifest["files"]:
+        if (folder / name).is_file():
+            manifest["files"][name] = {
+                "bytes": (folder / name).stat().st_size,
+                "checksum": f"crc32:{zlib.crc32((folder / name).read_bytes()):08x}",
+            }
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder, manifest):
+    text = json.dumps({**manifest, "checksum": "crc32:00000000"}, indent=1)
+    signature = f"crc32:{zlib.crc32(text.encode()):08x}"
+    (folder / "trimtab.json").write_text(signature.join(text.rsplit("crc32:00000000", 1)))
+
+
+def edit(change):
+    """Change what the state says, in a folder that is whole by its manifest."""
 
     def damage(folder):
-        value = json.loads((folder / name).read_text())
+        value = json.loads((folder / "state.json").read_text())
         changed = change(value)
-        (folder / name).write_text(json.dumps(value if changed is None else changed))
-        manifest = json.loads((folder / "trimtab.json").read_text())
-        if name != "trimtab.json":
-            manifest["files"][name] = (folder / name).stat().st_size
-            (folder / "trimtab.json").write_text(json.dumps(manifest))
+        (folder / "state.json").write_text(json.dumps(value if changed is None else changed))
+        sign(folder)
 
     return damage
+
+
+def edit_manifest(change):
+    def damage(folder):
+        manifest = json.loads((folder / "trimtab.json").read_text())
+        write_manifest(folder, change(manifest) or manifest)
+
+    return damage
+
+
+def listed(name, content=b"x"):
+    """A file more, which the manifest knows."""
+
+    def damage(folder):
+        path = folder / name
+        path.write_bytes(content)
+        manifest = json.loads((folder / "trimtab.json").read_text())
+        manifest["files"][name] = {"bytes": len(content), "checksum": f"crc32:{zlib.crc32(content):08x}"}
+        write_manifest(folder, manifest)
+
+    return damage
+
+
+def linked(folder):
+    """The file is where it always was, but the folder only links to it."""
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere")
+    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
 def swap(folder):
@@ -278,12 +376,14 @@ def swap(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     other = {name.replace("weight", "thgiew"): tensor for name, tensor in tensors.items()}
     safetensors.torch.save_file(other, folder / "model.safetensors")
+    sign(folder)
 
 
 def transpose(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["0.weight"] = tensors["0.weight"].t().contiguous()
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    sign(folder)
 
 
 DAMAGE = {
@@ -294,19 +394,67 @@ DAMAGE = {
     "no optimizer": (remove("optimizer.safetensors"), r"not whole: optimizer\.safetensors is missing"),
     "no state": (remove("state.json"), r"not whole: state\.json is missing"),
     "no manifest": (remove("trimtab.json"), r"is no checkpoint of trimtab: it holds"),
-    "garbage state": (garble("state.json"), r"state\.json cannot be read"),
-    "garbage weights": (garble("model.safetensors"), r"model\.safetensors cannot be read"),
-    "garbage optimizer": (garble("optimizer.safetensors"), r"optimizer\.safetensors cannot be read"),
-    "garbage random state": (garble("random.safetensors"), r"random\.safetensors cannot be read"),
+    "garbage state": (garble("state.json"), r"state\.json was changed: its checksum is not crc32:"),
+    "garbage weights": (garble("model.safetensors"), r"model\.safetensors was changed: its checksum"),
+    "garbage random state": (garble("random.safetensors"), r"random\.safetensors was changed: its checksum"),
+    "signed garbage state": (garble("state.json", signed=True), r"state\.json cannot be read"),
+    "signed garbage weights": (garble("model.safetensors", signed=True), r"model\.safetensors cannot be read"),
+    "signed garbage optimizer": (garble("optimizer.safetensors", True), r"optimizer\.safetensors cannot be read"),
+    "signed garbage random state": (garble("random.safetensors", True), r"random\.safetensors cannot be read"),
     "garbage manifest": (overwrite("trimtab.json", "{not json"), r"trimtab\.json cannot be read"),
     "manifest of nothing": (overwrite("trimtab.json", "[]"), r"trimtab\.json cannot be read: a JSON object was"),
-    "manifest without files": (overwrite("trimtab.json", '{"format": 1}'), r"trimtab\.json lists no files"),
+    "manifest without files": (overwrite("trimtab.json", '{"format": 2}'), r"trimtab\.json lists no files"),
     "deep manifest": (overwrite("trimtab.json", "[" * 100_000), r"trimtab\.json cannot be read"),
-    "other format": (
-        edit(lambda m: m | {"format": 99}, "trimtab.json"),
-        "has checkpoint format 99; this version reads",
+    "empty manifest": (overwrite("trimtab.json", ""), r"trimtab\.json cannot be read"),
+    "other format": (edit_manifest(lambda m: m | {"format": 99}), "has checkpoint format 99; this version reads 2"),
+    "older format": (
+        overwrite("trimtab.json", '{"format": 1, "trimtab": "0.1.0", "torch": "2.13.0", "files": {"state.json": 2}}'),
+        r"format 1, which has no checksums; this version reads 2\n.*the trimtab that wrote it \(0\.1\.0\)",
     ),
-    "file elsewhere": (edit(lambda m: m["files"].update({"../x": 1}), "trimtab.json"), r"\.\./x is missing"),
+    "unsigned manifest": (
+        lambda folder: overwrite("trimtab.json", (folder / "trimtab.json").read_text().replace("2.", "1."))(folder),
+        r"trimtab\.json was changed: its checksum",
+    ),
+    "manifest without checksum": (
+        lambda folder: overwrite("trimtab.json", '{"format": 2, "files": {}, "facts": {}}')(folder),
+        r"trimtab\.json was changed",
+    ),
+    "files of numbers": (
+        edit_manifest(lambda m: m["files"].update({"state.json": 3})),
+        r"trimtab\.json cannot be read: TypeError",
+    ),
+    "facts of junk": (edit_manifest(lambda m: m | {"facts": {"$": "pickle", "value": ""}}), "cannot be read.*pickle"),
+    "facts are a list": (edit_manifest(lambda m: m | {"facts": [1]}), "cannot be read"),
+    "tensor among the facts": (
+        edit_manifest(lambda m: m | {"facts": {"a": {"$": "tensor", "name": "x", "dtype": "int8", "shape": []}}}),
+        "cannot be read",
+    ),
+    "state not listed": (
+        edit_manifest(lambda m: m["files"].pop("state.json") and None),
+        r"trimtab\.json does not list state\.json",
+    ),
+    **{
+        f"path {path!r}": (
+            edit_manifest(lambda m, path=path: m["files"].update({path: m["files"]["state.json"]})),
+            "outside of the folder",
+        )
+        for path in ("../x.json", "/etc/x.json", "a/b.json", "..", ".", "", "a\\b.json", "x\0.json", "./state.json")
+    },
+    "link": (linked, r"model\.safetensors is a link"),
+    "folder for a file": (
+        lambda folder: ((folder / "model.safetensors").unlink(), (folder / "model.safetensors").mkdir()),
+        r"not whole: model\.safetensors is missing",
+    ),
+    "listed pickle": (listed("extra.pkl", pickle.dumps({1: 2})), r"lists extra\.pkl, which is neither JSON nor"),
+    "listed pickle of another name": (
+        listed("model.safetensors", pickle.dumps({1: 2})),
+        r"model\.safetensors cannot be read",
+    ),
+    "pickle beside": (
+        lambda folder: (folder / "optimizer.pt").write_bytes(pickle.dumps({1: 2})),
+        r"holds optimizer\.pt, a pickle by its name, which its manifest does not list\n.*do not trust",
+    ),
+    "stranger beside": (lambda folder: (folder / "notes").mkdir(), "holds notes, which its manifest does not list"),
     "state is a list": (edit(lambda s: [s]), r"state\.json cannot be read: a JSON object was expected"),
     "part is a number": (edit(lambda s: s | {"model": 3}), "the saved model is damaged"),
     "part is empty": (edit(lambda s: s | {"optimizer": {}}), "the saved optimizer is damaged: KeyError 'kind'"),
@@ -448,3 +596,90 @@ def test_what_a_killed_save_left_behind_is_in_nobodys_way(ckpt):
     Run(2).engine.load_state(ckpt)
     Run(3).engine.save_state(ckpt)
     assert {path.name for path in ckpt.parent.iterdir()} == {"ckpt", ".ckpt.writing-1"}
+
+
+# ---------------------------------------------------------------------- checksums and facts
+
+
+def flip(path, bit):
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+
+
+@pytest.fixture
+def small(tmp_path):
+    parts = {"a": encode({"x": torch.arange(6.0), "n": 1}), "b": encode({"y": torch.ones(2, dtype=torch.int8)})}
+    return write_checkpoint(tmp_path / "small", parts, {"step": 3, "metrics": {"loss": 0.25}})
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["a.safetensors", "b.safetensors", "state.json", "trimtab.json"])
+def test_every_bit_of_every_file_counts(small, name, every):
+    """Single bits flipped in turn, and the file cut to any length."""
+    assert {path.name for path in small.iterdir()} == {"a.safetensors", "b.safetensors", "state.json", "trimtab.json"}
+    path = small / name
+    raw = path.read_bytes()
+    for bit in range(0, 8 * len(raw), every):
+        flip(path, bit)
+        assert why_invalid(small), f"bit {bit} of {name} was flipped unnoticed"
+        flip(path, bit)
+    for length in range(0, len(raw), every):
+        path.write_bytes(raw[:length])
+        assert why_invalid(small, checksums=False), f"{name} was cut to {length} bytes unnoticed"
+    path.write_bytes(raw + b" ")
+    assert why_invalid(small, checksums=False)
+    path.write_bytes(raw)
+    assert why_invalid(small) == ""
+
+
+def test_a_state_is_never_loaded_without_its_checksums(small):
+    flip(small / "a.safetensors", 8 * (small / "a.safetensors").stat().st_size - 1)
+    assert why_invalid(small, checksums=False) == ""
+    with pytest.raises(CheckpointError, match=r"a\.safetensors was changed"):
+        StoredCheckpoint(small)
+
+
+def test_hidden_files_of_the_system_do_no_harm(small):
+    (small / ".DS_Store").write_bytes(b"x")
+    assert why_invalid(small) == ""
+
+
+def test_a_file_that_cannot_be_read_is_named(as_somebody):
+    place, unprivileged = as_somebody
+    folder = write_checkpoint(place / "c", {"a": encode({"x": torch.ones(2)})})
+    (folder / "a.safetensors").chmod(0o000)
+    with unprivileged():
+        assert why_invalid(folder) == f"{folder} cannot be read: Permission denied"
+
+
+def test_facts_come_back_as_they_were(tmp_path):
+    facts = {
+        "step": 7,
+        "metrics": {"loss": float("nan"), "accuracy": 0.1 + 0.2},
+        "versions": ("2.13", "5.22"),
+        "by process": {0: 1},
+        "crc32:00000000": "crc32:00000000",
+    }
+    folder = write_checkpoint(tmp_path / "c", {"a": encode({"x": torch.ones(2)})}, facts)
+    for found in (read_manifest(folder).facts, verify(folder).facts, StoredCheckpoint(folder).facts):
+        assert repr(found) == repr(facts)
+    assert read_manifest(folder).num_bytes == sum(
+        path.stat().st_size for path in folder.iterdir() if path.name != "trimtab.json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "hold a tensor")]
+)
+def test_facts_that_are_none(tmp_path, facts, cause):
+    with pytest.raises(CheckpointError, match=cause):
+        write_checkpoint(tmp_path / "c", {}, facts)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_cannot_be_written_elsewhere(tmp_path):
+    for name in ("../x", "a/b", "/tmp/x"):
+        with pytest.raises(CheckpointError, match="cannot be the name of a file"):
+            write_checkpoint(tmp_path / "c", {name: encode(torch.ones(1))})
+    assert not list(tmp_path.iterdir())

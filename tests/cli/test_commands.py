@@ -4,6 +4,7 @@ Most commands run in this process, through the same `main` that the installed sc
 """
 
 import csv
+import io
 import json
 import logging
 import re
@@ -27,18 +28,25 @@ ROWS = reviews(24)
 # Every command and every option: the surface grows on purpose, or not at all.
 SHARED = ["--data", "--eval", "--model", "--task"]
 SURFACE = {
-    "check": ["--schema", "--set", "RECIPE"],
+    "check": ["--device", "--resume", "--schema", "--set", "RECIPE"],
+    "checkpoints": ["RUN"],
+    "config": ["--default", "--to"],
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
     "demo": ["--json", "--lm", "--out", "--quiet"],
     "doctor": [],
     "init": [*SHARED, "--to"],
+    "launch": [
+        *("--address", "--config", "--cpu", "--dry-run", "--host-index", "--hosts", "--log-dir", "--max-restarts"),
+        *("--module", "--num-hosts", "--port", "--processes", "--quiet", "ARGUMENTS", "TARGET"),
+    ],
     "predict": ["--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--text", "FILE", "MODEL"],
+    "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "runs": ["ROOT"],
     "train": [
         *SHARED,
-        *("--batch-size", "--device", "--epochs", "--fast-dev-run", "--json", "--label", "--limit-eval"),
+        *("--batch-size", "--device", "--epochs", "--fast-dev-run", "--fresh", "--json", "--label", "--limit-eval"),
         *("--limit-train", "--lr", "--max-length", "--max-steps", "--max-time", "--name", "--out"),
-        *("--overfit-batches", "--precision", "--quiet", "--seed", "--set", "--text", "RECIPE"),
+        *("--overfit-batches", "--precision", "--quiet", "--resume", "--seed", "--set", "--text", "RECIPE"),
     ],
 }
 
@@ -136,6 +144,11 @@ def test_exit_code_0_and_json_lines(own_folder, bert):
     assert events[-1] == {"event": "finish", "summary": "finished after 2 steps: run", "failed": False}
     assert "task classify" in done.stderr  # what is said goes beside the lines, not between them
     assert all(line.startswith("trimtab: ") for line in done.stderr.splitlines())
+
+
+def test_python_m_is_the_command_line(own_folder):
+    done = subprocess.run([sys.executable, "-m", "trimtab", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "trimtab", "")
 
 
 def test_exit_code_75_and_silence(own_folder, bert):
@@ -261,13 +274,14 @@ def test_a_folder_in_use_is_untouched(trimtab, bert, trained):
     done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", trained)
     assert (done.code, done.err) == (
         2,
-        "error: trained is not empty\n  cure: choose another --out, or remove the folder\n",
+        "error: trained holds a finished run (step 2 of 2)\n  cure: another --out; --fresh to replace it; "
+        "or train on: trimtab resume trained --set train.epochs=…\n",
     )
     assert {path: path.read_bytes() for path in Path(trained).rglob("*") if path.is_file()} == before
 
 
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback(trimtab, bert, monkeypatch):
-    monkeypatch.setattr("trimtab.train.loop.train_step", lambda *parts: 1 / 0)
+    monkeypatch.setattr("trimtab.train.loop.train_step", lambda *parts, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", "run", "--quiet")
     assert json.loads(Path("run/run.json").read_text())["state"] == "failed"
@@ -331,6 +345,61 @@ def test_doctor(trimtab):
     assert done.code == 0
     for word in ("python", "device", "precision: auto", "bf16", "fp16", "attention", "transformers", torch.__version__):
         assert word in done.out
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def test_config_and_launch(trimtab, own_folder, monkeypatch):
+    """Answers become a file, which launch reads by itself; the command line counts more; nothing runs in a dry run."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\n2\n\n"))
+    done = trimtab("config")
+    assert done.code == 0
+    assert "found two; allowed: a whole number, 1 or more" in done.out
+    assert done.out.endswith("launch.yaml written; next: trimtab launch SCRIPT.py, or a recipe\n")
+    assert yaml.safe_load(Path("launch.yaml").read_text()) == {"processes": 2}
+    Path("mine.py").write_text("print('never')")
+    shown = trimtab("launch", "--max-restarts", 1, "--dry-run", "mine.py", "--lr", 3, "--quiet")
+    assert (shown.code, shown.err) == (0, "")
+    assert re.search(r"processes +2 +launch.yaml:\d+ *\n", shown.out)
+    assert re.search(r"max restarts +1 +--max-restarts *\n", shown.out)
+    assert re.search(
+        r"TRIMTAB_LOG_DIR=\S+ torchrun --nnodes 1 --nproc-per-node 2 .* mine.py --lr 3 --quiet\n", shown.out
+    )
+    assert "--nproc-per-node 3 " in trimtab("launch", "--processes", 3, "--dry-run", "mine.py").out
+    assert not Path("runs").exists()
+
+    assert "launch.yaml exists" in trimtab("config", "--default").err
+    assert trimtab("config", "--default", "--to", "found.yaml").out.startswith("found.yaml written")
+    assert yaml.safe_load(Path("found.yaml").read_text()) is None
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    nobody = trimtab("config", "--to", "other.yaml")
+    assert nobody.code == 2
+    assert "error: nobody answered\n  cure: --default asks nothing" in nobody.err
+    assert not Path("other.yaml").exists()
+
+
+def test_launch_tells_all_mistakes_at_once(trimtab):
+    Path("launch.yaml").write_text("procesess: 2\n")
+    done = trimtab("launch", "--processes", 0, "--hosts", "node1,node2", "mien.py")
+    assert (done.code, done.out) == (2, "")
+    lines = done.err.splitlines()
+    assert lines[0] == "error: launch has 4 problems:"
+    assert lines[1] == "  launch.yaml:1: procesess: no such key; did you mean processes?"
+    assert lines[2].startswith("  --processes: found 0")
+    assert "not among node1, node2" in lines[3]
+    assert lines[4] == "  there is no mien.py"
+    missing = trimtab("launch", "--config", "nowhere.yaml", "x.py")
+    assert missing.code == 2
+    assert "there is no launch file nowhere.yaml" in missing.err
+
+
+def test_launch_runs_a_script(trimtab):
+    """In this process, which is left as it was; the exit code is that of the script."""
+    Path("mine.py").write_text("import os, sys\nopen(os.environ['RANK'], 'w')\nsys.exit(int(sys.argv[1]))\n")
+    assert trimtab("launch", "--quiet", "--processes", 1, "mine.py", 0).code == 0
+    assert Path("0").is_file()
+    assert trimtab("launch", "--quiet", "--processes", 1, "mine.py", 7).code == 7
 
 
 # ---------------------------------------------------------------------- data and predictions

@@ -167,9 +167,6 @@ def test_wrong_values(values, parts):
         ("memory", {"offload": "cpu"}),
         ("memory", {"loss": "chunked"}),
         ("memory", {"padding": "none"}),
-        ("checkpoint", {"every": "10min"}),
-        ("checkpoint", {"keep": 5}),
-        ("checkpoint", {"mirror": "s3://x"}),
         ("track", {"uri": "local"}),
     ],
 )

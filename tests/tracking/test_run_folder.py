@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from trimtab.errors import RecipeError
+from trimtab.errors import CheckpointError, RecipeError
 from trimtab.tracking.run_folder import RunFolder, check_free, default_folder, list_runs
 
 
@@ -160,6 +160,6 @@ def test_numbers_that_json_has_no_word_for_become_text(tmp_path):
 def test_of_two_runs_that_find_the_same_folder_free_one_gets_it(tmp_path, monkeypatch):
     first = RunFolder(tmp_path / "run")
     monkeypatch.setattr("trimtab.tracking.run_folder.check_free", lambda path: None)  # as it was a moment before
-    with pytest.raises(RecipeError, match="taken by another run"):
+    with pytest.raises(CheckpointError, match="is in use by process"):
         RunFolder(tmp_path / "run")
     assert status_of(first.path)["state"] == "running"

@@ -14,7 +14,8 @@ from tiny_runs import NO_DROPOUT, lines_of, reviews
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError
 from trimtab.inference.classify import classify_texts
-from trimtab.train.loop import RunState, _Due
+from trimtab.train.due import Due
+from trimtab.train.loop import RunState
 from trimtab.units import Every
 
 ROWS = reviews(32)
@@ -175,7 +176,7 @@ def test_evaluation_by_steps_and_epochs(train, every, expected):
 
 
 def test_evaluation_by_part_of_an_epoch():
-    due = _Due(Every(steps=None, epochs=0.5, seconds=None), steps_per_epoch=5)
+    due = Due(Every(steps=None, epochs=0.5, seconds=None), steps_per_epoch=5)
     assert [step for step in range(1, 16) if due.now(step, 0.0)] == [3, 5, 8, 10, 13, 15]
 
 
@@ -184,7 +185,7 @@ class Clock:
 
     def __init__(self, monkeypatch, per_step, per_evaluation):
         self.now, self._per_step, self._per_evaluation = 100.0, per_step, per_evaluation
-        monkeypatch.setattr("trimtab.train.loop.time", self)
+        monkeypatch.setattr("trimtab.train.meter.time", self)
 
     def monotonic(self):
         return self.now
@@ -205,12 +206,12 @@ def test_evaluation_by_time(train, monkeypatch):
 
 
 def test_max_time_is_time_on_the_clock(train, monkeypatch):
-    """Evaluations count, for a machine that is taken away does not wait; the last model is evaluated all the same."""
+    """Evaluations count, for a machine that is taken away does not wait; the run is not over, so nothing is added."""
     clock, watch = Clock(monkeypatch, 1.0, 2.0), Watch()
     result = train([clock, watch], train={"epochs": 3, "max_time": "5s"}, evaluate={"every": "2 steps"})
     assert result.fit.stop_reason == "time limit"
     assert result.fit.step == 3  # 2 steps, 2 seconds of evaluation, 1 step
-    assert watch.evaluated == [2, 3]
+    assert watch.evaluated == [2]
     assert json.loads((result.folder / "run.json").read_text())["state"] == "stopped"
     assert result.best is not None
 

@@ -4,7 +4,7 @@ All parts are read and checked before the first is applied, so that a checkpoint
 are copied into the memory that is there (never swapped in), so that dtype, device, sharing and alignment stay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, entries, is_tensor, tensor_form
+from trimtab.checkpoint.frozen import FrozenBase, frozen_parameters, left_out, likeness_of
 from trimtab.checkpoint.store import StoredCheckpoint, TensorReader, write_checkpoint
 from trimtab.errors import CheckpointError
-from trimtab.randomness import random_state, restore_random_state
+from trimtab.randomness import diverge, random_state, restore_random_state
 
 TensorSource = Callable[[str], torch.Tensor]
 
@@ -35,27 +36,59 @@ class Part(Protocol):
 
 
 class ModelPart:
-    """The weights and persistent buffers of a model."""
+    """The weights of a model that train, and its persistent buffers. A frozen base is recognised, never written.
 
-    def __init__(self, name: str, model: torch.nn.Module) -> None:
+    Args:
+        name: The part's name.
+        model: The model.
+        also: Frozen parameters that are written all the same: those that begin to train later, if a run may go back to
+            a state from before that.
+        base: What was frozen when the model was prepared. With it, parameters that have changed since then are written
+            although they do not train now; without it, all that do not train are left out.
+    """
+
+    # no module can have this name, because names hold no dots
+    _LEFT_OUT = ".frozen"
+
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        *,
+        also: Iterable[torch.nn.Parameter] = (),
+        base: FrozenBase | None = None,
+    ) -> None:
         self.name = name
         self._model = model
+        self._also = list(also)
+        self._base = base
 
     def capture(self) -> Any:
-        """The state dict; tied weights are written once."""
-        return dict(self._model.state_dict())
+        """The state dict without what is frozen, of which only a likeness is kept; tied weights are written once."""
+        known = left_out(self._model, self._also, self._base)
+        state: dict[str, Any] = {
+            key: value for key, value in self._model.state_dict().items() if not _belongs_to(key, known)
+        }
+        if known:
+            state[self._LEFT_OUT] = {name: likeness.as_list() for name, likeness in known.items()}
+        return state
 
     def check(self, tree: Tree) -> None:
-        """Names, shapes and dtypes have to be the same."""
-        current, saved = self._model.state_dict(), entries(tree)
-        missing, unknown = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
+        """Names, shapes and dtypes have to be the same, and the frozen base has to be the one of the run."""
+        saved = dict(entries(tree))
+        known = entries(saved.pop(self._LEFT_OUT, {}))
+        current = self._model.state_dict()
+        missing = sorted(key for key in current.keys() - saved.keys() if not _belongs_to(key, known))
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        unknown = sorted((saved.keys() - current.keys()) | (known.keys() - parameters))
         if missing or unknown:
             raise CheckpointError(
                 f"the checkpoint is of another model: {_listed('without', missing)}{_listed('with', unknown)}",
                 "build the model from the same config, with the same adapters",
             )
+        self._check_frozen(known)
         for key, value in current.items():
-            if not isinstance(value, torch.Tensor):
+            if key not in saved or not isinstance(value, torch.Tensor):
                 continue
             if not is_tensor(saved[key]):
                 raise CheckpointError(f"{key} is no tensor in the checkpoint", "take an older checkpoint")
@@ -67,11 +100,35 @@ class ModelPart:
                     "build the model from the same config, in the same dtype",
                 )
 
+    def _check_frozen(self, known: Mapping[str, Tree]) -> None:
+        """What the checkpoint leaves out has to be frozen here, too, and to be the same."""
+        frozen = frozen_parameters(self._model)
+        training = sorted(known.keys() - frozen.keys())
+        if training:
+            raise CheckpointError(
+                f"the checkpoint does not hold {training[0]}, which was frozen when it was saved and trains here"
+                + (f"; so it is with {len(training) - 1} more" if len(training) > 1 else ""),
+                "freeze the same parameters as in the run that was saved",
+            )
+        here = likeness_of({name: frozen[name] for name in known})
+        different = [name for name in known if known[name] != here[name].as_list()]
+        if different:
+            name = different[0]
+            forms = [f"{form[0]} {form[1]}" for form in (known[name], here[name].as_list())]
+            how = f"is {forms[0]} there and {forms[1]} here" if forms[0] != forms[1] else "has other values"
+            raise CheckpointError(
+                f"the frozen base is not the one of the checkpoint: {len(different)} of {len(known)} frozen parameters "
+                f"differ, and {name} {how}",
+                "load the model that the run began with, in the same precision",
+            )
+
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Copy tensor by tensor into the weights that are there."""
         extra, trees = {}, entries(tree)
         for key, value in self._model.state_dict().items():
+            if key not in trees:
+                continue  # frozen, and the same
             saved = decode(trees[key], tensor)
             if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
                 value.copy_(saved)
@@ -79,6 +136,12 @@ class ModelPart:
                 extra[key] = saved
         if extra:  # what modules keep beside tensors, through their set_extra_state
             self._model.load_state_dict(extra, strict=False)
+
+
+def _belongs_to(key: str, names: Container[str]) -> bool:
+    """Whether a key of a state dict is one of these parameters, or something that goes with one (its quantization)."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
 
 
 class OptimizerPart:
@@ -261,22 +324,32 @@ class StatefulPart:
 
 
 class RandomPart:
-    """Every random number generator."""
+    """Every random number generator of every process.
+
+    Args:
+        rank: This process among them.
+    """
 
     name = "random"
 
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self.of_all: list[Any] | None = None  # what the processes exchanged before a save
+
     def capture(self) -> Any:
-        """All generators."""
-        return random_state()
+        """All generators, of every process that was asked."""
+        return self.of_all or [random_state()]
 
     def check(self, tree: Tree) -> None:
         """Generators fit any run; those of the host are always there."""
-        if not {"python", "torch"} <= entries(tree).keys():
+        if not isinstance(tree, list) or not tree or not {"python", "torch"} <= entries(tree[0]).keys():
             raise CheckpointError("the checkpoint holds no random state", "take an older checkpoint")
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
-        """Put all generators back."""
-        restore_random_state(decode(tree, tensor))
+        """Put all generators back; a process that was not there when the state was saved gets numbers of its own."""
+        restore_random_state(decode(tree[min(self._rank, len(tree) - 1)], tensor))
+        if self._rank >= len(tree):
+            diverge(self._rank)
 
 
 def _listed(word: str, names: list[str]) -> str:
@@ -286,9 +359,20 @@ def _listed(word: str, names: list[str]) -> str:
     return f"it is {word} {shown}; "
 
 
-def save_parts(folder: str | Path, parts: Sequence[Part]) -> Path:
-    """Write every part to a folder."""
-    return write_checkpoint(folder, {part.name: _encoded(part) for part in parts})
+def save_parts(folder: str | Path, parts: Sequence[Part], facts: Mapping[str, Any] | None = None) -> Path:
+    """Write every part to a folder, with facts for those who look for a checkpoint without loading it."""
+    return write_checkpoint(folder, encode_parts(parts), facts)
+
+
+def encode_parts(parts: Sequence[Part]) -> dict[str, Encoded]:
+    """The state of every part now, by name; its tensors are the living ones, not copies."""
+    return {part.name: _encoded(part) for part in parts}
+
+
+def num_bytes_of_parts(parts: Sequence[Part]) -> int:
+    """How large a checkpoint of these parts is now, but for a little JSON."""
+    tensors = [tensor for part in encode_parts(parts).values() for tensor in part.tensors.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _encoded(part: Part) -> Encoded:
@@ -298,22 +382,38 @@ def _encoded(part: Part) -> Encoded:
         raise CheckpointError(f"{part.name}: {error.problem}", error.cure) from error
 
 
-def load_parts(folder: str | Path, parts: Sequence[Part]) -> None:
+def load_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> None:
     """Restore every part from a folder, or change nothing.
 
     Parts that can refuse only while loading come first in `parts`, those that are checked beforehand last.
     """
-    stored = StoredCheckpoint(folder)
+    apply_parts(checked_parts(folder, parts), parts)
+
+
+def checked_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> StoredCheckpoint:
+    """A checkpoint that was found to fit the parts that are there; nothing is changed.
+
+    Args:
+        folder: Where it is, or the checkpoint as it was opened: its files were verified then.
+        parts: What it should fit.
+    """
+    stored = folder if isinstance(folder, StoredCheckpoint) else StoredCheckpoint(folder)
     expected, found = [part.name for part in parts], list(stored.trees)
     if set(expected) != set(found):
         missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
         raise CheckpointError(
-            f"{folder} does not hold what was prepared here: {_listed('without', missing)}{_listed('with', unknown)}",
+            f"{stored.folder} does not hold what was prepared here: "
+            f"{_listed('without', missing)}{_listed('with', unknown)}",
             "prepare and register the same objects, in the same order, as in the run that was saved",
         )
-    readers = {part.name: stored.tensor_reader(part.name) for part in parts}
     for part in parts:
-        _check(part, stored.trees[part.name], readers[part.name])
+        _check(part, stored.trees[part.name], stored.tensor_reader(part.name))
+    return stored
+
+
+def apply_parts(stored: StoredCheckpoint, parts: Sequence[Part]) -> None:
+    """Restore every part from a checkpoint that was checked."""
+    readers = {part.name: stored.tensor_reader(part.name) for part in parts}
     undo = [part.undo_point() for part in parts if isinstance(part, StatefulPart)]
     try:
         for part in parts:

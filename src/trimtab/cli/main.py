@@ -77,12 +77,15 @@ def train(
     limit_train: Annotated[int | None, typer.Option(help="Batches of an epoch.")] = None,
     limit_eval: Annotated[int | None, typer.Option(help="Batches of an evaluation.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that is there, if there is one.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the run that is there.")] = False,
     sets: Sets = None,
     quiet: Quiet = False,
     json_lines: Json = False,
 ) -> None:
     """Train what a recipe, or the flags, say; keep the best model."""
-    from trimtab.cli.output import show_result
     from trimtab.run import fit
 
     loaded = _loaded(
@@ -110,11 +113,51 @@ def train(
         limits__eval=limit_eval,
     )
     mode = progress_mode(quiet, json_lines)
-    result = fit(loaded, progress=mode, device=device)
-    if mode in ("auto", "plain", "bar"):
+    _ended(fit(loaded, progress=mode, device=device, resume=resume, fresh=fresh), mode)
+
+
+def _ended(result: Any, mode: str) -> None:
+    """Show how a run ended, and leave with its exit code."""
+    from trimtab.cli.output import show_result
+
+    if mode in ("auto", "plain", "bar") and result.is_main_process:
         show_result(result)
-    if result.fit.stop_reason == "time limit":
+    if result.fit.interruption:
         raise typer.Exit(75)
+    if result.fit.save_failure:
+        typer.secho(f"error: the run is done, but its last state was not saved: {result.fit.save_failure}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or its mirror.")],
+    from_step: Annotated[str | None, typer.Option("--from", help="The state to go on from: step-100.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where a mirror is copied to.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+    sets: Sets = None,
+    quiet: Quiet = False,
+    json_lines: Json = False,
+) -> None:
+    """Go on with a run that was killed or stopped, or train a finished one for longer."""
+    from trimtab.run import resume as go_on
+
+    mode = progress_mode(quiet, json_lines)
+    _ended(go_on(run, from_step=from_step, sets=sets or [], out=out, progress=mode, device=device), mode)
+
+
+@app.command()
+def checkpoints(run: Annotated[Path, typer.Argument(help="A run's folder, or its mirror.")]) -> None:
+    """List the saved states of a run: step, metric, size, valid or why not."""
+    from trimtab.checkpoint.shelf import Shelf
+    from trimtab.cli.output import show_checkpoints
+    from trimtab.errors import RecipeError
+    from trimtab.tracking.run_folder import CHECKPOINTS, read_status
+
+    status = read_status(run)
+    if status is None:
+        raise RecipeError(f"{run} is no run", "pass a run's folder; trimtab runs lists them")
+    show_checkpoints(Shelf(run / CHECKPOINTS).checkpoints(checksums=True), status)
 
 
 @app.command()
@@ -145,6 +188,10 @@ def check(
     recipe: RecipeFile = None,
     sets: Sets = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Kill a few steps of it and see that resuming is exact.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="For --resume: cpu, cuda:1 …; found if left out.")] = None,
 ) -> None:
     """Validate a recipe and print it resolved, with the origin of every value."""
     if schema:
@@ -156,7 +203,17 @@ def check(
         return
     from trimtab.recipe.load import resolved_yaml
 
-    typer.echo(resolved_yaml(_loaded(recipe, sets)))
+    loaded = _loaded(recipe, sets)
+    if not resume:
+        typer.echo(resolved_yaml(loaded))
+        return
+    from trimtab.cli.output import show_proof
+    from trimtab.proof import prove_resume
+
+    proof = prove_resume(loaded.recipe, device)
+    show_proof(proof)
+    if proof.difference:
+        raise typer.Exit(1)
 
 
 @data_app.command("show")
@@ -244,6 +301,72 @@ def demo(
     result = (run_language_model_demo if lm else run_classifier_demo)(mode, out)
     if mode == "auto":
         show_demo(result)
+
+
+@app.command()
+def config(
+    to: Annotated[Path, typer.Option(help="Where to write it; launch reads launch.yaml by itself.")] = Path(
+        "launch.yaml"
+    ),
+    default: Annotated[bool, typer.Option("--default", help="Ask nothing: everything is found.")] = False,
+) -> None:
+    """Write a commented launch file: how many processes, on which hosts."""
+    from trimtab.cli.output import ask
+    from trimtab.distributed.launch_config import QUESTIONS, write_launch_file
+
+    typer.echo(write_launch_file(to, [] if default else QUESTIONS, ask))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    target: Annotated[str, typer.Argument(help="A script, a recipe (YAML), or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What the script gets.")] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="The target is a module, as in python -m.")] = False,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="A launch file; launch.yaml is read by itself.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="On each host; one for each GPU if left out.")] = None,
+    hosts: Annotated[str | None, typer.Option(help="Their names: a,b,c. Run the same command on each.")] = None,
+    num_hosts: Annotated[int | None, typer.Option(help="Instead of --hosts: how many.")] = None,
+    host_index: Annotated[int | None, typer.Option(help="Which one this is, from 0.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of the host with index 0.")] = None,
+    port: Annotated[int | None, typer.Option(help="Of the meeting point; a free one if left out.")] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="Start all again so often after a failure.")] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Where the other ranks write; runs/logs if left out.")] = None,
+    cpu: Annotated[bool | None, typer.Option("--cpu", help="Train on the CPU although there are GPUs.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, show the torchrun command, start nothing.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Start a script or a recipe on several processes, here or on several hosts."""
+    from trimtab.cli.output import show_launch
+    from trimtab.distributed.launch import plan_launch
+    from trimtab.distributed.launch_file import read_launch_file, split_hosts
+    from trimtab.distributed.launch_run import start
+
+    given = {
+        "processes": processes,
+        "hosts": None if hosts is None else split_hosts(hosts),
+        "num_hosts": num_hosts,
+        "host_index": host_index,
+        "address": address,
+        "port": port,
+        "max_restarts": max_restarts,
+        "log_dir": log_dir,
+        "cpu": cpu,
+    }
+    progress_mode(quiet, False)
+    file = read_launch_file(config_file)
+    plan = plan_launch(target, arguments or [], module=module, file=file, given=given)
+    if dry_run or not quiet:
+        show_launch(plan, to_stderr=not dry_run)
+    if dry_run:
+        return
+    ending = start(plan)
+    if ending.message and not (quiet and ending.code == 75):
+        typer.echo(ending.message, err=True)
+    raise typer.Exit(ending.code)
 
 
 def main() -> None:

@@ -1,15 +1,18 @@
 """How results look on a terminal. rich is imported when something is shown."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import RecipeError
 from trimtab.log import logger
 from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from trimtab.checkpoint.shelf import Checkpoint
+    from trimtab.distributed.launch import LaunchPlan
+    from trimtab.proof import Proof
     from trimtab.run import Result
     from trimtab.tracking.run_folder import RunSummary
 
@@ -31,7 +34,7 @@ def show(renderable: object) -> None:
     Console().print(renderable)
 
 
-def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stderr: bool = False) -> None:
     """A plain table."""
     from rich.console import Console
     from rich.table import Table
@@ -41,7 +44,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(stderr=to_stderr).print(table)
 
 
 def show_result(result: "Result") -> None:
@@ -103,3 +106,73 @@ def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
         best = "" if run.best_metric is None else f"{run.metric_name} {run.best_metric:.4f}"
         rows.append((str(run.path), run.state, f"{run.step}/{run.num_steps}", best, format_seconds(run.age_s)))
     show_table(("run", "state", "step", "best", "age"), rows)
+
+
+def show_checkpoints(checkpoints: Sequence["Checkpoint"], status: Mapping[str, Any]) -> None:
+    """The saved states of a run, the oldest first."""
+    import time
+
+    import typer
+
+    if not checkpoints:
+        typer.echo("no saved states")
+        return
+    name = status.get("metric_name")
+    rows = []
+    for checkpoint in checkpoints:
+        value = checkpoint.metrics.get(name) if name else None
+        metric = f"{name} {value:.4f}" if isinstance(value, float) else ""
+        saved_at = checkpoint.facts.get("time")
+        age = format_seconds(max(0.0, time.time() - saved_at)) if isinstance(saved_at, float) else ""
+        best = "best" if checkpoint.step == status.get("best_step") else ""
+        rows.append(
+            (
+                checkpoint.path.name,
+                metric,
+                best,
+                format_bytes(checkpoint.num_bytes),
+                age,
+                checkpoint.problem or "valid",
+            )
+        )
+    show_table(("state", "metric", "", "size", "age", ""), rows)
+
+
+def show_proof(proof: "Proof") -> None:
+    """Equal, or the first thing that is not."""
+    import typer
+
+    if proof.difference:
+        typer.echo(f"not equal: {proof.difference}")
+        return
+    typer.echo(
+        f"equal: killed, resumed from step {proof.resumed_from}, and at the end all {proof.num_tensors} tensors of the "
+        f"state and all {proof.num_lines} lines of metrics are the same, bit for bit"
+    )
+
+
+def show_launch(plan: "LaunchPlan", *, to_stderr: bool) -> None:
+    """Every setting with its origin, where the other ranks write, and the torchrun command that does the same."""
+    import typer
+
+    show_table(("launch", "", "from"), plan.settings.rows(), to_stderr=to_stderr)
+    typer.echo(f"\n{plan.command}\n", err=to_stderr)
+
+
+def ask(question: str, default: str, complaint: str) -> str:
+    """Ask once on the terminal.
+
+    Args:
+        question: What to ask.
+        default: What an empty answer means.
+        complaint: What was wrong with the answer before; shown first.
+    """
+    import typer
+
+    if complaint:
+        typer.echo(f"  {complaint}")
+    try:
+        answer: str = typer.prompt(question, default=default, show_default=bool(default))
+    except typer.Abort:
+        raise RecipeError("nobody answered", "--default asks nothing; every key can be set in the file") from None
+    return answer

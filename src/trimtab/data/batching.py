@@ -127,7 +127,7 @@ class LengthGroupedBatches:
         """Choose the epoch whose order the next iteration follows."""
         self.epoch = epoch
 
-    def _windows(self) -> list[list[list[int]]]:
+    def windows(self) -> list[list[list[int]]]:
         """The optimizer batches of the current epoch, each as its micro-batches; drawn once."""
         if self._drawn is None or self._drawn[0] != self.epoch:
             batches = epoch_batches(
@@ -143,10 +143,10 @@ class LengthGroupedBatches:
 
     def window_sizes(self) -> list[int]:
         """The number of micro-batches of each optimizer batch of the current epoch."""
-        return [len(window) for window in self._windows()]
+        return [len(window) for window in self.windows()]
 
     def __iter__(self) -> Iterator[list[int]]:
-        for window in self._windows():
+        for window in self.windows():
             yield from window
 
     def __len__(self) -> int:

@@ -3,17 +3,24 @@
 The loader given is iterated as it is: same sampler, same workers, same draws of random numbers, so that a prepared
 loop sees the batches that the plain loop saw. Its place is (epoch, batches delivered) and the generators as they stood
 when the epoch began; from these a map-style loader goes on in constant time, without loading what was seen.
+
+With several processes all read the same order, the one that the first process draws, and each takes its part.
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab.data.placement import Placement
+from trimtab.data.sharding import NoSharding, Shard, Sharding
+from trimtab.distributed.same import require_same
+from trimtab.distributed.world import SoloWorld, World, concatenated
 from trimtab.log import say
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
 
@@ -47,25 +54,28 @@ class ActiveLoaders:
 class _IndexIterator:
     """Index batches of one epoch, read one ahead, so that the last is known before it is loaded."""
 
-    def __init__(self, batches: Any, num_skipped: int) -> None:
+    def __init__(self, batches: Any, num_skipped: int, sharding: Sharding) -> None:
         # now, and the first index later: samplers draw their order at either, as with a plain DataLoader
         self._iterator: Iterator[Any] = iter(batches)
         self._num_skipped = num_skipped
+        self._sharding = sharding
         self._next: Any = _UNREAD
+        self.group: list[Any] = []  # what all processes read next
         self.num_issued = num_skipped
-        self.last_size = 0  # rows of the batch issued last
+        self.issued: deque[Shard] = deque()  # not delivered yet: workers are given their indices ahead
         self.exhausted = False
 
     def prime(self) -> None:
         """Draw the order of the epoch and pass over what was delivered before."""
         if self._next is _UNREAD:
-            for _ in range(self._num_skipped):
+            for _ in range(self._num_skipped * self._sharding.group_size):
                 next(self._iterator, None)
             self._read()
 
     def _read(self) -> None:
-        self._next = next(self._iterator, _NOTHING)
-        self.exhausted = self._next is _NOTHING
+        group = self.group = list(islice(self._iterator, self._sharding.group_size))
+        self._next = self._sharding.share_indices(group) if group else _NOTHING
+        self.exhausted = not group
 
     def __iter__(self) -> "_IndexIterator":
         return self
@@ -74,28 +84,29 @@ class _IndexIterator:
         self.prime()
         if self._next is _NOTHING:
             raise StopIteration
-        indices = self._next
+        shard = self._next
         self.num_issued += 1
-        self.last_size = len(indices) if hasattr(indices, "__len__") else 0
+        self.issued.append(shard)
         self._read()
-        return indices
+        return shard.content
 
 
 class _IndexSource:
     """Stands in a DataLoader in the place of its batch sampler, and can start in the middle of an epoch."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Any, sharding: Sharding) -> None:
         self._batches = batches
+        self._sharding = sharding
         self.num_skipped = 0
         self.holds_back = False  # gives nothing, so that workers can be started without work
         self.iterator: _IndexIterator | None = None
 
     def __iter__(self) -> _IndexIterator:
-        self.iterator = _IndexIterator(() if self.holds_back else self._batches, self.num_skipped)
+        self.iterator = _IndexIterator(() if self.holds_back else self._batches, self.num_skipped, self._sharding)
         return self.iterator
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return -(-len(self._batches) // self._sharding.group_size)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_batches":
@@ -113,10 +124,24 @@ class PreparedLoader:
         loader: The DataLoader given to `prepare`.
         place: Brings a batch to the device.
         active: The engine's record of the loaders that are being iterated.
+        world: The processes that read the same data.
+        sharding: Which part of a batch is this process's.
     """
 
-    def __init__(self, loader: DataLoader[Any], place: Placement, active: ActiveLoaders) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        place: Placement,
+        active: ActiveLoaders,
+        world: World | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
         self.loader = loader
+        self._world: World = world or SoloWorld()
+        self._sharding = sharding or NoSharding()
+        self._shard = Shard(None, (0,) * self._world.num_processes, self._world.process_index)
+        self._is_compared = False  # the processes were seen to draw the same order
+        self._common: RandomState | None = None  # what every process reads an iterable dataset with
         self.epoch = 0
         self.num_delivered = 0
         self.end_of_epoch = False
@@ -129,6 +154,7 @@ class PreparedLoader:
         self._ahead: Any = _UNREAD  # a batch read before it was asked for, where only that tells the end
         self._last_read: dict[str, Any] | None = None  # what it takes to read that batch again
         self._indices: _IndexSource | None = None
+        self._divides_loaded = True
         self._source = self._instrumented(loader)
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -139,13 +165,16 @@ class PreparedLoader:
             source.pin_memory = True
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-            self._indices = _IndexSource(getattr(loader, attribute))
+            # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
+            of_indices = self._sharding if attribute == "batch_sampler" else NoSharding()
+            self._divides_loaded = attribute == "sampler"
+            self._indices = _IndexSource(getattr(loader, attribute), of_indices)
             # DataLoader guards these names against assignment after construction; a copy may differ.
             object.__setattr__(source, attribute, self._indices)
         return source
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return -(-len(self.loader) // self._sharding.group_size)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_source"):
@@ -160,21 +189,29 @@ class PreparedLoader:
         if self._indices is None:
             return None
         try:
-            return max(len(self.loader) - self.num_delivered, 0)
+            return max(len(self) - self.num_delivered, 0)
         except TypeError:
             return None
 
-    def without_repeated_rows(self, gathered: Any, num_processes: int) -> Any:
-        """Cut what was gathered from an epoch's last batch to the rows that it really had.
+    @property
+    def row_share(self) -> float:
+        """This process's rows of the current batch, as a multiple of what each process has on average; 0: none."""
+        return self._shard.row_share
 
-        Only tensors that are as long as a full batch are cut: a value repeated for each row of a batch, say.
+    def real_rows(self, parts: list[Any]) -> Any:
+        """What each process gave for the current batch, joined, without rows that only fill it up.
+
+        A process without rows of its own gives nothing. Of the others only tensors as long as a full batch are cut: a
+        value repeated for each row of a batch, say.
         """
-        full = (self.loader.batch_size or 0) * num_processes
-        if not self.end_of_epoch or not full or self._indices is None:
-            return gathered
-        assert self._indices.iterator is not None
-        num_rows = self._indices.iterator.last_size
-        return gathered if num_rows in (0, full) else _first_rows(gathered, num_rows, full)
+        full = {self.loader.batch_size or 0}
+        if len(parts) > 1:
+            full |= {-(-size // len(parts)) for size in full}
+        rows_of_all = self._shard.rows_of_all if len(self._shard.rows_of_all) == len(parts) else (0,) * len(parts)
+        if not any(rows_of_all):
+            return concatenated(parts) if len(parts) > 1 else parts[0]
+        cut = [_first_rows(part, num_rows, full) for part, num_rows in zip(parts, rows_of_all, strict=True)]
+        return concatenated(cut) if len(cut) > 1 else cut[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration counts as; samplers and datasets that listen are told."""
@@ -212,20 +249,35 @@ class PreparedLoader:
         assert self._indices is not None
         indices = self._indices.iterator
         assert indices is not None
-        for batch in batches:
+        for loaded in batches:
+            batch = self._delivered(loaded, indices.issued.popleft())
             self.num_delivered += 1
             self.end_of_epoch = indices.exhausted and self.num_delivered == indices.num_issued
+            self._tell_monitor()
             yield self._place(batch)
+
+    def _tell_monitor(self) -> None:
+        if self._world.num_processes > 1:
+            self._world.monitor.did(f"batch {self.num_delivered} of epoch {self.epoch} of a loader")
+
+    def _delivered(self, loaded: Any, shard: Shard) -> Any:
+        if self._divides_loaded and self._world.num_processes > 1:
+            shard = self._sharding.share_loaded([loaded])
+            loaded = shard.content
+        self._shard = shard
+        return loaded
 
     def _end_found_by_reading_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._ahead is _UNREAD:
             self._read_ahead(batches)
         while self._ahead is not _NOTHING:
-            batch = self._ahead
+            shard = self._sharding.share_loaded(self._ahead)
             self._read_ahead(batches)
             self.num_delivered += 1
             self.end_of_epoch = self._ahead is _NOTHING
-            yield self._place(batch)
+            self._shard = shard
+            self._tell_monitor()
+            yield self._place(shard.content)
 
     def _read_ahead(self, batches: Iterator[Any]) -> None:
         """Read a batch, and remember the generators and the data's own place before it.
@@ -233,12 +285,25 @@ class PreparedLoader:
         A resumed run reads it again from there: a batch of any type may come, and what collators draw is drawn again.
         """
         owner = self._owner_of_place()
-        self._last_read = {"epoch": self.epoch, "random": self._random_state()}
-        if owner is not None:
-            self._last_read["source"] = copy.deepcopy(owner.state_dict())
-        self._ahead = next(batches, _NOTHING)
-        if owner is not None and self._ahead is _NOTHING:
-            self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
+        with self._reading_alike():
+            self._last_read = {"epoch": self.epoch, "random": self._random_state()}
+            if owner is not None:
+                self._last_read["source"] = copy.deepcopy(owner.state_dict())
+            self._ahead = list(islice(batches, self._sharding.group_size)) or _NOTHING
+            if owner is not None and self._ahead is _NOTHING:
+                self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
+
+    @contextmanager
+    def _reading_alike(self) -> Iterator[None]:
+        """Several processes read one stream with the same random numbers, which leave no trace in their own."""
+        if self._world.num_processes == 1:
+            yield
+            return
+        with host_randomness_kept():
+            assert self._common is not None
+            restore_random_state(self._common)
+            yield
+            self._common = host_random_state()
 
     def _owner_of_place(self) -> Any:
         """The loader or the dataset, if it has no indices and keeps its own place."""
@@ -256,20 +321,57 @@ class PreparedLoader:
         resume, self._resume = self._resume, None
         num_skipped, self._skip = self._skip, None
         if resume is not None:
+            self._common = resume.get("common", self._common)
             # What was drawn before the save is drawn again, and leaves no trace in the generators restored since.
             with self._randomness_kept():
                 if "start" in resume:
                     num_batches = resume["num_delivered"] if num_skipped is None else num_skipped
                     return self._continue_epoch(resume, num_batches)
                 self._return_to_boundary(resume)
-        self._start = self._random_state() | {"has_workers": self._has_lasting_workers()}
-        self._tell_epoch()
-        return self._pass_over(num_skipped or 0)
+        with self._drawing_alike():
+            self._start = self._random_state() | {"has_workers": self._has_lasting_workers()}
+            self._tell_epoch()
+            return self._pass_over(num_skipped or 0)
+
+    @contextmanager
+    def _drawing_alike(self) -> Iterator[None]:
+        """Every process draws the order that the first one draws; their own random numbers stay as they were."""
+        if self._world.num_processes == 1:
+            yield
+            return
+        own = host_random_state()
+        first = self._world.object_of_first(self._random_state())
+        if self._indices is None:
+            self._common = self._common or first["host"]
+            first = {**first, "host": self._common}
+        self._restore_random_state(first)
+        yield
+        if self._indices is not None and self._indices.iterator is not None:
+            self._indices.iterator.prime()
+            self._require_same_order(self._indices.iterator.group)
+        else:
+            self._common = host_random_state()
+        if self._world.process_index > 0 or self._indices is None:
+            restore_random_state(own)
+
+    def _require_same_order(self, group: list[Any]) -> None:
+        if isinstance(self._sharding, NoSharding) or self._is_compared:
+            return  # divided before it came here: each process has its own rows
+        self._is_compared = True
+        first = [list(batch)[:8] if hasattr(batch, "__iter__") else batch for batch in group]
+        require_same(
+            self._world,
+            "the order of their data",
+            {"first rows": first},
+            "seed the sampler alike on every process, or give it a generator or a set_epoch method",
+        )
 
     def _continue_epoch(self, resume: dict[str, Any], num_batches: int) -> Iterator[Any]:
         """The rest of an epoch that was saved, after its first `num_batches` batches."""
         start, last_read = resume["start"], resume.get("last_read")
         is_same_place = num_batches == resume["num_delivered"]
+        if last_read is not None and is_same_place:
+            self._common = last_read["random"]["host"]
         self.epoch, self._start = resume["epoch"], start
         self._start_lasting_workers(start["has_workers"])
         self._restore_random_state(start)
@@ -349,6 +451,13 @@ class PreparedLoader:
         """
         self._skip = num_batches
 
+    def go_to(self, epoch: int, num_batches: int) -> None:
+        """Let the next iteration be that of an epoch, after its first `num_batches` batches."""
+        if self._resume is not None and self._resume["epoch"] != epoch:
+            self._resume = None
+        self.set_epoch(epoch)
+        self.start_at(num_batches)
+
     def _tell_epoch(self) -> None:
         loader = self.loader
         listeners: tuple[Any, ...] = (
@@ -406,6 +515,8 @@ class PreparedLoader:
             "generators": generators,
             "has_workers": self._has_lasting_workers(),
         }
+        if self._common is not None:
+            place["common"] = self._common
         has_begun = (
             not is_over and self._start is not None and (self._indices is not None or self._ahead is not _UNREAD)
         )
@@ -439,9 +550,11 @@ class PreparedLoader:
         return undo
 
 
-def _first_rows(value: Any, num_rows: int, full: int) -> Any:
+def _first_rows(value: Any, num_rows: int, full: set[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[:num_rows] if value.dim() and len(value) == full else value
+        if not value.dim() or (num_rows and (len(value) not in full or len(value) < num_rows)):
+            return value
+        return value[:num_rows]
     if isinstance(value, dict):
         return {key: _first_rows(item, num_rows, full) for key, item in value.items()}
     return type(value)(_first_rows(item, num_rows, full) for item in value)

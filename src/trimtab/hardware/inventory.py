@@ -9,18 +9,19 @@ from trimtab.errors import RecipeError
 from trimtab.log import say_once
 
 
-def find_device(requested: str | torch.device | None = None) -> torch.device:
+def find_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
     """The device to train on: the one asked for, else the accelerator that torch knows, else the CPU.
 
     Args:
         requested: A device such as "cpu", "cuda:1" or "mps", or None to look for one.
+        local_rank: This process among several of its host, each of which takes a device of its own.
 
     Returns:
         A device that exists; an accelerator carries its index.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if requested is None:
-        return _with_index(accelerator) if accelerator is not None else torch.device("cpu")
+        return _with_index(accelerator, local_rank) if accelerator is not None else torch.device("cpu")
     try:
         device = torch.device(requested)
     except RuntimeError as error:
@@ -33,18 +34,25 @@ def find_device(requested: str | torch.device | None = None) -> torch.device:
     if device.index is not None and device.index >= torch.accelerator.device_count():
         count = torch.accelerator.device_count()
         raise RecipeError(f"device={str(requested)!r} was asked for, but there are {count}", f"0 … {count - 1}")
-    return _with_index(device)
+    return _with_index(device, local_rank)
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _with_index(device: torch.device, local_rank: int | None) -> torch.device:
     if device.index is not None or device.type == "mps":
         return device
     count = torch.accelerator.device_count()
+    if local_rank is not None:
+        if local_rank >= count:
+            raise RecipeError(
+                f"process {local_rank} of this host has no device of its own: there are {count} ({device.type})",
+                f"start {count} processes on this host, or use cpu=True",
+            )
+        return torch.device(device.type, local_rank)
     index = torch.accelerator.current_device_index()
     if count > 1:
         say_once(
             f"one of {count} devices is used ({device.type}:{index}); choose another with device=, "
-            "or run one process on each (CUDA_VISIBLE_DEVICES): one run over all of them is not supported yet"
+            f"or use all of them: trimtab launch --processes {count} …"
         )
     return torch.device(device.type, index)
 

@@ -2,6 +2,9 @@
 
 Micro-batch i of a window contributes loss × wᵢ / E to the gradients, where E is the window's expected total weight. If
 the true total W turns out to be another, the gradients are multiplied by E / W at the window's end: `correction`.
+
+With several processes E and W are totals over all of them. Their gradients are averaged, which divides by the number of
+processes P: weights are multiplied by P. Without weights each process counts by its share of the rows of a batch.
 """
 
 import math
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trimtab.distributed.world import SoloWorld, World
 from trimtab.errors import LossError, RecipeError
 
 Weight = float | torch.Tensor
@@ -19,10 +23,12 @@ class Accumulation:
 
     Args:
         num_steps: Micro-batches in a full window.
+        world: The processes that share a batch.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, world: World | None = None) -> None:
         self.num_steps = num_steps
+        self._world: World = world or SoloWorld()
         self.reset()
 
     def reset(self) -> None:
@@ -36,6 +42,7 @@ class Accumulation:
         self._counted = False  # the weight of the current micro-batch is in the total
         self._stepped = True
         self._alone = False  # the window is this one micro-batch: its mean is the whole
+        self._row_share = 1.0
         self._total: Weight = 0.0
         self._expected: Weight | None = None  # E for weighted losses, fixed by the first one
         self._weighted: bool | None = None
@@ -51,22 +58,25 @@ class Accumulation:
             raise RecipeError(f"gradient_accumulation_steps={value!r} is not possible", "a whole number from 1 up")
         self._num_steps = value
 
-    def open_micro_batch(self, num_remaining: int | None, is_last: bool) -> None:
+    def open_micro_batch(self, num_remaining: int | None, is_last: bool, row_share: float = 1.0) -> None:
         """A micro-batch inside `accumulate` begins.
 
         Args:
             num_remaining: Batches that the epoch still has after this one, or None where that is not known.
             is_last: This is the last micro-batch of its epoch.
+            row_share: This process's rows of the micro-batch, as a multiple of what each process has on average.
         """
+        self._row_share = row_share
         if self.sync:
             self._begin_window(self.num_steps if num_remaining is None else min(self.num_steps, num_remaining + 1))
         self._num_opened += 1
         self._awaits_backward, self._counted = True, False
         self.sync = is_last or self._num_opened >= self.num_steps
 
-    def open_plain(self) -> None:
+    def open_plain(self, row_share: float = 1.0) -> None:
         """A backward that belongs to no `accumulate`: the loop decides by itself when to step."""
         self.sync = True
+        self._row_share = row_share
         self._counted = False
         if self._stepped:
             self._begin_window(self.num_steps)
@@ -103,14 +113,21 @@ class Accumulation:
         self._alone = self.sync and self._num_opened == 1
         if weight is None:
             self._count(1.0)
-            return loss if self._alone or self._window_length == 1 else loss / self._window_length
-        weight = _checked(weight, loss.device)
+            if not self._row_share:
+                return None
+            share = loss if self._row_share == 1.0 else loss * self._row_share
+            return share if self._alone or self._window_length == 1 else share / self._window_length
+        weight = _checked(weight, loss.device) if self._row_share else 0.0
+        num_processes = self._world.num_processes
         if self._alone:
-            return _nothing_if_weightless(loss, weight)
+            if num_processes == 1:
+                return _nothing_if_weightless(loss, weight)
+            total = self._world.total(weight, loss.device)
+            return _nothing_if_weightless(loss * _ratio(weight, total, num_processes), weight)
         if self._expected is None:
-            self._expected = _first_expectation(weight, self.num_steps)
+            self._expected = _first_expectation(self._world.total(weight, loss.device), self.num_steps)
         self._count(weight)
-        return _nothing_if_weightless(loss * (weight / self._expected), weight)
+        return _nothing_if_weightless(loss * (weight * num_processes / self._expected), weight)
 
     def _count(self, weight: Weight) -> None:
         """Several losses of one micro-batch share its weight: the first one counts."""
@@ -118,8 +135,13 @@ class Accumulation:
             self._total = self._total + weight
             self._counted = True
 
-    def correction(self, in_plain_loop: bool) -> Weight | None:
-        """The factor that makes the window's gradients true, or None where they are so already."""
+    def correction(self, in_plain_loop: bool, device: torch.device) -> Weight | None:
+        """The factor that makes the window's gradients true, or None where they are so already.
+
+        Args:
+            in_plain_loop: The loop decides by itself when a window ends.
+            device: Where the loss was computed.
+        """
         if self._alone:
             return None
         if not self._weighted:
@@ -127,12 +149,13 @@ class Accumulation:
                 return None
             return self._window_length / self._total
         assert self._expected is not None
-        if isinstance(self._total, torch.Tensor) or isinstance(self._expected, torch.Tensor):
-            total = torch.as_tensor(self._total)
+        total = self._world.total(self._total, device)
+        if isinstance(total, torch.Tensor) or isinstance(self._expected, torch.Tensor):
+            total = torch.as_tensor(total)
             return torch.where(total > 0, self._expected / total, torch.ones_like(total))  # of nothing: zero anyway
-        if self._total == self._expected or self._total == 0:
+        if total == self._expected or total == 0:
             return None
-        return self._expected / self._total
+        return self._expected / total
 
     def state_dict(self) -> dict[str, Any]:
         """The reference weight, which must survive a resume for the same rounding, and the open window."""
@@ -168,6 +191,13 @@ def _nothing_if_weightless(contribution: torch.Tensor, weight: Weight) -> torch.
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, contribution, torch.zeros_like(contribution))
     return contribution if weight > 0 else None
+
+
+def _ratio(weight: Weight, total: Weight, num_processes: int) -> Weight:
+    """The factor of a window's only micro-batch; nothing where no process has anything."""
+    if isinstance(total, torch.Tensor):
+        return weight * num_processes / total.clamp(min=torch.finfo(total.dtype).tiny)
+    return weight * num_processes / total if total else 0.0
 
 
 def _first_expectation(weight: Weight, num_steps: int) -> Weight:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trimtab.distributed.data_parallel import DataParallel
+from trimtab.distributed.world import SoloWorld, World
 from trimtab.model.precision import keep_fp32
 from trimtab.optim.accumulation import Accumulation, Weight
 from trimtab.optim.scaling import NO_OWNER, Scaler
@@ -20,11 +22,14 @@ class Gradients:
     Args:
         accumulation: The current window.
         scaler: Loss scaling, or the scaler that does nothing.
+        world: The processes whose gradients are averaged.
     """
 
-    def __init__(self, accumulation: Accumulation, scaler: Scaler) -> None:
+    def __init__(self, accumulation: Accumulation, scaler: Scaler, world: World | None = None) -> None:
         self._accumulation = accumulation
         self._scaler = scaler
+        self._world: World = world or SoloWorld()
+        self._connected: list[DataParallel] = []
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._are_true = False
@@ -38,6 +43,8 @@ class Gradients:
         known: list[Any] = self._models if isinstance(part, torch.nn.Module) else self._optimizers
         if not any(part is other for other in known):
             known.append(part)
+            if isinstance(part, DataParallel):
+                self._connected.append(part)
 
     def forget(self) -> None:
         """Hold on to nothing."""
@@ -45,22 +52,41 @@ class Gradients:
         self._are_true, self._applied = False, None
         self._models.clear()
         self._optimizers.clear()
+        self._connected.clear()
 
-    def backward(self, loss: torch.Tensor, weight: Weight | None, **kwargs: Any) -> None:
+    @property
+    def connected(self) -> list[DataParallel]:
+        """The models whose gradients are exchanged between processes."""
+        return self._connected
+
+    def backward(self, loss: torch.Tensor, weight: Weight | None, row_share: float = 1.0, **kwargs: Any) -> None:
         """Add what `loss` contributes; at the end of a window, make the gradients true."""
         accumulation = self._accumulation
         in_plain_loop = not accumulation.belongs_to_micro_batch()
         if in_plain_loop:
-            accumulation.open_plain()
+            accumulation.open_plain(row_share)
         self._reopen()
         if self._window != accumulation.window:
             self._window = accumulation.window
             self._stepped.clear()
         contribution = accumulation.share(loss, weight)
-        if contribution is not None:
+        if self._connected and accumulation.sync:
+            self._backward_with_others(contribution, loss, **kwargs)
+        elif contribution is not None:
             self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
         if accumulation.sync:
-            self._make_true(accumulation.correction(in_plain_loop))
+            self._make_true(accumulation.correction(in_plain_loop, loss.device))
+
+    def _backward_with_others(self, contribution: torch.Tensor | None, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The backward in which processes exchange gradients: one that has nothing to give answers all the same."""
+        with self._world.exchanging("backward"):
+            if contribution is not None:
+                self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                for model in self._connected:
+                    model.answer_with_nothing(loss)
+        for model in self._connected:
+            model.backward_done()
 
     @property
     def is_scaling(self) -> bool:
@@ -97,7 +123,7 @@ class Gradients:
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step of `optimizer` has to be skipped. In fp16 this reads one flag from the device."""
-        overflowed = self._scaler.overflowed(id(optimizer))
+        overflowed = self._scaler.overflowed(id(optimizer), self._world)
         self.num_skipped += overflowed
         self._scaler.finish_step(id(optimizer), overflowed)
         self._accumulation.step_taken()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trimtab.distributed.world import World
+
 NO_OWNER = 0  # gradients that no optimizer holds
 
 
@@ -37,7 +39,7 @@ class NoScaler:
     def set_flags(self, owner: int, flags: list[torch.Tensor]) -> None:
         """There are none."""
 
-    def overflowed(self, owner: int) -> bool:
+    def overflowed(self, owner: int, world: World) -> bool:
         """Never looked for."""
         return False
 
@@ -57,6 +59,14 @@ class LossScaler:
 
     The scale lives on the host: whether a step overflowed is read once a step in any case, because the schedule must
     know, and that read is the only synchronization. Scales are powers of two, so that scaling and unscaling are exact.
+
+    Args:
+        init_scale: The factor at the beginning.
+        growth_factor: By how much it grows.
+        backoff_factor: By how much it shrinks after an overflow.
+        growth_interval: Steps without an overflow before it grows.
+        num_processes: How many share a batch. Each takes a mean over its own, fewer rows, whose gradients are as many
+            times larger: they are enlarged by that much less, so that they overflow where one process would.
     """
 
     is_scaling = True
@@ -67,7 +77,9 @@ class LossScaler:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        num_processes: int = 1,
     ) -> None:
+        self._share = 0.5 ** (num_processes - 1).bit_length()  # a power of two again
         self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -83,7 +95,7 @@ class LossScaler:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, enlarged."""
         self._counted = self._backed_off = False
-        return loss * self._scale
+        return loss * (self._scale * self._share)
 
     def forget(self) -> None:
         """Hold on to no flag of a step that was not finished."""
@@ -94,7 +106,7 @@ class LossScaler:
         flags = self._overflows.setdefault(owner, [])
         for (device, _), group in _by_device_and_dtype(gradients).items():
             flag = torch.zeros((), dtype=torch.float32, device=device)
-            inverse = torch.full((), 1.0 / self._scale, dtype=torch.float32, device=device)
+            inverse = torch.full((), 1.0 / (self._scale * self._share), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             if owner != NO_OWNER:  # nobody would ever ask
                 flags.append(flag)
@@ -102,7 +114,7 @@ class LossScaler:
     def rescale(self, gradients: list[torch.Tensor]) -> None:
         """Enlarge true gradients again, because another backward is about to add to them."""
         for group in _by_device_and_dtype(gradients).values():
-            torch._foreach_mul_(group, self._scale)
+            torch._foreach_mul_(group, self._scale * self._share)
 
     def flags_of(self, owner: int) -> list[torch.Tensor]:
         """What was noted for the optimizer `owner` since its last step."""
@@ -114,13 +126,13 @@ class LossScaler:
         if flags:
             self._overflows[owner] = list(flags)
 
-    def overflowed(self, owner: int) -> bool:
-        """Whether a gradient of the optimizer `owner` was not finite. The one host-device sync of a step."""
+    def overflowed(self, owner: int, world: World) -> bool:
+        """Whether a gradient of the optimizer `owner` was not finite, on any process. A step's one host-device sync."""
         flags = self._overflows.pop(owner, [])
         if not flags:
             return False
         total = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
-        return bool(total.item())
+        return bool(world.total(total, total.device))
 
     def finish_step(self, owner: int, overflowed: bool) -> None:
         """Move the scale: down after an overflow, up after many steps without one; once a window."""

@@ -4,10 +4,11 @@ Each shape is a small object without closures, so that a scheduler can be pickle
 Step 0 is the first optimizer step. After the last planned step the factor of a schedule that ends stays at its end.
 """
 
+import copy
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -179,3 +180,34 @@ def _noam(warmup_steps: int, d_model: int | None) -> Noam:
             "set hidden_size or d_model in the model's config, or train.schedule: inverse-sqrt",
         )
     return Noam(warmup_steps, d_model)
+
+
+def shapes_of(scheduler: LambdaLR) -> list[Shape]:
+    """The shapes that a schedule was built with; a state that is loaded later brings its own."""
+    shapes: list[Any] = [copy.copy(shape) for shape in scheduler.lr_lambdas]
+    return shapes
+
+
+def reshape(scheduler: LambdaLR, shapes: list[Shape], lr: float) -> str | None:
+    """Let a schedule whose state was loaded go on with other shapes or another learning rate.
+
+    Args:
+        scheduler: The schedule, at some step.
+        shapes: What `shapes_of` gave before the state was loaded.
+        lr: The highest learning rate from now on.
+
+    Returns:
+        What that means, in words; None where nothing is different.
+    """
+    stretched = shapes != list(scheduler.lr_lambdas)
+    if not stretched and scheduler.base_lrs == [lr] * len(shapes):
+        return None
+    before = scheduler.optimizer.param_groups[0]["lr"]
+    scheduler.lr_lambdas = list(shapes)
+    scheduler.base_lrs = [lr] * len(shapes)
+    for group, shape in zip(scheduler.optimizer.param_groups, shapes, strict=True):
+        group["initial_lr"], group["lr"] = lr, lr * shape(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+    now = scheduler.optimizer.param_groups[0]["lr"]
+    how = "is stretched over all steps" if stretched and hasattr(shapes[0], "num_steps") else "continues"
+    return f"the schedule {how}: the learning rate goes from {before:.3g} to {now:.3g} at step {scheduler.last_epoch}"

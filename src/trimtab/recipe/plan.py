@@ -11,7 +11,8 @@ class Plan:
     device: str
     precision: str
     batch_size: int
-    micro_batch_size: int
+    micro_batch_size: int  # rows that one process has at once
+    num_processes: int
     num_steps: int
     steps_per_epoch: int
     warmup_steps: int
@@ -23,6 +24,11 @@ class Plan:
     padding_share: float
     metric: str
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a micro-batch over all processes."""
+        return min(self.micro_batch_size * self.num_processes, self.batch_size)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -31,8 +37,9 @@ class Plan:
         """What a user wants to know before it starts, a line each."""
         trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters train"
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
+        where = self.device if self.num_processes == 1 else f"{self.num_processes} processes ({self.device} here)"
         return [
-            f"{self.device}, {self.precision}; {trainable}",
+            f"{where}, {self.precision}; {trainable}",
             f"{self.num_train_rows:,} rows to train on, {self.num_eval_rows:,} held out; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "

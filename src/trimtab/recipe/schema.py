@@ -118,7 +118,9 @@ class TrainSettings(Section):
 
     epochs: float = Field(default=3.0, gt=0, description="Passes over the training rows.")
     max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps to train, in the place of epochs.")
-    max_time: Duration | None = Field(default=None, description="Stop after this long, such as 3h.")
+    max_time: Duration | None = Field(
+        default=None, description="Save and stop after this long, such as 3h; `trimtab resume` goes on from there."
+    )
     batch_size: int = Field(
         default=8,
         ge=1,
@@ -154,6 +156,11 @@ class TrainSettings(Section):
     )
     group_by_length: bool = Field(
         default=True, description="Batches of rows that are near in length, so that little is padded."
+    )
+    on_nan: Literal["stop", "skip", "rewind"] = Field(
+        default="stop",
+        description="When a loss is not finite: stop; skip = leave that step out; rewind = once, back to the last "
+        "saved state, and on with other rows.",
     )
     log_every: Steps = Field(default=10, description="A line of metrics every so many steps.")
 
@@ -203,14 +210,15 @@ class CheckpointSettings(Section):
     """What is kept of a run."""
 
     best: bool = Field(default=True, description="Keep the best model, as a Hugging Face folder best/.")
-    every: Annotated[None, Later()] = Field(
-        default=None, description="How often the whole state is saved, to resume from. Not supported yet."
+    every: Interval | None = Field(
+        default="10min",
+        description="How often the whole state is saved, to resume from: 10min, 500 steps, epoch; and always after the "
+        "last step. null = never: a run that is killed is lost.",
     )
-    keep: Annotated[Literal[2], Later()] = Field(
-        default=2, description="How many of these states are kept. Not supported yet."
-    )
-    mirror: Annotated[None, Later()] = Field(
-        default=None, description="A second place to copy them to. Not supported yet."
+    keep: int = Field(default=2, ge=1, description="How many of these states are kept, the newest ones.")
+    mirror: Text | None = Field(
+        default=None,
+        description="A folder in a second place, such as a mounted drive, to which states and best/ are copied.",
     )
 
 

@@ -1,6 +1,9 @@
 """Where a run's numbers go: a tracker takes the config once and values as they come. The journal is a file of lines."""
 
+import contextlib
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.errors import RecipeError
+from trimtab.log import say_once
 
 
 class Tracker(Protocol):
@@ -37,13 +41,21 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: Any = None
+        self._waiting: list[str] = []  # lines for which there was no room
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
         """Open the file and write the config as its first line."""
         folder = self._folder / project_name
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (folder / "metrics.jsonl").open("ab", buffering=0)
         self._write({"config": config or {}})
+
+    def go_on(self, position: int) -> None:
+        """Open the file of a run that goes on; lines after `position` bytes are of steps that are taken again."""
+        path = self._folder / "metrics.jsonl"
+        self._file = path.open("ab", buffering=0)
+        if path.stat().st_size > position:
+            self._file.truncate(position)
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         """Write a line."""
@@ -57,8 +69,17 @@ class Journal:
             text = json.dumps(whole, default=_plain, allow_nan=False)
         except ValueError:  # JSON has no word for NaN and infinity: they become text
             text = json.dumps(json.loads(json.dumps(whole, default=_plain), parse_constant=str))
-        self._file.write(text + "\n")
-        self._file.flush()
+        self._waiting.append(text + "\n")
+        size = self._file.seek(0, os.SEEK_END)
+        lines = "".join(self._waiting).encode()
+        try:
+            if self._file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._waiting.clear()
+        except OSError as error:  # a full disk: the lines wait for room, and no half of one stays
+            say_once(f"{self._file.name} cannot be written ({error.strerror or error}): its lines wait in memory")
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
 
     def finish(self) -> None:
         """Close the file."""

@@ -5,15 +5,21 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.folder import clear_leftovers
+from trimtab.checkpoint.lock import LOCK, RunLock
 from trimtab.errors import RecipeError
+from trimtab.log import say_once
 from trimtab.tracking.journal import Journal
 
+CHECKPOINTS = "checkpoints"
 _STATUS = "run.json"
+_JOURNAL = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -30,27 +36,45 @@ class RunSummary:
 
 
 class RunFolder:
-    """Writes into a run's folder.
+    """Writes into a run's folder, which it holds until the run ends.
 
     Args:
-        path: The folder; it must not hold anything yet.
+        path: The folder.
+        job: The launcher's id of the job, the same in all its attempts.
+        goes_on: The folder holds a run that goes on; else it must not hold anything yet.
     """
 
-    def __init__(self, path: Path) -> None:
-        check_free(path)
+    def __init__(self, path: Path, job: str | None = None, *, goes_on: bool = False) -> None:
+        if not goes_on:
+            check_free(path)
         self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecipeError(f"{path} cannot be made: {error.strerror}", "choose another --out") from error
         self.path = path
-        self._status: dict[str, Any] = {"state": "running", "step": 0, "num_steps": 0, "started": time.time()}
-        try:
-            with (path / _STATUS).open("x") as claim:
-                json.dump(self._status | {"pid": os.getpid(), "host": socket.gethostname()}, claim)
-        except FileExistsError as error:
-            raise RecipeError(f"{path} was taken by another run just now", "run it again") from error
+        self._goes_on = goes_on
+        self._lock = RunLock(path)
+        self._lock.acquire()
+        self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
+        self._status: dict[str, Any] = {"step": 0, "num_steps": 0, "started": time.time()}
+        before = read_status(path)
+        if goes_on:
+            self._status |= before or {}
+            self._status.pop("error", None)
+            for place in (path, path / CHECKPOINTS):  # what a kill has left of a model or a state half written
+                clear_leftovers(place)
+        self._status |= {"path": str(path), "state": "running"} | ({} if job is None else {"job": job})
         self._journal = Journal(path)
+        if not goes_on:
+            self._claim(before)
+
+    def _claim(self, before: dict[str, Any] | None) -> None:
+        """Take the folder; the lock is held, but another run may have come and gone since it was found free."""
+        if before is not None:
+            self._lock.release()
+            raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
+        self.write_text(_STATUS, json.dumps(self._status))
 
     @property
     def best(self) -> Path:
@@ -63,9 +87,19 @@ class RunFolder:
         beside.write_text(text, encoding="utf-8")
         beside.replace(self.path / name)
 
-    def start(self, config: dict[str, Any], num_steps: int) -> None:
-        """The run begins."""
-        self._journal.start(".", config)
+    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None) -> None:
+        """The run begins, or goes on.
+
+        Args:
+            config: The recipe.
+            num_steps: How many steps it will have.
+            journal_position: Numbers beyond are of steps that are taken again; None begins a new journal.
+        """
+        if journal_position is None:
+            (self.path / _JOURNAL).unlink(missing_ok=True)
+            self._journal.start(".", config)
+        else:
+            self._journal.go_on(journal_position)
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
 
     def record(self, values: dict[str, Any], step: int) -> None:
@@ -75,36 +109,137 @@ class RunFolder:
 
     def update(self, **facts: Any) -> None:
         """Note how far the run is."""
-        self._status.update(facts, updated=time.time())
-        self.write_text(_STATUS, json.dumps(self._status))
+        with self._writing:
+            self._status.update(facts, updated=time.time())
+            try:
+                self.write_text(_STATUS, json.dumps(self._status))
+                self._lock.beat()
+            except OSError as error:  # a full disk must not end a run
+                say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
+
+    def journal_position(self) -> int:
+        """How many bytes of numbers have been written."""
+        path = self.path / _JOURNAL
+        return path.stat().st_size if path.exists() else 0
 
     def finish(self, state: str, **facts: Any) -> None:
         """The run is over."""
         self._journal.finish()
         self.update(state=state, **facts)
+        self._lock.release()
+
+    def give_up(self) -> None:
+        """Nothing has run: a run that was there stays as it is, else nothing is left behind."""
+        if self._goes_on:
+            self._lock.release()
+        else:
+            self.remove()
 
     def remove(self) -> None:
         """Leave nothing behind, not even folders made for this one; one that was there before stays, empty."""
         self._journal.finish()
-        for path in self.path.iterdir():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        self._lock.release()
+        clear_folder(self.path)
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one
                 folder.rmdir()
+
+
+class FollowedFolder:
+    """A run's folder as seen by a process that leaves the writing to the first one.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def best(self) -> Path:
+        """Where the best model is."""
+        return self.path / "best"
+
+    def write_text(self, name: str, text: str) -> None:
+        """The first process does that."""
+
+    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None) -> None:
+        """The first process does that."""
+
+    def record(self, values: dict[str, Any], step: int) -> None:
+        """The first process does that."""
+
+    def journal_position(self) -> int:
+        """The first process knows it."""
+        return 0
+
+    def update(self, **facts: Any) -> None:
+        """The first process does that."""
+
+    def finish(self, state: str, **facts: Any) -> None:
+        """The first process does that."""
+
+    def give_up(self) -> None:
+        """The first process does that."""
+
+    def remove(self) -> None:
+        """The first process does that."""
+
+
+Folder = RunFolder | FollowedFolder
+
+
+def clear_folder(path: Path) -> None:
+    """Remove everything that a folder holds."""
+    for inner in path.iterdir():
+        shutil.rmtree(inner, ignore_errors=True) if inner.is_dir() else inner.unlink()
+
+
+def read_status(path: Path) -> dict[str, Any] | None:
+    """What a run's folder says of the run; None if there is no run there."""
+    try:
+        status = json.loads((path / _STATUS).read_text())
+        return status if isinstance(status, dict) and "state" in status else None
+    except (OSError, ValueError):
+        return None
+
+
+def unfinished_run(home: Path, job: str | None = None) -> Path | None:
+    """The newest run below `home` that is not finished; with `job`, of that job alone."""
+    found = []
+    for status in home.glob(f"*/{_STATUS}"):
+        run = read_status(status.parent)
+        if run is not None and run["state"] != "finished" and job in (None, run.get("job")):
+            found.append((run.get("started", 0.0), status.parent))
+    return max(found)[1] if found else None
 
 
 def check_free(path: Path) -> None:
     """Refuse a folder that is in use; asked before anything is loaded for a run that would go there.
 
     Raises:
-        RecipeError: If there is something at `path` other than an empty folder.
+        RecipeError: If there is something at `path` other than an empty folder; a run there is named.
     """
     try:
-        is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        is_used = path.exists() and (not path.is_dir() or not all(map(_is_of_a_lock, path.iterdir())))
     except OSError as error:
         raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
-    if is_used:
+    if not is_used:
+        return
+    run = read_status(path) if path.is_dir() else None
+    if run is None:
         raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
+    where = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
+    if run["state"] == "finished":
+        cure = f"another --out; --fresh to replace it; or train on: trimtab resume {path} --set train.epochs=…"
+        raise RecipeError(f"{path} holds a finished run ({where})", cure)
+    cure = "--resume to go on, --fresh to replace it, or another --out"
+    raise RecipeError(f"{path} holds a run that is not finished ({where})", cure)
+
+
+def _is_of_a_lock(inner: Path) -> bool:
+    """Whether a file is all that a run leaves which is killed before it has claimed a folder; the lock itself decides."""
+    return inner.name in (LOCK, f".{_STATUS}.writing") or inner.name.startswith(f".{LOCK}.")
 
 
 def default_folder(root: Path, experiment: str, name: str | None) -> Path:

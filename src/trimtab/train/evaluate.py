@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.engine import Engine
 from trimtab.model.losses import Loss
 from trimtab.randomness import host_randomness_kept
 
@@ -13,6 +14,10 @@ OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
 class Metrics(Protocol):
     """Streaming metrics of a task."""
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """All that is kept, to be added up over processes in place."""
 
     def update(
         self, logits: torch.Tensor, batch: dict[str, torch.Tensor], loss_sum: torch.Tensor, weight: torch.Tensor | int
@@ -27,6 +32,7 @@ class Evaluator:
     """Evaluates a model on one loader, as often as asked.
 
     Args:
+        engine: The engine that prepared the loader.
         loader: Batches of held-out data, prepared.
         loss: The loss that training uses.
         make_metrics: Fresh streaming metrics for one pass.
@@ -35,11 +41,13 @@ class Evaluator:
 
     def __init__(
         self,
+        engine: Engine,
         loader: Iterable[Any],
         loss: Loss,
         make_metrics: Callable[[], Metrics],
         own_metrics: Mapping[str, OwnMetric] | None = None,
     ) -> None:
+        self._engine = engine
         self._loader = loader
         self._loss = loss
         self._make_metrics = make_metrics
@@ -53,6 +61,7 @@ class Evaluator:
             model: The model to measure.
             on_batch: Called with the number of batches done, for a progress bar.
         """
+        model = self._engine.unwrap_model(model)  # nothing is exchanged but the sums
         was_training = model.training
         model.eval()
         metrics = self._make_metrics()
@@ -61,6 +70,8 @@ class Evaluator:
             # a loader draws a number when it begins, which must not move the dropout of the steps that follow
             with host_randomness_kept():
                 for num_done, batch in enumerate(self._loader, 1):
+                    if self._engine.has_no_rows:
+                        continue
                     step = self._loss(model, batch)
                     metrics.update(step.logits, batch, step.loss_sum(), step.weight)
                     for name, function in self._own.items():
@@ -68,7 +79,12 @@ class Evaluator:
                     on_batch(num_done)
         finally:
             model.train(was_training)
-        return metrics.compute() | {name: _mean(sums) for name, sums in own.items() if sums}
+        own_sums = {name: torch.stack(sums).sum(0).cpu() if sums else torch.zeros(2) for name, sums in own.items()}
+        if self._engine.use_distributed:
+            for kept in metrics.sums:
+                kept.copy_(self._engine.reduce(kept.cpu()))
+            own_sums = self._engine.reduce(own_sums)
+        return metrics.compute() | {name: _mean(sums) for name, sums in own_sums.items()}
 
 
 def _sum_and_count(values: Any) -> torch.Tensor:
@@ -76,6 +92,6 @@ def _sum_and_count(values: Any) -> torch.Tensor:
     return torch.stack([values.sum(), torch.full_like(values[:1], len(values)).sum()])
 
 
-def _mean(sums_and_counts: list[torch.Tensor]) -> float:
-    total, count = torch.stack(sums_and_counts).sum(0).tolist()
+def _mean(sum_and_count: torch.Tensor) -> float:
+    total, count = sum_and_count.tolist()
     return float(total / count) if count else float("nan")

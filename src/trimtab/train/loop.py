@@ -1,23 +1,29 @@
 """The one loop. Methods differ by the parts put into it: model, data, loss, optimizer, freezing, metrics."""
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from trimtab.engine import Engine
+from trimtab.errors import CheckpointError, LossNotFinite
 from trimtab.hardware.memory import memory_in_use, peak_memory, reset_peak_memory
 from trimtab.log import say
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.train.callbacks import call_all
+from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
+from trimtab.train.due import Due
 from trimtab.train.evaluate import Evaluator
+from trimtab.train.interrupts import StopSignals
+from trimtab.train.meter import Meter
+from trimtab.train.nonfinite import FiniteWatch, explanation
 from trimtab.train.progress import Progress, StepLine
-from trimtab.train.step import StepResult, train_step
+from trimtab.train.step import train_step
 from trimtab.train.stopping import Best, EarlyStopping
 from trimtab.units import Every
 
@@ -31,6 +37,12 @@ class Keeper(Protocol):
     def record(self, values: dict[str, Any], step: int) -> None:
         """Write numbers of a step."""
 
+    def position(self) -> int:
+        """How far the numbers have been written."""
+
+    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+        """Write the rows of a step for a look, and give the file."""
+
 
 @dataclass
 class RunState:
@@ -43,6 +55,7 @@ class RunState:
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str = "finished"
+    interruption: str | None = None  # a signal or the time limit: the run is not over, it will go on from here
     _should_stop: bool = False
 
     @property
@@ -78,6 +91,8 @@ class FitResult:
     num_tokens: int
     num_skipped: int
     peak_memory_bytes: int
+    interruption: str | None = None  # a signal, or the time limit: the run can go on
+    save_failure: str | None = None  # why there is no checkpoint of the last step
 
 
 @dataclass(frozen=True)
@@ -87,11 +102,13 @@ class Schedule:
     num_steps: int
     steps_per_epoch: int
     evaluate_every: Every
+    save_every: Every | None = None
     log_every: int = 10
     max_seconds: float | None = None
     evaluate_at_start: bool = False
     keeps_best: bool = True  # False keeps the last model instead
     max_grad_norm: float | None = 1.0
+    on_nan: str = "stop"  # or "skip", "rewind"
 
 
 class Trainer:
@@ -110,6 +127,7 @@ class Trainer:
         early_stopping: Decides when to give up, or None.
         freezing: What is frozen, and until when.
         keeper: Writes the best model and the numbers.
+        checkpoints: Saves the state.
         progress: What the user sees.
         callbacks: The user's own.
     """
@@ -129,6 +147,7 @@ class Trainer:
         early_stopping: EarlyStopping | None,
         freezing: Freezing,
         keeper: Keeper,
+        checkpoints: Checkpoints | NoCheckpoints,
         progress: Progress,
         callbacks: list[object],
     ) -> None:
@@ -136,41 +155,60 @@ class Trainer:
         self._batches, self._loss, self._schedule = batches, loss, schedule
         self._evaluator, self._best, self._early_stopping = evaluator, best, early_stopping
         self._freezing, self._keeper, self._progress, self._callbacks = freezing, keeper, progress, callbacks
+        self._checkpoints = checkpoints
         self.state = RunState(schedule.num_steps, schedule.steps_per_epoch, model, optimizer)
-        self._meter = _Meter(engine)
+        self._meter = Meter(engine)
+        self._evaluation = Due(schedule.evaluate_every, schedule.steps_per_epoch)
+        self._saving = Due(schedule.save_every, schedule.steps_per_epoch)
+        self._signals = StopSignals()
+        self._watch = FiniteWatch(engine.device, norm_counts=not engine.scaler.is_scaling)
         self._has_kept = False
+        self._num_passed_over = 0  # batches that a rewind has left behind
+        engine.register_for_checkpointing(self)
 
     def fit(self) -> FitResult:
-        """Train until the steps are done, time is up, or early stopping or a callback says so."""
+        """Train until the steps are done, time is up, or early stopping, a signal or a callback says so."""
         state, schedule = self.state, self._schedule
         self._progress.start(schedule.num_steps)
         self._model.train()
         self._announce_unfrozen()
         self._meter.start()
-        due = _Due(schedule.evaluate_every, schedule.steps_per_epoch)
         reset_peak_memory(self._engine.device)
         try:
-            if schedule.evaluate_at_start:
-                self._evaluate()
-            while not state.is_over:
-                for num_micro_batches, micro_batches in self._windows():
-                    self._one_step(micro_batches, num_micro_batches)
-                    # a run that is stopped early has a last step too, and its model may be the best one
-                    if due.now(state.step, self._meter.seconds()) or state.is_over:
-                        self._evaluate()
-                    if state.is_over:
-                        break
-            if self._best.step is None or not schedule.keeps_best:
-                self._keep_last()
-            if state.step < schedule.num_steps and state.stop_reason == "finished":
-                state.stop_reason = "callback"
-        except KeyboardInterrupt:
-            if state.step and not self._has_kept:  # better a half-trained model than none
-                self._save()
-            raise
+            with self._signals:
+                if schedule.evaluate_at_start and state.step == 0:
+                    self._evaluate()
+                while not state.is_over:
+                    self._one_epoch()
+                if state.interruption is None:
+                    self._end()
         finally:
             call_all(self._callbacks, "on_end", state)
-        return self._result()
+            failure = self._checkpoints.close()
+        return self._result(failure)
+
+    def _one_epoch(self) -> None:
+        """The rest of an epoch: step, look around, save."""
+        state = self.state
+        for num_micro_batches, micro_batches in self._windows():
+            self._one_step(micro_batches, num_micro_batches)
+            is_evaluation_due, is_save_due, bad_step = self._agreed()
+            if bad_step is not None:
+                return self._not_finite(bad_step)
+            # a run that is stopped early has a last step too, and its model may be the best one
+            if state.interruption is None and (is_evaluation_due or state.is_over):
+                self._evaluate()
+            if is_save_due or state.is_over:
+                self._save_state(wait=state.is_over)
+            if state.is_over:
+                return None
+        return None
+
+    def _end(self) -> None:
+        if self._best.step is None or not self._schedule.keeps_best:
+            self._keep_last()
+        if self.state.step < self._schedule.num_steps and self.state.stop_reason == "finished":
+            self.state.stop_reason = "callback"
 
     def _one_step(self, micro_batches: Iterator[dict[str, torch.Tensor]], num_micro_batches: int) -> None:
         state, schedule = self.state, self._schedule
@@ -183,22 +221,153 @@ class Trainer:
             micro_batches,
             num_micro_batches,
             schedule.max_grad_norm,
+            leaves_out_nonfinite=schedule.on_nan == "skip" and not self._engine.scaler.is_scaling,
         )
         state.step += 1
         self._meter.add(result)
+        self._watch.note(state.step, result)
+        if result.was_left_out:
+            self._say_left_out()
         self._announce_unfrozen()
         if state.step % schedule.log_every == 0 or state.step in (1, schedule.num_steps):
             self._show()
         call_all(self._callbacks, "on_step", state)
-        limit = schedule.max_seconds
-        if limit is not None and self._meter.wall_seconds() >= limit and state.step < schedule.num_steps:
-            state.should_stop, state.stop_reason = True, "time limit"
+
+    def _agreed(self) -> tuple[bool, bool, int | None]:
+        """Whether an evaluation and a save are due, and whether a step was not finite; and whether to stop.
+
+        Processes stop together, if any of them wants to; what depends on time follows the clock of the first one.
+        """
+        state, seconds = self.state, self._meter.seconds()
+        limit = self._schedule.max_seconds
+        is_time_up = limit is not None and self._meter.session_seconds() + self._checkpoints.seconds_needed >= limit
+        evaluation, save = (due.now(state.step, seconds) for due in (self._evaluation, self._saving))
+        bad_step = self._watch.bad_step(flush=save or state.step == state.num_steps)
+        looked_at = state.step if bad_step is None else bad_step
+        is_signalled = self._signals.received is not None
+        wishes = [evaluation, save, is_time_up, state.should_stop, is_signalled, bad_step is not None]
+        if self._engine.use_distributed:
+            if not self._engine.is_main_process:
+                wishes[:3] = [False] * 3
+            wishes = [bool(wish) for wish in self._engine.reduce(torch.tensor(wishes, dtype=torch.int32)).tolist()]
+        evaluation, save, is_time_up, should_stop, is_signalled, is_bad = wishes
+        if should_stop:
+            state.should_stop = True
+        elif is_signalled and state.step < state.num_steps:
+            state.should_stop = True
+            state.stop_reason = state.interruption = f"signal {self._signals.received or 'in another process'}"
+        elif is_time_up and state.step < state.num_steps:
+            state.should_stop = True
+            state.stop_reason = state.interruption = "time limit"
+        return evaluation, save, looked_at if is_bad else None
 
     def _windows(self) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
-        """For each batch of one epoch: how many micro-batches it has, and these, each loaded when it is taken."""
+        """For each batch that is left of an epoch: how many micro-batches it has, and these, loaded when taken."""
         micro_batches = iter(self._batches)  # first: it tells the sampler its epoch, which decides the sizes
-        for size in self._batches.batch_sampler.window_sizes():
+        for size in self._batches.batch_sampler.window_sizes()[self._place_in_epoch()[1] :]:
             yield size, islice(micro_batches, size)
+
+    def _place_in_epoch(self, step: int | None = None) -> tuple[int, int]:
+        """The epoch and the batches of it that are done."""
+        done = (self.state.step if step is None else step) + self._num_passed_over
+        return divmod(done, self._schedule.steps_per_epoch)
+
+    # ------------------------------------------------------------------ saving and going on
+
+    def _save_state(self, wait: bool = False) -> None:
+        state = self.state
+        with self._meter.paused():
+            self._meter.share()
+            self._checkpoints.save(state.step, state.metrics, self._best.step, wait=wait)
+        self._saving.done(self._meter.seconds())
+        if state.interruption is not None and not self._has_kept:  # better a half-trained model than none
+            self._save()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: everything that the engine does not know."""
+        return {
+            "step": self.state.step,
+            "steps_per_epoch": self._schedule.steps_per_epoch,
+            "num_passed_over": self._num_passed_over,
+            "metrics": dict(self.state.metrics),
+            "has_kept": self._has_kept,
+            "journal": self._keeper.position(),
+            "meter": self._meter.state_dict(),
+            "evaluation": self._evaluation.state_dict(),
+            "saving": self._saving.state_dict(),
+            "best": self._best.state_dict(),
+            "early_stopping": None if self._early_stopping is None else self._early_stopping.state_dict(),
+            "freezing": self._freezing.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        if state["steps_per_epoch"] != self._schedule.steps_per_epoch:
+            raise CheckpointError(
+                f"an epoch of the checkpoint has {state['steps_per_epoch']} steps, here it has "
+                f"{self._schedule.steps_per_epoch}: the data are not the same",
+                "resume with the data and the batch size of the run",
+            )
+        self._best.load_state_dict(state["best"])
+        if self._early_stopping is not None and state["early_stopping"] is not None:
+            self._early_stopping.load_state_dict(state["early_stopping"])
+        self._freezing.load_state_dict(state["freezing"])
+        self._meter.load_state_dict(state["meter"])
+        self._evaluation.load_state_dict(state["evaluation"])
+        self._saving.load_state_dict(state["saving"])
+        self.state.step, self.state.metrics = state["step"], dict(state["metrics"])
+        self._num_passed_over, self._has_kept = state["num_passed_over"], state["has_kept"]
+        self.journal_position = state["journal"]
+
+    @property
+    def schedule(self) -> Any:
+        """The learning-rate schedule itself."""
+        return self._scheduler.scheduler
+
+    journal_position = 0  # how far the numbers had been written when the state was saved that was loaded
+
+    def find_place(self) -> None:
+        """After a state was loaded: let the data go on after its steps, however they are cut into micro-batches."""
+        epoch, done = self._place_in_epoch()
+        sampler = self._batches.batch_sampler
+        sampler.set_epoch(epoch)
+        self._batches.go_to(epoch, sum(sampler.window_sizes()[:done]))
+
+    def _not_finite(self, step: int) -> None:
+        """A loss was not finite: go back to the last checkpoint, once, or stop with what a user needs to know."""
+        rows = self._keep_rows_of(step)
+        saved = self._checkpoints.last_step
+        if self._schedule.on_nan == "rewind" and not self._num_passed_over and saved is not None:
+            return self._rewind(step, rows)
+        found = f"the last good state is that of step {saved}" if saved is not None else "no state was saved before"
+        resume = f"trimtab resume {Path(rows).parent} --from step-{saved} --set train.on_nan=skip"
+        again = "" if saved is None else f": {resume}"
+        has_fp16 = self._engine.mixed_precision == "fp16"
+        raise LossNotFinite(explanation(step, rows, has_fp16, found + again))
+
+    def _rewind(self, step: int, rows: str) -> None:
+        assert isinstance(self._checkpoints, Checkpoints)
+        self._engine.load_state(self._checkpoints.newest_folder())
+        self._num_passed_over = step - self.state.step
+        self._progress.note(
+            f"step {step} was not finite (its rows are in {rows}): back to step {self.state.step}, and on with the "
+            f"data after them; this is done once"
+        )
+        self._optimizer.zero_grad()
+        self.find_place()
+
+    def _say_left_out(self) -> None:
+        rows = self._keep_rows_of(self.state.step)
+        self._progress.note(f"step {self.state.step} was not finite and is left out; its rows are in {rows}")
+
+    def _keep_rows_of(self, step: int) -> str:
+        epoch, done = self._place_in_epoch(step - 1)
+        sampler = self._batches.batch_sampler
+        epoch_now = sampler.epoch
+        sampler.set_epoch(epoch)
+        rows = [row for micro_batch in sampler.windows()[done] for row in micro_batch]
+        sampler.set_epoch(epoch_now)
+        return self._keeper.keep_bad_rows(step, rows)
 
     def _announce_unfrozen(self) -> None:
         for name in self._freezing.at_step(self.state.step, self.state.epoch):
@@ -240,17 +409,20 @@ class Trainer:
             call_all(self._callbacks, "on_eval", state, state.metrics)
             if self._early_stopping is not None and self._early_stopping.update(state.metrics):
                 state.should_stop, state.stop_reason = True, "early stopping"
+        self._evaluation.done(self._meter.seconds())
 
     def _save(self) -> None:
         self._has_kept = True
-        call_all(self._callbacks, "on_save", self.state, self._keeper.keep_best(self.state.step, self.state.metrics))
+        with self._engine.busy("writing the best model"):
+            folder = self._keeper.keep_best(self.state.step, self.state.metrics)
+        call_all(self._callbacks, "on_save", self.state, folder)
 
     def _keep_last(self) -> None:
         if self._evaluator is not None and self._schedule.keeps_best:
             say(f"{self._best.metric} was never a finite number: the last model is kept as the best one")
         self._save()
 
-    def _result(self) -> FitResult:
+    def _result(self, save_failure: CheckpointError | None) -> FitResult:
         return FitResult(
             step=self.state.step,
             metrics=self.state.metrics,
@@ -258,83 +430,9 @@ class Trainer:
             best_step=self._best.step,
             stop_reason=self.state.stop_reason,
             train_seconds=self._meter.seconds(),
-            num_tokens=int(self._meter.num_tokens),
+            num_tokens=self._meter.tokens_of_all(),
             num_skipped=self._engine.num_skipped_steps,
             peak_memory_bytes=peak_memory(self._engine.device),
+            interruption=self.state.interruption,
+            save_failure=None if save_failure is None else str(save_failure),
         )
-
-
-class _Due:
-    """When the next evaluation is due: by steps, by epochs, or by time spent on training.
-
-    Evaluations themselves do not count as time, else a long one would be due again at once.
-    """
-
-    def __init__(self, every: Every, steps_per_epoch: int) -> None:
-        self._seconds = every.seconds
-        self._steps: float | None = every.steps or (every.epochs * steps_per_epoch if every.epochs else None)
-        self._last_s = 0.0
-
-    def now(self, step: int, train_seconds: float) -> bool:
-        if self._steps is not None:
-            # the first step at or after each multiple, which may fall between steps: half of an epoch of 5
-            done, before = (math.floor(count / self._steps + 1e-9) for count in (step, step - 1))
-            return done > before
-        due = self._seconds is not None and train_seconds - self._last_s >= self._seconds
-        if due:
-            self._last_s = train_seconds
-        return due
-
-
-class _Meter:
-    """Sums between two looks. Training time leaves evaluations out; the device is read only when somebody looks."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.num_tokens: torch.Tensor | int = 0
-        self._start = time.monotonic()
-        self._paused_s = 0.0
-        self._results: list[StepResult] = []
-        self._last = (0.0, 0)
-
-    def start(self) -> None:
-        self._start, self._paused_s = time.monotonic(), 0.0
-
-    def seconds(self) -> float:
-        """Time spent on training."""
-        return self.wall_seconds() - self._paused_s
-
-    def wall_seconds(self) -> float:
-        """Time since the start, whatever it was spent on."""
-        return time.monotonic() - self._start
-
-    def add(self, result: StepResult) -> None:
-        self.num_tokens = self.num_tokens + result.num_tokens
-        self._results.append(result)
-
-    def paused(self) -> "_Pause":
-        return _Pause(self)
-
-    def read(self) -> tuple[float, float | None, float]:
-        """Mean loss and last gradient norm since the last look, and tokens a second."""
-        results, self._results = self._results, []
-        weight = float(sum(result.weight for result in results))
-        loss = float(torch.stack([result.loss_sum for result in results]).sum()) / weight if weight else math.nan
-        norm = results[-1].grad_norm
-        num_tokens = int(self.num_tokens)
-        seconds, tokens = self.seconds() - self._last[0], num_tokens - self._last[1]
-        self._last = (self.seconds(), num_tokens)
-        return loss, None if norm is None else float(norm), tokens / max(seconds, 1e-9)
-
-
-class _Pause:
-    """Time inside does not count as training."""
-
-    def __init__(self, meter: _Meter) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *exception: object) -> None:
-        self._meter._paused_s += time.monotonic() - self._since

@@ -1,5 +1,6 @@
 """One optimizer step: the micro-batches of a window, through the engine's verbs, without a read from the device."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,13 @@ from trimtab.model.losses import Loss
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; tensors stay on the device until somebody looks."""
+    """What one step did in this process; tensors stay on the device until somebody looks."""
 
     loss_sum: torch.Tensor
     weight: torch.Tensor | float
     grad_norm: torch.Tensor | None
     num_tokens: torch.Tensor | int  # without padding
+    was_left_out: bool = False  # not finite, and so no step
 
 
 def train_step(
@@ -29,30 +31,41 @@ def train_step(
     micro_batches: Iterable[dict[str, torch.Tensor]],
     num_micro_batches: int,
     max_grad_norm: float | None,
+    leaves_out_nonfinite: bool = False,
 ) -> StepResult:
     """Forward and backward over the micro-batches of one batch, then one step of optimizer and schedule.
 
     Micro-batches are taken from their loader one at a time: the engine ends a window with the loader's last batch, so
     none may be read ahead; nor has a device to hold more than one.
+
+    With `leaves_out_nonfinite` gradients that are not finite are thrown away, and neither optimizer nor schedule steps.
+    To know that, the host waits for the device.
     """
     engine.gradient_accumulation_steps = num_micro_batches
-    losses, weights, norm = [], [], None
+    losses, weights, norm, is_left_out = [], [], None, False
     num_tokens: torch.Tensor | int = 0
     for batch in micro_batches:
         with engine.accumulate(model):
             step = loss(model, batch)
             engine.backward(step.value, weight=step.weight)
-            if max_grad_norm and engine.sync_gradients:
-                norm = engine.clip_grad_norm_(trainable(model), max_grad_norm)
-            optimizer.step()
-            scheduler.step()
+            if (max_grad_norm or leaves_out_nonfinite) and engine.sync_gradients:
+                norm = engine.clip_grad_norm_(trainable(model), max_grad_norm or math.inf)
+            is_left_out = leaves_out_nonfinite and norm is not None and not bool(torch.isfinite(norm))
+            if not is_left_out:
+                optimizer.step()
+                scheduler.step()
             optimizer.zero_grad()
+        if engine.has_no_rows:
+            continue
         losses.append(step.loss_sum())
         weights.append(step.weight)
         num_tokens = num_tokens + (
             batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
         )
-    return StepResult(torch.stack(losses).sum(), sum(weights), norm, num_tokens)
+    loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=engine.device)
+    if is_left_out:
+        return StepResult(torch.zeros_like(loss_sum), 0.0, None, num_tokens, was_left_out=True)
+    return StepResult(loss_sum, sum(weights), norm, num_tokens)
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:

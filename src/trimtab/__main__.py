@@ -1,0 +1,5 @@
+"""`python -m trimtab` is the command line."""
+
+from trimtab.cli.main import main
+
+main()

@@ -1,0 +1,201 @@
+"""A run's folder belongs to one process at a time: a lock file says which, and a lock of a dead process is no lock."""
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.process import Process, this_process
+from trimtab.errors import CheckpointError
+from trimtab.units import format_seconds
+
+LOCK = "run.lock"
+_HALF_WRITTEN_S = 2.0  # a lock that names nobody for so long was left by a process that died while it wrote it
+_held: set[str] = set()  # tokens of the locks that this process holds
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """Who holds a folder.
+
+    Attributes:
+        process: The process.
+        token: Tells this lock from any other.
+        silent_s: Seconds since the last sign of life, by the file system's clock and this machine's.
+    """
+
+    process: Process
+    token: str
+    silent_s: float
+
+    @property
+    def state(self) -> str:
+        """`running`; `dead`; or `elsewhere`: on another machine, where nobody here can tell."""
+        if not self.process.is_here:
+            return "elsewhere"
+        if self.process == this_process() and self.token not in _held:
+            return "dead"  # an earlier run of this very process, as in a notebook
+        return "running" if self.process.is_running() else "dead"
+
+
+def lock_holder(folder: str | os.PathLike[str]) -> LockHolder | None:
+    """Who holds a folder, dead or alive; None if nobody does."""
+    found = _read(Path(folder) / LOCK)
+    return found[1] if found is not None else None
+
+
+class RunLock:
+    """Holds a run's folder while the run goes on; used with `with`, or by `acquire` and `release`.
+
+    Args:
+        folder: The run's folder, which has to exist.
+        take_over: Take the folder from a process on another machine, which the user knows to be over.
+        patience_s: Take it from a process on another machine by itself after so many seconds without a sign of life
+            (see `beat`); None never does.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, take_over: bool = False, patience_s: float | None = None
+    ) -> None:
+        self.path = Path(folder) / LOCK
+        self._take_over = take_over
+        self._patience_s = patience_s
+        self._token = ""
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the folder.
+
+        Raises:
+            CheckpointError: Another process holds it, or no file can be made there.
+        """
+        token, patience = uuid.uuid4().hex, time.monotonic() + _HALF_WRITTEN_S
+        try:
+            with _alone(self.path.parent):
+                while not self._create(token):
+                    self._clear_stale(patience)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be made: {error.strerror or error}",
+                "make the folder writable for this user, or choose another --out",
+            ) from error
+        self._token = token
+        _held.add(token)
+        if not self.is_held():
+            _held.discard(token)
+            raise CheckpointError(f"{self.path} was taken by another process just now", "run it again")
+
+    def is_held(self) -> bool:
+        """Whether the lock file is still this one's; asks the disk."""
+        holder = lock_holder(self.path.parent)
+        return holder is not None and holder.token == self._token
+
+    def beat(self) -> None:
+        """Give a sign of life, for those who look from another machine."""
+        with suppress(OSError):
+            os.utime(self.path)
+
+    def release(self) -> None:
+        """Give the folder back; a lock that is no longer ours, or is our parent's, stays."""
+        holder = lock_holder(self.path.parent)
+        if holder is not None and holder.token == self._token and holder.process == this_process():
+            self.path.unlink(missing_ok=True)
+        _held.discard(self._token)
+        self._token = ""
+
+    def _create(self, token: str) -> bool:
+        """Make the lock file; False if there is one."""
+        text = json.dumps({**asdict(this_process()), "token": token, "since": time.time()}).encode()
+        try:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(descriptor, text)
+            os.fsync(descriptor)
+        except OSError:  # a full disk: nobody is to wait for an empty lock
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _clear_stale(self, patience: float) -> None:
+        """Remove the lock that is there if its holder is dead, else say who it is.
+
+        Args:
+            patience: Until when a lock that names nobody may be one that is just being written.
+        """
+        found = _read(self.path)
+        if found is None:
+            return
+        raw, holder = found
+        if holder is None and time.monotonic() < patience:
+            time.sleep(0.05)  # another process may have made it and be about to write
+            return
+        if holder is not None:
+            self._refuse(holder)
+        # By a rename, so that of two who find it stale one gets it; whoever got another's new lock gives it back.
+        aside = self.path.with_name(f".{LOCK}.{uuid.uuid4().hex}")
+        with suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if aside.read_bytes() != raw:
+                with suppress(OSError):
+                    os.link(aside, self.path)
+            aside.unlink()
+
+    def _refuse(self, holder: LockHolder) -> None:
+        """Say who holds the folder, unless it may be taken."""
+        process, state = holder.process, holder.state
+        if state == "running":
+            raise CheckpointError(
+                f"{self.path.parent} is in use by process {process.pid} of this machine",
+                f"wait until it is done, or stop it (kill {process.pid}), or choose another --out",
+            )
+        may_take = self._take_over or (self._patience_s is not None and holder.silent_s > self._patience_s)
+        if state == "elsewhere" and not may_take:
+            raise CheckpointError(
+                f"{self.path.parent} is in use by process {process.pid} on {process.host}, whose last sign of life is "
+                f"{format_seconds(max(0.0, holder.silent_s))} old",
+                f"see that it has ended there (machine switched off, job cancelled), then delete {self.path}",
+            )
+
+
+def _read(path: Path) -> tuple[bytes, LockHolder | None] | None:
+    """A lock file's bytes, and who they name: None if nobody. None if there is no file."""
+    try:
+        raw, silent_s = path.read_bytes(), time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    try:
+        said: dict[str, Any] = json.loads(raw)
+        process = Process(int(said["pid"]), str(said["host"]), str(said["began"]))
+        return raw, LockHolder(process, str(said["token"]), silent_s)
+    except (ValueError, LookupError, TypeError):
+        return raw, None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time; where the file system has no such locks, the lock file has to do."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # closing alone would not do it, should a worker be forked in this moment
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""Where a run goes, whether it begins there or goes on, and from which state."""
+
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.build import run_name
+from trimtab.checkpoint.lock import RunLock
+from trimtab.checkpoint.mirror import is_mirror, restore
+from trimtab.checkpoint.shelf import Shelf
+from trimtab.checkpoint.store import read_manifest
+from trimtab.distributed.environment import started_again
+from trimtab.engine import Engine
+from trimtab.errors import CheckpointError, RecipeError
+from trimtab.log import say
+from trimtab.optim.schedules import reshape, shapes_of
+from trimtab.recipe.load import load_recipe
+from trimtab.recipe.resuming import differences
+from trimtab.recipe.schema import Recipe
+from trimtab.tracking.run_folder import (
+    CHECKPOINTS,
+    check_free,
+    clear_folder,
+    default_folder,
+    read_status,
+    unfinished_run,
+)
+from trimtab.train.checkpoints import same_numerics
+from trimtab.train.loop import Trainer
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run goes, and what it goes on from."""
+
+    path: Path
+    checkpoint: Path | None = None  # the state to go on from
+    goes_on: bool = False  # there is a run in the folder already
+
+
+def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning:
+    """Decide where a run goes; nothing is changed yet, but that `fresh` removes what is there.
+
+    Args:
+        recipe: What to train.
+        resume: Go on with a run that is there, from its newest state or from a named one ("step-100").
+        fresh: Replace a run that is there.
+
+    Raises:
+        RecipeError: If the folder is in use, or the recipe is not that of the run which should go on.
+    """
+    if resume and fresh:
+        raise RecipeError("--resume and --fresh were both given", "leave one of them out")
+    again = started_again()
+    path = _place(recipe, bool(resume), again)
+    run = read_status(path)
+    if run is not None and (fresh or resume or again):
+        with RunLock(path):  # refuses here, before anything is loaded, if another process is at work there
+            if fresh:
+                clear_folder(path)
+                run = None
+    goes_on = run is not None and (bool(resume) or (again is not None and run.get("job") == again))
+    if not goes_on:
+        check_free(path)
+        return Beginning(path)
+    step = _step_number(resume) if isinstance(resume, str) else None
+    _compare(path, recipe)
+    stored = Shelf(path / CHECKPOINTS).open(step)
+    if stored is None:
+        say(f"{path} holds no saved state yet: the run starts from the beginning")
+        return Beginning(path, goes_on=True)
+    return Beginning(path, stored.folder, goes_on=True)
+
+
+def _place(recipe: Recipe, resume: bool, again: str | None) -> Path:
+    if recipe.limits.fast_dev_run:
+        return Path(tempfile.gettempdir()) / f"trimtab-fast-dev-run-{uuid.uuid4().hex}"
+    if recipe.out is not None:
+        return Path(recipe.out)
+    root, experiment = Path("runs"), run_name(recipe)
+    unfinished = unfinished_run(root / experiment, again) if (resume or again) and recipe.name is None else None
+    return unfinished or default_folder(root, experiment, recipe.name)
+
+
+def _step_number(name: str) -> int:
+    digits = name.removeprefix("step-")
+    if not digits.isdigit():
+        raise RecipeError(f"--from {name} names no checkpoint", "--from step-100; trimtab checkpoints RUN lists them")
+    return int(digits)
+
+
+def _compare(path: Path, recipe: Recipe) -> None:
+    """Say which keys are not as they were; refuse those that would make it another run."""
+    try:
+        before = load_recipe(path / "recipe.yaml", {}, []).recipe
+    except RecipeError:
+        return  # killed before it was written, or edited: the state itself is compared when it is loaded
+    found = differences(before, recipe)
+    for difference in found:
+        kind = "changes nothing that is computed" if difference.is_harmless else "counts from here on"
+        say(f"{difference} ({kind})")
+
+
+def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> int | None:
+    """Bring a trainer to where a run was.
+
+    Returns:
+        How far the run's journal holds, or None where the run starts from the beginning.
+    """
+    if beginning.checkpoint is None:
+        return None
+    shapes = shapes_of(trainer.schedule)
+    engine.load_state(beginning.checkpoint)
+    trainer.find_place()
+    step = trainer.state.step
+    say(f"goes on from {beginning.checkpoint.name} ({beginning.checkpoint.parent.parent})")
+    words = reshape(trainer.schedule, shapes, lr)
+    if words is not None:
+        say(words)
+    if engine.is_main_process:
+        Shelf(beginning.checkpoint.parent).drop_after(step)
+        for difference in same_numerics(read_manifest(beginning.checkpoint).facts, engine):
+            say(f"{difference}: the same up to rounding, not to the last bit")
+    if step >= trainer.state.num_steps:
+        say("all its steps are done; more: --set train.epochs=…")
+    return trainer.journal_position
+
+
+def recover(run: Path, out: str | None) -> Path:
+    """The folder of a run that should go on; a mirror is copied back first.
+
+    Args:
+        run: A run's folder, or the mirror of one.
+        out: Where a mirror is copied to; by default where the run was.
+    """
+    if not run.is_dir():
+        raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
+    if not is_mirror(run):
+        if out is not None:
+            raise RecipeError("--out belongs to a mirror, and this is the run itself", "leave it out")
+        if read_status(run) is None:
+            raise RecipeError(f"{run} is no run", "pass a run's folder; trimtab runs lists them")
+        return run
+    status = read_status(run) or {}
+    target = Path(out or status.get("path") or f"runs/{run.name}")
+    if target.exists() and any(target.iterdir()):
+        raise RecipeError(f"{target} is not empty", f"trimtab resume {target} goes on there; or choose another --out")
+    try:
+        restore(run, target)
+    except OSError as error:
+        raise CheckpointError(f"{run} could not be copied to {target}: {error}", "choose another --out") from error
+    say(f"{run} was copied to {target}")
+    return target

@@ -1,0 +1,175 @@
+"""torch's DistributedDataParallel, so that the loop of one process runs on several unchanged.
+
+Added to it: attributes of the model are found on the wrapper, parameters that begin to train later are taken in, and a
+process whose micro-batch counts for nothing can answer for its gradients without a backward through the model.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.errors import PrepareError
+
+_PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
+# torch has renamed it
+_BUFFERS_IN_FORWARD = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """What DistributedDataParallel can be told; the defaults are torch's, but for views instead of copies."""
+
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+
+
+class DataParallel(DistributedDataParallel):
+    """A model whose gradients are averaged over the processes while backward still runs.
+
+    Args:
+        module: The model, on its device.
+        options: Those of DistributedDataParallel.
+        explain: Gives for an error the one to raise: another if a process is gone, else the same.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        options: DataParallelOptions,
+        explain: Callable[[RuntimeError], Exception] = lambda error: error,
+    ) -> None:
+        self._options = options
+        self._explain = explain
+        self._wrap(module, init_sync=True)
+
+    def _wrap(self, module: torch.nn.Module, init_sync: bool) -> None:
+        # statistics of batch norms are those of the first process; other buffers are constants, and need no broadcast
+        has_statistics = any(isinstance(part, _BatchNorm) for part in module.modules())
+        settings: dict[str, Any] = {_BUFFERS_IN_FORWARD: has_statistics, **asdict(self._options)}
+        super().__init__(module, init_sync=init_sync, **settings)
+        self._training = _what_trains(module)
+        orders_buckets_later = not (self._options.find_unused_parameters or self._options.static_graph)
+        if orders_buckets_later and dist.get_world_size() > 2:
+            self._settle_buckets()
+        self._awaits_backward = False
+        self._is_checked = False
+
+    def _settle_buckets(self) -> None:
+        """Let torch order its buckets now, and not after the first step.
+
+        The order of a sum over three and more processes depends on the bucket: a resumed run, whose first step comes
+        later, would round that step in another way.
+        """
+        trained = list(self._exchanged().values())
+        held = [parameter.grad for parameter in trained]
+        self.zero_grad(set_to_none=True)
+        self.reducer.prepare_for_backward([])
+        _Nothing.apply(*reversed(trained)).backward()  # type: ignore[no-untyped-call]
+        self.zero_grad(set_to_none=True)
+        self.reducer._rebuild_buckets()
+        for parameter, gradient in zip(trained, held, strict=True):
+            parameter.grad = gradient
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        if torch.is_grad_enabled():
+            if self._training != _what_trains(self.module):
+                self._wrap(self.module, init_sync=False)  # something was frozen or began to train
+            self._awaits_backward = self.require_backward_grad_sync
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # its first forwards, and those with batch norms, need the other processes
+            raise self._explain(error) from error
+
+    def _exchanged(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients the processes exchange."""
+        ignored = self.parameters_to_ignore
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
+
+    def answer_with_nothing(self, loss: torch.Tensor) -> None:
+        """Give the other processes gradients of zero, if they wait for this one's.
+
+        Args:
+            loss: What this process would have differentiated; it may be NaN.
+        """
+        if not self._awaits_backward:
+            return
+        trained = list(self._exchanged().values())
+        if self._options.find_unused_parameters:  # torch has answered for the others when it looked at the graph
+            used = _leaves_of(loss)
+            trained = [parameter for parameter in trained if id(parameter) in used]
+        if trained:
+            _Nothing.apply(*trained).backward()  # type: ignore[no-untyped-call]
+        self._awaits_backward = False
+
+    def backward_done(self) -> None:
+        """Gradients have been exchanged. The first time, see whether all of them were.
+
+        A parameter that takes no part would stop every process at the next forward, with no word about which one.
+        """
+        self._awaits_backward = False
+        if self._is_checked or self._options.find_unused_parameters or self._options.static_graph:
+            return
+        self._is_checked = True
+        idle = [name for name, parameter in self._exchanged().items() if parameter.grad is None]
+        if idle:
+            shown = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+            raise PrepareError(
+                f"{len(idle)} parameters take no part in the loss ({shown}), so several processes would wait for them",
+                "Engine(find_unused_parameters=True), or requires_grad_(False) on them before prepare",
+            )
+
+
+def leave_out(model: torch.nn.Module, names: list[str]) -> None:
+    """Let processes not wait for the gradients of these parameters, which never get any."""
+    if names:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    """A zero that depends on parameters, with a gradient of zero for each, whatever their values are."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def _what_trains(module: torch.nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in module.parameters()]
+
+
+def _leaves_of(loss: torch.Tensor) -> set[int]:
+    """The parameters that a loss depends on, by id."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting.extend(function for function, _ in node.next_functions)
+    return found

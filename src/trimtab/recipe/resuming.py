@@ -1,0 +1,84 @@
+"""A recipe with which a run goes on, against the one it began with: what may differ, and what may not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import RecipeError
+from trimtab.recipe.schema import Recipe
+
+# what changes nothing that is computed
+_HARMLESS = {
+    "name",
+    "out",
+    "memory.micro_batch",
+    "train.max_time",
+    "train.log_every",
+    "evaluate.batch_size",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.mirror",
+    "track.experiment",
+}
+# what may change in the middle of a run, and then counts from there on
+_FROM_HERE_ON = {
+    "train.epochs",
+    "train.max_steps",
+    "train.lr",
+    "train.max_grad_norm",
+    "train.on_nan",
+    "evaluate.every",
+    "evaluate.at_start",
+    "early_stopping",
+    "early_stopping.patience",
+    "early_stopping.min_delta",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose value is another than when the run began."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it changes nothing that is computed."""
+        return self.key in _HARMLESS
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the run would be another one."""
+        return not self.is_harmless and self.key not in _FROM_HERE_ON
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before!r} → {self.now!r}"
+
+
+def differences(before: Recipe, now: Recipe) -> list[Difference]:
+    """Every key that differs, in the order of the recipe.
+
+    Raises:
+        RecipeError: With all keys that may not differ.
+    """
+    old, new = (flat(recipe.model_dump(mode="json")) for recipe in (before, now))
+    keys = dict.fromkeys([*old, *new])
+    found = [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    refused = [difference for difference in found if difference.is_refused]
+    if refused:
+        lines = "".join(f"\n  {difference}" for difference in refused)
+        raise RecipeError(
+            f"the run cannot go on with another value of {'these keys' if len(refused) > 1 else 'this key'}:{lines}",
+            "put them back; or start a new run from the model: model: RUN",
+        )
+    return found
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's values by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and prefix + key not in ("model", "train.freeze")
+        values |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return values

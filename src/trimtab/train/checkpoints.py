@@ -1,0 +1,149 @@
+"""The states of a run, saved beside the training: when, where, which are kept, and what it goes on from."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.checkpoint.background import BackgroundWriter
+from trimtab.checkpoint.mirror import Mirror
+from trimtab.checkpoint.shelf import Checkpoint, Shelf
+from trimtab.engine import Engine
+from trimtab.errors import CheckpointError
+from trimtab.log import say
+
+_MIRROR_WAIT_S = 600.0
+
+
+class Checkpoints:
+    """Saves the state of a run and knows which one is the newest.
+
+    Args:
+        engine: Holds the state.
+        shelf: Where checkpoints are; only the first process writes to it.
+        mirror: A second place for everything that is kept, or None.
+        on_saved: Called after each save, on the thread that wrote it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        shelf: Shelf,
+        mirror: Mirror | None = None,
+        on_saved: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._engine = engine
+        self.shelf = shelf
+        self._mirror = mirror
+        self._on_saved = on_saved
+        self._writer = BackgroundWriter(on_saved=self._saved)
+        self._best_step: int | None = None
+        self.last_step: int | None = None  # of the newest one that was begun
+
+    def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
+        """Save the state after `step`. All processes call it, the first one writes.
+
+        Args:
+            step: Optimizer steps done.
+            metrics: Of the last evaluation.
+            best_step: The step of the best model, whose checkpoint is never removed.
+            wait: Return only when it is on the disk.
+        """
+        state = self._engine.capture_state()
+        self.last_step = step
+        if state is None:
+            return
+        self._best_step = best_step
+        with self._engine.busy("saving a checkpoint"):
+            self._writer.save(self.shelf.place(step), state, self._facts(step, metrics))
+            if wait:
+                self._writer.wait()
+
+    def _facts(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+        return {
+            "step": step,
+            "metrics": metrics,
+            "time": time.time(),
+            "num_processes": self._engine.num_processes,
+            "num_threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "device": self._engine.device.type,
+            "torch": str(torch.__version__),
+        }
+
+    def _saved(self, folder: Path) -> None:
+        self.shelf.tidy(self._best_step)
+        self._on_saved(int(folder.name.removeprefix("step-")))
+        if self._mirror is not None:
+            self._mirror.sync_soon()
+
+    def newest_folder(self) -> Path:
+        """The newest valid checkpoint, after what is being written; the same on every process."""
+        newest = self._engine.first_decides(self._newest)
+        if newest is None:
+            raise CheckpointError(f"{self.shelf.folder} holds no valid checkpoint", "start the run anew")
+        return newest.path
+
+    def _newest(self) -> Checkpoint | None:
+        self._writer.wait()
+        return self.shelf.newest()
+
+    @property
+    def seconds_needed(self) -> float:
+        """How long before a deadline a save should begin."""
+        return 2.0 * (self._writer.last_seconds or 0.0)
+
+    def warn_if_disk_is_small(self, num_bytes: int) -> None:
+        """Say before the run if its checkpoints will not fit."""
+        if self._engine.is_main_process:
+            shortage = self.shelf.room_for(num_bytes).shortage
+            if shortage:
+                say(f"checkpoints will fail: {shortage}")
+
+    def close(self) -> CheckpointError | None:
+        """Wait for what is being written and copied.
+
+        Returns:
+            Why the last save failed, if it did.
+        """
+        failure = self._writer.close()
+        if self._mirror is not None and self._engine.is_main_process:
+            self._mirror.sync_soon()  # also what was written since the last checkpoint, the best model
+            self._mirror.wait(_MIRROR_WAIT_S)
+        return failure
+
+
+class NoCheckpoints:
+    """Nothing is saved: the run cannot go on after a kill."""
+
+    last_step: int | None = None
+    seconds_needed = 0.0
+
+    def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
+        """Nothing to do."""
+
+    def warn_if_disk_is_small(self, num_bytes: int) -> None:
+        """Nothing is needed."""
+
+    def close(self) -> CheckpointError | None:
+        """Nothing to wait for."""
+        return None
+
+
+def same_numerics(facts: dict[str, Any], engine: Engine) -> list[str]:
+    """What differs between the machine of a checkpoint and this one, and lets the last bits of a resumed run differ."""
+    here = {
+        "num_threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": engine.device.type,
+        "torch": str(torch.__version__),
+        "num_processes": engine.num_processes,
+    }
+    words = {"num_threads": "threads", "cpu": "CPU capability", "num_processes": "processes"}
+    return [
+        f"{words.get(name, name)} {facts[name]} then, {value} now"
+        for name, value in here.items()
+        if name in facts and facts[name] != value
+    ]

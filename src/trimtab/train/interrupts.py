@@ -1,0 +1,42 @@
+"""Signals that end a run in good order: it saves first, and leaves as a run that can go on."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from trimtab.log import say
+
+# a terminal's Ctrl-C and hang-up; what schedulers, clouds and containers send before they take a machine away
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
+
+
+class StopSignals:
+    """A context in which the first signal is only noted. A second SIGINT interrupts at once.
+
+    Outside the main thread, where Python allows no handlers, it does nothing; a signal that is ignored stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for name in _NAMES:
+                number = getattr(signal, name, None)
+                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            say(f"{self.received}: the run stops after this step and saves (Ctrl-C again: at once, without saving)")

@@ -1,0 +1,122 @@
+"""Real faults for tests: a disk that is full, a folder that may not be written, a process that is killed."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left():
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        assert not thread.name.startswith("trimtab"), f"{thread.name} was left running"
+
+
+@pytest.fixture
+def file_size_limit():
+    """A context in which no file can grow beyond so many bytes: the system itself refuses the write."""
+
+    @contextlib.contextmanager
+    def limited(num_bytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one MiB of its own, where this user may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only a user who may mount has a small disk; file-size limits are tested anyway")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def leave_free(small_disk):
+    """Fills the small disk until so many pages are free."""
+
+    def fill(num_pages):
+        filler = small_disk / "filler"
+        filler.unlink(missing_ok=True)
+        stat = os.statvfs(small_disk)
+        filler.write_bytes(bytes((stat.f_bavail - num_pages) * stat.f_frsize))
+
+    return fill
+
+
+@pytest.fixture
+def as_somebody():
+    """A folder that anyone can reach, and a context in which this process is not root."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o755)
+
+    @contextlib.contextmanager
+    def unprivileged():
+        if os.geteuid() != 0:
+            yield
+            return
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    yield place, unprivileged
+    for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+    shutil.rmtree(place)
+
+
+class Killer:
+    """Starts a writer (see killed_writer.py) and kills it after a time, as often as it is asked."""
+
+    def __init__(self, mode, home):
+        script = Path(__file__).with_name("killed_writer.py")
+        command = [sys.executable, str(script), mode, str(home)]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def kill_after(self, seconds):
+        self._server.stdin.write("\n")
+        self._server.stdin.flush()
+        pid = int(self._server.stdout.readline())
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+        assert int(self._server.stdout.readline()) == -signal.SIGKILL, "the writer ended by itself"
+
+    def close(self):
+        self._server.stdin.close()
+        assert self._server.wait(20) == 0
+        self._server.stdout.close()
+
+
+@pytest.fixture
+def killer():
+    started = []
+
+    def start(mode, home):
+        started.append(Killer(mode, home))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()

@@ -1,0 +1,329 @@
+"""Saves go on beside the training: what is written is the state of the call, one at a time, and errors are told."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from trimtab.checkpoint import background as background_module
+from trimtab.checkpoint.background import BackgroundWriter
+from trimtab.checkpoint.codec import decode, encode
+from trimtab.checkpoint.store import StoredCheckpoint, why_invalid, write_checkpoint
+from trimtab.log import _said
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log(caplog):
+    caplog.set_level(logging.INFO)
+    _said.clear()
+
+
+def parts_of(value):
+    return {"p": encode(value)}
+
+
+def saved(folder):
+    stored = StoredCheckpoint(folder)
+    return decode(stored.trees["p"], stored.tensor_reader("p"))
+
+
+def said(caplog, words):
+    return sum(words in message for message in caplog.messages)
+
+
+class Gate:
+    """Holds up every write until it is opened, and notes who writes what."""
+
+    def __init__(self, monkeypatch):
+        self.opened = threading.Event()
+        self.threads, self.busy, self.most_at_once = [], 0, 0
+        monkeypatch.setattr(background_module, "write_checkpoint", self._write)
+
+    def _write(self, *arguments):
+        self.busy += 1
+        self.most_at_once = max(self.most_at_once, self.busy)
+        self.threads.append(threading.current_thread().name)
+        assert self.opened.wait(10)
+        write_checkpoint(*arguments)
+        self.busy -= 1
+
+
+def test_what_is_written_is_the_state_of_the_call(tmp_path, monkeypatch):
+    gate, writer = Gate(monkeypatch), BackgroundWriter()
+    weight, facts = torch.ones(1000), {"metrics": {"loss": 1.0}}
+    assert writer.save(tmp_path / "c", parts_of({"w": weight, "n": 1}), facts) is None
+    assert writer.is_writing
+    weight.zero_()  # the training goes on
+    facts["metrics"]["loss"] = 2.0
+    assert not (tmp_path / "c").exists()
+    gate.opened.set()
+    assert writer.wait() is None
+    assert not writer.is_writing
+    assert (saved(tmp_path / "c")["w"] == 1).all()
+    assert StoredCheckpoint(tmp_path / "c").facts == {"metrics": {"loss": 1.0}}
+    assert gate.threads == ["trimtab-checkpoint"]
+
+
+def test_a_save_that_still_runs_is_waited_for_and_that_is_said(tmp_path, monkeypatch, caplog):
+    gate, writer = Gate(monkeypatch), BackgroundWriter()
+    threading.Timer(0.15, gate.opened.set).start()
+    for step in range(3):
+        writer.save(tmp_path / f"step-{step}", parts_of({"x": torch.full((9,), step)}))
+        if step == 1:
+            assert writer.last_blocked_seconds > 0.1
+    writer.wait()
+    assert gate.most_at_once == 1
+    for step in range(3):
+        assert (saved(tmp_path / f"step-{step}")["x"] == step).all(), "a save was skipped, or overwritten by the next"
+    assert said(caplog, "a save was due while the one before was still being written, and the training waited") == 1
+
+
+def test_it_knows_how_long_a_save_takes(tmp_path, monkeypatch):
+    gate, writer = Gate(monkeypatch), BackgroundWriter()
+    assert writer.last_seconds is None
+    threading.Timer(0.2, gate.opened.set).start()
+    writer.save(tmp_path / "c", parts_of({"x": torch.ones(3)}))
+    assert writer.last_blocked_seconds < 0.15
+    writer.wait()
+    assert 0.15 < writer.last_seconds < 5
+
+
+def test_what_comes_after_a_save(tmp_path, caplog):
+    """Retention and the mirror, which run on the same thread, and cannot undo a save by failing."""
+    done = []
+
+    def after(folder):
+        done.append((folder, threading.current_thread().name, why_invalid(folder)))
+        raise RuntimeError("no such mirror")
+
+    writer = BackgroundWriter(on_saved=after)
+    writer.save(tmp_path / "c", parts_of({"x": torch.ones(3)}))
+    assert writer.wait() is None
+    assert done == [(tmp_path / "c", "trimtab-checkpoint", "")]
+    assert said(caplog, "after a save: RuntimeError no such mirror") == 1
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def assert_told(failure, words, told, caplog, times=1):
+    assert words in failure.problem
+    assert [words in error.problem for error in told] == [True] * times
+    assert said(caplog, "a save failed, and the training goes on") == times
+
+
+def test_a_file_that_cannot_grow(tmp_path, file_size_limit, caplog):
+    told, saves = [], []
+    writer = BackgroundWriter(on_failure=told.append, on_saved=saves.append)
+    writer.save(tmp_path / "step-1", parts_of({"x": torch.ones(3)}))
+    writer.wait()
+    first_seconds = writer.last_seconds
+    with file_size_limit(10_000):
+        assert writer.save(tmp_path / "step-2", parts_of({"x": torch.ones(9000)})) is None
+        failure = writer.wait()
+    assert_told(failure, "step-2 could not be written: File too large", told, caplog)
+    assert writer.failure is failure
+    assert writer.last_seconds == first_seconds
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1"}, "a half-written folder was left"
+    assert why_invalid(tmp_path / "step-1") == ""
+    assert writer.save(tmp_path / "step-3", parts_of({"x": torch.ones(9000)})) is failure, "the next call tells"
+    assert writer.wait() is None
+    assert writer.failure is None
+    assert saves == [tmp_path / "step-1", tmp_path / "step-3"]
+
+
+def test_a_full_disk(small_disk, leave_free, caplog):
+    told, writer = [], BackgroundWriter()
+    writer._on_failure = told.append
+    writer.save(small_disk / "step-1", parts_of({"x": torch.ones(3)}))
+    writer.wait()
+    leave_free(5)
+    for number in (2, 3):
+        writer.save(small_disk / f"step-{number}", parts_of({"x": torch.ones(9000)}))
+        writer.wait()
+    assert_told(writer.failure, "could not be written: No space left on device", told, caplog, times=2)
+    assert {path.name for path in small_disk.iterdir()} == {"step-1", "filler"}
+    assert why_invalid(small_disk / "step-1") == ""
+    (small_disk / "filler").unlink()
+    writer.save(small_disk / "step-4", parts_of({"x": torch.ones(9000)}))
+    assert writer.wait() is None
+
+
+def test_a_folder_that_may_not_be_written(as_somebody, caplog):
+    place, unprivileged = as_somebody
+    place.chmod(0o555)
+    told, writer = [], BackgroundWriter()
+    writer._on_failure = told.append
+    with unprivileged():
+        writer.save(place / "step-1", parts_of({"x": torch.ones(3)}))
+        assert_told(writer.wait(), "could not be written: Permission denied", told, caplog)
+
+
+def test_a_fault_of_ours_is_a_failure_like_any_other(tmp_path, monkeypatch, caplog):
+    told, writer = [], BackgroundWriter()
+    writer._on_failure = told.append
+    monkeypatch.setattr(background_module, "write_checkpoint", lambda *_: 1 / 0)
+    writer.save(tmp_path / "c", parts_of({"x": torch.ones(3)}))
+    failure = writer.wait()
+    assert_told(failure, "c could not be written: ZeroDivisionError", told, caplog)
+    assert isinstance(failure.__cause__, ZeroDivisionError)
+
+
+# ---------------------------------------------------------------------- without memory for a snapshot
+
+
+def test_in_the_foreground_where_memory_is_short(tmp_path, monkeypatch, caplog, file_size_limit):
+    gate = Gate(monkeypatch)
+    gate.opened.set()
+    writer = BackgroundWriter(free_memory=lambda: 1000)
+    for step in range(3):
+        assert writer.save(tmp_path / f"step-{step}", parts_of({"x": torch.full((900,), step)})) is None
+        assert not writer.is_writing
+        assert (saved(tmp_path / f"step-{step}")["x"] == step).all()
+    assert set(gate.threads) == {threading.current_thread().name}
+    assert writer._snapshots.num_bytes_held == 0
+    assert said(caplog, "checkpoints are written in the foreground, and the training waits") == 1
+    assert writer.last_seconds > 0
+    with file_size_limit(100):
+        failure = writer.save(tmp_path / "step-9", parts_of({"x": torch.ones(900)}))
+    assert "File too large" in failure.problem
+    assert writer.failure is failure
+
+
+@pytest.mark.parametrize(("free", "held"), [(64 * 2**20, 0), (90 * 2**20, 1), (None, 1)])
+def test_a_part_of_what_is_free_stays_free(tmp_path, free, held):
+    """A snapshot takes one slab of 64 MiB here."""
+    writer = BackgroundWriter(free_memory=lambda: free)
+    writer.save(tmp_path / "c", parts_of({"x": torch.ones(9)}))
+    writer.wait()
+    assert writer._snapshots.num_bytes_held == held * 64 * 2**20
+    writer._free_memory = lambda: 0  # what is held already is not asked for again
+    writer.save(tmp_path / "c", parts_of({"x": torch.ones(9)}))
+    writer.close()
+    assert writer._snapshots.num_bytes_held == 0
+
+
+MEMORY = """
+import resource, sys, threading, time
+import torch
+from trimtab.checkpoint.background import BackgroundWriter
+from trimtab.checkpoint.codec import encode
+from trimtab.checkpoint.snapshot import Snapshots
+from trimtab.checkpoint.store import why_invalid
+
+MIB = 2**20
+def rss():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / MIB
+def parts():
+    return {"p": encode({str(i): tensor for i, tensor in enumerate(tensors)})}
+
+mode, home = sys.argv[1:]
+tensors = [torch.ones(1024, 2048).t() for _ in range(5)]  # 8 MiB each, and not contiguous: a file needs a copy
+writer = BackgroundWriter(free_memory=(lambda: 0) if mode == "foreground" else (lambda: None))
+if mode == "no memory":
+    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + 40 * MIB, resource.RLIM_INFINITY))
+BackgroundWriter(free_memory=lambda: 0).save(home, {"p": encode({"x": torch.ones(9, 9).t()})})  # what torch loads late
+before, seen = rss(), []
+stop = threading.Event()
+def watch():
+    most = 0
+    while not stop.is_set():
+        most = max(most, rss())
+        time.sleep(0.001)
+    seen.append(most)
+if mode == "foreground":
+    thread = threading.Thread(target=watch)
+    thread.start()
+sizes = []
+for step in range(4 if mode == "background" else 1):
+    assert writer.save(home, parts()) is None
+    assert writer.is_writing == (mode == "background")
+    assert writer.wait() is None
+    sizes.append(rss())
+if mode == "foreground":
+    stop.set()
+    thread.join()
+    print(seen[0] - before)
+
+elif mode == "background":
+    print(max(sizes[2:]) - sizes[1], sizes[1] - before)
+assert why_invalid(home) == ""
+"""
+
+
+def in_a_process(code, *arguments):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_saves(tmp_path):
+    """40 MiB of state: the foreground takes less than one tensor more, the background a copy, and no more."""
+    code, out, errors = in_a_process(MEMORY, "foreground", tmp_path / "a")
+    assert code == 0, errors
+    assert float(out) < 8
+    code, out, errors = in_a_process(MEMORY, "background", tmp_path / "b")
+    assert code == 0, errors
+    growth, first = map(float, out.split())
+    assert growth < 4
+    assert 36 < first < 64
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not refuse memory in this way")
+def test_memory_that_is_refused_after_all(tmp_path):
+    code, _, errors = in_a_process(MEMORY, "no memory", tmp_path / "c")
+    assert code == 0, errors
+    assert "checkpoints are written in the foreground" in errors
+
+
+# ---------------------------------------------------------------------- the end of the program
+
+ENDS = """
+import sys, time
+import torch
+from trimtab.checkpoint import background
+from trimtab.checkpoint.codec import encode
+plain = background.write_checkpoint
+def slow(*arguments):
+    time.sleep(0.3)
+    plain(*arguments)
+background.write_checkpoint = slow
+background.BackgroundWriter().save(sys.argv[1], {"p": encode({"x": torch.ones(2_000_000)})})
+raise ValueError("the training failed")
+"""
+
+
+def test_a_program_that_fails_ends_after_its_last_save(tmp_path):
+    code, _, errors = in_a_process(ENDS, tmp_path / "c")
+    assert code == 1
+    assert "the training failed" in errors
+    assert why_invalid(tmp_path / "c") == ""
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_the_training_does_not_wait(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    weight = torch.randn(50_000_000, device="cuda")
+    expected = weight.cpu()
+    writer = BackgroundWriter()
+    for number in range(3):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # about a second of work that is queued
+        began = time.monotonic()
+        writer.save(tmp_path / "c", parts_of({"w": weight}))
+        blocked = time.monotonic() - began
+        assert not torch.cuda.current_stream().query(), "the save waited for the device"
+        assert number == 0 or blocked < 0.2
+        weight.zero_()
+        assert writer.wait() is None
+        assert torch.equal(saved(tmp_path / "c")["w"], expected)
+        weight.copy_(expected)
+    assert writer.close() is None

@@ -1,0 +1,201 @@
+"""A folder is the old one or the new one, never less, whenever its writer is killed; what is left is cleared away."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.checkpoint import folder as folder_module
+from trimtab.checkpoint.codec import decode
+from trimtab.checkpoint.folder import clear_leftovers, put_back, remove_folder, whole_folder
+from trimtab.checkpoint.store import StoredCheckpoint, why_invalid
+from trimtab.errors import CheckpointError
+
+
+def write(target, text):
+    with whole_folder(target, marker="mark", what="thing") as place:
+        (place / "mark").write_text(text)
+        (place / "inner").mkdir()
+        (place / "inner" / "more").write_text(text)
+
+
+def dead_pid():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("mode", ["one exchange", "two renames"])
+def test_killed_at_any_moment_there_is_a_whole_checkpoint(tmp_path, killer, mode):
+    """Twelve kills; once there was a checkpoint, there always is one, and none that was finished is lost."""
+    server, ckpt, chance = killer(mode, tmp_path), tmp_path / "ckpt", random.Random(mode)
+    while not (tmp_path / "done").exists():
+        server.kill_after(0.2)
+    caught = 0
+    for _ in range(12):
+        server.kill_after(chance.uniform(0.01, 0.06))
+        caught += len(names(tmp_path) - {"ckpt", "done"}) > 0
+        if mode == "one exchange":
+            assert why_invalid(ckpt) == ""
+        stored = StoredCheckpoint(ckpt)
+        number = stored.facts["step"]
+        assert number >= int((tmp_path / "done").read_text() or 0)
+        values = decode(stored.trees["a"], stored.tensor_reader("a"))
+        assert values["n"] == number
+        assert (values["x"] == number).all()
+    assert caught, "no kill came in the middle of a save"
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == {"ckpt", "done"}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_is_replaced_as_a_whole(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(folder_module, "_exchange", lambda one, other: False)
+    for text in ("old", "new"):
+        write(tmp_path / "t", text)
+        assert (tmp_path / "t" / "mark").read_text() == (tmp_path / "t" / "inner" / "more").read_text() == text
+        assert names(tmp_path) == {"t"}
+
+
+def test_here_folders_trade_names_in_one_step(tmp_path, monkeypatch):
+    """Otherwise the tests above would try the same way twice."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert not folder_module._exchange(tmp_path / "a", tmp_path / "missing")
+    if sys.platform != "linux":
+        pytest.skip("only Linux can")
+    assert folder_module._exchange(tmp_path / "a", tmp_path / "b")
+    assert names(tmp_path / "a") == {"b"}
+    write(tmp_path / "t", "old")
+    monkeypatch.setattr(Path, "rename", None)
+    write(tmp_path / "t", "new")
+    assert (tmp_path / "t" / "mark").read_text() == "new"
+
+
+def test_everything_is_synced_before_it_shows_and_the_names_after(tmp_path, monkeypatch):
+    """Which only a power cut would show otherwise."""
+    events = []
+    monkeypatch.setattr(folder_module, "sync_path", lambda path: events.append((path.name, (tmp_path / "t").exists())))
+    write(tmp_path / "t", "x")
+    beside = f".t.writing-{os.getpid()}"
+    assert {name for name, shown in events if not shown} == {"mark", "inner", "more", beside}
+    assert [name for name, shown in events if shown] == [tmp_path.name, tmp_path.parent.name]
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    write(tmp_path / "t", "old")
+
+    def interrupted():
+        with whole_folder(tmp_path / "t", marker="mark", what="thing") as place:
+            (place / "half").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == {"t"}
+    assert (tmp_path / "t" / "mark").read_text() == "old"
+
+
+def test_folders_of_others_are_refused_unless_told(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "own").touch()
+    with pytest.raises(CheckpointError, match="holds other files, which a thing would replace"):
+        write(tmp_path / "t", "x")
+    with whole_folder(tmp_path / "t", marker=None, what="copy") as place:
+        (place / "x").touch()
+    assert names(tmp_path / "t") == {"x"}
+
+
+# ---------------------------------------------------------------------- leftovers
+
+
+def left(parent, name, text="x"):
+    (parent / name).mkdir()
+    (parent / name / "mark").write_text(text)
+    return parent / name
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        dead = dead_pid()
+        gone = [left(tmp_path, f".step-1.{state}-{dead}") for state in ("writing", "removing")]
+        stays = [left(tmp_path, name) for name in (f".step-2.writing-{living.pid}", f".own.writing-{os.getpid()}")]
+        stays += [left(tmp_path, name) for name in ("step-3", ".writing-7", ".step-4.writing-x", ".cache")]
+        (tmp_path / f".step-5.writing-{dead}").write_text("a file is none of ours")
+        assert clear_leftovers(tmp_path) == sorted(gone)
+        assert names(tmp_path) == {path.name for path in stays} | {f".step-5.writing-{dead}"}
+    finally:
+        living.communicate(b"\n")
+    assert clear_leftovers(tmp_path) == [stays[0]]
+
+
+def test_a_zombie_writes_no_more(tmp_path):
+    """Killed, but nobody has asked for its end yet: its number is still taken."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    path = left(tmp_path, f".t.writing-{process.pid}")
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert clear_leftovers(tmp_path) == [path]
+    process.wait()
+
+
+def test_a_number_that_was_given_again_is_no_owner(tmp_path, monkeypatch):
+    """As if the leftover, which has the number of this process, had been there before this process began."""
+    path = left(tmp_path, f".t.writing-{os.getpid()}")
+    assert clear_leftovers(tmp_path) == []
+    ran_at = folder_module.ran_at
+    monkeypatch.setattr(folder_module, "ran_at", lambda pid, moment: ran_at(pid, moment - 1e6))
+    assert clear_leftovers(tmp_path) == [path]
+
+
+def test_what_was_moved_away_comes_back_if_nothing_came_instead(tmp_path):
+    old = left(tmp_path, f".t.outdated-{dead_pid()}", "old")
+    assert put_back(tmp_path / "t")
+    assert (tmp_path / "t" / "mark").read_text() == "old"
+    assert not old.exists()
+    assert not put_back(tmp_path / "t")
+    assert not put_back(tmp_path / "no" / "where")
+
+
+def test_what_was_moved_away_goes_if_something_came_instead(tmp_path):
+    write(tmp_path / "t", "new")
+    left(tmp_path, f".t.outdated-{dead_pid()}", "old")
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == {"t"}
+    assert (tmp_path / "t" / "mark").read_text() == "new"
+
+
+def test_what_a_living_process_moved_away_is_left_to_it(tmp_path):
+    left(tmp_path, f".t.outdated-{os.getpid()}")
+    assert not put_back(tmp_path / "t")
+    assert clear_leftovers(tmp_path) == []
+
+
+def test_clearing_puts_back_what_is_the_only_one(tmp_path):
+    left(tmp_path, f".t.outdated-{dead_pid()}", "old")
+    assert clear_leftovers(tmp_path) == []
+    assert names(tmp_path) == {"t"}
+
+
+def test_a_name_with_brackets_is_taken_as_it_is(tmp_path):
+    left(tmp_path, f".run[1].outdated-{dead_pid()}", "old")
+    assert not put_back(tmp_path / "run1")
+    assert put_back(tmp_path / "run[1]")
+
+
+def test_removing_moves_away_first(tmp_path, monkeypatch):
+    write(tmp_path / "t", "x")
+    seen = []
+    monkeypatch.setattr(folder_module.shutil, "rmtree", lambda path, **_: seen.append((path.name, names(tmp_path))))
+    remove_folder(tmp_path / "t")
+    aside = f".t.removing-{os.getpid()}"
+    assert seen[-1] == (aside, {aside})

@@ -1,0 +1,394 @@
+"""The mirror is a whole copy or an older whole copy; what fails there never reaches the run, and is made up for."""
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+from trimtab.checkpoint import mirror as mirror_module
+from trimtab.checkpoint.codec import encode
+from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.mirror import Mirror, copy_whole, restore
+from trimtab.checkpoint.shelf import Shelf
+from trimtab.checkpoint.store import why_invalid, write_checkpoint
+from trimtab.errors import CheckpointError
+
+
+class RunOf:
+    """A run's folder with a shelf, a best model and a file of numbers."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.shelf = Shelf(folder / "checkpoints", keep=2)
+        folder.mkdir(exist_ok=True, parents=True)
+
+    def save(self, *steps, num_values=8):
+        for step in steps:
+            parts = {"a": encode({"x": torch.full((num_values,), float(step))})}
+            write_checkpoint(self.shelf.place(step), parts, {"step": step})
+            self.shelf.tidy()
+
+    def export(self, text):
+        with whole_folder(self.folder / "best", marker="trimtab.json", what="model") as place:
+            (place / "trimtab.json").write_text(text)
+            (place / "nested").mkdir()
+            (place / "nested" / "weights").write_text(text)
+
+
+@pytest.fixture
+def run(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    return RunOf(tmp_path / "run")
+
+
+def contents(folder):
+    """Files and folders, but for what is hidden."""
+    return {
+        str(path.relative_to(folder)): path.is_file() and path.read_bytes()
+        for path in folder.rglob("*")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    }
+
+
+def steps(folder):
+    return [checkpoint.step for checkpoint in Shelf(folder / "checkpoints").checkpoints() if checkpoint.is_valid]
+
+
+def said(caplog, words):
+    return sum(words in message for message in caplog.messages)
+
+
+def test_it_is_a_copy_and_follows_the_run(run, tmp_path):
+    mirror = Mirror(run.folder, tmp_path / "far" / "mirror", files=("metrics.jsonl", "recipe.yaml"))
+    run.save(1)
+    assert mirror.sync() == ""
+    assert contents(mirror.target) == contents(run.folder)
+    run.export("first")
+    (run.folder / "metrics.jsonl").write_text("1\n")
+    run.save(2, 3)
+    assert mirror.sync() == ""
+    assert steps(mirror.target) == [2, 3]
+    run.export("second")
+    (run.folder / "metrics.jsonl").write_text("1\n2\n")
+    (run.folder / "not asked for").touch()
+    run.save(4)
+    assert mirror.sync() == ""
+    expected = contents(run.folder)
+    del expected["not asked for"]
+    assert contents(mirror.target) == expected
+    assert not list(mirror.target.rglob(".*.writing*"))
+
+
+def test_nothing_is_copied_twice(run, tmp_path, monkeypatch):
+    run.save(1, 2)
+    run.export("x")
+    (run.folder / "f").write_text("x")
+    copies, copyfile = [], shutil.copyfile
+    monkeypatch.setattr(mirror_module.shutil, "copyfile", lambda a, b: copies.append(str(a)) or copyfile(a, b))
+    for number in range(3):
+        assert Mirror(run.folder, tmp_path / "m", files=("f",)).sync() == ""
+        assert (len(copies) > 0) == (number == 0)
+        copies.clear()
+    shutil.rmtree(tmp_path / "m" / "best")
+    (tmp_path / "m" / "f").unlink()
+    (tmp_path / "m" / "checkpoints" / "step-2" / "state.json").unlink()
+    assert Mirror(run.folder, tmp_path / "m", files=("f",)).sync() == ""
+    assert contents(tmp_path / "m") == contents(run.folder), "what was lost there is brought back"
+
+
+def test_a_rewritten_checkpoint_of_the_same_size_is_copied_again(run, tmp_path):
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1)
+    mirror.sync()
+    write_checkpoint(run.shelf.place(1), {"a": encode({"x": torch.full((8,), 7.0)})}, {"step": 1})
+    assert mirror.sync() == ""
+    assert contents(tmp_path / "m") == contents(run.folder)
+
+
+def test_the_newest_comes_first_and_the_last_one_there_is_never_removed(run, tmp_path, monkeypatch):
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1)
+    mirror.sync()
+    run.save(2, 3, 4)  # the run has removed the only one that the mirror has
+    order, there = [], []
+    plain = mirror_module.copy_whole
+
+    def watched(source, target, **options):
+        there.append(steps(tmp_path / "m"))
+        order.append(source.name)
+        plain(source, target, **options)
+
+    monkeypatch.setattr(mirror_module, "copy_whole", watched)
+    mirror.sync()
+    assert order == ["step-4", "step-3"]
+    assert there == [[1], [1, 4]]
+    assert steps(tmp_path / "m") == [3, 4]
+
+
+def test_a_run_that_went_another_way_takes_the_mirror_with_it(run, tmp_path):
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(10, 20)
+    mirror.sync()
+    run.shelf.drop_after(10)
+    mirror.sync()
+    assert steps(tmp_path / "m") == [10]
+
+
+def test_a_run_that_lost_its_checkpoints_takes_none_with_it(run, tmp_path):
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1, 2)
+    mirror.sync()
+    shutil.rmtree(run.folder / "checkpoints")
+    assert mirror.sync() == ""
+    assert steps(tmp_path / "m") == [1, 2]
+
+
+def test_a_damaged_one_is_not_mirrored(run, tmp_path, caplog):
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1, 2)
+    path = run.shelf.place(2) / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert mirror.sync() == ""
+    assert steps(tmp_path / "m") == [1]
+    assert said(caplog, f"step-2 is not mirrored: {path} was changed") == 1
+    assert not list((tmp_path / "m" / "checkpoints").glob(".*"))
+
+
+# ---------------------------------------------------------------------- a place that fails
+
+
+def test_a_full_drive_is_said_once_and_made_up_for(run, small_disk, leave_free, caplog):
+    mirror = Mirror(run.folder, small_disk / "m")
+    run.save(1)
+    assert mirror.sync() == ""
+    leave_free(6)
+    for step in (2, 3, 4):
+        run.save(step, num_values=20_000)
+        assert "KiB are needed there and" in mirror.sync()
+        assert steps(small_disk / "m") == [1]
+    assert said(caplog, "is not up to date") == 1
+    (small_disk / "filler").unlink()
+    assert mirror.sync() == ""
+    assert said(caplog, "is up to date again") == 1
+    assert steps(small_disk / "m") == [3, 4]
+    assert contents(small_disk / "m") == contents(run.folder)
+
+
+def test_a_drive_that_fills_up_while_it_is_written(run, tmp_path, file_size_limit):
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1)
+    mirror.sync()
+    run.save(2, num_values=20_000)
+    with file_size_limit(40_000):
+        assert "File too large" in mirror.sync()
+    assert steps(tmp_path / "m") == [1]
+    assert not list((tmp_path / "m" / "checkpoints").glob(".*"))
+    assert mirror.sync() == ""
+    assert steps(tmp_path / "m") == [1, 2]
+
+
+def test_an_unplugged_drive_is_not_written_to_its_empty_place(run, small_disk, tmp_path):
+    """What a drive that is not mounted leaves is an empty folder on the disk of the machine."""
+    place = tmp_path / "mnt"
+    place.mkdir()
+    plug, unplug = ["mount", "--bind", str(small_disk), str(place)], ["umount", str(place)]
+    subprocess.run(plug, check=True)
+    try:
+        mirror = Mirror(run.folder, place / "m")
+        run.save(1)
+        assert mirror.sync() == ""
+    finally:
+        subprocess.run(unplug, check=True)
+    run.save(2)
+    for again in (mirror, Mirror(run.folder, place / "m")):  # also in a process that has just started
+        assert "may be on a drive that is not mounted; mount it, or delete" in again.sync()
+        assert not any(place.iterdir())
+    subprocess.run(plug, check=True)
+    try:
+        assert mirror.sync() == ""
+        assert steps(place / "m") == [1, 2]
+    finally:
+        subprocess.run(unplug, check=True)
+
+
+def test_gone_and_back(run, tmp_path, caplog):
+    """The same without a mount: the folder is moved away, and nothing grows in its place."""
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1)
+    mirror.sync()
+    (tmp_path / "m").rename(tmp_path / "elsewhere")
+    run.save(2)
+    for _ in range(3):
+        assert "not mounted" in mirror.sync()
+    assert not (tmp_path / "m").exists()
+    assert said(caplog, "is not up to date: what was there is gone") == 1
+    (tmp_path / "elsewhere").rename(tmp_path / "m")
+    assert mirror.sync() == ""
+    assert steps(tmp_path / "m") == [1, 2]
+    shutil.rmtree(tmp_path / "m")
+    (run.folder / ".mirror.json").unlink()  # what the message says
+    assert mirror.sync() == ""
+    assert steps(tmp_path / "m") == [1, 2]
+
+
+def test_two_runs_do_not_share_a_mirror(run, tmp_path):
+    other = RunOf(tmp_path / "other")
+    run.save(1)
+    other.save(5)
+    assert Mirror(run.folder, tmp_path / "m").sync() == ""
+    assert "is the mirror of another run" in Mirror(other.folder, tmp_path / "m").sync()
+    assert steps(tmp_path / "m") == [1]
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat").touch()
+    assert "holds other files" in Mirror(other.folder, tmp_path / "photos").sync()
+    assert contents(tmp_path / "photos").keys() == {"cat"}
+
+
+def test_a_place_that_may_not_be_written(as_somebody, caplog):
+    caplog.set_level(logging.INFO)
+    place, unprivileged = as_somebody
+    run = RunOf(place / "run")
+    run.save(1)
+    for path in (place / "run", place / "run" / "checkpoints", run.shelf.place(1)):
+        path.chmod(0o777)
+    (place / "locked").mkdir(mode=0o555)
+    with unprivileged():
+        assert "Permission denied" in Mirror(run.folder, place / "locked" / "m").sync()
+    (place / "file").touch()
+    assert Mirror(run.folder, place / "file").sync()
+
+
+# ---------------------------------------------------------------------- what changes while it is read
+
+
+def test_a_folder_that_is_replaced_while_it_is_read_is_no_mixture(run, tmp_path, monkeypatch):
+    run.export("old")
+    copyfile, copied = shutil.copyfile, []
+
+    def slow(source, target):
+        copied.append(source)
+        copyfile(source, target)
+        if len(copied) == 1:
+            run.export("new")
+
+    monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
+    assert Mirror(run.folder, tmp_path / "m").sync() == ""
+    assert len(copied) >= 4
+    assert contents(tmp_path / "m" / "best") == contents(run.folder / "best")
+    assert (tmp_path / "m" / "best" / "nested" / "weights").read_text() == "new"
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_no_failure(run, tmp_path, monkeypatch):
+    run.save(1, 2)
+    copyfile = shutil.copyfile
+
+    def slow(source, target):
+        shutil.rmtree(run.shelf.place(1), ignore_errors=True)
+        copyfile(source, target)
+
+    monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
+    assert Mirror(run.folder, tmp_path / "m").sync() == ""
+    assert steps(tmp_path / "m") == [2]
+
+
+def test_what_never_rests_is_given_up_until_later(run, tmp_path, monkeypatch):
+    run.export("x")
+    copyfile, count = shutil.copyfile, iter(range(1000))
+
+    def restless(source, target):
+        copyfile(source, target)
+        run.export(str(next(count)))
+
+    monkeypatch.setattr(mirror_module.shutil, "copyfile", restless)
+    mirror = Mirror(run.folder, tmp_path / "m")
+    assert "changes faster than it can be copied" in mirror.sync()
+    assert not (tmp_path / "m" / "best").exists()
+    monkeypatch.undo()
+    assert mirror.sync() == ""
+
+
+# ---------------------------------------------------------------------- on a thread of its own
+
+
+def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
+    go, copyfile, calls = threading.Event(), shutil.copyfile, []
+
+    def slow(source, target):
+        calls.append(source)
+        assert go.wait(10)
+        copyfile(source, target)
+
+    monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1)
+    began = time.monotonic()
+    mirror.sync_soon()
+    run.save(2)
+    for _ in range(5):  # asked for while it is busy: once more will do
+        mirror.sync_soon()
+    assert time.monotonic() - began < 5
+    assert not mirror.wait(timeout_s=0.05)
+    go.set()
+    assert mirror.wait()
+    assert steps(tmp_path / "m") == [1, 2]
+    assert len(calls) <= 2 * 2 * 3
+
+
+def test_waiting_tells_of_a_failure(run, tmp_path):
+    (tmp_path / "m").write_text("a file")
+    mirror = Mirror(run.folder, tmp_path / "m")
+    assert mirror.wait()
+    mirror.sync_soon()
+    assert not mirror.wait()
+    assert mirror.problem
+
+
+def test_a_fault_of_ours_reaches_no_run(run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Mirror, "_prune", lambda *_, **__: 1 / 0)
+    mirror = Mirror(run.folder, tmp_path / "m")
+    mirror.sync_soon()
+    assert not mirror.wait()
+    assert "ZeroDivisionError" in mirror.problem
+    assert said(caplog, "ZeroDivisionError") == 1
+
+
+# ---------------------------------------------------------------------- back from the mirror
+
+
+def test_a_run_comes_back_on_a_new_machine(run, tmp_path, caplog):
+    run.save(1, 2)
+    run.export("best")
+    (run.folder / "recipe.yaml").write_text("model: x")
+    Mirror(run.folder, tmp_path / "m", files=("recipe.yaml",)).sync()
+    shutil.rmtree(run.folder)
+    restore(tmp_path / "m", tmp_path / "new")
+    assert contents(tmp_path / "new") == contents(tmp_path / "m")
+    assert steps(tmp_path / "new") == [1, 2]
+    again = RunOf(tmp_path / "new")
+    again.save(3)
+    assert Mirror(again.folder, tmp_path / "m", files=("recipe.yaml",)).sync() == "", "it is still its mirror"
+    assert steps(tmp_path / "m") == [2, 3]
+
+
+def test_damaged_ones_stay_behind(run, tmp_path, caplog):
+    run.save(1, 2)
+    Mirror(run.folder, tmp_path / "m").sync()
+    os.truncate(tmp_path / "m" / "checkpoints" / "step-2" / "a.safetensors", 5)
+    restore(tmp_path / "m", tmp_path / "new")
+    assert steps(tmp_path / "new") == [1]
+    os.truncate(tmp_path / "m" / "checkpoints" / "step-1" / "a.safetensors", 5)
+    with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
+        restore(tmp_path / "m", tmp_path / "newer")
+    with pytest.raises(CheckpointError, match="is no mirror of a run"):
+        restore(tmp_path / "new" / "checkpoints", tmp_path / "newest")
+
+
+def test_a_copy_is_a_checkpoint_by_itself(run, tmp_path):
+    run.save(1)
+    copy_whole(run.shelf.place(1), tmp_path / "copy", is_checkpoint=True)
+    assert why_invalid(tmp_path / "copy") == ""

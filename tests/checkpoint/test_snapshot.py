@@ -1,0 +1,136 @@
+"""A snapshot is the state of one moment, in host memory that does not grow from one to the next."""
+
+import pytest
+import torch
+
+from trimtab.checkpoint import snapshot as snapshot_module
+from trimtab.checkpoint import tensor_file
+from trimtab.checkpoint.codec import decode, encode
+from trimtab.checkpoint.snapshot import Snapshots, free_host_bytes
+from trimtab.checkpoint.store import StoredCheckpoint, write_checkpoint
+
+
+def state(factor=1.0):
+    base = torch.arange(100.0) * factor
+    return {
+        "whole": base.reshape(10, 10),
+        "shared": base,
+        "turned": (torch.arange(35.0) * factor).reshape(5, 7).t(),
+        "large": (torch.arange(3000.0) * factor).reshape(50, 60).t(),
+        "half": (torch.arange(13) * factor).bfloat16(),
+        "none": torch.empty(0, 3),
+        "one": torch.tensor(7.5 * factor),
+        "byte": torch.arange(5, dtype=torch.uint8),
+        "step": 3,
+    }
+
+
+def restored(copied, folder):
+    write_checkpoint(folder, copied)
+    stored = StoredCheckpoint(folder)
+    return decode(stored.trees["p"], stored.tensor_reader("p"))
+
+
+def assert_same(value, other):
+    assert value.keys() == other.keys()
+    for key, item in value.items():
+        if isinstance(item, torch.Tensor):
+            assert item.dtype == other[key].dtype
+            assert torch.equal(item, other[key])
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 7, 64, 1000, 2**20])
+def test_it_is_the_state_of_its_moment(tmp_path, slab_bytes, monkeypatch):
+    """Whatever slabs and pieces the tensors span, and whatever happens to them afterwards."""
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 1000)
+    value, snapshots = state(), Snapshots(slab_bytes)
+    parts = {"p": encode(value), "empty": encode({"n": 1})}
+    copied, ready = snapshots.take(parts)
+    for tensor in parts["p"].tensors.values():
+        tensor.zero_()
+    ready()
+    assert_same(restored(copied, tmp_path / "c"), state())
+
+
+def test_memory_is_kept_and_does_not_grow(tmp_path):
+    snapshots = Snapshots(64)
+    places = []
+    for factor in (1.0, 2.0, 3.0):
+        parts = {"p": encode(state(factor))}
+        missing = snapshots.num_bytes_missing(parts)
+        copied, _ = snapshots.take(parts)
+        assert snapshots.num_bytes_missing(parts) == 0
+        assert (missing > 0) == (factor == 1.0)
+        places.append([piece.data_ptr() for tensor in copied["p"].tensors.values() for piece in tensor.pieces()])
+        assert_same(restored(copied, tmp_path / "c"), state(factor))
+    assert places[0] == places[1] == places[2]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in parts["p"].tensors.values())
+    assert total <= snapshots.num_bytes_held < total + 64
+    snapshots.take({"p": encode({"x": torch.ones(3)})})
+    assert snapshots.num_bytes_held == 64
+    snapshots.drop()
+    assert snapshots.num_bytes_held == 0
+
+
+# ---------------------------------------------------------------------- free memory
+
+
+def test_free_memory_is_what_the_system_says():
+    free = free_host_bytes()
+    with open("/proc/meminfo") as lines:
+        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
+    assert 0 < free <= total
+
+
+def group(root, files):
+    root.mkdir(parents=True)
+    for name, text in files.items():
+        (root / name).write_text(text)
+
+
+def test_a_container_may_have_less(tmp_path):
+    """Limits of both kinds of control groups; a group without one does not count."""
+    v2 = {"memory.max": "1000\n", "memory.current": "600\n", "memory.stat": "anon 1\ninactive_file 50\n"}
+    group(tmp_path / "v2", v2)
+    (tmp_path / "v2.own").write_text("0::/\n")
+    assert snapshot_module._free_in_groups(tmp_path / "v2", tmp_path / "v2.own") == [450]
+    group(tmp_path / "deep" / "user" / "job", v2)
+    (tmp_path / "deep.own").write_text("0::/user/job\n")
+    assert snapshot_module._free_in_groups(tmp_path / "deep", tmp_path / "deep.own") == [450]
+    group(tmp_path / "free", v2 | {"memory.max": "max\n"})
+    assert snapshot_module._free_in_groups(tmp_path / "free", tmp_path / "v2.own") == []
+    group(tmp_path / "full", v2 | {"memory.current": "5000\n"})
+    assert snapshot_module._free_in_groups(tmp_path / "full", tmp_path / "v2.own") == [0]
+    v1 = {"memory.limit_in_bytes": "900", "memory.usage_in_bytes": "300", "memory.stat": "total_inactive_file 7\n"}
+    group(tmp_path / "v1" / "memory" / "docker", v1)
+    (tmp_path / "v1.own").write_text("5:cpu:/docker\n4:memory:/docker\n0::/\n")
+    assert snapshot_module._free_in_groups(tmp_path / "v1", tmp_path / "v1.own") == [607]
+    assert snapshot_module._free_in_groups(tmp_path, tmp_path / "missing") == []
+
+
+# ---------------------------------------------------------------------- from a GPU
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_without_waiting_for_it(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    value = {
+        "x": torch.randn(5_000_000, device="cuda"),
+        "t": torch.randn(300, 700, device="cuda").t(),
+        "cpu": torch.ones(3),
+    }
+    expected = {name: tensor.cpu().clone() for name, tensor in value.items()}
+    snapshots = Snapshots(2**20)
+    for number in range(3):
+        torch.cuda._sleep(1_000_000_000)  # half a second of work, which is still queued when the snapshot is taken
+        copied, ready = snapshots.take({"p": encode(value)})
+        # pinning memory, which only the first one does, waits for the device
+        assert number == 0 or not torch.cuda.current_stream().query(), "the snapshot waited for the device"
+        value["x"].zero_()
+        value["t"].zero_()
+        ready()
+        assert all(slab.is_pinned() for slab in snapshots._slabs)
+        assert_same(restored(copied, tmp_path / "c"), expected)
+        value["x"].copy_(expected["x"])
+        value["t"].copy_(expected["t"])

@@ -1,0 +1,57 @@
+"""The same loop on one, two and three processes, and every verb of the engine across them."""
+
+import own_loops
+import pytest
+import torch
+import verbs
+from launching import run_alone, run_together
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each process of each number of processes found, by (number, rank)."""
+    folder = tmp_path_factory.mktemp("loops")
+    run_alone(own_loops, folder)
+    for num_processes in (2, 3):
+        run_together(own_loops, folder, num_processes)
+    return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count in (1, 2, 3) for rank in range(count)}
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("name", own_loops.LOOPS)
+def test_the_loop_does_not_depend_on_the_number_of_processes(results, name, num_processes):
+    bound = 5e-4 if name == "overflow" else 1e-6  # fp16 rounds each process's part of a batch on its own
+    alone = results[1, 0][name]
+    untrained = torch.cat([parameter.flatten() for parameter in own_loops.Tagger().parameters()])
+    assert (alone["weights"] - untrained).abs().max() > 1e-2
+    for rank in range(num_processes):
+        together = results[num_processes, rank][name]
+        assert (alone["weights"] - together["weights"]).abs().max() <= bound
+        assert together["losses"] == pytest.approx(alone["losses"], abs=bound)
+        assert together["norms"] == pytest.approx(alone["norms"], abs=bound)
+        for key in ("seen", "lr", "num_skipped", "length"):
+            assert together[key] == alone[key], key
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_end_with_the_same_bits(results, num_processes):
+    for name in own_loops.LOOPS:
+        weights = [results[num_processes, rank][name]["weights"] for rank in range(num_processes)]
+        assert all(torch.equal(one, weights[0]) for one in weights), name
+
+
+def test_every_row_once_an_epoch(results):
+    for name, found in results[3, 2].items():
+        for seen in found["seen"]:
+            assert sorted(seen) == list(range(len(seen))), name
+
+
+def test_overflow_of_one_process_is_skipped_by_all(results):
+    for rank in range(3):
+        assert results[3, rank]["overflow"]["num_skipped"] == 2
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_every_verb(tmp_path, num_processes):
+    run_together(verbs, tmp_path, num_processes)
+    assert {path.name for path in tmp_path.glob("done-*")} == {f"done-{rank}" for rank in range(num_processes)}

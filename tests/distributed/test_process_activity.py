@@ -1,0 +1,96 @@
+"""What is seen of processes: whether they are there, whether they move, where the main thread stands."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from trimtab.distributed import process_activity
+from trimtab.distributed.process_activity import Activity, find_machine, find_process, where_thread_stands
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(find_process(os.getpid()) is None, reason="no /proc here")
+def test_processes_are_seen_as_they_are():
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert find_machine()
+        until(lambda: find_process(child.pid).state == "S")
+        started = find_process(child.pid).started
+        assert started >= find_process(os.getpid()).started
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: find_process(child.pid).state == "T")
+        child.kill()
+        until(lambda: find_process(child.pid).is_gone)  # though nobody has collected it
+    finally:
+        child.kill()
+        child.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+    assert find_process(child.pid) is None
+
+
+PROGRAMS = {
+    "sleeps": "time.sleep(60)",
+    "polls": "while True: time.sleep(0.05)",
+    "computes": "while True: sum(range(100_000)); time.sleep(0.01)",
+    "waits for a child that computes": "subprocess.run([sys.executable, '-c', 'while True: pass'])",
+    "reads": "file = open('/dev/zero', 'rb', 0)\nwhile True: file.read(20_000); time.sleep(0.1)",
+}
+
+
+@pytest.mark.skipif(find_process(os.getpid()) is None, reason="no /proc here")
+def test_activity():
+    children = {}
+    try:
+        for name, code in PROGRAMS.items():
+            command = [sys.executable, "-c", f"import subprocess, sys, time\nprint('up', flush=True)\n{code}"]
+            children[name] = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        for child in children.values():
+            child.stdout.readline()
+        time.sleep(0.5)  # a grandchild has to start
+        activities = {name: Activity(child.pid) for name, child in children.items()}
+        idle = {name: [] for name in PROGRAMS}
+        for _ in range(5):
+            time.sleep(0.3)
+            for name, activity in activities.items():
+                activity.pass_time(0.3)
+                idle[name].append(activity.idle_s)
+    finally:
+        for child in children.values():
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            child.stdout.close()
+    assert min(idle["sleeps"][-1], idle["polls"][-1]) > 0.5, idle
+    for name in ("computes", "waits for a child that computes", "reads"):
+        assert max(idle[name]) < 0.5, idle
+
+
+def test_without_proc_a_process_always_moves(monkeypatch):
+    monkeypatch.setattr(process_activity, "find_process", lambda pid: None)
+    activity = Activity(os.getpid())
+    for _ in range(30):
+        activity.pass_time(1.0)
+    assert activity.idle_s == 0.0
+
+
+def test_where_a_thread_stands():
+    found = []
+    main = threading.get_ident()
+    thread = threading.Thread(target=lambda: found.append(where_thread_stands(main)))
+    thread.start()
+    thread.join()
+    stack, in_debugger = found[0]
+    assert "test_process_activity.py:" in stack
+    assert "in test_where_a_thread_stands" in stack
+    assert not in_debugger

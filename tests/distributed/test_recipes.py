@@ -1,0 +1,48 @@
+"""The same recipe on one and on three processes: the same losses, the same metrics, the same model."""
+
+import json
+
+import pytest
+import recipe_runs
+from launching import run_alone, run_together
+from safetensors.torch import load_file
+
+from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    write_csv(folder / "reviews.csv", reviews(90))
+    models = {name: tiny.folder(name, **NO_DROPOUT[name]) for name in ("bert", "gpt2")}
+    (folder / "models.json").write_text(json.dumps(models))
+    run_alone(recipe_runs, folder)
+    run_together(recipe_runs, folder, 3)
+    return folder
+
+
+@pytest.mark.parametrize("name", recipe_runs.RECIPES)
+def test_losses_metrics_and_weights_agree(runs, name):
+    bound = 2e-3 if name == "fp16" else 1e-6
+    alone, together = (lines_of(runs / f"{name}-{count}") for count in (1, 3))
+    assert len(alone) == len(together) > 3
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"time", "tokens_per_s"}:
+            assert other[key] == pytest.approx(one[key], rel=bound, abs=bound), (key, one)
+    evaluations = [line for line in alone if "eval_loss" in line]
+    assert evaluations
+    one, other = (load_file(runs / f"{name}-{count}" / "best" / "model.safetensors") for count in (1, 3))
+    assert one.keys() == other.keys()
+    for key in one:
+        assert (one[key] - other[key]).abs().max() <= bound, key
+
+
+def test_what_a_run_leaves_is_written_once(runs):
+    for name in recipe_runs.RECIPES:
+        together = runs / f"{name}-3"
+        assert {path.name for path in together.iterdir()} == {path.name for path in (runs / f"{name}-1").iterdir()}
+        assert json.loads((together / "run.json").read_text())["state"] == "finished"
+        assert json.loads((together / "plan.json").read_text())["num_processes"] == 3
+        steps = [line["step"] for line in lines_of(together) if "loss" in line]
+        assert steps == sorted(set(steps))

@@ -1,0 +1,286 @@
+"""Every verb of the engine in several processes: each process asserts what it sees. Run by torchrun."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from own_loops import Tagger, mean_over_rows, rows
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trimtab import DistributedType, Engine
+from trimtab.distributed.same import require_same
+from trimtab.errors import CheckpointError, PrepareError, RecipeError
+
+
+def gathers_and_reduces(engine):
+    rank, count = engine.process_index, engine.num_processes
+    ranks = list(range(count))
+    assert engine.distributed_type == DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert engine.use_distributed
+    assert (engine.is_main_process, engine.is_last_process) == (rank == 0, rank == count - 1)
+    assert engine.gather(torch.tensor(rank)).tolist() == ranks
+    assert engine.gather(torch.tensor([[rank, rank]])).tolist() == [[r, r] for r in ranks]
+    uneven = engine.gather(torch.full((rank + 1,), rank))
+    assert uneven.tolist() == [r for r in ranks for _ in range(r + 1)]
+    for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.float64):
+        assert engine.gather(torch.tensor([rank], dtype=dtype)).dtype is dtype
+        assert engine.gather(torch.tensor([rank], dtype=dtype)).tolist() == [
+            bool(r) if dtype is torch.bool else r for r in ranks
+        ]
+    nested = engine.gather({"a": torch.tensor([rank]), "b": [torch.tensor(rank), (torch.tensor([rank + 1]),)]})
+    assert nested["a"].tolist() == ranks
+    assert nested["b"][1][0].tolist() == [r + 1 for r in ranks]
+    assert engine.reduce(torch.tensor(rank + 1.0)).item() == sum(r + 1 for r in ranks)
+    assert engine.reduce(torch.tensor([rank, 2 * rank]), "mean").tolist() == [
+        sum(ranks) / count,
+        2 * sum(ranks) / count,
+    ]
+    assert engine.reduce({"x": torch.tensor(1.0)}, scale=0.5)["x"].item() == count / 2
+    own = torch.tensor(1.0)
+    engine.reduce(own)
+    assert own.item() == 1.0, "reduce gives a new tensor"
+    with pytest.raises(RecipeError, match="reduction"):
+        engine.reduce(own, "median")
+    padded = engine.pad_across_processes(torch.ones(2, rank + 1), dim=1, pad_index=9)
+    assert padded.shape == (2, count)
+    assert (padded[:, rank + 1 :] == 9).all()
+    first = engine.pad_across_processes(torch.ones(rank + 1), pad_first=True)
+    assert first.tolist() == [0.0] * (count - rank - 1) + [1.0] * (rank + 1)
+    with pytest.raises(RecipeError, match="pad_across_processes"):
+        engine.gather(torch.ones(1, rank + 1))
+    assert engine.gather_for_metrics(["a", rank]) == [item for r in ranks for item in ("a", r)]
+    assert engine.gather_for_metrics({"rank": rank}, use_gather_object=True) == [{"rank": r} for r in ranks]
+
+
+def splits(engine):
+    rank, count = engine.process_index, engine.num_processes
+    with engine.split_between_processes(list(range(7))) as mine:
+        assert engine.gather_for_metrics(list(mine)) == list(range(7))
+        assert abs(len(mine) - 7 / count) < 1
+    with engine.split_between_processes({"a": list(range(4)), "b": torch.arange(4)}, apply_padding=True) as mine:
+        assert len(mine["a"]) == len(mine["b"]) == -(-4 // count)
+        assert mine["a"][0] == mine["b"][0]
+    with engine.split_between_processes(torch.arange(1), apply_padding=True) as mine:
+        assert mine.tolist() == [0]
+    with pytest.raises(RecipeError, match="split_between_processes"):
+        engine.split_between_processes(7)
+    assert rank >= 0
+
+
+def takes_turns(engine, folder):
+    with engine.main_process_first():
+        if engine.is_main_process:
+            (folder / "first").write_text("was here")
+        assert (folder / "first").exists()
+    with engine.local_main_process_first():
+        pass
+    engine.wait_for_everyone()
+    assert engine.on_main_process(lambda: 1)() == (1 if engine.is_main_process else None)
+    assert not engine.check_trigger()
+    if engine.is_last_process:
+        engine.set_trigger()
+    assert engine.check_trigger()
+    assert not engine.check_trigger()
+    assert engine.first_decides(lambda: engine.process_index) == 0
+    with pytest.raises(RecipeError, match="all of us"):
+        engine.first_decides(lambda: fail())
+
+
+def fail():
+    raise RecipeError("all of us", "see this")
+
+
+def finds_differences(engine):
+    engine.require_same("recipe", {"train.lr": 1e-3})
+    with pytest.raises(RecipeError, match=r"rank 1 has train.lr 0.002, others 0.001"):
+        engine.require_same("recipe", {"train.lr": 2e-3 if engine.process_index == 1 else 1e-3})
+    require_same(engine._world, "versions", {"torch": torch.__version__})
+
+
+def exchanges_only_where_a_window_ends():
+    engine = Engine(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = Tagger(), None
+    loader = DataLoader(rows(8), batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = engine.prepare(model, optimizer, loader)
+    assert model.embedding.num_embeddings == 50, "attributes of the model are found on what prepare gave"
+    assert engine.unwrap_model(model) is model.module
+    same = []
+    for batch in loader:
+        with engine.accumulate(model):
+            engine.backward(mean_over_rows(model, batch))
+            gradients = engine.gather_for_metrics([model.module.head.weight.grad.clone()], use_gather_object=True)
+            same.append(all(torch.equal(one, gradients[0]) for one in gradients))
+            optimizer.step()
+            if engine.sync_gradients:
+                sizes = [(p.grad.nbytes, p.grad.untyped_storage().nbytes()) for p in model.parameters()]
+                assert all(whole > part for part, whole in sizes), "gradients are views of the buckets"
+            optimizer.zero_grad()
+    assert same == [False, True]
+    batch = next(iter(loader))
+    with engine.no_sync(model):
+        engine.backward(mean_over_rows(model, batch))
+    gradients = engine.gather_for_metrics([model.module.head.weight.grad.clone()], use_gather_object=True)
+    assert not torch.equal(gradients[0], gradients[1])
+
+
+def dropout_differs_and_repeats():
+    def masks():
+        engine = Engine(cpu=True, seed=11)
+        model = engine.prepare(Tagger(dropout=0.5))
+        return [
+            engine.gather_for_metrics([model(torch.arange(12)[None]).detach()], use_gather_object=True)
+            for _ in range(2)
+        ]
+
+    first, again = masks(), masks()
+    for one, other in zip(first, again, strict=True):
+        assert not torch.equal(one[0], one[1])
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    torch.manual_seed(11)
+    alone = Tagger(dropout=0.5)(torch.arange(12)[None])
+    assert torch.equal(first[0][0], alone), "the first process draws what it would draw alone"
+    assert random.random() >= 0
+
+
+def evaluates_every_row_once():
+    engine = Engine(cpu=True)
+    data = rows(7)
+    for options in ({"batch_size": 3}, {"batch_size": 4}, {"batch_size": 1}, {"batch_size": 3, "num_workers": 1}):
+        loader = engine.prepare(DataLoader(data, **options))
+        assert len(loader) == -(-7 // options["batch_size"])
+        seen = []
+        for batch in loader:
+            seen += engine.gather_for_metrics(batch["row"]).tolist()
+        assert seen == list(range(7)), (options, seen)
+    shuffled = engine.prepare(DataLoader(data, batch_size=3, shuffle=True))
+    orders = [[row for b in shuffled for row in engine.gather_for_metrics(b["row"]).tolist()] for _ in range(2)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(7))
+    whole = Engine(cpu=True, split_batches=False)
+    loader = whole.prepare(DataLoader(data, batch_size=2))
+    assert len(loader) == -(-4 // whole.num_processes)
+    seen = []
+    for batch in loader:
+        assert len(batch["row"]) <= 2
+        seen += whole.gather_for_metrics(batch["row"]).tolist()
+    assert seen == list(range(7))
+    divided = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
+    assert len(engine.prepare(divided)) == len(divided)
+    pairs = engine.prepare(DataLoader(TensorDataset(torch.arange(5), torch.arange(5)), batch_size=5))
+    for one, other in pairs:
+        assert torch.equal(one, other)
+        assert len(one) == len(range(engine.process_index, 5, engine.num_processes))
+    unlike = DataLoader(data, batch_size=3, sampler=_OwnOrder(7))
+    with pytest.raises(RecipeError, match="rank 1 has first rows"):
+        list(engine.prepare(unlike))
+
+
+class _OwnOrder(torch.utils.data.Sampler):
+    """Every process draws an order of its own, which no seed of the loader's can mend."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        first = dist.get_rank()
+        return iter([*range(first, self.count), *range(first)])
+
+
+def refuses_unused_parameters():
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+        def forward(self, values):
+            return self.used(values)
+
+    engine = Engine(cpu=True)
+    model = engine.prepare(Wide())
+    with pytest.raises(PrepareError, match=r"idle.weight, idle.bias.*\n.*find_unused_parameters=True"):
+        engine.backward(model(torch.ones(1, 2)).mean())
+    engine = Engine(cpu=True, find_unused_parameters=True)
+    wide = Wide()
+    model, optimizer = engine.prepare(wide, torch.optim.SGD(wide.parameters(), lr=0.0))
+    for _ in range(2):
+        engine.backward(model(torch.ones(1, 2)).mean(), weight=1.0 if engine.is_main_process else 0.0)
+        assert model.idle.weight.grad is None
+        assert model.used.weight.grad.tolist() == [[1.0, 1.0]]
+        optimizer.step()
+        optimizer.zero_grad()
+    frozen = Wide().requires_grad_(False)
+    assert engine.prepare(frozen) is frozen
+
+
+def saves_and_resumes(folder):
+    def built():
+        engine = Engine(cpu=True, seed=3)
+        model = Tagger(dropout=0.3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = DataLoader(rows(15), batch_size=4, shuffle=True)
+        return engine, *engine.prepare(model, optimizer, loader)
+
+    def run(engine, model, optimizer, loader, num_batches, save_after=None):
+        done, losses = 0, []
+        while done < num_batches:
+            for batch in loader:
+                loss = mean_over_rows(model, batch)
+                engine.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+                done += 1
+                if done == save_after:
+                    assert Path(engine.save_state(folder / f"state-{engine.process_index}")).name == "state-0"
+                if done == num_batches:
+                    break
+        return losses
+
+    whole = built()
+    losses = run(*whole, 11, save_after=6)
+    resumed = built()
+    random.seed(99)
+    resumed[0].load_state(folder / "state-0")
+    assert run(*resumed, 5) == losses[6:]
+    for one, other in zip(whole[1].parameters(), resumed[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    rank = resumed[0].process_index
+    with pytest.raises(CheckpointError, match="rank 1 cannot load" if rank == 0 else "is no"):
+        resumed[0].load_state(folder / ("state-0" if rank == 0 else "nowhere"))
+    engine = Engine(cpu=True, gradient_accumulation_steps=2)
+    model, loader = engine.prepare(Tagger(), DataLoader(rows(8), batch_size=4))
+    for batch in loader:
+        with engine.accumulate(model):
+            engine.backward(mean_over_rows(model, batch))
+        if not engine.sync_gradients:
+            with pytest.raises(CheckpointError, match="accumulation window"):
+                engine.save_state(folder / "half")
+    with pytest.raises(CheckpointError, match="is a file"):
+        engine.save_state(folder / "first")
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    engine = Engine(cpu=True)
+    gathers_and_reduces(engine)
+    splits(engine)
+    takes_turns(engine, folder)
+    finds_differences(engine)
+    exchanges_only_where_a_window_ends()
+    dropout_differs_and_repeats()
+    evaluates_every_row_once()
+    refuses_unused_parameters()
+    saves_and_resumes(folder)
+    (folder / f"done-{engine.process_index}").write_text("all")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

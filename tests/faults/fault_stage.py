@@ -1,0 +1,263 @@
+"""Starts runs in processes that can be killed, and compares how runs end: bit for bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tiny_runs import lines_of
+
+HERE = Path(__file__).parent
+# Everything that has a state takes part: accumulation, warmup, a part that thaws, dropout, early stopping, logs that
+# fall between saves, evaluations that do too, and a last batch that is smaller.
+STANDARD: dict[str, dict[str, Any]] = {
+    "train": {
+        "epochs": 4,
+        "batch_size": 8,
+        "lr": 3e-3,
+        "weight_decay": 0.01,
+        "warmup": 4,
+        "log_every": 3,
+        "freeze": {"*.layer.0.*": "12 steps"},
+    },
+    "memory": {"micro_batch": 4},
+    "evaluate": {"every": "8 steps", "metric": "loss"},
+    "checkpoint": {"every": "5 steps", "keep": 2},
+    "early_stopping": {"metric": "loss", "patience": 50},
+}
+NUM_STEPS = 40
+
+
+@dataclass
+class Child:
+    """A process that trains."""
+
+    server: "ForkServer"
+    pid: int
+    said_in: Path
+    code: int | None = None
+
+    @property
+    def said(self) -> str:
+        return self.said_in.read_text()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; to a process that has not been waited for, so that the number is still its own."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = self.server.ask({"do": "poll", "pid": self.pid})
+        return self.code
+
+    def wait(self, timeout: float = 60) -> int:
+        """The exit code; minus the signal's number if one ended it."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"process {self.pid} does not end: {self.said[-3000:]}")
+            time.sleep(0.005)
+        assert self.code is not None
+        return self.code
+
+    def wait_until(self, happened: Callable[[], Any], timeout: float = 30) -> None:
+        """Until something can be seen from outside, or the process ends."""
+        end = time.monotonic() + timeout
+        while not happened():
+            assert self.poll() is None, self.said[-3000:]
+            assert time.monotonic() < end, self.said[-3000:]
+            time.sleep(0.0005)
+
+
+class ForkServer:
+    """The process that starts the others.
+
+    Args:
+        folder: For its cache, and for what its children say.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_children = 0
+        search = os.pathsep.join([str(HERE), str(HERE.parent)])
+        environment = os.environ | {"PYTHONPATH": search, "TRIMTAB_CACHE": str(folder / "cache")}
+        with (folder / "server.err").open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "fork_server.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+            )
+        assert self._answer() == "ready"
+
+    def start(self, function: str, *, environment: dict[str, str] | None = None, **arguments: Any) -> Child:
+        """A new process that runs a function of `faulty_runs.py`."""
+        self._num_children += 1
+        said = self._folder / f"said-{self._num_children}"
+        child = {"function": function, "arguments": arguments, "said": str(said), "environment": environment or {}}
+        return Child(self, self.ask({"do": "start", "child": child}), said)
+
+    def ask(self, order: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, (self._folder / "server.err").read_text()[-4000:]
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(30) == 0, (self._folder / "server.err").read_text()[-4000:]
+        self._process.stdout.close()
+
+
+@dataclass
+class Stage:
+    """What all tests of a worker share: the server, models, rows, and a run that nobody has disturbed."""
+
+    server: ForkServer
+    folder: Path
+    models: dict[str, str]
+    rows: Path
+    num_runs: int = 0
+    undisturbed: dict[str, Path] = field(default_factory=dict)
+
+    def recipe(self, *, model: str = "bert", out: Path | None = None, **changes: dict[str, Any]) -> dict[str, Any]:
+        """The standard recipe, with an own folder, and keys of its sections changed."""
+        if out is None:
+            self.num_runs += 1
+            out = self.folder / f"run-{self.num_runs}"
+        base: dict[str, Any] = {"model": self.models[model], "data": {"train": str(self.rows)}, "out": str(out)}
+        for name in STANDARD.keys() | changes.keys():
+            change = changes.get(name)
+            base[name] = STANDARD.get(name, {}) | change if isinstance(change, dict) else changes.get(name, STANDARD.get(name))
+        return base
+
+    def train(self, recipe: dict[str, Any], **arguments: Any) -> Child:
+        """A process that trains; `faulty_runs.train` tells what it can be told."""
+        return self.server.start("train", recipe=recipe, **arguments)
+
+    def finish(self, recipe: dict[str, Any], **arguments: Any) -> str:
+        """Train until the end, in a process of its own; what it said."""
+        child = self.train(recipe, **arguments)
+        assert child.wait() == 0, child.said[-4000:]
+        return child.said
+
+    def whole(self, name: str = "standard", **changes: dict[str, Any]) -> Path:
+        """A run with these changes that nobody disturbed; made once."""
+        if name not in self.undisturbed:
+            recipe = self.recipe(**changes)
+            self.finish(recipe)
+            self.undisturbed[name] = Path(recipe["out"])
+        return self.undisturbed[name]
+
+
+def notes_of(run: Path | str) -> dict[str, Any]:
+    """What the process that ended a run has left."""
+    return json.loads(Path(f"{run}.notes").read_text())
+
+
+def steps_by_process(run: Path | str) -> list[list[int]]:
+    """The steps that each process took which trained in a folder, in the order of the processes."""
+    path = Path(f"{run}.steps")
+    steps: dict[str, list[int]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        process, step = line.split()
+        steps.setdefault(process, []).append(int(step))
+    return list(steps.values())
+
+
+def saved_steps(run: Path | str) -> list[int]:
+    """The checkpoints under their final names, whatever is in them."""
+    folder = Path(run) / "checkpoints"
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def goes_on_from(said: str) -> int:
+    """The step after which a process went on; 0 if it says that it began anew."""
+    found = [line.split("goes on from step-")[1].split()[0] for line in said.splitlines() if "goes on from step-" in line]
+    assert len(found) <= 1, said
+    return int(found[0]) if found else 0
+
+
+def assert_went_on(run: Path | str, said: str, at_least: int = 1) -> int:
+    """That the last process really went on from a saved state, and took no step before it. Gives its step."""
+    step = goes_on_from(said)
+    assert step >= at_least, said
+    last = steps_by_process(run)[-1]
+    assert last == list(range(step + 1, step + 1 + len(last))), last
+    return step
+
+
+def assert_same_end(run: Path | str, whole: Path | str) -> None:
+    """Weights, optimizer, random numbers, the rest of the state, the best model and every number written: the same."""
+    run, whole = Path(run), Path(whole)
+    one, other = (max((path / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])) for path in (run, whole))
+    assert one.name == other.name
+    assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
+    files = [path.name for path in other.glob("*.safetensors")]
+    assert {"model.safetensors", "optimizer.safetensors", "random.safetensors"} <= set(files)
+    for name in files:
+        assert_same_tensors(load_file(one / name), load_file(other / name), name)
+    assert _state_without_clocks(one) == _state_without_clocks(other)
+    assert _lines_without_clocks(run) == _lines_without_clocks(whole)
+    assert (run / "best" / "model.safetensors").read_bytes() == (whole / "best" / "model.safetensors").read_bytes()
+    facts, as_it_should_be = (json.loads((path / "best" / "trimtab.json").read_text()) for path in (run, whole))
+    assert (facts["step"], facts["metrics"]) == (as_it_should_be["step"], as_it_should_be["metrics"])
+    for key in ("state", "step", "num_steps", "best_metric", "best_step"):
+        assert status_of(run)[key] == status_of(whole)[key], key
+    assert status_of(run)["state"] == "finished"
+    assert {path.name for path in run.iterdir()} == {path.name for path in whole.iterdir()}, "something is left over"
+    assert not list((run / "checkpoints").glob(".*")), "something is left over"
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert value.dtype == other[key].dtype
+        assert torch.equal(value, other[key]), f"{where}: {key} differs by {(value - other[key]).abs().max()}"
+
+
+def status_of(run: Path | str) -> dict[str, Any]:
+    return json.loads((Path(run) / "run.json").read_text())
+
+
+def _state_without_clocks(checkpoint: Path) -> dict[str, Any]:
+    state = json.loads((checkpoint / "state.json").read_text())
+    trainer = state["object"]
+    for name, key in (("meter", "seconds"), ("evaluation", "last_s"), ("saving", "last_s")):
+        assert trainer[name].pop(key) >= 0
+    assert trainer["meter"]["last"].pop(0) >= 0
+    assert trainer.pop("journal") > 0  # a length, to which the digits of clocks add
+    return state
+
+
+def _lines_without_clocks(run: Path) -> list[dict[str, Any]]:
+    lines = lines_of(run)
+    assert len(lines) > 5
+    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_s")} for line in lines]
+
+
+def draw(seed: int) -> random.Random:
+    """Random moments that a failing test can be repeated with."""
+    return random.Random(seed)
