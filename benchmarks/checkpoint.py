@@ -44,19 +44,20 @@ PROTOCOLS = {
         "blocks without one. What is still being written when the steps of a block are done is waited for, within its "
         "time. The extra time of a block is that of one save, whatever its length, so the ratio at one save for each "
         f"{SAVE_EVERY} steps is 1 + (ratio of the blocks - 1) x (steps of a block) / {SAVE_EVERY}: the median over "
-        "rounds, with the 95% interval of that median. CPU time is that of all threads of the process. trimtab's "
-        "writer has a thread of its own and waits until all is on the disk (fsync). The others write in the training "
-        "thread and leave the rest to the system, which writes it after the block, in nobody's time: before each "
-        "block all of that is brought to the disk. `without saving, again` is a second block of trimtab's without a "
+        "rounds, with the 95% interval of that median. trimtab's writer has a thread of its own and waits until all is "
+        "on the disk (fsync). With one thread that trains and two cores it has a core for itself; where it has none, "
+        "its work holds the training up, and the ratio of CPU time, which counts all threads of the process, is what "
+        "to look at. The others write in the training thread and leave the rest to the system, which is made to bring "
+        "it to the disk before the next block, in nobody's time. `without saving, again` is a second block of trimtab's without a "
         "save: its row is noise."
     ),
     "resuming": (
         "A BERT without layers, batch {batch_size}, {num_rows:,} rows, shuffled, the late step within the first epoch. "
-        "Model, data and optimizer are there before the clock starts, which runs until the first new step is done. "
+        "Model and data are there before the clock starts, which runs until the first new step is done. "
         "trimtab, recipe: finding, verifying and loading the state, and what `fit` does from then on; trimtab, own "
         "loop: `load_state`; Accelerate: `load_state` and `skip_first_batches`, with its seedable sampler; HF Trainer: "
-        "`train(resume_from_checkpoint=...)`. trimtab verifies the checksum of every file first. Wall time, median "
-        "over {num_rounds} rounds and their range, shuffled. Right rows: whether the first new step saw those that the "
+        "`train(resume_from_checkpoint=...)`, which also makes its loader and optimizer. trimtab verifies the checksum "
+        "of every file first. Wall time, median over {num_rounds} rounds in shuffled order, and their range. Right rows: whether the first new step saw those that the "
         "same step of the undisturbed run saw."
     ),
 }

@@ -35,7 +35,7 @@ from trimtab.model.losses import Loss, build_loss, own_loss
 from trimtab.optim.build import build_optimizer
 from trimtab.optim.groups import decay_groups
 from trimtab.optim.schedules import build_schedule
-from trimtab.randomness import set_seed
+from trimtab.randomness import set_seed, use_deterministic_kernels
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.resuming import flat
 from trimtab.recipe.schema import ModelSettings, Recipe
@@ -259,6 +259,8 @@ def build_engine(recipe: Recipe, device: str | None) -> Engine:
     found = find_device(device)
     if found.type == "cpu":
         keep_freed_memory()
+    if recipe.train.deterministic:
+        use_deterministic_kernels()
     wanted = recipe.train.precision
     precision = native_precision(found) if wanted == "auto" else wanted
     return Engine("no" if precision == "fp32" else precision, device=device)
@@ -325,7 +327,8 @@ class BestKeeper:
         """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
         lines = []
         for row in rows:
-            fields = {name: value.tolist() for name, value in self._tokens[row].items()}
+            # a label of a row is a plain number
+            fields = {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in self._tokens[row].items()}
             text = self._loaded.tokenizer.decode(fields["input_ids"])
             lines.append(json.dumps({"row": row, "text": text, **fields}, ensure_ascii=False))
         name = f"bad-rows-step-{step}.jsonl"

@@ -66,8 +66,15 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
         return Beginning(path)
     step = _step_number(resume) if isinstance(resume, str) else None
     _compare(path, recipe)
-    stored = Shelf(path / CHECKPOINTS).open(step)
+    shelf = Shelf(path / CHECKPOINTS)
+    stored = shelf.open(step)
     if stored is None:
+        damaged = shelf.checkpoints()
+        if damaged:  # perhaps they can be mended, or the disk has a bad day: a run is not begun anew for that
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoints in {shelf.folder} is valid",
+                "mend or restore one of them; --fresh begins anew",
+            )
         say(f"{path} holds no saved state yet: the run starts from the beginning")
         return Beginning(path, goes_on=True)
     return Beginning(path, stored.folder, goes_on=True)

@@ -61,7 +61,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
 def _shortened(recipe: Recipe) -> dict[str, Any]:
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     train = {key: value for key, value in values.get("train", {}).items() if key not in ("epochs", "max_time")}
-    values["train"] = train | {"max_steps": _NUM_STEPS, "log_every": 1}
+    values["train"] = train | {"max_steps": _NUM_STEPS, "log_every": 1, "deterministic": True}
     values["checkpoint"] = {"every": f"{_SAVED_AT} steps", "keep": 2}
     values["evaluate"] = values.get("evaluate", {}) | {"every": "2 steps"}
     values["limits"] = {"eval": 2} | {

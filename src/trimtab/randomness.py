@@ -4,6 +4,7 @@ A run resumes bit for bit only if each generator does, so the list lives in this
 """
 
 import hashlib
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -82,3 +83,12 @@ def host_randomness_kept() -> Iterator[None]:
         yield
     finally:
         restore_random_state(state)
+
+
+def use_deterministic_kernels() -> None:
+    """From now on only kernels that give the same bits every time, in the whole process; an error where there is none.
+
+    cuBLAS reads its setting when it is first used.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

@@ -159,6 +159,18 @@ def test_a_lock_that_was_taken_away_is_left_to_the_taker(tmp_path):
     assert lock_holder(tmp_path).process.host == "node7"
 
 
+def test_a_lock_that_was_lost_does_not_release_the_next(tmp_path):
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    (tmp_path / LOCK).unlink()
+    second.acquire()
+    assert (first.is_held(), second.is_held()) == (False, True)
+    first.release()
+    assert second.is_held()
+    second.release()
+    assert not (tmp_path / LOCK).exists()
+
+
 def test_a_forked_child_does_not_release(tmp_path):
     code = (
         "import os, sys; from trimtab.checkpoint.lock import RunLock\n"

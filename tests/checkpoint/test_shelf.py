@@ -81,6 +81,13 @@ def test_checksums_are_computed_on_demand(shelf, monkeypatch):
     assert not shelf.checkpoints()[0].is_valid, "what was found once is not forgotten"
     put(shelf, 1)
     assert shelf.checkpoints()[0].is_valid, "but one that was written anew is another"
+    flip(shelf.place(1) / "a.safetensors")
+    assert not shelf.checkpoints(checksums=True)[0].is_valid
+    whole = bytearray((shelf.place(1) / "a.safetensors").read_bytes())
+    whole[-1] ^= 1
+    (shelf.place(1) / "a.safetensors").unlink()
+    (shelf.place(1) / "a.safetensors").write_bytes(whole)
+    assert shelf.checkpoints()[0].is_valid, "and so is one that was mended"
 
 
 def test_metrics_that_are_none(shelf):

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.distributed.monitor import Monitor, NoMonitor
+from trimtab.distributed.peer_rules import DEADLOCK
 from trimtab.distributed.peers import Patience
 from trimtab.errors import PeerError, RecipeError
 
@@ -84,8 +85,8 @@ def test_meeting(monitors):
     assert time.monotonic() - began < 5
     first, second = both(lambda: monitors[0].meet("save_state"), lambda: monitors[1].meet("load_state"))
     assert isinstance(first, PeerError)
-    assert str(first) == "rank 0 is in save_state, rank 1 in load_state: every process has to call save_state"
-    assert str(second) == "rank 1 is in load_state, rank 0 in save_state: every process has to call load_state"
+    assert str(first) == "rank 0 is in save_state, rank 1 in load_state" + DEADLOCK
+    assert str(second) == "rank 1 is in load_state, rank 0 in save_state" + DEADLOCK
 
 
 def test_meeting_with_one_who_failed_ended_or_waits_elsewhere(monitors):
@@ -103,9 +104,7 @@ def test_meeting_with_one_who_failed_ended_or_waits_elsewhere(monitors):
             error[0] = found
 
     both(meet, wait_elsewhere)
-    assert str(error[0]) == (
-        "rank 0 is in save_state, rank 1 in backward (step 3: forward): every process has to call save_state"
-    )
+    assert str(error[0]) == ("rank 0 is in save_state, rank 1 in backward (step 3: forward)" + DEADLOCK)
     monitors[1].failed(ValueError("no such label\nmore"))
     monitors[1].stop()
     with pytest.raises(PeerError, match="rank 1 failed: ValueError: no such label; it last did: step 3: forward"):
@@ -632,8 +631,8 @@ def ends(tmp_path_factory):
         ("raises_without_error", (0,), r"rank 0 stops waiting in gather: rank 1 failed: ValueError: no such label"),
         ("ends", (0,), r"rank 1 has ended"),
         ("ends_without_error", (0,), r"rank 1 has ended; rank 0 waits for it in save_state"),
-        ("elsewhere", (0,), r"rank 0 is in save_state, rank 1 in backward \(step 14\): every .* call save_state"),
-        ("elsewhere", (1,), r"rank 1 is in backward, rank 0 in save_state \(step 14\): every .* call backward"),
+        ("elsewhere", (0,), r"rank 0 is in save_state, rank 1 in backward \(step 14\), and they .* same calls"),
+        ("elsewhere", (1,), r"rank 1 is in backward, rank 0 in save_state \(step 14\), and they .* same calls"),
         ("save_on_one_rank", (0,), r"PeerError: rank 0 is in save_state, rank 1 in gather \(step 3: forward\)"),
         ("late", (0,), r"rank 1 .* has not come to gather, where rank 0 has waited for 4 s"),
         ("store_stopped", (1,), r"rank 0 \(host h0, pid \d+\) has not been heard of .*stopped"),

@@ -4,11 +4,15 @@ A moment that lies between two calls of the system is found with an audit hook, 
 renames or removes a file: nothing of trimtab is replaced.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import json
+import math
 import os
 import resource
 import signal
+import struct
 import sys
 import threading
 import time
@@ -66,7 +70,13 @@ class FileEvents:
 
 
 class Watcher:
-    """A callback: notes each step that is taken, and does something at one of them."""
+    """A callback: notes each step that is taken, and does something at some of them.
+
+    Args:
+        steps: The file for the notes.
+        at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "limit 1000" (no file can
+            be longer), "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE".
+    """
 
     def __init__(self, steps: str, at: dict[int, str]) -> None:
         self._steps = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -74,14 +84,46 @@ class Watcher:
 
     def on_step(self, state) -> None:
         os.write(self._steps, f"{os.getpid()} {state.step}\n".encode())
-        what = self._at.get(state.step)
-        if what == "die":
-            die()
-        elif what is not None and what.startswith("SIG"):
-            for name in what.split():
-                os.kill(os.getpid(), signal.Signals[name])
-        elif what == "sleep":
-            time.sleep(1.0)
+        for order in filter(None, self._at.get(state.step, "").split("; ")):
+            word, *arguments = order.split()
+            getattr(self, f"_{word}")(*arguments)
+
+    def _die(self) -> None:
+        die()
+
+    def _signal(self, name: str) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+
+    def _sleep(self, seconds: str) -> None:
+        time.sleep(float(seconds))
+
+    def _limit(self, num_bytes: str) -> None:
+        limit_file_size(int(num_bytes))
+
+    def _chmod(self, mode: str, path: str) -> None:
+        os.chmod(path, int(mode, 8))
+
+    def _fill(self, folder: str) -> None:
+        with open(f"{folder}/filler", "ab", buffering=0) as filler:
+            for size in (4096, 1):
+                with contextlib.suppress(OSError):
+                    while filler.write(bytes(size)) == size:
+                        pass
+
+    def _remove(self, path: str) -> None:
+        os.remove(path)
+
+
+def limit_file_size(num_bytes: int) -> None:
+    """The system refuses to make any file of this process longer, as on a full disk; -1 takes that back."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def be_nobody_special() -> None:
+    """Let the permissions of files count for this process even if root has started it."""
+    if os.geteuid() == 0:
+        header = struct.pack("=II", 0x20080522, 0)  # the third version of capabilities; this process
+        assert ctypes.CDLL(None).capset(header, bytes(24)) == 0
 
 
 class Lengths:
@@ -98,17 +140,17 @@ class Lengths:
         return batch["attention_mask"].sum(1).float()
 
 
-class Poison:
-    """An own loss that is not a number for a row that holds a token, and notes the rows that it has seen.
+class NotingLoss:
+    """An own loss: notes the rows that are trained on, and is not a number where one of them has a certain length.
 
     Args:
-        word: The id of the token; None poisons nothing.
-        seen: Where to note the rows of each call, or nothing.
+        seen: The file for the rows, one list of tokens a line; "" notes nothing.
+        bad_length: Of the rows that have no loss, in tokens; None for no rows.
         skip_calls: Calls at the beginning that are no training.
     """
 
-    def __init__(self, word: int | None, seen: str, skip_calls: int) -> None:
-        self._word, self._seen, self._skip = word, seen, skip_calls
+    def __init__(self, seen: str = "", bad_length: int | None = None, skip_calls: int = 0) -> None:
+        self._seen, self._bad_length, self._skip = seen, bad_length, skip_calls
 
     def __call__(self, outputs, batch):
         loss = nn.functional.cross_entropy(outputs.logits, batch["labels"])
@@ -116,13 +158,14 @@ class Poison:
             return loss
         if self._skip > 0:
             self._skip -= 1
-        elif self._seen:
+            return loss
+        rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        tokens = [row[mask.bool()].tolist() for row, mask in rows]
+        if self._seen:
             with open(self._seen, "a") as seen:
-                for row, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True):
-                    seen.write(json.dumps([token for token, there in zip(row, mask, strict=True) if there]) + "\n")
-        if self._word is not None and bool((batch["input_ids"] == self._word).any()):
-            loss = loss * float("nan")
-        return loss
+                seen.writelines(json.dumps(row) + "\n" for row in tokens)
+        is_bad = any(len(row) == self._bad_length for row in tokens)
+        return loss * math.nan if is_bad else loss
 
 
 def train(
@@ -135,13 +178,11 @@ def train(
     kill: dict | None = None,
     dies_in_evaluation: int | None = None,
     at: dict[str, str] | None = None,
-    file_size_limit: int | None = None,
-    poison: int | None = None,
-    seen: str = "",
-    skip_calls: int = 0,
-    own_loss: bool = False,
+    nobody_special: bool = False,
+    loss: dict | None = None,
     measure_at: list[int] = (),  # type: ignore[assignment]
     waits_for: str = "",
+    notes: str = "",
 ) -> None:
     """Train, and leave beside the run what a test wants to know.
 
@@ -153,24 +194,22 @@ def train(
         options: For `resume`.
         kill: Arguments of `FileEvents`.
         dies_in_evaluation: The evaluation batch in which to die.
-        at: What to do after a step: die, send signals to itself, sleep.
-        file_size_limit: No file can be longer, as on a disk that is full.
-        poison: A token whose rows have no loss.
-        seen: File for the rows that were trained on.
-        skip_calls: Of the loss, before training begins.
-        own_loss: Whether to use the loss that notes and poisons.
+        at: What to do after a step, as `Watcher` takes it.
+        nobody_special: Without the powers of root.
+        loss: Arguments of `NotingLoss`, which then takes the place of the task's own.
         measure_at: Steps at which tensors are counted.
         waits_for: A file that has to be there before it begins.
+        notes: Where to leave it instead.
     """
     torch.set_num_threads(1)
-    out = recipe["out"]
+    out, notes = recipe["out"], notes or recipe["out"]
     while waits_for and not Path(waits_for).exists():
         time.sleep(0.001)
     events = FileEvents(out, **(kill or {}))
     sys.addaudithook(events)
-    if file_size_limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
-    watcher = Watcher(f"{out}.steps", {int(step): what for step, what in (at or {}).items()})
+    if nobody_special:
+        be_nobody_special()
+    watcher = Watcher(f"{notes}.steps", {int(step): what for step, what in (at or {}).items()})
     measure = Measure(list(measure_at))
     arguments = {
         "callbacks": [watcher, measure],
@@ -178,8 +217,8 @@ def train(
         "progress": "plain",
         "device": "cpu",
     }
-    if own_loss:
-        arguments["loss"] = Poison(poison, seen, skip_calls)
+    if loss is not None:
+        arguments["loss"] = NotingLoss(**loss)
     began = time.monotonic()
     try:
         if command == "fit":
@@ -190,7 +229,7 @@ def train(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     events.is_on = False
-    notes = {
+    found = {
         "fit": dataclasses.asdict(result.fit),
         "folder": str(result.folder),
         "num_events": events.num_events,
@@ -198,7 +237,7 @@ def train(
         "measured": measure.found,
         "peak_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
-    Path(f"{out}.notes").write_text(json.dumps(notes))
+    Path(f"{notes}.notes").write_text(json.dumps(found))
 
 
 class Measure:

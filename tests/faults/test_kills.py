@@ -2,19 +2,15 @@
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from fault_stage import (
-    NUM_STEPS,
     assert_same_end,
     assert_went_on,
     draw,
     goes_on_from,
     notes_of,
     saved_steps,
-    status_of,
-    steps_by_process,
 )
 
 # Where a process dies: a step; the batch of an evaluation; or just before something is done to a file.
@@ -96,3 +92,14 @@ def test_killed_at_random_moments(stage, seed):
             num_resumed += goes_on_from(child.said) > 0
         assert_same_end(recipe["out"], whole)
     assert num_resumed >= 2
+
+
+def test_killed_while_it_makes_room_for_a_fresh_start(stage):
+    """What is left is still a run that the same command replaces."""
+    recipe = stage.recipe()
+    go_on_until_killed(stage, recipe, at={"23": "die"})
+    fresh = {"resume": False, "fresh": True}
+    go_on_until_killed(stage, recipe, **fresh, kill={"event": "os.rmdir", "nth": 2})
+    said = stage.finish(recipe, **fresh)
+    assert goes_on_from(said) == 0
+    assert_same_end(recipe["out"], stage.whole())

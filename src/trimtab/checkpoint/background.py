@@ -76,10 +76,10 @@ class BackgroundWriter:
             Why the save before this one failed, or, where this one was written at once, this one. None if all is well.
         """
         began = time.monotonic()
-        if self.is_writing:
-            self.wait()
-            self._say_waited(time.monotonic() - began)
+        has_to_wait = self.is_writing
         before = self.wait()
+        if has_to_wait:
+            self._say_waited(time.monotonic() - began)
         facts, started = deepcopy(dict(facts or {})), time.monotonic()
         snapshot = self._snapshot(parts)
         if snapshot is None:

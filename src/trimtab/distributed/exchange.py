@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from trimtab.distributed.peer_rules import DEADLOCK
 from trimtab.distributed.peers import Report
 
 if TYPE_CHECKING:
@@ -175,4 +176,4 @@ class Exchange:
             verbs = [verb.decode() for verb in self._store.multi_get(keys)]
             others = [f"rank {rank} in {verb}" for rank, verb in enumerate(verbs) if verb != meeting.verb]
             differ = f"rank {self._rank} is in {meeting.verb}, {', '.join(others)}"
-            meeting.end(f"{differ}: every process has to call {meeting.verb}" if others else "")
+            meeting.end(f"{differ}{DEADLOCK}" if others else "")

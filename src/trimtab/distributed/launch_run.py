@@ -5,6 +5,7 @@ restarts only where they can help.
 """
 
 import contextlib
+import inspect
 import logging
 import os
 import re
@@ -26,7 +27,9 @@ _NUM_TAIL_LINES = 12
 _NAME_PATIENCE_S = 120.0
 _DYING_S = 5
 # A second attempt cures neither: 2 is a mistake of the user, 75 an end that was asked for.
-_FINAL_CODES = (2, 75)
+_RESUMABLE = 75
+_FINAL_CODES = (2, _RESUMABLE)
+_SAVING_S = 300
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,15 @@ def start(plan: LaunchPlan) -> Ending:
         say(f"waiting for {settings.num_hosts} hosts at {settings.address}:{settings.port}")
         if problem := _wait_for_name(settings.address or ""):
             return Ending(2, f"error: {problem}")
+    codes: list[int | None] = []  # of processes that a signal to this one has ended
     try:
         with _borrowed_process(plan.environment):
-            _run_torchrun(plan.torchrun)
+            _run_torchrun(plan.torchrun, codes)
     except ChildFailedError as error:
         return _explain(error.failures, plan)
     except SignalException as error:
+        if _RESUMABLE in codes:
+            return Ending(_RESUMABLE, f"stopped by {error.sigval.name}; the run was saved and can go on")
         return Ending(128 + error.sigval, f"stopped by {error.sigval.name}")
     except (RendezvousError, DistError) as error:
         where = f"{settings.address or 'this host'}:{settings.port or 'a free port'}"
@@ -66,11 +72,11 @@ def start(plan: LaunchPlan) -> Ending:
     return Ending(0)
 
 
-def _run_torchrun(arguments: Sequence[str]) -> None:
+def _run_torchrun(arguments: Sequence[str], codes: list[int | None]) -> None:
     torchrun: Any = import_module("torch.distributed.run")
     api: Any = import_module("torch.distributed.launcher.api")
     plain = api.LocalElasticAgent
-    api.LocalElasticAgent = _own_agent(plain)
+    api.LocalElasticAgent = _own_agent(plain, codes)
     try:
         with _quiet_torchrun():
             torchrun.run(torchrun.parse_args(list(arguments)))
@@ -78,7 +84,7 @@ def _run_torchrun(arguments: Sequence[str]) -> None:
         api.LocalElasticAgent = plain
 
 
-def _own_agent(plain: Any) -> Any:
+def _own_agent(plain: Any, codes: list[int | None]) -> Any:
     """The agent of torchrun, which by itself starts again whatever the exit code was."""
 
     class Agent(plain):  # type: ignore[misc]
@@ -94,7 +100,11 @@ def _own_agent(plain: Any) -> Any:
             return result
 
         def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+            if args and "timeout" in inspect.signature(super()._shutdown).parameters:
+                kwargs["timeout"] = _SAVING_S  # a signal came: the processes save before they end
             super()._shutdown(*args, **kwargs)
+            handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
+            codes.extend(process.proc.returncode for process in handlers)
             # It leaves the log files of processes that have ended open.
             for process in getattr(self._pcontext, "subprocess_handlers", {}).values():
                 for stream in (process._stdout, process._stderr):

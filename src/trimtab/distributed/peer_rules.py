@@ -19,6 +19,10 @@ from trimtab.units import format_seconds
 
 PATIENCE_VARIABLE = "TRIMTAB_PATIENCE"
 CURE = f"\n  cure: if it only needs longer, set {PATIENCE_VARIABLE}=1h for every process"
+DEADLOCK = (
+    ", and they wait for each other for good: every process has to make the same calls; "
+    "save_state and its like write once by themselves"
+)
 NUM_SAME_REPORTS = 3  # before a peer's place is taken for lasting
 NUM_NAMED = 4  # peers in one message
 
@@ -117,7 +121,7 @@ def _elsewhere(peers: Peers, wait: Wait) -> str | None:
     if not elsewhere:
         return None
     places = (f"rank {peer.rank} in {peer.report.name} ({peer.report.what or 'no step'})" for peer in elsewhere)
-    return f"rank {peers.rank} is in {wait.verb}, {', '.join(places)}: every process has to call {wait.verb}"
+    return f"rank {peers.rank} is in {wait.verb}, {', '.join(places)}{DEADLOCK}"
 
 
 def _hung(peers: Peers, wait: Wait) -> str | None:

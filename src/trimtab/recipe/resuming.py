@@ -13,6 +13,7 @@ _HARMLESS = {
     "memory.micro_batch",
     "train.max_time",
     "train.log_every",
+    "train.deterministic",
     "evaluate.batch_size",
     "checkpoint.every",
     "checkpoint.keep",

@@ -162,6 +162,9 @@ class TrainSettings(Section):
         description="When a loss is not finite: stop; skip = leave that step out; rewind = once, back to the last "
         "saved state, and on with other rows.",
     )
+    deterministic: bool = Field(
+        default=False, description="On a GPU: only kernels that give the same bits every time; slower."
+    )
     log_every: Steps = Field(default=10, description="A line of metrics every so many steps.")
 
     @field_validator("max_grad_norm", mode="after")

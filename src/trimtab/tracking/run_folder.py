@@ -190,8 +190,8 @@ Folder = RunFolder | FollowedFolder
 
 
 def clear_folder(path: Path) -> None:
-    """Remove everything that a folder holds."""
-    for inner in path.iterdir():
+    """Remove everything that a folder holds; last what tells that it is a run, so that a kill can be made up for."""
+    for inner in sorted(path.iterdir(), key=lambda inner: inner.name == _STATUS):
         shutil.rmtree(inner, ignore_errors=True) if inner.is_dir() else inner.unlink()
 
 
@@ -238,7 +238,7 @@ def check_free(path: Path) -> None:
 
 
 def _is_of_a_lock(inner: Path) -> bool:
-    """Whether a file is all that a run leaves which is killed before it has claimed a folder; the lock itself decides."""
+    """Whether a file is what a run leaves that is killed before it has claimed a folder; the lock itself decides."""
     return inner.name in (LOCK, f".{_STATUS}.writing") or inner.name.startswith(f".{LOCK}.")
 
 

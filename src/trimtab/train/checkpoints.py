@@ -40,7 +40,6 @@ class Checkpoints:
         self._on_saved = on_saved
         self._writer = BackgroundWriter(on_saved=self._saved)
         self._best_step: int | None = None
-        self.last_step: int | None = None  # of the newest one that was begun
 
     def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
         """Save the state after `step`. All processes call it, the first one writes.
@@ -52,7 +51,6 @@ class Checkpoints:
             wait: Return only when it is on the disk.
         """
         state = self._engine.capture_state()
-        self.last_step = step
         if state is None:
             return
         self._best_step = best_step
@@ -79,12 +77,12 @@ class Checkpoints:
         if self._mirror is not None:
             self._mirror.sync_soon()
 
-    def newest_folder(self) -> Path:
-        """The newest valid checkpoint, after what is being written; the same on every process."""
-        newest = self._engine.first_decides(self._newest)
-        if newest is None:
-            raise CheckpointError(f"{self.shelf.folder} holds no valid checkpoint", "start the run anew")
-        return newest.path
+    def newest(self) -> Checkpoint | None:
+        """The newest valid checkpoint, also of processes before this one, after what is being written; if there is one.
+
+        All processes call it, and get the same.
+        """
+        return self._engine.first_decides(self._newest)
 
     def _newest(self) -> Checkpoint | None:
         self._writer.wait()
@@ -118,11 +116,14 @@ class Checkpoints:
 class NoCheckpoints:
     """Nothing is saved: the run cannot go on after a kill."""
 
-    last_step: int | None = None
     seconds_needed = 0.0
 
     def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
         """Nothing to do."""
+
+    def newest(self) -> Checkpoint | None:
+        """There is none."""
+        return None
 
     def warn_if_disk_is_small(self, num_bytes: int) -> None:
         """Nothing is needed."""

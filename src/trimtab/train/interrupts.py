@@ -2,11 +2,13 @@
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 from trimtab.log import say
 
+_SAME_KEY_S = 1.0  # below torchrun one Ctrl-C arrives twice: from the terminal, and passed on
 # a terminal's Ctrl-C and hang-up; what schedulers, clouds and containers send before they take a machine away
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
 
@@ -19,6 +21,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -35,8 +38,8 @@ class StopSignals:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT and time.monotonic() - self._since > _SAME_KEY_S:
             raise KeyboardInterrupt
         if self.received is None:
-            self.received = signal.Signals(number).name
+            self.received, self._since = signal.Signals(number).name, time.monotonic()
             say(f"{self.received}: the run stops after this step and saves (Ctrl-C again: at once, without saving)")

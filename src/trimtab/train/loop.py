@@ -242,9 +242,11 @@ class Trainer:
         limit = self._schedule.max_seconds
         is_time_up = limit is not None and self._meter.session_seconds() + self._checkpoints.seconds_needed >= limit
         evaluation, save = (due.now(state.step, seconds) for due in (self._evaluation, self._saving))
-        bad_step = self._watch.bad_step(flush=save or state.step == state.num_steps)
-        looked_at = state.step if bad_step is None else bad_step
         is_signalled = self._signals.received is not None
+        # what is looked at, saved or left behind now must not come from a step that nobody has looked at
+        is_look_due = evaluation or save or is_time_up or is_signalled or state.is_over
+        bad_step = self._watch.bad_step(flush=is_look_due)
+        looked_at = state.step if bad_step is None else bad_step
         wishes = [evaluation, save, is_time_up, state.should_stop, is_signalled, bad_step is not None]
         if self._engine.use_distributed:
             if not self._engine.is_main_process:
@@ -336,18 +338,21 @@ class Trainer:
     def _not_finite(self, step: int) -> None:
         """A loss was not finite: go back to the last checkpoint, once, or stop with what a user needs to know."""
         rows = self._keep_rows_of(step)
-        saved = self._checkpoints.last_step
+        saved = self._checkpoints.newest()
         if self._schedule.on_nan == "rewind" and not self._num_passed_over and saved is not None:
-            return self._rewind(step, rows)
-        found = f"the last good state is that of step {saved}" if saved is not None else "no state was saved before"
-        resume = f"trimtab resume {Path(rows).parent} --from step-{saved} --set train.on_nan=skip"
-        again = "" if saved is None else f": {resume}"
-        has_fp16 = self._engine.mixed_precision == "fp16"
-        raise LossNotFinite(explanation(step, rows, has_fp16, found + again))
+            return self._rewind(saved.path, step, rows)
+        if saved is None:
+            found = "no state was saved before"
+        else:
+            resume = f"trimtab resume {Path(rows).parent} --from step-{saved.step} --set train.on_nan=skip"
+            found = f"the last good state is that of step {saved.step}: {resume}"
+        raise LossNotFinite(explanation(step, rows, self._engine.mixed_precision == "fp16", found))
 
-    def _rewind(self, step: int, rows: str) -> None:
-        assert isinstance(self._checkpoints, Checkpoints)
-        self._engine.load_state(self._checkpoints.newest_folder())
+    def _rewind(self, to: Path, step: int, rows: str) -> None:
+        best, has_kept = self._best.state_dict(), self._has_kept
+        self._engine.load_state(to)
+        self._best.load_state_dict(best)  # a model that was kept since then is still there, and still the best one
+        self._has_kept = has_kept
         self._num_passed_over = step - self.state.step
         self._progress.note(
             f"step {step} was not finite (its rows are in {rows}): back to step {self.state.step}, and on with the "

@@ -1,0 +1,155 @@
+"""A disk that is full, a folder that may not be written, a folder that somebody else is using."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from fault_stage import assert_same_end, assert_went_on, notes_of, saved_steps, status_of
+
+TOO_LITTLE = 100_000  # bytes of a file: less than the optimizer's state, more than anything else
+
+
+def test_no_room_for_a_while(stage):
+    """Saves fail and say so, the training goes on, and what a later save makes good is no failure of the run."""
+    recipe = stage.recipe()
+    said = stage.finish(recipe, at={"12": f"limit {TOO_LITTLE}", "32": "limit -1"})
+    failed = [line for line in said.splitlines() if "a save failed, and the training goes on" in line]
+    assert len(failed) == 4  # steps 15, 20, 25 and 30
+    assert all("File too large" in line and "make room on that disk" in line for line in failed)
+    assert notes_of(recipe["out"])["fit"]["save_failure"] is None
+    assert_same_end(recipe["out"], stage.whole())
+
+
+def test_no_room_until_the_end(stage):
+    """The model is there, the last state is not, and the result says so; what was saved before is whole."""
+    recipe = stage.recipe()
+    stage.finish(recipe, at={"12": f"limit {TOO_LITTLE}"})
+    assert "File too large" in notes_of(recipe["out"])["fit"]["save_failure"]
+    assert saved_steps(recipe["out"]) == [5, 10]
+    assert not list((Path(recipe["out"]) / "checkpoints").glob(".*"))
+    whole = stage.whole()
+    model = Path("best", "model.safetensors")
+    assert (Path(recipe["out"]) / model).read_bytes() == (whole / model).read_bytes()
+    said = stage.finish(recipe, command="resume")
+    assert assert_went_on(recipe["out"], said) == 10
+    assert_same_end(recipe["out"], whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only a user who may mount has a small disk; file-size limits are tested anyway")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full(stage, small_disk):
+    """Not a byte is left from step 12 to 27: no state, no status, no numbers, no best model can be written."""
+    recipe = stage.recipe(out=small_disk / "run")
+    said = stage.finish(recipe, at={"12": f"fill {small_disk}", "27": f"remove {small_disk}/filler"})
+    assert "No space left on device" in said
+    assert notes_of(recipe["out"])["fit"]["save_failure"] is None
+    assert_same_end(recipe["out"], stage.whole())
+
+
+def test_killed_while_the_disk_is_full(stage, small_disk):
+    recipe = stage.recipe(out=small_disk / "run")
+    child = stage.train(recipe, at={"12": f"fill {small_disk}", "27": f"remove {small_disk}/filler; die"})
+    assert child.wait() == -signal.SIGKILL
+    said = stage.finish(recipe)
+    assert assert_went_on(recipe["out"], said) == 10
+    assert_same_end(recipe["out"], stage.whole())
+
+
+@pytest.fixture
+def killed(stage):
+    """A run that was killed after step 23, so that it can go on from step 20."""
+    recipe = stage.recipe()
+    assert stage.train(recipe, at={"23": "die"}).wait() == -signal.SIGKILL
+    return recipe
+
+
+@pytest.fixture
+def locked_away():
+    """Makes folders read-only, and gives them back as they were."""
+    folders = []
+
+    def lock(folder):
+        folders.append(folder)
+        folder.chmod(0o555)
+
+    yield lock
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+def content_of(folder):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+
+
+def test_a_folder_that_may_not_be_written(stage, killed, locked_away):
+    """One message and exit code 2, and nothing has changed; when it may be written again, the run goes on."""
+    run = Path(killed["out"])
+    before = content_of(run)
+    locked_away(run)
+    for command in ({"command": "fit"}, {"command": "resume"}, {"command": "fit", "resume": False, "fresh": True}):
+        child = stage.train(killed, nobody_special=True, **command)
+        assert child.wait() == 2, child.said
+        assert "Permission denied" in child.said
+        assert "make the folder writable" in child.said
+        assert "Traceback" not in child.said
+    assert content_of(run) == before
+    below = stage.train(stage.recipe(out=run / "below" / "it"), nobody_special=True, notes=f"{run}.below")
+    assert below.wait() == 2
+    assert "cannot be made: Permission denied" in below.said
+    run.chmod(0o755)
+    assert_went_on(run, stage.finish(killed))
+    assert_same_end(run, stage.whole())
+
+
+def test_checkpoints_that_may_not_be_written_for_a_while(stage):
+    recipe = stage.recipe()
+    folder = Path(recipe["out"]) / "checkpoints"
+    said = stage.finish(recipe, nobody_special=True, at={"12": f"chmod 555 {folder}", "32": f"chmod 755 {folder}"})
+    assert said.count("a save failed, and the training goes on") == 4
+    assert "Permission denied" in said
+    assert notes_of(recipe["out"])["fit"]["save_failure"] is None
+    assert_same_end(recipe["out"], stage.whole())
+
+
+def test_a_run_that_is_alive_is_left_alone(stage, killed):
+    """While a process trains there, no other can resume, replace or begin a run in its folder."""
+    at_work = stage.train(killed)
+    at_work.wait_until(lambda: status_of(killed["out"])["state"] == "running" and "goes on from" in at_work.said)
+    at_work.kill(signal.SIGSTOP)  # it is slow, and not dead
+    for command in ({"resume": True}, {"command": "resume"}, {"resume": False, "fresh": True}):
+        other = stage.train(killed, **command)
+        assert other.wait() == 2
+        assert f"is in use by process {at_work.pid}" in other.said
+    other = stage.train(killed, resume=False)
+    assert other.wait() == 2
+    assert "holds a run that is not finished" in other.said
+    os.kill(at_work.pid, signal.SIGCONT)
+    assert at_work.wait() == 0
+    assert_went_on(killed["out"], at_work.said)
+    assert_same_end(killed["out"], stage.whole())
+
+
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_of_several_that_resume_at_once_one_goes_on(stage, killed, tmp_path, num_processes):
+    go = tmp_path / "go"
+    started = [stage.train(killed, waits_for=str(go)) for _ in range(num_processes)]
+    go.touch()
+    codes = sorted(child.wait() for child in started)
+    assert codes == [0, *[2] * (num_processes - 1)], [child.said for child in started]
+    winner = next(child for child in started if child.code == 0)
+    assert_went_on(killed["out"], winner.said)
+    for loser in started:
+        assert loser is winner or f"is in use by process {winner.pid}" in loser.said
+    assert_same_end(killed["out"], stage.whole())

@@ -1,0 +1,103 @@
+"""Finished runs that are trained for longer, from the end or from before it, and recipes that have changed meanwhile."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fault_stage import NUM_STEPS, assert_same_end, assert_went_on, saved_steps, status_of
+
+from tiny_runs import lines_of
+
+# without an end in its schedule, a run is the beginning of a longer one; a log falls on its last step in any case
+CONSTANT = {"train": {"schedule": "constant", "log_every": 4}}
+
+
+@pytest.fixture(scope="module")
+def finished(stage):
+    """Gives copies of a finished run of four epochs."""
+    whole = stage.whole("constant", **CONSTANT)
+
+    def copy():
+        recipe = stage.recipe(**CONSTANT)
+        shutil.copytree(whole, recipe["out"])
+        return recipe
+
+    return copy
+
+
+def resume(stage, recipe, *sets, **options):
+    return stage.train(recipe, command="resume", options={"sets": sets, **options})
+
+
+def test_two_more_epochs(stage, finished):
+    """Trained on, it is the run of six epochs to the bit, and it says what is not as it was."""
+    recipe = finished()
+    child = resume(stage, recipe, "train.epochs=6", "checkpoint.keep=3", "train.log_every=4")
+    assert child.wait() == 0, child.said
+    assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
+    assert "train.epochs: 4.0 → 6.0 (counts from here on)" in child.said
+    assert "checkpoint.keep: 2 → 3 (changes nothing that is computed)" in child.said
+    assert "train.log_every" not in child.said
+    assert_same_end(recipe["out"], stage.whole("six epochs", train=CONSTANT["train"] | {"epochs": 6}))
+
+
+def test_a_schedule_that_had_come_to_its_end_is_stretched(stage):
+    recipe = stage.recipe()
+    shutil.copytree(stage.whole(), recipe["out"])
+    child = resume(stage, recipe, "train.epochs=5")
+    assert child.wait() == 0, child.said
+    assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
+    # 3e-3, in a line from step 4 to step 50: at step 40 as much as 10 of 46 steps before the end
+    assert "the schedule is stretched over all steps: the learning rate goes from 0 to 0.000652 at step 40" in child.said
+    after = [line["lr"] for line in lines_of(recipe["out"]) if line["step"] > NUM_STEPS and "lr" in line]
+    assert after == sorted(after, reverse=True)
+    assert 0.0006 > after[0] > after[-1] == 0.0
+    assert status_of(recipe["out"])["step"] == 50
+
+
+def test_a_finished_run_that_is_resumed_as_it_is(stage, finished):
+    """Nothing is left to do, and nothing is done."""
+    recipe = finished()
+    child = resume(stage, recipe)
+    assert child.wait() == 0, child.said
+    assert "all its steps are done" in child.said
+    assert not Path(f"{recipe['out']}.steps").read_text()
+    assert_same_end(recipe["out"], stage.whole("constant"))
+
+
+def test_what_would_make_it_another_run_is_refused(stage, finished):
+    """All such keys at once, before anything is loaded; the run is as it was."""
+    recipe = finished()
+    before = {path: path.stat().st_mtime_ns for path in Path(recipe["out"]).rglob("*")}
+    child = resume(stage, recipe, "train.batch_size=4", "seed=3", "train.epochs=6", "data.max_length=16")
+    assert child.wait() == 2
+    assert "cannot go on with another value of these keys" in child.said
+    for line in ("train.batch_size: 8 → 4", "seed: 0 → 3", "data.max_length: None → 16"):
+        assert f"\n  {line}" in child.said
+    assert "train.epochs" not in child.said
+    assert "rows to train on" not in child.said
+    assert {path: path.stat().st_mtime_ns for path in Path(recipe["out"]).rglob("*")} == before
+
+
+def test_other_rows_are_refused(stage, finished):
+    """The recipe names the same file, but it holds fewer rows now."""
+    recipe = finished()
+    rows = stage.folder / "fewer.csv"
+    rows.write_text("\n".join(stage.rows.read_text().splitlines()[:40]))
+    child = resume(stage, recipe, f"data.train={rows}", "train.epochs=6")
+    assert child.wait() == 2
+    assert "data.train" in child.said
+
+
+def test_from_a_state_before_the_last(stage, finished):
+    """The steps after it are taken again, and everything that was written of them is replaced."""
+    recipe = finished()
+    assert saved_steps(recipe["out"]) == [35, 40]
+    child = resume(stage, recipe, from_step="step-35")
+    assert child.wait() == 0, child.said
+    assert assert_went_on(recipe["out"], child.said) == 35
+    assert_same_end(recipe["out"], stage.whole("constant"))
+    for wrong, words in (("step-7", "there are: step-35, step-40"), ("banana", "names no checkpoint")):
+        child = resume(stage, recipe, from_step=wrong)
+        assert child.wait() == 2
+        assert words in child.said

@@ -1,0 +1,24 @@
+"""Killed and resumed on a GPU, with deterministic kernels: the same bits, in bf16 and fp16, in processes of their own."""
+
+import pytest
+import torch
+
+from tiny_runs import reviews, write_csv
+from trimtab import Recipe
+from trimtab.proof import prove_resume
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_killed_run_ends_with_the_same_bits(own_folder, tiny, precision):
+    data = write_csv(own_folder / "reviews.csv", reviews(200))
+    train = {"precision": precision, "lr": 1e-3, "batch_size": 8}
+    recipe = Recipe(model=tiny.folder("bert"), data={"train": str(data)}, train=train, memory={"micro_batch": 3})
+    proof = prove_resume(recipe, "cuda")
+    assert proof.difference == ""
+    assert proof.num_tensors > 60
+    assert proof.num_lines > 8
