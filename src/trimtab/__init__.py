@@ -15,11 +15,23 @@ _HOMES = {
     "TrimtabError": "trimtab.errors",
     "Recipe": "trimtab.recipe.schema",
     "fit": "trimtab.run",
+    "resume": "trimtab.run",
     "launch": "trimtab.distributed.notebook",
     "load": "trimtab.inference.load",
 }
 
-__all__ = ["DistributedType", "Engine", "Recipe", "TrimtabError", "__version__", "fit", "launch", "load", "set_seed"]
+__all__ = [
+    "DistributedType",
+    "Engine",
+    "Recipe",
+    "TrimtabError",
+    "__version__",
+    "fit",
+    "launch",
+    "load",
+    "resume",
+    "set_seed",
+]
 
 if TYPE_CHECKING:
     from trimtab.distributed.notebook import launch
@@ -29,7 +41,7 @@ if TYPE_CHECKING:
     from trimtab.inference.load import load
     from trimtab.randomness import set_seed
     from trimtab.recipe.schema import Recipe
-    from trimtab.run import fit
+    from trimtab.run import fit, resume
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from trimtab.checkpoint.export import export_model
-from trimtab.checkpoint.mirror import Mirror
+from trimtab.checkpoint.mirror import Mirror, mirror_of
 from trimtab.checkpoint.shelf import Shelf
 from trimtab.data.batching import LengthGroupedBatches, padding_share
 from trimtab.data.fingerprint import NoFingerprint, fingerprint
@@ -351,7 +351,11 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpo
         return NoCheckpoints()
     mirror = None
     if settings.mirror is not None and engine.is_main_process:
-        mirror = Mirror(folder.path, settings.mirror, files=("recipe.yaml", "plan.json", "run.json", "metrics.jsonl"))
+        place = Path(settings.mirror, *folder.path.absolute().parts[-2:])  # experiment and name: several runs, one drive
+        known = mirror_of(folder.path)  # of a run that came back from its mirror to another place
+        if known is not None and Path(settings.mirror).absolute() in known.parents:
+            place = known
+        mirror = Mirror(folder.path, place, files=("recipe.yaml", "plan.json", "run.json", "metrics.jsonl"))
     shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
     return Checkpoints(engine, shelf, mirror, on_saved=lambda step: folder.update(saved_step=step))
 

@@ -144,17 +144,24 @@ def recover(run: Path, out: str | None) -> Path:
     if not run.is_dir():
         raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
     if not is_mirror(run):
+        if read_status(run) is None:
+            below = [str(path.parent) for path in run.glob("*/*/run.json") if is_mirror(path.parent)]
+            cure = f"it holds the mirrors {', '.join(sorted(below))}: pass one" if below else "trimtab runs lists runs"
+            raise RecipeError(f"{run} is no run", cure)
         if out is not None:
             raise RecipeError("--out belongs to a mirror, and this is the run itself", "leave it out")
-        if read_status(run) is None:
-            raise RecipeError(f"{run} is no run", "pass a run's folder; trimtab runs lists them")
         return run
     status = read_status(run) or {}
     target = Path(out or status.get("path") or f"runs/{run.name}")
-    if target.exists() and any(target.iterdir()):
+    mark = target / ".restoring"  # what a kill has left of a copy is no reason to refuse the next
+    is_used = target.exists() and any(target.iterdir())
+    if is_used and (read_status(target) is not None or not mark.exists()):
         raise RecipeError(f"{target} is not empty", f"trimtab resume {target} goes on there; or choose another --out")
     try:
+        target.mkdir(parents=True, exist_ok=True)
+        mark.touch()
         restore(run, target)
+        mark.unlink()
     except OSError as error:
         raise CheckpointError(f"{run} could not be copied to {target}: {error}", "choose another --out") from error
     say(f"{run} was copied to {target}")

@@ -24,5 +24,18 @@ def test_own_loop_is_five_lines_away_and_prints_the_same():
     assert "accuracy" in first
 
 
+def test_the_readme_runs_it_on_two_processes():
+    command = "trimtab launch --processes 2 examples/own_loop_trimtab.py"
+    assert command in (EXAMPLES.parent / "README.md").read_text()
+    program = Path(sys.executable).with_name("trimtab")
+    done = subprocess.run(
+        [str(program), *command.split()[1:]], cwd=EXAMPLES.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"], "one voice"
+    assert float(lines[-1].split()[-1]) > 0.9
+
+
 def test_no_example_is_forgotten():
     assert {path.name for path in EXAMPLES.rglob("*.py")} == {"own_loop.py", "own_loop_trimtab.py"}

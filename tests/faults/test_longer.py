@@ -48,7 +48,9 @@ def test_a_schedule_that_had_come_to_its_end_is_stretched(stage):
     assert child.wait() == 0, child.said
     assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
     # 3e-3, in a line from step 4 to step 50: at step 40 as much as 10 of 46 steps before the end
-    assert "the schedule is stretched over all steps: the learning rate goes from 0 to 0.000652 at step 40" in child.said
+    assert (
+        "the schedule is stretched over all steps: the learning rate goes from 0 to 0.000652 at step 40" in child.said
+    )
     after = [line["lr"] for line in lines_of(recipe["out"]) if line["step"] > NUM_STEPS and "lr" in line]
     assert after == sorted(after, reverse=True)
     assert 0.0006 > after[0] > after[-1] == 0.0

@@ -1,39 +1,153 @@
 """A loss that is not a number: the run stops and explains, or leaves the step out, or goes back and around it, once."""
 
 import json
+import math
 import shlex
 from pathlib import Path
 
 import pytest
-from fault_stage import assert_same_end, assert_went_on, notes_of, saved_steps, status_of, steps_by_process
+from fault_stage import assert_same_end, goes_on_from, notes_of, saved_steps, status_of, steps_by_process
 
 from tiny_runs import GOOD, lines_of, reviews, write_csv
 
 BAD_LENGTH = 14  # in tokens: no other row is so long
 BAD_TEXT = " ".join(GOOD * 3)
+NUM_ROWS = 80
 
 
 @pytest.fixture(scope="module")
 def recipe_of(stage):
-    """Recipes whose data have one row that has no loss."""
-    rows = write_csv(stage.folder / "bad.csv", [*reviews(79), {"text": BAD_TEXT, "label": "good"}])
+    """Makes recipes whose data have one row without a loss, for 10 steps an epoch."""
+    rows = write_csv(stage.folder / "bad.csv", [*reviews(NUM_ROWS - 1), {"text": BAD_TEXT, "label": "good"}])
     held_out = write_csv(stage.folder / "held-out.csv", reviews(9, first=100))
 
-    def make(on_nan, **train):
-        return stage.recipe(
-            train={"on_nan": on_nan, **train}, data={"train": str(rows), "eval": str(held_out)}
-        )
+    def make(**train):
+        return stage.recipe(train={"log_every": 1, **train}, data={"train": str(rows), "eval": str(held_out)})
 
     return make
 
 
-def losses_of(run):
-    return {line["step"]: line["loss"] for line in lines_of(run) if "loss" in line}
+def steps_of_the_bad_row(stage, recipe):
+    """At which steps the row comes, told by a run of the same data in which it does no harm."""
+    seen = seen_rows(stage, recipe, "no-harm")
+    return [index // 8 + 1 for index, row in enumerate(seen) if len(row) == BAD_LENGTH]
 
 
-def test_stop_explains(stage, recipe_of):
-    recipe = recipe_of("stop", epochs=1, log_every=1)
+def seen_rows(stage, recipe, name):
+    """The rows in the order in which a run of two epochs trains on them, without faults; made once."""
+    path = stage.folder / f"{name}.seen"
+    if not path.exists():
+        harmless = recipe | {"out": str(stage.folder / name), "train": recipe["train"] | {"epochs": 2}}
+        stage.finish(harmless, loss={"seen": str(path)})
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def bad_rows(run, step):
+    return [json.loads(line) for line in (Path(run) / f"bad-rows-step-{step}.jsonl").read_text().splitlines()]
+
+
+def lines_after(run, step):
+    return [
+        {key: value for key, value in line.items() if key not in ("time", "tokens_per_s")}
+        for line in lines_of(run)
+        if line["step"] > step
+    ]
+
+
+def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
+    recipe = recipe_of(epochs=1)
+    (bad,) = [step for step in steps_of_the_bad_row(stage, recipe) if step <= 10]
+    assert bad > 5, "the test wants a state before it"
     child = stage.train(recipe, loss={"bad_length": BAD_LENGTH})
     assert child.wait() == 1
-    print(child.said)
-    raise AssertionError
+    said = child.said
+    assert f"LossNotFinite: the loss or the gradients of step {bad} are not finite" in said
+    assert f"The rows of that step are in {recipe['out']}/bad-rows-step-{bad}.jsonl" in said
+    for number, words in ((1, "train.lr"), (2, "train.max_grad_norm"), (3, "train.on_nan: skip")):
+        assert any(line.strip().startswith(f"{number}.") and words in line for line in said.splitlines())
+    assert "Traceback" not in said
+    assert status_of(recipe["out"])["state"] == "failed"
+    # the rows are those of the step, with the words that a user can look for
+    rows = bad_rows(recipe["out"], bad)
+    trained = seen_rows(stage, recipe, "no-harm")[8 * (bad - 1) : 8 * bad]
+    assert sorted(row["input_ids"] for row in rows) == sorted(trained)
+    assert any(BAD_TEXT in row["text"] for row in rows)
+    # no state of the broken model was saved, and the run goes on as the message says
+    assert saved_steps(recipe["out"]) == [5]
+    command = shlex.split(said.split("the last good state is that of step 5: ")[1].splitlines()[0])
+    assert command == ["trimtab", "resume", recipe["out"], "--from", "step-5", "--set", "train.on_nan=skip"]
+    options = {"from_step": command[4], "sets": command[6:]}
+    said = stage.finish(recipe, command="resume", options=options, loss={"bad_length": BAD_LENGTH})
+    assert goes_on_from(said) == 5
+    assert f"step {bad} was not finite and is left out" in said
+    assert status_of(recipe["out"])["state"] == "finished"
+    assert all(math.isfinite(line["loss"]) for line in lines_after(recipe["out"], bad) if "loss" in line)
+
+
+def test_skip_leaves_the_step_out(stage, recipe_of):
+    """Weights, moments and schedule are those of before; killed after it, the run still ends with the same bits."""
+    recipe = recipe_of(epochs=2, on_nan="skip", log_every=3)
+    bad = steps_of_the_bad_row(stage, recipe)
+    loss = {"bad_length": BAD_LENGTH}
+    said = stage.finish(recipe, loss=loss)
+    assert len(bad) == 2
+    for step in bad:
+        assert f"step {step} was not finite and is left out; its rows are in {recipe['out']}/bad-rows" in said
+        assert any(BAD_TEXT in row["text"] for row in bad_rows(recipe["out"], step))
+    assert notes_of(recipe["out"])["fit"]["step"] == 20
+    state = json.loads((Path(recipe["out"]) / "checkpoints" / "step-20" / "state.json").read_text())
+    assert state["scheduler"]["last_epoch"] == 20 - len(bad)
+    again = recipe_of(epochs=2, on_nan="skip", log_every=3)
+    assert stage.train(again, loss=loss, at={"12": "die"}).wait() == -9
+    assert goes_on_from(stage.finish(again, loss=loss)) == 10 > bad[0]
+    assert_same_end(again["out"], recipe["out"])
+
+
+def test_rewind_goes_around_it_once(stage, recipe_of):
+    """Back to the state before, and on with the rows after it: none of them twice. The next time it stops."""
+    recipe = recipe_of(epochs=2, on_nan="rewind")
+    first, second = steps_of_the_bad_row(stage, recipe)
+    saved = (first - 1) // 5 * 5
+    seen = stage.folder / "rewound.seen"
+    child = stage.train(recipe, loss={"bad_length": BAD_LENGTH, "seen": str(seen)})
+    assert child.wait() == 1
+    words = f"step {first} was not finite (its rows are in {recipe['out']}/bad-rows-step-{first}.jsonl): back to step {saved}"
+    assert words in child.said
+    # steps are counted anew from there, rows are not: step 1 after it takes the rows that would have come next
+    passed_over = first - saved
+    (steps,) = steps_by_process(recipe["out"])
+    assert steps == [*range(1, first + 1), *range(saved + 1, second - passed_over + 1)]
+    trained = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert trained == seen_rows(stage, recipe, "no-harm")[: 8 * second]
+    assert f"the gradients of step {second - passed_over} are not finite" in child.said
+    assert BAD_TEXT in str(bad_rows(recipe["out"], second - passed_over))
+
+
+def test_rewind_also_right_after_a_resume(stage, recipe_of):
+    """The state to go back to is then one that another process has saved. The run ends, and learns from the rest."""
+    recipe = recipe_of(epochs=1, on_nan="rewind")
+    (bad,) = [step for step in steps_of_the_bad_row(stage, recipe) if step <= 10]
+    saved = (bad - 1) // 5 * 5
+    assert stage.train(recipe, at={str(saved + 1): "die"}, loss={"bad_length": BAD_LENGTH}).wait() == -9
+    assert saved_steps(recipe["out"])[-1] == saved
+    said = stage.finish(recipe, loss={"bad_length": BAD_LENGTH})
+    assert goes_on_from(said) == saved
+    assert f"back to step {saved}" in said
+    assert status_of(recipe["out"])["state"] == "finished"
+    assert notes_of(recipe["out"])["fit"]["step"] == 10
+    assert all(math.isfinite(line["eval_loss"]) for line in lines_of(recipe["out"]) if "eval_loss" in line)
+
+
+def test_killed_after_a_rewind(stage, recipe_of):
+    """The rows that were passed over stay so."""
+    runs = []
+    for at in ({}, {"11": "die"}):
+        recipe = recipe_of(epochs=1.2, on_nan="rewind")
+        child = stage.train(recipe, loss={"bad_length": BAD_LENGTH}, at=at)
+        assert child.wait() == (-9 if at else 0), child.said
+        assert "this is done once" in child.said
+        runs.append(recipe)
+    said = stage.finish(runs[1], loss={"bad_length": BAD_LENGTH})
+    assert goes_on_from(said) == 10
+    assert "was not finite" not in said
+    assert_same_end(runs[1]["out"], runs[0]["out"])

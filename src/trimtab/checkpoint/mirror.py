@@ -56,7 +56,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def sync(self) -> str:
-        """Bring the mirror up to date, now and here: the newest checkpoint first, then the rest.
+        """Bring the mirror up to date, now and here: files, other folders, then checkpoints, the newest first.
 
         Returns:
             Why it could not be done; empty if it is up to date. The run need not care: the next call tries again.
@@ -64,12 +64,14 @@ class Mirror:
         try:
             self._open()
             self._prune(newest_may_go=False)
-            for step in sorted(self._steps_here(), reverse=True):
-                self._copy_folder(f"{self._checkpoints}/step-{step}", is_checkpoint=True)
-            for name in self._folders:
-                self._copy_folder(name)
+            steps = sorted(self._steps_here(), reverse=True)
+            # A state counts on numbers and a best model of its time or later: whoever is killed here has copied these.
             for name in self._files:
                 self._copy_file(name)
+            for name in self._folders:
+                self._copy_folder(name)
+            for step in steps:
+                self._copy_folder(f"{self._checkpoints}/step-{step}", is_checkpoint=True)
             self._prune(newest_may_go=True)
             problem = ""
         except CheckpointError as error:
@@ -237,6 +239,12 @@ def restore(
         elif path.is_dir() and path.name != checkpoints and not path.name.startswith("."):
             copy_whole(path, target / path.name)
     _write_index(target, {"id": index["id"], "target": str(source.absolute())})
+
+
+def mirror_of(folder: str | os.PathLike[str]) -> Path | None:
+    """Where the mirror of a run's folder is, if it has one."""
+    target = _read_index(Path(folder)).get("target")
+    return Path(target) if isinstance(target, str) else None
 
 
 def is_mirror(folder: str | os.PathLike[str]) -> bool:

@@ -8,7 +8,7 @@ import typer
 
 import trimtab
 from trimtab.cli.output import progress_mode, show_table
-from trimtab.errors import TrimtabError
+from trimtab.errors import Stopped, TrimtabError
 
 app = typer.Typer(
     name="trimtab",
@@ -373,6 +373,9 @@ def main() -> None:
     """Run the command line; a mistake of the user ends in one message and its exit code, never in a traceback."""
     try:
         app()
+    except Stopped as stopped:
+        typer.secho(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
     except TrimtabError as error:
         typer.secho(f"error: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)

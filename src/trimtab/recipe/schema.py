@@ -221,7 +221,8 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1, description="How many of these states are kept, the newest ones.")
     mirror: Text | None = Field(
         default=None,
-        description="A folder in a second place, such as a mounted drive, to which states and best/ are copied.",
+        description="A folder in a second place, such as a mounted drive; states and best/ are copied to "
+        "MIRROR/EXPERIMENT/NAME.",
     )
 
 

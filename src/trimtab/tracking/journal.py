@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.log import say_once
+from trimtab.log import say, say_once
 
 
 class Tracker(Protocol):
@@ -54,7 +54,9 @@ class Journal:
         """Open the file of a run that goes on; lines after `position` bytes are of steps that are taken again."""
         path = self._folder / "metrics.jsonl"
         self._file = path.open("ab", buffering=0)
-        if path.stat().st_size > position:
+        if path.stat().st_size < position:
+            say(f"{path} has lost its last lines: numbers of steps before this one are missing")
+        elif path.stat().st_size > position:
             self._file.truncate(position)
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
@@ -70,6 +72,16 @@ class Journal:
         except ValueError:  # JSON has no word for NaN and infinity: they become text
             text = json.dumps(json.loads(json.dumps(whole, default=_plain), parse_constant=str))
         self._waiting.append(text + "\n")
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what waits for room on the disk.
+
+        Returns:
+            Whether nothing waits any longer.
+        """
+        if self._file is None or not self._waiting:
+            return not self._waiting
         size = self._file.seek(0, os.SEEK_END)
         lines = "".join(self._waiting).encode()
         try:
@@ -80,10 +92,13 @@ class Journal:
             say_once(f"{self._file.name} cannot be written ({error.strerror or error}): its lines wait in memory")
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
+        return not self._waiting
 
     def finish(self) -> None:
         """Close the file."""
         if self._file is not None:
+            if not self.flush():
+                say(f"{len(self._waiting)} lines of numbers are lost: there was no room for them in {self._file.name}")
             self._file.close()
             self._file = None
 

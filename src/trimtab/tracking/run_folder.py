@@ -118,7 +118,8 @@ class RunFolder:
                 say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
     def journal_position(self) -> int:
-        """How many bytes of numbers have been written."""
+        """How many bytes of numbers have been written; what waited for room on the disk is written first."""
+        self._journal.flush()
         path = self.path / _JOURNAL
         return path.stat().st_size if path.exists() else 0
 

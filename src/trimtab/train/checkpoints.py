@@ -10,11 +10,13 @@ import torch
 from trimtab.checkpoint.background import BackgroundWriter
 from trimtab.checkpoint.mirror import Mirror
 from trimtab.checkpoint.shelf import Checkpoint, Shelf
+from trimtab.checkpoint.store import read_manifest
 from trimtab.engine import Engine
 from trimtab.errors import CheckpointError
 from trimtab.log import say
 
 _MIRROR_WAIT_S = 600.0
+_SLOW_DISK = 200e6  # bytes a second
 
 
 class Checkpoints:
@@ -39,7 +41,7 @@ class Checkpoints:
         self._mirror = mirror
         self._on_saved = on_saved
         self._writer = BackgroundWriter(on_saved=self._saved)
-        self._best_step: int | None = None
+        self._num_bytes = 0
 
     def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
         """Save the state after `step`. All processes call it, the first one writes.
@@ -53,9 +55,8 @@ class Checkpoints:
         state = self._engine.capture_state()
         if state is None:
             return
-        self._best_step = best_step
         with self._engine.busy("saving a checkpoint"):
-            self._writer.save(self.shelf.place(step), state, self._facts(step, metrics))
+            self._writer.save(self.shelf.place(step), state, self._facts(step, metrics) | {"best_step": best_step})
             if wait:
                 self._writer.wait()
 
@@ -72,7 +73,7 @@ class Checkpoints:
         }
 
     def _saved(self, folder: Path) -> None:
-        self.shelf.tidy(self._best_step)
+        self.shelf.tidy(read_manifest(folder).facts.get("best_step"))
         self._on_saved(int(folder.name.removeprefix("step-")))
         if self._mirror is not None:
             self._mirror.sync_soon()
@@ -90,11 +91,13 @@ class Checkpoints:
 
     @property
     def seconds_needed(self) -> float:
-        """How long before a deadline a save should begin."""
-        return 2.0 * (self._writer.last_seconds or 0.0)
+        """How long before a deadline a save should begin; before the first one, by its size on a slow disk."""
+        measured = self._writer.last_seconds
+        return 2.0 * (self._num_bytes / _SLOW_DISK if measured is None else measured)
 
     def warn_if_disk_is_small(self, num_bytes: int) -> None:
-        """Say before the run if its checkpoints will not fit."""
+        """Say before the run if its checkpoints, of so many bytes each, will not fit."""
+        self._num_bytes = num_bytes
         if self._engine.is_main_process:
             shortage = self.shelf.room_for(num_bytes).shortage
             if shortage:

@@ -1,0 +1,127 @@
+"""Killed, listed, resumed and extended on the command line, as a user does it."""
+
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tiny_runs import lines_of, reviews, write_csv
+from trimtab.cli.main import main
+from trimtab.log import logger
+
+
+@pytest.fixture
+def trimtab(own_folder, tiny, monkeypatch, capsys, caplog):
+    """Runs a command line in this process, in a folder that holds recipe.yaml and its data."""
+    monkeypatch.setenv("COLUMNS", "200")
+    write_csv(own_folder / "reviews.csv", reviews(100))
+    recipe = {
+        "model": tiny.folder("bert"),
+        "data": {"train": "reviews.csv"},
+        "train": {"epochs": 1, "batch_size": 9, "log_every": 3, "lr": 1e-3},
+        "checkpoint": {"every": "4 steps"},
+        "evaluate": {"every": "5 steps"},
+        "out": "run",
+    }
+    (own_folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    before = list(logger.handlers), logger.level
+
+    def run(*arguments):
+        logger.setLevel(logging.INFO)
+        caplog.clear()
+        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return ending.value.code or 0, out, err + caplog.text
+
+    yield run
+    logger.handlers[:], logger.level = before
+
+
+def numbers(run: str) -> list[dict]:
+    return [{k: v for k, v in line.items() if k not in ("time", "tokens_per_s")} for line in lines_of(Path(run))]
+
+
+def test_from_a_kill_to_a_longer_run(trimtab, own_folder):
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "trimtab", "train", "recipe.yaml", "--quiet", "--set", "train.epochs=2000"]
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while json.loads(text(own_folder / "run/run.json") or "{}").get("saved_step", 0) < 8:
+            assert time.monotonic() < deadline
+            assert killed.poll() is None
+            time.sleep(0.02)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait(30) == -signal.SIGKILL
+    finally:
+        killed.kill()
+    code, _, err = trimtab("train", "recipe.yaml", "--quiet")
+    assert code == 2
+    assert re.search(
+        r"run holds a run that is not finished \(step [\d,]+ of 20,000\)\n  cure: --resume to go on, --fresh", err
+    )
+    code, out, _ = trimtab("checkpoints", "run")
+    assert code == 0
+    assert out.count(" valid") == 2
+    steps = [int(step) for step in re.findall(r"step-(\d+)", out)]
+    newest = max(steps)
+    (own_folder / f"run/checkpoints/step-{newest}/state.json").write_text("{}")
+    assert trimtab("checkpoints", "run")[1].count(" valid") == 1
+    code, out, err = trimtab("resume", "run", "--set", "train.epochs=1", "--set", "train.log_every=5")
+    assert code == 0, err
+    assert f"step-{newest} is passed over" in err
+    assert f"goes on from step-{min(steps)}" in err
+    assert "train.epochs: 2000.0 → 1.0 (counts from here on)" in err
+    assert "train.log_every: 3 → 5 (changes nothing that is computed)" in err
+
+
+def text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def test_stopped_resumed_extended_replaced(trimtab, own_folder):
+    assert trimtab("train", "recipe.yaml", "--quiet", "--out", "whole")[0] == 0
+    assert trimtab("train", "recipe.yaml", "--quiet", "--resume", "--max-time", "0.001s")[0] == 75
+    status = json.loads(Path("run/run.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 1)
+    code, _, err = trimtab("resume", "run", "--set", "train.max_time=null")
+    assert code == 0
+    assert "goes on from step-1 " in err
+    assert numbers("run") == numbers("whole")
+    code, _, err = trimtab("resume", "run", "--set", "train.epochs=2")
+    assert code == 0
+    assert "the schedule is stretched over all steps: the learning rate goes from 0 to 0.0005 at step 10" in err
+    assert json.loads(Path("run/run.json").read_text())["num_steps"] == 20
+    code, _, err = trimtab("resume", "run", "--set", "seed=3", "--set", "train.batch_size=4")
+    assert code == 2
+    assert "train.batch_size: 9 → 4" in err
+    assert "seed: 0 → 3" in err
+    code, _, err = trimtab("resume", "run", "--from", "step-7")
+    assert code == 2
+    assert "has no checkpoint of step 7" in err
+    code, _, err = trimtab("train", "recipe.yaml", "--quiet")
+    assert (code, "holds a finished run (step 20 of 20)" in err) == (2, True)
+    assert trimtab("train", "recipe.yaml", "--quiet", "--fresh")[0] == 0
+    assert numbers("run") == numbers("whole")
+    code, _, err = trimtab("resume", "nowhere")
+    assert (code, "nowhere is no folder" in err) == (2, True)
+
+
+def test_the_proof(trimtab):
+    code, out, err = trimtab("check", "recipe.yaml", "--resume")
+    assert code == 0, err
+    assert re.search(r"equal: killed, resumed from step 3, .* all \d\d+ tensors .* all \d+ lines", out)
