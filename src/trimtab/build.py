@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from trimtab.checkpoint.export import export_model
+from trimtab.checkpoint.export import PatientExport
 from trimtab.checkpoint.mirror import Mirror, mirror_of
 from trimtab.checkpoint.shelf import Shelf
 from trimtab.data.batching import LengthGroupedBatches, padding_share
@@ -25,7 +25,7 @@ from trimtab.data.tasks.build import build_task
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.distributed.data_parallel import leave_out
 from trimtab.engine import Engine
-from trimtab.errors import RecipeError
+from trimtab.errors import CheckpointError, RecipeError
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import keep_freed_memory
 from trimtab.log import say, say_once
@@ -302,17 +302,31 @@ class BestKeeper:
     def __init__(
         self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], metric: str
     ) -> None:
-        self._folder, self._engine, self._loaded, self._card, self._metric = folder, engine, loaded, card, metric
+        self._folder, self._loaded, self._card, self._metric = folder, loaded, card, metric
         self._tokens = tokens
+        self._export = PatientExport(folder.best, engine.unwrap_model(loaded.model), loaded.tokenizer)
+        self._facts: dict[str, Any] = {}
 
-    def keep_best(self, step: int, metrics: dict[str, float]) -> str:
+    @property
+    def problem(self) -> CheckpointError | None:
+        """Why the best model is not written yet."""
+        return self._export.problem
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
         """Write the model beside the one before, then take its place."""
-        model = self._engine.unwrap_model(self._loaded.model)
-        card = {**self._card, "step": step, "metrics": metrics}
-        export_model(self._folder.best, model, self._loaded.tokenizer, card=card)
         value = metrics.get(self._metric)
         best = value if value is not None and math.isfinite(value) else None
-        self._folder.update(metric_name=self._metric, best_metric=best, best_step=step)
+        self._facts = {"metric_name": self._metric, "best_metric": best, "best_step": step}
+        return self._written(self._export.write({**self._card, "step": step, "metrics": metrics}))
+
+    def write_waiting(self) -> str | None:
+        """Try again to write a model for which there was no room."""
+        return self._written(self._export.write_waiting())
+
+    def _written(self, is_written: bool) -> str | None:
+        if not is_written:
+            return None
+        self._folder.update(**self._facts)
         return str(self._folder.best)
 
     def record(self, values: dict[str, Any], step: int) -> None:
@@ -373,9 +387,15 @@ class NoKeeper:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
-    def keep_best(self, step: int, metrics: dict[str, float]) -> str:
+    problem: CheckpointError | None = None
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
         """Where the first process writes it."""
         return str(self._folder.best)
+
+    def write_waiting(self) -> str | None:
+        """The first process does that."""
+        return None
 
     def record(self, values: dict[str, Any], step: int) -> None:
         """The first process does that."""

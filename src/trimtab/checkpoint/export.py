@@ -12,13 +12,19 @@ import torch
 from trimtab import __version__
 from trimtab.checkpoint.folder import whole_folder
 from trimtab.errors import CheckpointError
+from trimtab.log import say
 from trimtab.model.hub import quiet_transformers
 
 FACTS = "trimtab.json"
 
 
 def export_model(
-    folder: str | os.PathLike[str], model: torch.nn.Module, tokenizer: Any, *, card: Mapping[str, Any]
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    tokenizer: Any,
+    *,
+    card: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a model so that `AutoModelFor….from_pretrained(folder)` loads it; an older export there is replaced.
 
@@ -27,6 +33,7 @@ def export_model(
         model: A transformers model; its config carries the label names.
         tokenizer: Its tokenizer, or None.
         card: Facts for `trimtab.json`: task, metrics, step, recipe and the like.
+        weights: To be written in the place of those that the model has now.
 
     Returns:
         The folder.
@@ -35,11 +42,81 @@ def export_model(
     facts = json.dumps(_plain({"trimtab": __version__, **card}), indent=1, ensure_ascii=False, allow_nan=False)
     with whole_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
         _mend_generation_config(bare)
-        bare.save_pretrained(place)
+        bare.save_pretrained(place, **({} if weights is None else {"state_dict": dict(weights)}))
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
         (place / FACTS).write_text(facts, encoding="utf-8")
     return Path(folder)
+
+
+class PatientExport:
+    """Exports models to one folder. A model for which there is no room waits in host memory, and the run goes on.
+
+    Attributes:
+        problem: Why a model waits; None if none does.
+
+    Args:
+        folder: Where to.
+        model: A transformers model, whose weights change.
+        tokenizer: Its tokenizer, or None.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], model: torch.nn.Module, tokenizer: Any) -> None:
+        self.problem: CheckpointError | None = None
+        self._folder, self._model, self._tokenizer = Path(folder), model, tokenizer
+        self._waiting: tuple[dict[str, torch.Tensor], Mapping[str, Any]] | None = None
+
+    def write(self, card: Mapping[str, Any]) -> bool:
+        """Write the model as it is now, or let it wait; one that waited before is given up for it.
+
+        Returns:
+            Whether it is written.
+        """
+        self._waiting = None
+        if self._export(card, None):
+            return True
+        self._waiting = _copied(_bare(self._model).state_dict()), card
+        say(f"{self.problem.problem if self.problem else ''}: it waits in memory, and the training goes on")
+        return False
+
+    def write_waiting(self) -> bool:
+        """Try again.
+
+        Returns:
+            Whether a model waited and is written now.
+        """
+        if self._waiting is None:
+            return False
+        weights, card = self._waiting
+        if not self._export(card, weights):
+            return False
+        say(f"the model that waited is in {self._folder} now")
+        self._waiting = None
+        return True
+
+    def _export(self, card: Mapping[str, Any], weights: dict[str, torch.Tensor] | None) -> bool:
+        from safetensors import SafetensorError
+
+        try:
+            export_model(self._folder, self._model, self._tokenizer, card=card, weights=weights)
+        except (OSError, SafetensorError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            self.problem = CheckpointError(f"the model could not be written to {self._folder}: {why}", "make room there")
+            return False
+        self.problem = None
+        return True
+
+
+def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the host; weights that are one tensor under two names stay one."""
+    copies: dict[tuple[int, int, torch.Size], torch.Tensor] = {}
+    copied = {}
+    for name, tensor in weights.items():
+        key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        copied[name] = copies[key]
+    return copied
 
 
 def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -43,7 +43,15 @@ class Checkpoints:
         self._writer = BackgroundWriter(on_saved=self._saved)
         self._num_bytes = 0
 
-    def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        best_step: int | None,
+        *,
+        wait: bool = False,
+        problem: CheckpointError | None = None,
+    ) -> None:
         """Save the state after `step`. All processes call it, the first one writes.
 
         Args:
@@ -51,9 +59,16 @@ class Checkpoints:
             metrics: Of the last evaluation.
             best_step: The step of the best model, whose checkpoint is never removed.
             wait: Return only when it is on the disk.
+            problem: Why the best model is not on the disk. Then the state is not saved either: whoever went on from it
+                would never write that model.
         """
         state = self._engine.capture_state()
         if state is None:
+            return
+        if problem is not None:
+            self._writer.wait()
+            self._writer.failure = problem
+            say(f"the state after step {step} is not saved, because the best model is not: {problem.problem}")
             return
         with self._engine.busy("saving a checkpoint"):
             self._writer.save(self.shelf.place(step), state, self._facts(step, metrics) | {"best_step": best_step})
@@ -121,7 +136,15 @@ class NoCheckpoints:
 
     seconds_needed = 0.0
 
-    def save(self, step: int, metrics: dict[str, float], best_step: int | None, *, wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        best_step: int | None,
+        *,
+        wait: bool = False,
+        problem: CheckpointError | None = None,
+    ) -> None:
         """Nothing to do."""
 
     def newest(self) -> Checkpoint | None:

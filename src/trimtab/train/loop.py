@@ -31,8 +31,13 @@ from trimtab.units import Every
 class Keeper(Protocol):
     """Keeps the best model and the numbers of a run."""
 
-    def keep_best(self, step: int, metrics: dict[str, float]) -> str:
-        """Write the model as the best one so far and give its folder."""
+    problem: CheckpointError | None  # why the best model is not written yet
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
+        """Write the model as the best one so far and give its folder; None if it has to wait for room on the disk."""
+
+    def write_waiting(self) -> str | None:
+        """Try again to write a model that waits, and give its folder; None if none was written."""
 
     def record(self, values: dict[str, Any], step: int) -> None:
         """Write numbers of a step."""
@@ -185,7 +190,7 @@ class Trainer:
         finally:
             call_all(self._callbacks, "on_end", state)
             failure = self._checkpoints.close()
-        return self._result(failure)
+        return self._result(failure or self._keeper.problem)
 
     def _one_epoch(self) -> None:
         """The rest of an epoch: step, look around, save."""
@@ -207,6 +212,7 @@ class Trainer:
     def _end(self) -> None:
         if self._best.step is None or not self._schedule.keeps_best:
             self._keep_last()
+        self._write_waiting()
         if self.state.step < self._schedule.num_steps and self.state.stop_reason == "finished":
             self.state.stop_reason = "callback"
 
@@ -280,7 +286,9 @@ class Trainer:
         state = self.state
         with self._meter.paused():
             self._meter.share()
-            self._checkpoints.save(state.step, state.metrics, self._best.step, wait=wait)
+            self._write_waiting()
+            problem = self._keeper.problem
+            self._checkpoints.save(state.step, state.metrics, self._best.step, wait=wait, problem=problem)
         self._saving.done(self._meter.seconds())
         if state.interruption is not None and not self._has_kept:  # better a half-trained model than none
             self._save()
@@ -420,7 +428,14 @@ class Trainer:
         self._has_kept = True
         with self._engine.busy("writing the best model"):
             folder = self._keeper.keep_best(self.state.step, self.state.metrics)
-        call_all(self._callbacks, "on_save", self.state, folder)
+        if folder is not None:
+            call_all(self._callbacks, "on_save", self.state, folder)
+
+    def _write_waiting(self) -> None:
+        with self._engine.busy("writing the best model"):
+            folder = self._keeper.write_waiting()
+        if folder is not None:
+            call_all(self._callbacks, "on_save", self.state, folder)
 
     def _keep_last(self) -> None:
         if self._evaluator is not None and self._schedule.keeps_best:
