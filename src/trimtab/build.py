@@ -113,6 +113,8 @@ def build_model(recipe: Recipe, data: Data) -> Loaded:
         tokenizer_source, trust = source.tokenizer or source.name, source.trust_remote_code
     else:
         named, tokenizer_source, trust = source, source, False
+    if trust:
+        say("model.trust_remote_code is on: Python code that comes with the model is run")
     if tokenizer_source is None:
         raise RecipeError(
             "model.tokenizer is missing: a config alone has none", "a name, a folder, or tokenizer: train"
@@ -224,8 +226,13 @@ def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engin
         num_trainable=sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         max_length=tokens.max_length,
         padding_share=padding_share(tokens.train.lengths, list(batches)),
-        metric=recipe.evaluate.metric or data.task.default_metric,
+        metric=_deciding_metric(recipe) or data.task.default_metric,
     )
+
+
+def _deciding_metric(recipe: Recipe) -> str | None:
+    best = recipe.checkpoint.best
+    return recipe.evaluate.metric or (best if isinstance(best, str) else None)
 
 
 def _fast_steps(recipe: Recipe) -> int:
@@ -365,7 +372,8 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpo
         return NoCheckpoints()
     mirror = None
     if settings.mirror is not None and engine.is_main_process:
-        place = Path(settings.mirror, *folder.path.absolute().parts[-2:])  # experiment and name: several runs, one drive
+        # experiment and name: several runs share a drive
+        place = Path(settings.mirror, *folder.path.absolute().parts[-2:])
         known = mirror_of(folder.path)  # of a run that came back from its mirror to another place
         if known is not None and Path(settings.mirror).absolute() in known.parents:
             place = known
@@ -475,7 +483,7 @@ def build_trainer(
             log_every=settings.log_every,
             max_seconds=None if settings.max_time is None else parse_seconds(settings.max_time),
             evaluate_at_start=recipe.evaluate.at_start,
-            keeps_best=recipe.checkpoint.best,
+            keeps_best=bool(recipe.checkpoint.best),
             max_grad_norm=settings.max_grad_norm,
             on_nan=settings.on_nan,
         ),

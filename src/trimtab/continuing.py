@@ -20,6 +20,7 @@ from trimtab.recipe.resuming import differences
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import (
     CHECKPOINTS,
+    SILENT_S,
     check_free,
     clear_folder,
     default_folder,
@@ -37,6 +38,7 @@ class Beginning:
     path: Path
     checkpoint: Path | None = None  # the state to go on from
     goes_on: bool = False  # there is a run in the folder already
+    was_finished: bool = False  # that run has come to its end, and should be trained for longer
 
 
 def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning:
@@ -56,7 +58,8 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
     path = _place(recipe, bool(resume), again)
     run = read_status(path)
     if run is not None and (fresh or resume or again):
-        with RunLock(path):  # refuses here, before anything is loaded, if another process is at work there
+        # refuses here, before anything is loaded, if another process is at work there
+        with RunLock(path, take_over=again is not None, patience_s=SILENT_S):
             if fresh:
                 clear_folder(path)
                 run = None
@@ -77,7 +80,7 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
             )
         say(f"{path} holds no saved state yet: the run starts from the beginning")
         return Beginning(path, goes_on=True)
-    return Beginning(path, stored.folder, goes_on=True)
+    return Beginning(path, stored.folder, goes_on=True, was_finished=run is not None and run["state"] == "finished")
 
 
 def _place(recipe: Recipe, resume: bool, again: str | None) -> Path:
@@ -129,6 +132,8 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         Shelf(beginning.checkpoint.parent).drop_after(step)
         for difference in same_numerics(read_manifest(beginning.checkpoint).facts, engine):
             say(f"{difference}: the same up to rounding, not to the last bit")
+    if not beginning.was_finished:
+        trainer.end_as_saved()  # killed when it was over, but before it had said so
     if step >= trainer.state.num_steps:
         say("all its steps are done; more: --set train.epochs=…")
     return trainer.journal_position

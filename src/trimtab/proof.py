@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from trimtab.checkpoint.shelf import Shelf
+from trimtab.checkpoint.tensor_file import as_bytes
 from trimtab.errors import RecipeError, TrimtabError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
@@ -21,6 +23,7 @@ from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import CHECKPOINTS
 
 _SAVED_AT, _KILLED_AT, _NUM_STEPS = 3, 5, 8
+_WRITTEN_WITHIN_S = 300.0
 _NOT_COMPARED = {"time", "tokens_per_s"}
 
 
@@ -95,11 +98,14 @@ def _run(home: Path, name: str, device: str | None, kill_at: int | None = None, 
 class _Killer:
     """Kills its own process after a step, as an outage would."""
 
-    def __init__(self, at_step: int) -> None:
-        self._at_step = at_step
+    def __init__(self, at_step: int, saved: Path) -> None:
+        self._at_step, self._saved = at_step, saved
 
     def on_step(self, state: Any) -> None:
         if state.step == self._at_step:
+            deadline = time.monotonic() + _WRITTEN_WITHIN_S
+            while not self._saved.exists() and time.monotonic() < deadline:  # it is written beside the training
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -107,7 +113,8 @@ def _child(home: str, name: str, device: str, kill_at: str, resume: str) -> None
     from trimtab.run import fit
 
     loaded = load_recipe(Path(home) / "recipe.yaml", {"out": str(Path(home) / name)}, [])
-    callbacks = [_Killer(int(kill_at))] if int(kill_at) else []
+    saved = Path(home) / name / CHECKPOINTS / f"step-{_SAVED_AT}"
+    callbacks = [_Killer(int(kill_at), saved)] if int(kill_at) else []
     fit(loaded, callbacks=callbacks, progress="quiet", device=device or None, resume=bool(int(resume)))
 
 
@@ -147,7 +154,7 @@ def _tensor_difference(label: str, one: Any, other: Any) -> str:
 
     if one is None or other is None:
         return f"{label} is missing in one of them"
-    if one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other):
+    if one.shape == other.shape and one.dtype == other.dtype and torch.equal(*map(as_bytes, (one, other))):
         return ""
     if one.shape != other.shape or not one.is_floating_point():
         return f"{label} differs"

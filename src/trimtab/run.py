@@ -144,9 +144,10 @@ def resume(
 def _open_folder(beginning: Beginning, engine: Engine) -> Folder:
     """The run's folder: the first process holds it, the others know where it is."""
     made: list[RunFolder] = []
+    place = find_place()
 
     def make() -> Path:
-        made.append(RunFolder(beginning.path, find_place().job, goes_on=beginning.goes_on))
+        made.append(RunFolder(beginning.path, place.job, goes_on=beginning.goes_on, again=place.attempt > 0))
         return made[0].path
 
     path = engine.first_decides(make)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launching import free_port
 from safetensors.torch import load_file
 
 from tiny_runs import lines_of
@@ -49,7 +50,7 @@ class Child:
 
     @property
     def said(self) -> str:
-        return self.said_in.read_text()
+        return self.said_in.read_text() if self.said_in.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; to a process that has not been waited for, so that the number is still its own."""
@@ -158,6 +159,29 @@ class Stage:
     def train(self, recipe: dict[str, Any], **arguments: Any) -> Child:
         """A process that trains; `faulty_runs.train` tells what it can be told."""
         return self.server.start("train", recipe=recipe, **arguments)
+
+    def train_together(self, recipe: dict[str, Any], of_rank: dict[int, dict[str, Any]] | None = None) -> list[Child]:
+        """Two processes that train together, started as a cluster starts them; each has notes of its own.
+
+        Args:
+            recipe: Of the run.
+            of_rank: What `train` takes, for some of them.
+        """
+        port = str(free_port())
+        started = []
+        for rank in range(2):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            arguments = {"notes": f"{recipe['out']}.rank-{rank}", **(of_rank or {}).get(rank, {})}
+            started.append(self.train(recipe, environment=place, **arguments))
+        return started
+
+    def finish_together(self, recipe: dict[str, Any], of_rank: dict[int, dict[str, Any]] | None = None) -> str:
+        """Two processes train until the end; what the first one said."""
+        started = self.train_together(recipe, of_rank)
+        for child in started:
+            assert child.wait() == 0, [child.said[-3000:] for child in started]
+        return started[0].said
 
     def finish(self, recipe: dict[str, Any], **arguments: Any) -> str:
         """Train until the end, in a process of its own; what it said."""

@@ -73,12 +73,15 @@ class Watcher:
     """A callback: notes each step that is taken, and does something at some of them.
 
     Args:
+        out: The run's folder.
         steps: The file for the notes.
-        at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "limit 1000" (no file can
-            be longer), "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE".
+        at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "saved 10" (wait until
+            that state is saved), "limit 1000" (no file can be longer), "full" (nor can the numbers), "chmod 555 FOLDER", "fill FOLDER" (until its
+            disk is full), "remove FILE"; separated by "; ". "end" instead of a step dies when all steps are done.
     """
 
-    def __init__(self, steps: str, at: dict[int, str]) -> None:
+    def __init__(self, out: str, steps: str, at: dict[int | str, str]) -> None:
+        self._out = out
         self._steps = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._at = at
 
@@ -87,6 +90,10 @@ class Watcher:
         for order in filter(None, self._at.get(state.step, "").split("; ")):
             word, *arguments = order.split()
             getattr(self, f"_{word}")(*arguments)
+
+    def on_end(self, state) -> None:
+        if "end" in self._at:
+            die()
 
     def _die(self) -> None:
         die()
@@ -97,8 +104,15 @@ class Watcher:
     def _sleep(self, seconds: str) -> None:
         time.sleep(float(seconds))
 
+    def _saved(self, step: str) -> None:
+        while not os.path.exists(f"{self._out}/checkpoints/step-{step}"):
+            time.sleep(0.001)
+
     def _limit(self, num_bytes: str) -> None:
         limit_file_size(int(num_bytes))
+
+    def _full(self) -> None:
+        limit_file_size(os.path.getsize(f"{self._out}/metrics.jsonl"))
 
     def _chmod(self, mode: str, path: str) -> None:
         os.chmod(path, int(mode, 8))
@@ -209,7 +223,9 @@ def train(
     sys.addaudithook(events)
     if nobody_special:
         be_nobody_special()
-    watcher = Watcher(f"{notes}.steps", {int(step): what for step, what in (at or {}).items()})
+    watcher = Watcher(
+        out, f"{notes}.steps", {int(step) if step.isdigit() else step: what for step, what in (at or {}).items()}
+    )
     measure = Measure(list(measure_at))
     arguments = {
         "callbacks": [watcher, measure],

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fault_stage import assert_same_end, assert_went_on, notes_of, saved_steps, status_of
+from fault_stage import assert_same_end, assert_went_on, goes_on_from, notes_of, saved_steps, status_of
 
 TOO_LITTLE = 100_000  # bytes of a file: less than the optimizer's state, more than anything else
 
@@ -15,7 +15,7 @@ TOO_LITTLE = 100_000  # bytes of a file: less than the optimizer's state, more t
 def test_no_room_for_a_while(stage):
     """Saves fail and say so, the training goes on, and what a later save makes good is no failure of the run."""
     recipe = stage.recipe()
-    said = stage.finish(recipe, at={"12": f"limit {TOO_LITTLE}", "32": "limit -1"})
+    said = stage.finish(recipe, at={"12": f"saved 10; limit {TOO_LITTLE}", "32": "limit -1"})
     failed = [line for line in said.splitlines() if "a save failed, and the training goes on" in line]
     assert len(failed) == 4  # steps 15, 20, 25 and 30
     assert all("File too large" in line and "make room on that disk" in line for line in failed)
@@ -26,7 +26,7 @@ def test_no_room_for_a_while(stage):
 def test_no_room_until_the_end(stage):
     """The model is there, the last state is not, and the result says so; what was saved before is whole."""
     recipe = stage.recipe()
-    stage.finish(recipe, at={"12": f"limit {TOO_LITTLE}"})
+    stage.finish(recipe, at={"12": f"saved 10; limit {TOO_LITTLE}"})
     assert "File too large" in notes_of(recipe["out"])["fit"]["save_failure"]
     assert saved_steps(recipe["out"]) == [5, 10]
     assert not list((Path(recipe["out"]) / "checkpoints").glob(".*"))
@@ -36,6 +36,17 @@ def test_no_room_until_the_end(stage):
     said = stage.finish(recipe, command="resume")
     assert assert_went_on(recipe["out"], said) == 10
     assert_same_end(recipe["out"], whole)
+
+
+def test_killed_when_there_is_room_again(stage):
+    """After a state was saved, and before the next numbers are written: those that have waited are not lost."""
+    recipe = stage.recipe()
+    child = stage.train(recipe, at={"12": "saved 10; full", "19": "limit -1", "21": "saved 20; die"})
+    assert child.wait() == -signal.SIGKILL
+    assert f"{recipe['out']}/metrics.jsonl cannot be written (File too large): its lines wait in memory" in child.said
+    said = stage.finish(recipe)
+    assert assert_went_on(recipe["out"], said) == 20
+    assert_same_end(recipe["out"], stage.whole())
 
 
 @pytest.fixture
@@ -52,15 +63,33 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_really_full(stage, small_disk):
     """Not a byte is left from step 12 to 27: no state, no status, no numbers, no best model can be written."""
     recipe = stage.recipe(out=small_disk / "run")
-    said = stage.finish(recipe, at={"12": f"fill {small_disk}", "27": f"remove {small_disk}/filler"})
-    assert "No space left on device" in said
+    said = stage.finish(recipe, at={"12": f"saved 10; fill {small_disk}", "27": f"remove {small_disk}/filler"})
+    assert f"{recipe['out']}/run.json cannot be written: No space left on device" in said
+    assert f"the model could not be written to {recipe['out']}/best: No space left on device" in said
+    assert "step-15 could not be written: No space left on device" in said
+    assert "the state after step 20 is not saved, because the best model is not" in said
+    assert f"the model that waited is in {recipe['out']}/best now" in said
     assert notes_of(recipe["out"])["fit"]["save_failure"] is None
+    assert_same_end(recipe["out"], stage.whole())
+
+
+def test_full_until_the_end(stage, small_disk):
+    """The result says that the model is not there; made room for, the run goes on and has it."""
+    recipe = stage.recipe(out=small_disk / "run")
+    notes = str(stage.folder / "full-until-the-end")
+    said = stage.finish(recipe, at={"12": f"saved 10; fill {small_disk}"}, notes=notes)
+    assert "lines of numbers are lost" in said
+    failure = notes_of(notes)["fit"]["save_failure"]
+    assert f"the model could not be written to {recipe['out']}/best: No space left on device" in failure
+    (small_disk / "filler").unlink()
+    said = stage.finish(recipe)
+    assert goes_on_from(said) == 10
     assert_same_end(recipe["out"], stage.whole())
 
 
 def test_killed_while_the_disk_is_full(stage, small_disk):
     recipe = stage.recipe(out=small_disk / "run")
-    child = stage.train(recipe, at={"12": f"fill {small_disk}", "27": f"remove {small_disk}/filler; die"})
+    child = stage.train(recipe, at={"12": f"saved 10; fill {small_disk}", "27": f"remove {small_disk}/filler; die"})
     assert child.wait() == -signal.SIGKILL
     said = stage.finish(recipe)
     assert assert_went_on(recipe["out"], said) == 10
@@ -116,7 +145,9 @@ def test_a_folder_that_may_not_be_written(stage, killed, locked_away):
 def test_checkpoints_that_may_not_be_written_for_a_while(stage):
     recipe = stage.recipe()
     folder = Path(recipe["out"]) / "checkpoints"
-    said = stage.finish(recipe, nobody_special=True, at={"12": f"chmod 555 {folder}", "32": f"chmod 755 {folder}"})
+    said = stage.finish(
+        recipe, nobody_special=True, at={"12": f"saved 10; chmod 555 {folder}", "32": f"chmod 755 {folder}"}
+    )
     assert said.count("a save failed, and the training goes on") == 4
     assert "Permission denied" in said
     assert notes_of(recipe["out"])["fit"]["save_failure"] is None

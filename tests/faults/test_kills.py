@@ -5,12 +5,15 @@ import time
 
 import pytest
 from fault_stage import (
+    NUM_STEPS,
     assert_same_end,
     assert_went_on,
     draw,
     goes_on_from,
     notes_of,
     saved_steps,
+    status_of,
+    steps_by_process,
 )
 
 # Where a process dies: a step; the batch of an evaluation; or just before something is done to a file.
@@ -103,3 +106,21 @@ def test_killed_while_it_makes_room_for_a_fresh_start(stage):
     said = stage.finish(recipe, **fresh)
     assert goes_on_from(said) == 0
     assert_same_end(recipe["out"], stage.whole())
+
+
+EARLY = {"early_stopping": {"metric": "length", "mode": "max", "patience": 2}}  # the same in every evaluation
+
+
+@pytest.mark.parametrize("name", ["standard", "stopped early"])
+def test_killed_when_all_steps_are_done(stage, name):
+    """But before it said so: nothing is left to train, and so nothing is trained."""
+    changes = EARLY if name == "stopped early" else {}
+    recipe, whole = stage.recipe(**changes), stage.whole(name, **changes)
+    go_on_until_killed(stage, recipe, at={"end": "die"})
+    (steps,) = steps_by_process(recipe["out"])
+    assert status_of(recipe["out"])["state"] == "running"
+    said = stage.finish(recipe)
+    assert goes_on_from(said) == steps[-1] == (24 if changes else NUM_STEPS)
+    assert steps_by_process(recipe["out"]) == [steps]
+    assert notes_of(recipe["out"])["fit"]["stop_reason"] == notes_of(whole)["fit"]["stop_reason"]
+    assert_same_end(recipe["out"], whole)

@@ -88,7 +88,9 @@ IN_THE_MIDDLE = {
 QUICK = "before the numbers"
 
 
-@pytest.mark.parametrize("moment", [pytest.param(m, marks=[] if m == QUICK else pytest.mark.slow) for m in IN_THE_MIDDLE])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=[] if m == QUICK else pytest.mark.slow) for m in IN_THE_MIDDLE]
+)
 def test_lost_while_it_was_copied(stage, tmp_path, moment):
     """Whichever file was just being copied: numbers and best model are never older than the state that needs them."""
     recipe, mirror = with_mirror(stage, tmp_path)

@@ -98,7 +98,7 @@ def test_skip_leaves_the_step_out(stage, recipe_of):
     state = json.loads((Path(recipe["out"]) / "checkpoints" / "step-20" / "state.json").read_text())
     assert state["scheduler"]["last_epoch"] == 20 - len(bad)
     again = recipe_of(epochs=2, on_nan="skip", log_every=3)
-    assert stage.train(again, loss=loss, at={"12": "die"}).wait() == -9
+    assert stage.train(again, loss=loss, at={"12": "saved 10; die"}).wait() == -9
     assert goes_on_from(stage.finish(again, loss=loss)) == 10 > bad[0]
     assert_same_end(again["out"], recipe["out"])
 
@@ -128,7 +128,7 @@ def test_rewind_also_right_after_a_resume(stage, recipe_of):
     recipe = recipe_of(epochs=1, on_nan="rewind")
     (bad,) = [step for step in steps_of_the_bad_row(stage, recipe) if step <= 10]
     saved = (bad - 1) // 5 * 5
-    assert stage.train(recipe, at={str(saved + 1): "die"}, loss={"bad_length": BAD_LENGTH}).wait() == -9
+    assert stage.train(recipe, at={str(saved + 1): f"saved {saved}; die"}, loss={"bad_length": BAD_LENGTH}).wait() == -9
     assert saved_steps(recipe["out"])[-1] == saved
     said = stage.finish(recipe, loss={"bad_length": BAD_LENGTH})
     assert goes_on_from(said) == saved
@@ -141,7 +141,7 @@ def test_rewind_also_right_after_a_resume(stage, recipe_of):
 def test_killed_after_a_rewind(stage, recipe_of):
     """The rows that were passed over stay so."""
     runs = []
-    for at in ({}, {"11": "die"}):
+    for at in ({}, {"11": "saved 10; die"}):
         recipe = recipe_of(epochs=1.2, on_nan="rewind")
         child = stage.train(recipe, loss={"bad_length": BAD_LENGTH}, at=at)
         assert child.wait() == (-9 if at else 0), child.said

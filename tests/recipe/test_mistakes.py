@@ -142,7 +142,10 @@ def test_unknown_keys(values, line):
         ({"task": "clasify"}, ["did you mean classify?"]),
         ({"evaluate": {"metric": "eval_accuracy"}}, ["which is accuracy here"]),
         ({"evaluate": {"every": "no"}}, ["write 1000 epochs"]),
-        ({"checkpoint": {"best": "accuracy"}}, ["true or false", "did you mean evaluate.metric: accuracy?"]),
+        (
+            {"checkpoint": {"best": "accuracy"}, "evaluate": {"metric": "f1"}},
+            ["checkpoint.best", "evaluate.metric is f1", "leave one of them out"],
+        ),
         ({"early_stopping": True}, ["did you mean early_stopping: {patience: 3}?"]),
         ({"name": 2024}, ["put text in quotes: '2024'"]),
         ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),

@@ -76,7 +76,8 @@ class PatientExport:
         if self._export(card, None):
             return True
         self._waiting = _copied(_bare(self._model).state_dict()), card
-        say(f"{self.problem.problem if self.problem else ''}: it waits in memory, and the training goes on")
+        if self.problem is not None:
+            say(f"{self.problem.problem}: it waits in memory, and the training goes on. {self.problem.cure}")
         return False
 
     def write_waiting(self) -> bool:
@@ -101,7 +102,8 @@ class PatientExport:
             export_model(self._folder, self._model, self._tokenizer, card=card, weights=weights)
         except (OSError, SafetensorError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
-            self.problem = CheckpointError(f"the model could not be written to {self._folder}: {why}", "make room there")
+            problem = f"the model could not be written to {self._folder}: {why}"
+            self.problem = CheckpointError(problem, "make room on that disk, or make the folder writable")
             return False
         self.problem = None
         return True
@@ -109,7 +111,7 @@ class PatientExport:
 
 def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies on the host; weights that are one tensor under two names stay one."""
-    copies: dict[tuple[int, int, torch.Size], torch.Tensor] = {}
+    copies: dict[Any, torch.Tensor] = {}
     copied = {}
     for name, tensor in weights.items():
         key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape

@@ -122,6 +122,8 @@ class LengthGroupedBatches:
         self.limit_batches = limit_batches
         self.epoch = 0
         self._drawn: tuple[int, list[list[list[int]]]] | None = None
+        self._sizes: list[int] = []  # asked for at every micro-batch
+        self._num_micro_batches = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
@@ -139,18 +141,22 @@ class LengthGroupedBatches:
                 shuffle=self.shuffle,
             )
             self._drawn = self.epoch, [_cut(rows, self.micro_batch_size) for rows in batches[: self.limit_batches]]
+            self._sizes = [len(window) for window in self._drawn[1]]
+            self._num_micro_batches = sum(self._sizes)
         return self._drawn[1]
 
     def window_sizes(self) -> list[int]:
         """The number of micro-batches of each optimizer batch of the current epoch."""
-        return [len(window) for window in self.windows()]
+        self.windows()
+        return self._sizes
 
     def __iter__(self) -> Iterator[list[int]]:
         for window in self.windows():
             yield from window
 
     def __len__(self) -> int:
-        return sum(self.window_sizes())
+        self.windows()
+        return self._num_micro_batches
 
 
 def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:

@@ -209,5 +209,7 @@ def reshape(scheduler: LambdaLR, shapes: list[Shape], lr: float) -> str | None:
         group["initial_lr"], group["lr"] = lr, lr * shape(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
     now = scheduler.optimizer.param_groups[0]["lr"]
+    if now == before:
+        return None
     how = "is stretched over all steps" if stretched and hasattr(shapes[0], "num_steps") else "continues"
     return f"the schedule {how}: the learning rate goes from {before:.3g} to {now:.3g} at step {scheduler.last_epoch}"

@@ -23,7 +23,6 @@ _MEANT_BY_SHAPE = {
     "data": "data: {{train: {}}}",
     "train.freeze": "train.freeze: {{{}: always}}",
     "early_stopping": "early_stopping: {{patience: 3}}",
-    "checkpoint.best": "evaluate.metric: {}",
 }
 
 

@@ -100,6 +100,10 @@ def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
     if recipe.early_stopping is not None and never:
         text = "nothing is ever evaluated with data.eval_share: 0; give data.eval, or leave early_stopping out"
         yield _mistake("early_stopping", text, "data.eval", "data.eval_share", "limits.overfit_batches")
+    best, metric = recipe.checkpoint.best, recipe.evaluate.metric
+    if isinstance(best, str) and metric not in (None, best):
+        text = f"found {best}; evaluate.metric is {metric}, and one metric chooses; leave one of them out"
+        yield _mistake("checkpoint.best", text, "evaluate.metric")
     if recipe.out is not None and recipe.name is not None:
         text = f"found {shown(recipe.name)}; out is the whole path of the run's folder; leave one of them out"
         yield _mistake("name", text, "out")

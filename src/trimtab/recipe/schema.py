@@ -212,7 +212,11 @@ class EvaluateSettings(Section):
 class CheckpointSettings(Section):
     """What is kept of a run."""
 
-    best: bool = Field(default=True, description="Keep the best model, as a Hugging Face folder best/.")
+    best: bool | Metric = Field(
+        default=True,
+        description="Keep the best model, as a Hugging Face folder best/, by evaluate.metric or by a metric named "
+        "here; false = keep the last one.",
+    )
     every: Interval | None = Field(
         default="10min",
         description="How often the whole state is saved, to resume from: 10min, 500 steps, epoch; and always after the "

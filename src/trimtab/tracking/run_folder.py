@@ -19,6 +19,8 @@ from trimtab.tracking.journal import Journal
 
 CHECKPOINTS = "checkpoints"
 _STATUS = "run.json"
+_BEAT_S = 60.0
+SILENT_S = 1800.0  # after which a run on another host is taken to be over
 _JOURNAL = "metrics.jsonl"
 
 
@@ -42,9 +44,10 @@ class RunFolder:
         path: The folder.
         job: The launcher's id of the job, the same in all its attempts.
         goes_on: The folder holds a run that goes on; else it must not hold anything yet.
+        again: The launcher has started the job again: whoever held the folder on another host is over.
     """
 
-    def __init__(self, path: Path, job: str | None = None, *, goes_on: bool = False) -> None:
+    def __init__(self, path: Path, job: str | None = None, *, goes_on: bool = False, again: bool = False) -> None:
         if not goes_on:
             check_free(path)
         self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -54,8 +57,11 @@ class RunFolder:
             raise RecipeError(f"{path} cannot be made: {error.strerror}", "choose another --out") from error
         self.path = path
         self._goes_on = goes_on
-        self._lock = RunLock(path)
+        self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
         self._lock.acquire()
+        self._ended = threading.Event()
+        # for those who look from another host: a run may be silent for long, with large steps
+        threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True).start()
         self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
         self._status: dict[str, Any] = {"step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
@@ -69,10 +75,18 @@ class RunFolder:
         if not goes_on:
             self._claim(before)
 
+    def _show_life(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            self._lock.beat()
+
+    def _let_go(self) -> None:
+        self._ended.set()
+        self._lock.release()
+
     def _claim(self, before: dict[str, Any] | None) -> None:
         """Take the folder; the lock is held, but another run may have come and gone since it was found free."""
         if before is not None:
-            self._lock.release()
+            self._let_go()
             raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
         self.write_text(_STATUS, json.dumps(self._status))
 
@@ -113,7 +127,6 @@ class RunFolder:
             self._status.update(facts, updated=time.time())
             try:
                 self.write_text(_STATUS, json.dumps(self._status))
-                self._lock.beat()
             except OSError as error:  # a full disk must not end a run
                 say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
@@ -127,19 +140,19 @@ class RunFolder:
         """The run is over."""
         self._journal.finish()
         self.update(state=state, **facts)
-        self._lock.release()
+        self._let_go()
 
     def give_up(self) -> None:
         """Nothing has run: a run that was there stays as it is, else nothing is left behind."""
         if self._goes_on:
-            self._lock.release()
+            self._let_go()
         else:
             self.remove()
 
     def remove(self) -> None:
         """Leave nothing behind, not even folders made for this one; one that was there before stays, empty."""
         self._journal.finish()
-        self._lock.release()
+        self._let_go()
         clear_folder(self.path)
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one

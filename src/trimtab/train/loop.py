@@ -31,7 +31,9 @@ from trimtab.units import Every
 class Keeper(Protocol):
     """Keeps the best model and the numbers of a run."""
 
-    problem: CheckpointError | None  # why the best model is not written yet
+    @property
+    def problem(self) -> CheckpointError | None:
+        """Why the best model is not written yet; None if it is."""
 
     def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
         """Write the model as the best one so far and give its folder; None if it has to wait for room on the disk."""
@@ -231,7 +233,8 @@ class Trainer:
         )
         state.step += 1
         self._meter.add(result)
-        self._watch.note(state.step, result)
+        if schedule.on_nan != "skip":
+            self._watch.note(state.step, result)
         if result.was_left_out:
             self._say_left_out()
         self._announce_unfrozen()
@@ -298,9 +301,12 @@ class Trainer:
         return {
             "step": self.state.step,
             "steps_per_epoch": self._schedule.steps_per_epoch,
+            "rows": self._batches.dataset.likeness(),
             "num_passed_over": self._num_passed_over,
             "metrics": dict(self.state.metrics),
             "has_kept": self._has_kept,
+            # a wish to end the run, which is over with this state; a signal or the time limit only interrupt it
+            "ended": self.state.stop_reason if self.state.should_stop and self.state.interruption is None else None,
             "journal": self._keeper.position(),
             "meter": self._meter.state_dict(),
             "evaluation": self._evaluation.state_dict(),
@@ -318,6 +324,11 @@ class Trainer:
                 f"{self._schedule.steps_per_epoch}: the data are not the same",
                 "resume with the data and the batch size of the run",
             )
+        if state["rows"] != self._batches.dataset.likeness():
+            raise CheckpointError(
+                "the training rows are not those that the run has seen so far",
+                "resume with the same data, or start a new run from the model",
+            )
         self._best.load_state_dict(state["best"])
         if self._early_stopping is not None and state["early_stopping"] is not None:
             self._early_stopping.load_state_dict(state["early_stopping"])
@@ -327,13 +338,19 @@ class Trainer:
         self._saving.load_state_dict(state["saving"])
         self.state.step, self.state.metrics = state["step"], dict(state["metrics"])
         self._num_passed_over, self._has_kept = state["num_passed_over"], state["has_kept"]
-        self.journal_position = state["journal"]
+        self.journal_position, self._ended = state["journal"], state["ended"]
 
     @property
     def schedule(self) -> Any:
         """The learning-rate schedule itself."""
         return self._scheduler.scheduler
 
+    def end_as_saved(self) -> None:
+        """If the state that was loaded is the last one of a run which somebody wanted to end: end it."""
+        if self._ended is not None:
+            self.state.should_stop, self.state.stop_reason = True, self._ended
+
+    _ended: str | None = None
     journal_position = 0  # how far the numbers had been written when the state was saved that was loaded
 
     def find_place(self) -> None:
