@@ -209,10 +209,13 @@ def test_of_many_at_once_exactly_one_gets_it(tmp_path, flock):
                 racer.stdin.write("\n")
                 racer.stdin.flush()
             said = [racer.stdout.readline().strip() for racer in racers]
+            if flock == "no flock" and "held" not in said:
+                continue  # without locks of the file system all may see another come first, and run it again
             assert said.count("held") == 1, said
             winner = racers[said.index("held")].pid
             assert lock_holder(tmp_path).process.pid == winner
-            assert all(words == "held" or f"in use by process {winner}" in words for words in said)
+            refused = [words for words in said if words != "held"]
+            assert all(f"in use by process {winner}" in words or "just now" in words for words in refused), said
             assert {path.name for path in tmp_path.iterdir()} == {LOCK}
     finally:
         for racer in racers:

@@ -7,7 +7,11 @@ from fault_stage import ForkServer, Stage
 
 from tiny_runs import NO_DROPOUT, reviews, write_csv
 
-MODELS = {"bert": {}, "no-dropout": NO_DROPOUT["bert"]}
+MODELS = {
+    "bert": {},
+    "no-dropout": NO_DROPOUT["bert"],
+    "large": {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 4},
+}
 
 
 @pytest.fixture(scope="session")

@@ -160,18 +160,24 @@ class Stage:
         """A process that trains; `faulty_runs.train` tells what it can be told."""
         return self.server.start("train", recipe=recipe, **arguments)
 
-    def train_together(self, recipe: dict[str, Any], of_rank: dict[int, dict[str, Any]] | None = None) -> list[Child]:
+    def train_together(
+        self,
+        recipe: dict[str, Any],
+        of_rank: dict[int, dict[str, Any]] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> list[Child]:
         """Two processes that train together, started as a cluster starts them; each has notes of its own.
 
         Args:
             recipe: Of the run.
             of_rank: What `train` takes, for some of them.
+            environment: What else the launcher tells them.
         """
         port = str(free_port())
         started = []
         for rank in range(2):
             place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environment or {})}
             arguments = {"notes": f"{recipe['out']}.rank-{rank}", **(of_rank or {}).get(rank, {})}
             started.append(self.train(recipe, environment=place, **arguments))
         return started
@@ -211,6 +217,12 @@ def steps_by_process(run: Path | str) -> list[list[int]]:
         process, step = line.split()
         steps.setdefault(process, []).append(int(step))
     return list(steps.values())
+
+
+def seen_rows(seen: Path | str) -> list[tuple[int, list[list[int]]]]:
+    """Each step that was taken with the rows it was taken on, as lists of tokens."""
+    lines = map(json.loads, Path(seen).read_text().splitlines())
+    return [(line["step"], line["rows"]) for line in lines]
 
 
 def saved_steps(run: Path | str) -> list[int]:

@@ -7,6 +7,7 @@ renames or removes a file: nothing of trimtab is replaced.
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -16,7 +17,9 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers.models.bert.modeling_bert  # noqa: F401  imported once, before the forks
@@ -157,14 +160,17 @@ class Lengths:
 class NotingLoss:
     """An own loss: notes the rows that are trained on, and is not a number where one of them has a certain length.
 
+    It is a callback too, so that it knows to which step the rows belong.
+
     Args:
-        seen: The file for the rows, one list of tokens a line; "" notes nothing.
+        seen: The file for the rows, the lists of tokens of one step a line; "" notes nothing.
         bad_length: Of the rows that have no loss, in tokens; None for no rows.
         skip_calls: Calls at the beginning that are no training.
     """
 
     def __init__(self, seen: str = "", bad_length: int | None = None, skip_calls: int = 0) -> None:
         self._seen, self._bad_length, self._skip = seen, bad_length, skip_calls
+        self._rows: list[list[int]] = []
 
     def __call__(self, outputs, batch):
         loss = nn.functional.cross_entropy(outputs.logits, batch["labels"])
@@ -175,11 +181,15 @@ class NotingLoss:
             return loss
         rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
         tokens = [row[mask.bool()].tolist() for row, mask in rows]
-        if self._seen:
-            with open(self._seen, "a") as seen:
-                seen.writelines(json.dumps(row) + "\n" for row in tokens)
+        self._rows += tokens
         is_bad = any(len(row) == self._bad_length for row in tokens)
         return loss * math.nan if is_bad else loss
+
+    def on_step(self, state) -> None:
+        if self._seen:
+            with open(self._seen, "a") as seen:
+                seen.write(json.dumps({"step": state.step, "rows": self._rows}) + "\n")
+        self._rows = []
 
 
 def train(
@@ -194,7 +204,7 @@ def train(
     at: dict[str, str] | None = None,
     nobody_special: bool = False,
     loss: dict | None = None,
-    measure_at: list[int] = (),  # type: ignore[assignment]
+    measure_at: list[int | str] | None = None,
     waits_for: str = "",
     notes: str = "",
 ) -> None:
@@ -211,7 +221,7 @@ def train(
         at: What to do after a step, as `Watcher` takes it.
         nobody_special: Without the powers of root.
         loss: Arguments of `NotingLoss`, which then takes the place of the task's own.
-        measure_at: Steps at which tensors are counted.
+        measure_at: What `Measure` takes.
         waits_for: A file that has to be there before it begins.
         notes: Where to leave it instead.
     """
@@ -226,7 +236,7 @@ def train(
     watcher = Watcher(
         out, f"{notes}.steps", {int(step) if step.isdigit() else step: what for step, what in (at or {}).items()}
     )
-    measure = Measure(list(measure_at))
+    measure = Measure(measure_at or [])
     arguments = {
         "callbacks": [watcher, measure],
         "metrics": {"length": Lengths(dies_in_evaluation)},
@@ -235,6 +245,7 @@ def train(
     }
     if loss is not None:
         arguments["loss"] = NotingLoss(**loss)
+        arguments["callbacks"].insert(0, arguments["loss"])
     began = time.monotonic()
     try:
         if command == "fit":
@@ -257,23 +268,35 @@ def train(
 
 
 class Measure:
-    """Counts the bytes of all tensors that Python knows, each storage once."""
+    """A callback: counts the tensors that Python knows after some steps, and what it took until the first one.
 
-    def __init__(self, steps: list[int]) -> None:
+    Args:
+        steps: After which steps; "first" for the calls of Python functions and the time until the first step.
+    """
+
+    def __init__(self, steps: list[int | str]) -> None:
         self._steps = steps
-        self.found: dict[int, list[int]] = {}
+        self.found: dict[str, Any] = {}
+        self._num_calls = 0
+        if "first" in steps:
+            sys.setprofile(self._count)
+        self._began = time.monotonic()
+
+    def _count(self, frame, event: str, argument) -> None:
+        if event == "call":
+            self._num_calls += 1
 
     def on_step(self, state) -> None:
+        if "first" in self._steps and "first" not in self.found:
+            sys.setprofile(None)
+            self.found["first"] = {"num_calls": self._num_calls, "seconds": time.monotonic() - self._began}
         if state.step in self._steps:
-            import gc
-            import warnings
-
             gc.collect()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old classes of torch warn when they are asked what they are
                 tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            self.found[state.step] = [len(storages), sum(storages.values())]
+            self.found[str(state.step)] = {"num_storages": len(storages), "num_bytes": sum(storages.values())}
 
 
 def make_models(root: str, wanted: dict[str, dict], to: str) -> None:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from fault_stage import assert_same_end, goes_on_from, notes_of, saved_steps, status_of, steps_by_process
+from fault_stage import assert_same_end, goes_on_from, notes_of, saved_steps, seen_rows, status_of, steps_by_process
 
 from tiny_runs import GOOD, lines_of, reviews, write_csv
 
@@ -27,19 +27,18 @@ def recipe_of(stage):
     return make
 
 
-def steps_of_the_bad_row(stage, recipe):
-    """At which steps the row comes, told by a run of the same data in which it does no harm."""
-    seen = seen_rows(stage, recipe, "no-harm")
-    return [index // 8 + 1 for index, row in enumerate(seen) if len(row) == BAD_LENGTH]
-
-
-def seen_rows(stage, recipe, name):
-    """The rows in the order in which a run of two epochs trains on them, without faults; made once."""
-    path = stage.folder / f"{name}.seen"
+def order_of_rows(stage, recipe):
+    """The rows of each step of a run of two epochs in which the bad one does no harm; made once."""
+    path = stage.folder / "no-harm.seen"
     if not path.exists():
-        harmless = recipe | {"out": str(stage.folder / name), "train": recipe["train"] | {"epochs": 2}}
+        harmless = recipe | {"out": str(stage.folder / "no-harm"), "train": recipe["train"] | {"epochs": 2}}
         stage.finish(harmless, loss={"seen": str(path)})
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [rows for _, rows in seen_rows(path)]
+
+
+def steps_of_the_bad_row(stage, recipe):
+    """At which steps the bad row comes."""
+    return [step for step, rows in enumerate(order_of_rows(stage, recipe), 1) if BAD_LENGTH in map(len, rows)]
 
 
 def bad_rows(run, step):
@@ -69,8 +68,7 @@ def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
     assert status_of(recipe["out"])["state"] == "failed"
     # the rows are those of the step, with the words that a user can look for
     rows = bad_rows(recipe["out"], bad)
-    trained = seen_rows(stage, recipe, "no-harm")[8 * (bad - 1) : 8 * bad]
-    assert sorted(row["input_ids"] for row in rows) == sorted(trained)
+    assert sorted(row["input_ids"] for row in rows) == sorted(order_of_rows(stage, recipe)[bad - 1])
     assert any(BAD_TEXT in row["text"] for row in rows)
     # no state of the broken model was saved, and the run goes on as the message says
     assert saved_steps(recipe["out"]) == [5]
@@ -117,8 +115,7 @@ def test_rewind_goes_around_it_once(stage, recipe_of):
     passed_over = first - saved
     (steps,) = steps_by_process(recipe["out"])
     assert steps == [*range(1, first + 1), *range(saved + 1, second - passed_over + 1)]
-    trained = [json.loads(line) for line in seen.read_text().splitlines()]
-    assert trained == seen_rows(stage, recipe, "no-harm")[: 8 * second]
+    assert [rows for _, rows in seen_rows(seen)] == order_of_rows(stage, recipe)[:second]
     assert f"the gradients of step {second - passed_over} are not finite" in child.said
     assert BAD_TEXT in str(bad_rows(recipe["out"], second - passed_over))
 
@@ -151,3 +148,20 @@ def test_killed_after_a_rewind(stage, recipe_of):
     assert goes_on_from(said) == 10
     assert "was not finite" not in said
     assert_same_end(runs[1]["out"], runs[0]["out"])
+
+
+@pytest.mark.slow
+def test_two_processes_rewind_together(stage, recipe_of):
+    """Only one of them has the bad row: both go back, both go around it, and no row comes twice."""
+    recipe = recipe_of(epochs=1, on_nan="rewind")
+    order = order_of_rows(stage, recipe)
+    (bad,) = [step for step in steps_of_the_bad_row(stage, recipe) if step <= 10]
+    seen = [stage.folder / f"rewound-together-{rank}.seen" for rank in range(2)]
+    losses = [{"bad_length": BAD_LENGTH, "skip_calls": 1, "seen": str(path)} for path in seen]
+    said = stage.finish_together(recipe, {rank: {"loss": loss} for rank, loss in enumerate(losses)})
+    assert f"step {bad} was not finite" in said
+    first, second = (seen_rows(path) for path in seen)
+    assert [step for step, _ in first] == [step for step, _ in second]
+    together = [sorted([*rows, *others]) for (_, rows), (_, others) in zip(first, second, strict=True)]
+    assert together == [sorted(rows) for rows in order[: len(together)]]
+    assert len(together) == 10 + bad - (bad - 1) // 5 * 5

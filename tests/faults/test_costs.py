@@ -1,0 +1,53 @@
+"""What a resume costs: no memory that the run did not have before, and no more time the later it comes."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from fault_stage import assert_went_on, notes_of, saved_steps
+
+from tiny_runs import reviews, write_csv
+
+
+def test_a_resumed_run_holds_no_more_tensors(stage):
+    """All tensors that Python knows, counted after the same steps: what was loaded is not kept a second time."""
+    undisturbed, killed = stage.recipe(), stage.recipe()
+    stage.finish(undisturbed, measure_at=[22, 33])
+    assert stage.train(killed, at={"21": "saved 20; die"}).wait() == -signal.SIGKILL
+    said = stage.finish(killed, measure_at=[22, 33])
+    assert assert_went_on(killed["out"], said) == 20
+    whole, resumed = (notes_of(recipe["out"])["measured"] for recipe in (undisturbed, killed))
+    for step in ("22", "33"):
+        assert resumed[step]["num_bytes"] <= whole[step]["num_bytes"]
+        assert resumed[step]["num_storages"] <= whole[step]["num_storages"]
+
+
+@pytest.mark.parametrize("late", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_a_late_resume_takes_as_long_as_an_early_one(stage, late, tmp_path):
+    """Counted in calls of Python functions until the first step, which no busy machine disturbs: rows are not replayed."""
+    num_rows = late + 20
+    rows = write_csv(tmp_path / "rows.csv", reviews(num_rows))
+    recipe = stage.recipe(
+        data={"train": str(rows), "eval_share": 0},
+        train={"epochs": 1, "batch_size": 1, "log_every": 1000, "freeze": {}},
+        memory={"micro_batch": 1},
+        checkpoint={"every": "10 steps"},
+        early_stopping=None,
+        evaluate={},
+    )
+    assert stage.train(recipe, at={"12": "saved 10; die"}).wait() == -signal.SIGKILL
+    early = stage.recipe()["out"]
+    shutil.copytree(recipe["out"], early)
+    options = {"sets": [f"checkpoint.every={late} steps"]}
+    at = {str(late + 1): f"saved {late}; die"}
+    assert stage.train(recipe, command="resume", options=options, at=at).wait(120) == -signal.SIGKILL
+    first_step = {}
+    for step, run in ((10, early), (late, recipe["out"])):
+        options = {"sets": [f"train.epochs={(step + 2) / num_rows}"]}  # it ends soon after
+        said = stage.finish({"out": run}, command="resume", options=options, measure_at=["first"])
+        assert assert_went_on(run, said) == step
+        first_step[step] = notes_of(run)["measured"]["first"]
+    more = first_step[late]["num_calls"] - first_step[10]["num_calls"]
+    print(first_step, more / (late - 10))
+    assert more < 10 * (late - 10)
