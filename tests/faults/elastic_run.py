@@ -1,4 +1,4 @@
-"""A script as a user has it, for torchrun: it trains, and knows nothing of restarts. One process dies, the first time."""
+"""A script as a user has it, for torchrun: it trains, and knows nothing of restarts. At first one process dies."""
 
 import json
 import os

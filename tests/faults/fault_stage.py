@@ -50,7 +50,7 @@ class Child:
 
     @property
     def said(self) -> str:
-        return self.said_in.read_text() if self.said_in.exists() else ""
+        return self.said_in.read_text(errors="replace") if self.said_in.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; to a process that has not been waited for, so that the number is still its own."""
@@ -138,10 +138,17 @@ class Stage:
 
     server: ForkServer
     folder: Path
-    models: dict[str, str]
     rows: Path
+    models: dict[str, str] = field(default_factory=dict)
     num_runs: int = 0
     undisturbed: dict[str, Path] = field(default_factory=dict)
+
+    def make_models(self, wanted: dict[str, dict[str, Any]]) -> None:
+        """Make tiny models, in a process that has what is needed for it."""
+        to = self.folder / f"models-{'-'.join(wanted)}.json"
+        made = self.server.start("make_models", root=str(to.with_suffix("")), wanted=wanted, to=str(to))
+        assert made.wait() == 0, made.said
+        self.models |= json.loads(to.read_text())
 
     def recipe(self, *, model: str = "bert", out: Path | None = None, **changes: dict[str, Any]) -> dict[str, Any]:
         """The standard recipe, with an own folder, and keys of its sections changed."""

@@ -79,8 +79,9 @@ class Watcher:
         out: The run's folder.
         steps: The file for the notes.
         at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "saved 10" (wait until
-            that state is saved), "limit 1000" (no file can be longer), "full" (nor can the numbers), "chmod 555 FOLDER", "fill FOLDER" (until its
-            disk is full), "remove FILE"; separated by "; ". "end" instead of a step dies when all steps are done.
+            that state is saved), "limit 1000" (no file can be longer), "full" (nor can the numbers),
+            "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE"; separated by "; ".
+            "end" instead of a step dies when all steps are done.
     """
 
     def __init__(self, out: str, steps: str, at: dict[int | str, str]) -> None:
@@ -271,7 +272,7 @@ class Measure:
     """A callback: counts the tensors that Python knows after some steps, and what it took until the first one.
 
     Args:
-        steps: After which steps; "first" for the calls of Python functions and the time until the first step.
+        steps: After which steps; "first" for the calls of functions of trimtab and torch until the first step.
     """
 
     def __init__(self, steps: list[int | str]) -> None:
@@ -280,16 +281,15 @@ class Measure:
         self._num_calls = 0
         if "first" in steps:
             sys.setprofile(self._count)
-        self._began = time.monotonic()
 
     def _count(self, frame, event: str, argument) -> None:
-        if event == "call":
+        if event == "call" and ("/trimtab/" in frame.f_code.co_filename or "/torch/" in frame.f_code.co_filename):
             self._num_calls += 1
 
     def on_step(self, state) -> None:
-        if "first" in self._steps and "first" not in self.found:
+        if "first" in self._steps and "num_calls" not in self.found:
             sys.setprofile(None)
-            self.found["first"] = {"num_calls": self._num_calls, "seconds": time.monotonic() - self._began}
+            self.found["num_calls"] = self._num_calls
         if state.step in self._steps:
             gc.collect()
             with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Finished runs that are trained for longer, from the end or from before it, and recipes that have changed meanwhile."""
+"""Finished runs that are trained for longer, from the end or from before it, and recipes that have changed since."""
 
 import shutil
 from pathlib import Path

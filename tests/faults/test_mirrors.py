@@ -1,11 +1,11 @@
-"""A machine that is gone with its disk: the run comes back from its mirror, somewhere else, and ends with the same bits."""
+"""A machine that is gone with its disk: the run comes back from its mirror, elsewhere, and ends with the same bits."""
 
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from fault_stage import assert_same_end, assert_went_on, goes_on_from, saved_steps, status_of
+from fault_stage import assert_same_end, assert_went_on, saved_steps, status_of
 
 
 def with_mirror(stage, tmp_path):

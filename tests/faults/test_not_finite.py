@@ -109,8 +109,8 @@ def test_rewind_goes_around_it_once(stage, recipe_of):
     seen = stage.folder / "rewound.seen"
     child = stage.train(recipe, loss={"bad_length": BAD_LENGTH, "seen": str(seen)})
     assert child.wait() == 1
-    words = f"step {first} was not finite (its rows are in {recipe['out']}/bad-rows-step-{first}.jsonl): back to step {saved}"
-    assert words in child.said
+    rows = f"{recipe['out']}/bad-rows-step-{first}.jsonl"
+    assert f"step {first} was not finite (its rows are in {rows}): back to step {saved}" in child.said
     # steps are counted anew from there, rows are not: step 1 after it takes the rows that would have come next
     passed_over = first - saved
     (steps,) = steps_by_process(recipe["out"])

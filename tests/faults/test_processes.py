@@ -38,7 +38,7 @@ def whole(stage):
 def test_one_of_them_is_killed(stage, whole, rank):
     """The other one ends by itself and says why; started again, both go on, to the same bits."""
     recipe = stage.recipe()
-    killed_at = {rank: {"at": {"17": f"saved 15; die" if rank == 0 else "die"}}}
+    killed_at = {rank: {"at": {"17": "saved 15; die" if rank == 0 else "die"}}}
     started = stage.train_together(recipe, killed_at)
     assert started[rank].wait() == -signal.SIGKILL
     assert started[1 - rank].wait() == 1, started[1 - rank].said
