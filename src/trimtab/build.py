@@ -284,7 +284,9 @@ def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine
     engine.require_same("data", found)
 
 
-def _leave_out_unused(model: torch.nn.Module, loss: Loss, task: Task, tokens: Tokens, engine: Engine) -> None:
+def _leave_out_unused(
+    model: torch.nn.Module, freezing: Freezing, loss: Loss, task: Task, tokens: Tokens, engine: Engine
+) -> None:
     """Find the parameters that take no part in the loss, which processes must not wait for, from one row."""
     if not engine.use_distributed:
         return
@@ -293,9 +295,11 @@ def _leave_out_unused(model: torch.nn.Module, loss: Loss, task: Task, tokens: To
     was_training = model.training
     batch = to_device(task.collate([tokens.train[0]]), engine.device)
     try:
-        model.eval().requires_grad_(True)
+        model.eval()
+        for parameter in freezing.released_later():
+            parameter.requires_grad_(True)
         loss(model, batch).value.backward()  # type: ignore[no-untyped-call]
-        unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     finally:
         model.train(was_training).zero_grad(set_to_none=True)
         for name, parameter in model.named_parameters():
@@ -437,7 +441,8 @@ def build_trainer(
     unfreezes = any(until != "always" for until in settings.freeze.values())
     own_metrics = metrics or {}
     train_loss = _the_loss(task, loss, settings.label_smoothing)
-    _leave_out_unused(loaded.model, train_loss, task, tokens, engine)
+    engine.will_train(freezing.released_later())
+    _leave_out_unused(loaded.model, freezing, train_loss, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(loaded.model)
     optimizer = build_optimizer(

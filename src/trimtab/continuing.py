@@ -1,5 +1,7 @@
 """Where a run goes, whether it begins there or goes on, and from which state."""
 
+import json
+import shutil
 import tempfile
 import uuid
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
 from trimtab.optim.schedules import reshape, shapes_of
 from trimtab.recipe.load import load_recipe
-from trimtab.recipe.resuming import differences
+from trimtab.recipe.resuming import Difference, differences
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import (
     CHECKPOINTS,
@@ -38,7 +40,8 @@ class Beginning:
     path: Path
     checkpoint: Path | None = None  # the state to go on from
     goes_on: bool = False  # there is a run in the folder already
-    was_finished: bool = False  # that run has come to its end, and should be trained for longer
+    is_longer: bool = False  # the recipe asks for another length, or other patience
+    is_branch: bool = False  # from a state that was named, and with another recipe: another way from there on
 
 
 def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning:
@@ -57,6 +60,8 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
     again = started_again()
     path = _place(recipe, bool(resume), again)
     run = read_status(path)
+    if run is not None and again is not None and run.get("job") == again:
+        fresh, resume = False, True  # they were for the first attempt, which has begun
     if run is not None and (fresh or resume or again):
         # refuses here, before anything is loaded, if another process is at work there
         with RunLock(path, take_over=again is not None, patience_s=SILENT_S):
@@ -68,7 +73,9 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
         check_free(path)
         return Beginning(path)
     step = _step_number(resume) if isinstance(resume, str) else None
-    _compare(path, recipe)
+    found = _compare(path, recipe)
+    is_longer = any(difference.is_about_length for difference in found)
+    is_branch = step is not None and any(not difference.is_harmless for difference in found)
     shelf = Shelf(path / CHECKPOINTS)
     stored = shelf.open(step)
     if stored is None:
@@ -80,7 +87,7 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
             )
         say(f"{path} holds no saved state yet: the run starts from the beginning")
         return Beginning(path, goes_on=True)
-    return Beginning(path, stored.folder, goes_on=True, was_finished=run is not None and run["state"] == "finished")
+    return Beginning(path, stored.folder, goes_on=True, is_longer=is_longer, is_branch=is_branch)
 
 
 def _place(recipe: Recipe, resume: bool, again: str | None) -> Path:
@@ -100,16 +107,17 @@ def _step_number(name: str) -> int:
     return int(digits)
 
 
-def _compare(path: Path, recipe: Recipe) -> None:
+def _compare(path: Path, recipe: Recipe) -> list[Difference]:
     """Say which keys are not as they were; refuse those that would make it another run."""
     try:
         before = load_recipe(path / "recipe.yaml", {}, []).recipe
     except RecipeError:
-        return  # killed before it was written, or edited: the state itself is compared when it is loaded
+        return []  # killed before it was written, or edited: the state itself is compared when it is loaded
     found = differences(before, recipe)
     for difference in found:
         kind = "changes nothing that is computed" if difference.is_harmless else "counts from here on"
         say(f"{difference} ({kind})")
+    return found
 
 
 def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> int | None:
@@ -132,11 +140,30 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         Shelf(beginning.checkpoint.parent).drop_after(step)
         for difference in same_numerics(read_manifest(beginning.checkpoint).facts, engine):
             say(f"{difference}: the same up to rounding, not to the last bit")
-    if not beginning.was_finished:
-        trainer.end_as_saved()  # killed when it was over, but before it had said so
+    if beginning.is_longer:
+        trainer.forget_patience()
+    else:
+        trainer.end_as_saved()
+    if beginning.is_branch and engine.first_decides(lambda: _set_aside_newer_best(beginning.path, step)):
+        trainer.forget_best()
     if step >= trainer.state.num_steps:
         say("all its steps are done; more: --set train.epochs=…")
     return trainer.journal_position
+
+
+def _set_aside_newer_best(run: Path, step: int) -> bool:
+    """A best model of steps that are left behind would never be replaced by a worse one of the new way."""
+    try:
+        newer: int = json.loads((run / "best" / "trimtab.json").read_text())["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    if newer <= step:
+        return False
+    aside = run / f"best-step-{newer}"
+    shutil.rmtree(aside, ignore_errors=True)
+    (run / "best").rename(aside)
+    say(f"the best model was of step {newer}, which is left behind: it is kept in {aside}, and the best is sought anew")
+    return True
 
 
 def recover(run: Path, out: str | None) -> Path:

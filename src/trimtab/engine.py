@@ -112,6 +112,7 @@ class Engine:
         self._follow_optimizer = step_scheduler_with_optimizer
         self._active_loaders = ActiveLoaders()
         self._models: list[torch.nn.Module] = []
+        self._train_later: list[torch.nn.Parameter] = []
         self._frozen: list[FrozenBase] = []  # of each model, what did not train when it came
         self._optimizers: list[PreparedOptimizer] = []
         self._loaders: list[PreparedLoader] = []
@@ -168,7 +169,7 @@ class Engine:
         if move and not _placed_by_its_loader(model):
             model.to(self.device)
         self._precision.attach(model)
-        self._frozen.append(FrozenBase(model))
+        self._frozen.append(FrozenBase(self.unwrap_model(model)))
         model = self._world.connect(model)
         if not self._models:
             diverge(self._world.process_index)
@@ -241,7 +242,7 @@ class Engine:
         A window ends after `gradient_accumulation_steps` micro-batches, and with the last batch of a prepared loader.
         """
         for model in models:
-            if not any(model is known or model is getattr(known, "module", None) for known in self._models):
+            if not any(self.unwrap_model(model) is self.unwrap_model(known) for known in self._models):
                 raise PrepareError(
                     f"accumulate was given a {type(model).__name__} that was not prepared",
                     "engine.prepare(model) first",
@@ -364,6 +365,10 @@ class Engine:
             raise PrepareError(f"{kinds} cannot be saved", "register objects that have state_dict and load_state_dict")
         self._registered.extend(objects)
 
+    def will_train(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Let parameters that are frozen now, and begin to train later, be part of the state from the beginning."""
+        self._train_later.extend(parameters)
+
     def _parts(self) -> list[Part]:
         """Parts that can refuse while they load come first; see `load_parts`."""
         parts: list[Part] = [
@@ -383,7 +388,7 @@ class Engine:
             for index, optimizer in enumerate(self._optimizers)
         ]
         parts += [
-            ModelPart(_numbered("model", index), model, base=base)
+            ModelPart(_numbered("model", index), model, also=self._train_later, base=base)
             for index, (model, base) in enumerate(zip(models, self._frozen, strict=True))
         ]
         return [*parts, RandomPart(self._world.process_index)]
@@ -416,7 +421,8 @@ class Engine:
         """Let go of everything prepared and return freed memory to the device; gives None for each object given."""
         self._gradients.forget()
         self._accumulation.reset()
-        for held in (self._models, self._frozen, self._optimizers, self._loaders, self._schedulers, self._registered):
+        models: list[list[Any]] = [self._models, self._frozen, self._train_later]
+        for held in (*models, self._optimizers, self._loaders, self._schedulers, self._registered):
             held.clear()
         gc.collect()
         if self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "empty_cache"):
@@ -504,11 +510,17 @@ class Engine:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like `gather`, without rows that only fill up an epoch's last batch. Objects come as a list."""
         if use_gather_object or not _is_all_tensors(input_data):
-            return self._world.gather_object(input_data)
+            return self._gather_objects(input_data)
         loader = self._active_loaders.innermost
         if loader is None:
             return self._world.gather(input_data)
         return loader.real_rows(self._world.gather_each(input_data))
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        """Lists joined, other objects one for each process; without those of a process that has only a stand-in."""
+        everyone = self._world.objects_of_all((value, self.has_no_rows))
+        counted = [theirs for theirs, is_stand_in in everyone if not is_stand_in]
+        return [item for part in counted for item in part] if isinstance(value, list) else counted
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Tensors summed ("sum") or averaged ("mean") over the processes."""

@@ -21,7 +21,7 @@ from trimtab.continuing import Beginning, find_beginning, go_on, recover
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
 from trimtab.engine import Engine
-from trimtab.errors import Stopped
+from trimtab.errors import Stopped, TrimtabError
 from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
@@ -113,6 +113,9 @@ def fit(
         with engine.busy("trying the model out"):
             return _tried_out(Result(result, plan, folder.path, None), data, folder)
     if result.interruption and result.interruption != "time limit":
+        if recipe.checkpoint.every is None or result.save_failure:
+            why = result.save_failure or "checkpoint.every is null"
+            raise TrimtabError(f"{result.interruption}: stopped after step {result.step}; no state was saved: {why}")
         cure = f"go on with: trimtab resume {folder.path}"
         raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
     best = folder.best if folder.best.exists() else None
@@ -136,7 +139,7 @@ def resume(
         out: Where a mirror is copied to; by default where the run was.
         options: Those of `fit`.
     """
-    folder = recover(Path(run), out)
+    folder = Engine(device=options.get("device")).first_decides(lambda: recover(Path(run), out))
     loaded = load_recipe(folder / "recipe.yaml", {"out": str(folder)}, list(sets))
     return fit(loaded, resume=from_step or True, **options)
 

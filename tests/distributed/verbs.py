@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trimtab import DistributedType, Engine
 from trimtab.distributed.same import require_same
-from trimtab.errors import CheckpointError, PrepareError, RecipeError
+from trimtab.errors import CheckpointError, LossError, PrepareError, RecipeError
 
 
 def gathers_and_reduces(engine):
@@ -220,6 +220,54 @@ def refuses_unused_parameters():
     assert engine.prepare(frozen) is frozen
 
 
+def trains_two_models_against_each_other():
+    """A loss of one of two models, although both ran forward; and gradients are the same on all processes."""
+    engine = Engine(cpu=True)
+    maker, judge = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        for parameter in (*maker.parameters(), *judge.parameters()):
+            parameter.fill_(0.1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (maker, judge)]
+    maker, judge, *optimizers = engine.prepare(maker, judge, *optimizers)
+    for step in range(3):
+        made = maker(torch.full((2, 3), float(engine.process_index + step)))
+        engine.backward(judge(made.detach()).mean())
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        engine.backward(-judge(made).mean())
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for parameter in (*maker.parameters(), *judge.parameters()):
+        theirs = engine.gather_for_metrics([parameter.detach()], use_gather_object=True)
+        assert all(torch.equal(one, theirs[0]) for one in theirs)
+
+
+def refuses_a_backward_that_nobody_would_exchange():
+    engine = Engine(cpu=True)
+    model = engine.prepare(torch.nn.Linear(2, 1))
+    first, second = (model(torch.full((1, 2), float(engine.process_index + n))).mean() for n in (1, 2))
+    engine.backward(first)
+    with pytest.raises(LossError, match="add the losses"):
+        engine.backward(second)
+
+
+def gathers_objects_of_real_rows_only():
+    engine = Engine(cpu=True)
+    loader = engine.prepare(DataLoader(rows(5), batch_size=4))
+    names, batches = [], 0
+    for batch in loader:
+        names += engine.gather_for_metrics([f"row {row}" for row in batch["row"].tolist()])
+        batches += len(engine.gather_for_metrics({"any": "thing"}, use_gather_object=True))
+    assert names == [f"row {row}" for row in range(5)]
+    assert batches == min(4, engine.num_processes) + 1
+    whole = Engine(cpu=True, split_batches=False)
+    loader = whole.prepare(DataLoader(rows(5), batch_size=None))
+    seen = [row for batch in loader for row in whole.gather_for_metrics([int(batch["row"])])]
+    assert seen == list(range(5))
+    assert len(loader) == -(-5 // whole.num_processes)
+
+
 def saves_and_resumes(folder):
     def built():
         engine = Engine(cpu=True, seed=3)
@@ -278,6 +326,9 @@ def main(folder: Path) -> None:
     dropout_differs_and_repeats()
     evaluates_every_row_once()
     refuses_unused_parameters()
+    trains_two_models_against_each_other()
+    refuses_a_backward_that_nobody_would_exchange()
+    gathers_objects_of_real_rows_only()
     saves_and_resumes(folder)
     (folder / f"done-{engine.process_index}").write_text("all")
 

@@ -92,7 +92,7 @@ class ForkServer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._num_children = 0
-        search = os.pathsep.join([str(HERE), str(HERE.parent)])
+        search = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"PYTHONPATH": search, "TRIMTAB_CACHE": str(folder / "cache")}
         with (folder / "server.err").open("w") as errors:
             self._process = subprocess.Popen(

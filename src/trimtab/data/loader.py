@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab.data.placement import Placement
-from trimtab.data.sharding import NoSharding, Shard, Sharding
+from trimtab.data.sharding import NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
 from trimtab.log import say
@@ -166,8 +166,8 @@ class PreparedLoader:
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
-            of_indices = self._sharding if attribute == "batch_sampler" else NoSharding()
-            self._divides_loaded = attribute == "sampler"
+            self._divides_loaded = attribute == "sampler" and isinstance(self._sharding, SplitRows)
+            of_indices = NoSharding() if self._divides_loaded else self._sharding
             self._indices = _IndexSource(getattr(loader, attribute), of_indices)
             # DataLoader guards these names against assignment after construction; a copy may differ.
             object.__setattr__(source, attribute, self._indices)
@@ -455,6 +455,7 @@ class PreparedLoader:
         """Let the next iteration be that of an epoch, after its first `num_batches` batches."""
         if self._resume is not None and self._resume["epoch"] != epoch:
             self._resume = None
+        self._iteration = None  # one that is still open counts no more
         self.set_epoch(epoch)
         self.start_at(num_batches)
 

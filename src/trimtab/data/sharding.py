@@ -113,7 +113,7 @@ class BatchEach:
 
     def share_indices(self, group: list[Any]) -> Shard:
         """The batch of this process's number; in a last, short group some have none."""
-        return self._share(group, [len(batch) for batch in group])
+        return self._share(group, [len(batch) if hasattr(batch, "__len__") else 1 for batch in group])
 
     def share_loaded(self, group: list[Any]) -> Shard:
         """The same for batches that were loaded."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.errors import PrepareError
+from trimtab.errors import LossError, PrepareError
 
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
 # torch has renamed it
@@ -60,6 +60,8 @@ class DataParallel(DistributedDataParallel):
         if orders_buckets_later and dist.get_world_size() > 2:
             self._settle_buckets()
         self._awaits_backward = False
+        self._num_forwards = 0  # since the last exchange
+        self._was_shared = False  # that exchange answered for several forwards
         self._is_checked = False
 
     def _settle_buckets(self) -> None:
@@ -92,6 +94,7 @@ class DataParallel(DistributedDataParallel):
             if self._training != _what_trains(self.module):
                 self._wrap(self.module, init_sync=False)  # something was frozen or began to train
             self._awaits_backward = self.require_backward_grad_sync
+            self._num_forwards += 1
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # its first forwards, and those with batch norms, need the other processes
@@ -119,15 +122,30 @@ class DataParallel(DistributedDataParallel):
         self._awaits_backward = False
 
     def backward_done(self) -> None:
-        """Gradients have been exchanged. The first time, see whether all of them were.
+        """Gradients have been exchanged, if this model had a part in the loss. See whether all of them were.
 
         A parameter that takes no part would stop every process at the next forward, with no word about which one.
         """
-        self._awaits_backward = False
-        if self._is_checked or self._options.find_unused_parameters or self._options.static_graph:
+        if not self._awaits_backward:
+            if self._was_shared and not self._num_forwards:
+                raise LossError(
+                    "a second backward came after several forwards: several processes exchange gradients only once",
+                    "add the losses and call backward once, or call each backward right after its forward",
+                )
             return
-        self._is_checked = True
-        idle = [name for name, parameter in self._exchanged().items() if parameter.grad is None]
+        exchanged = {} if self._is_checked else self._exchanged()
+        idle = [name for name, parameter in exchanged.items() if parameter.grad is None]
+        if idle and len(idle) == len(exchanged):
+            return  # the loss was of another model
+        self._awaits_backward, self._is_checked = False, True
+        self._was_shared, self._num_forwards = self._num_forwards > 1, 0
+        if self._options.find_unused_parameters or self._options.static_graph:
+            return
+        if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
+            raise PrepareError(
+                "a parameter that took no part in the loss of the first row has a gradient now, which is not exchanged",
+                "use a loop of your own with Engine(find_unused_parameters=True)",
+            )
         if idle:
             shown = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
             raise PrepareError(

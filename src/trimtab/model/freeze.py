@@ -66,6 +66,10 @@ class Freezing:
                 if id(parameter) in held:
                     parameter.grad = None  # an optimizer would go on with a gradient that is left
 
+    def released_later(self) -> list[torch.nn.Parameter]:
+        """The parameters that are held back for a time, and not for good."""
+        return [p for pattern, until in self._spec.items() if until is not None for p in self._held[pattern]]
+
     def at_step(self, step: int, epoch: float) -> list[str]:
         """Let train what is due.
 

@@ -126,6 +126,8 @@ class Accumulation:
             return _nothing_if_weightless(loss * _ratio(weight, total, num_processes), weight)
         if self._expected is None:
             self._expected = _first_expectation(self._world.total(weight, loss.device), self.num_steps)
+        elif isinstance(self._expected, torch.Tensor) and self._expected.device != loss.device:
+            self._expected = self._expected.to(loss.device)  # from a checkpoint: a host number divides in other bits
         self._count(weight)
         return _nothing_if_weightless(loss * (weight * num_processes / self._expected), weight)
 

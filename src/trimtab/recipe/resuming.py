@@ -53,6 +53,11 @@ class Difference:
         """Whether the run would be another one."""
         return not self.is_harmless and self.key not in _FROM_HERE_ON
 
+    @property
+    def is_about_length(self) -> bool:
+        """Whether it says how long the run is."""
+        return self.key in ("train.epochs", "train.max_steps") or self.key.startswith("early_stopping")
+
     def __str__(self) -> str:
         return f"{self.key}: {self.before!r} → {self.now!r}"
 

@@ -57,7 +57,7 @@ class Journal:
         if path.stat().st_size < position:
             say(f"{path} has lost its last lines: numbers of steps before this one are missing")
         elif path.stat().st_size > position:
-            self._file.truncate(position)
+            self._file.truncate(_line_end(path, position))
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         """Write a line."""
@@ -101,6 +101,12 @@ class Journal:
                 say(f"{len(self._waiting)} lines of numbers are lost: there was no room for them in {self._file.name}")
             self._file.close()
             self._file = None
+
+
+def _line_end(path: Path, position: int) -> int:
+    """The end of the last whole line up to a position: somebody may have edited the file."""
+    with path.open("rb") as file:
+        return file.read(position).rfind(b"\n") + 1
 
 
 def _plain(value: Any) -> Any:

@@ -183,16 +183,22 @@ class Trainer:
         reset_peak_memory(self._engine.device)
         try:
             with self._signals:
-                if schedule.evaluate_at_start and state.step == 0:
-                    self._evaluate()
+                if self._is_evaluation_owed() or (schedule.evaluate_at_start and state.step == 0):
+                    self._evaluate()  # owed by a run that was stopped just before
                 while not state.is_over:
                     self._one_epoch()
                 if state.interruption is None:
                     self._end()
         finally:
-            call_all(self._callbacks, "on_end", state)
-            failure = self._checkpoints.close()
+            with self._engine.busy("the end of the run"):
+                call_all(self._callbacks, "on_end", state)
+                failure = self._checkpoints.close()
         return self._result(failure or self._keeper.problem)
+
+    def _is_evaluation_owed(self) -> bool:
+        """Whether a run that goes on was stopped just before an evaluation."""
+        step, seconds = self.state.step, self._meter.seconds()
+        return self._engine.first_decides(lambda: step > 0 and self._evaluation.now(step, seconds))
 
     def _one_epoch(self) -> None:
         """The rest of an epoch: step, look around, save."""
@@ -205,6 +211,7 @@ class Trainer:
             # a run that is stopped early has a last step too, and its model may be the best one
             if state.interruption is None and (is_evaluation_due or state.is_over):
                 self._evaluate()
+                self._agree_to_stop()
             if is_save_due or state.is_over:
                 self._save_state(wait=state.is_over)
             if state.is_over:
@@ -262,6 +269,8 @@ class Trainer:
                 wishes[:3] = [False] * 3
             wishes = [bool(wish) for wish in self._engine.reduce(torch.tensor(wishes, dtype=torch.int32)).tolist()]
         evaluation, save, is_time_up, should_stop, is_signalled, is_bad = wishes
+        if is_bad and self._engine.use_distributed:  # one process may have looked further than another
+            looked_at = int(self._engine.gather(torch.tensor(looked_at)).min())
         if should_stop:
             state.should_stop = True
         elif is_signalled and state.step < state.num_steps:
@@ -271,6 +280,12 @@ class Trainer:
             state.should_stop = True
             state.stop_reason = state.interruption = "time limit"
         return evaluation, save, looked_at if is_bad else None
+
+    def _agree_to_stop(self) -> None:
+        """A callback may have wished to stop in one process only."""
+        if self._engine.use_distributed:
+            wish = torch.tensor(int(self.state.should_stop), dtype=torch.int32)
+            self.state.should_stop = bool(self._engine.reduce(wish))
 
     def _windows(self) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
         """For each batch that is left of an epoch: how many micro-batches it has, and these, loaded when taken."""
@@ -287,12 +302,12 @@ class Trainer:
 
     def _save_state(self, wait: bool = False) -> None:
         state = self.state
+        self._saving.done(state.step, self._meter.seconds())  # before, so that the state says so
         with self._meter.paused():
             self._meter.share()
             self._write_waiting()
             problem = self._keeper.problem
             self._checkpoints.save(state.step, state.metrics, self._best.step, wait=wait, problem=problem)
-        self._saving.done(self._meter.seconds())
         if state.interruption is not None and not self._has_kept:  # better a half-trained model than none
             self._save()
 
@@ -350,6 +365,16 @@ class Trainer:
         if self._ended is not None:
             self.state.should_stop, self.state.stop_reason = True, self._ended
 
+    def forget_patience(self) -> None:
+        """A run that is trained for longer begins to count evaluations without improvement anew."""
+        if self._ended is not None and self._early_stopping is not None:
+            self._early_stopping.num_without_improvement = 0
+
+    def forget_best(self) -> None:
+        """The best model so far is not at hand any more: the next one that is evaluated is the best."""
+        self._best.value = self._best.step = None
+        self._has_kept = False
+
     _ended: str | None = None
     journal_position = 0  # how far the numbers had been written when the state was saved that was loaded
 
@@ -379,6 +404,7 @@ class Trainer:
         self._best.load_state_dict(best)  # a model that was kept since then is still there, and still the best one
         self._has_kept = has_kept
         self._num_passed_over = step - self.state.step
+        self._watch.forget()
         self._progress.note(
             f"step {step} was not finite (its rows are in {rows}): back to step {self.state.step}, and on with the "
             f"data after them; this is done once"
@@ -426,9 +452,10 @@ class Trainer:
         self._keeper.record(values, self.state.step)
 
     def _evaluate(self) -> None:
-        if self._evaluator is None:
-            return
         state = self.state
+        if self._evaluator is None:
+            self._evaluation.done(state.step, self._meter.seconds())
+            return
         with self._meter.paused():
             state.metrics = self._evaluator.run(self._model, lambda done: self._progress.eval_progress(done, None))
             improved = self._best.update(state.metrics, state.step)
@@ -439,7 +466,7 @@ class Trainer:
             call_all(self._callbacks, "on_eval", state, state.metrics)
             if self._early_stopping is not None and self._early_stopping.update(state.metrics):
                 state.should_stop, state.stop_reason = True, "early stopping"
-        self._evaluation.done(self._meter.seconds())
+        self._evaluation.done(state.step, self._meter.seconds())
 
     def _save(self) -> None:
         self._has_kept = True

@@ -22,6 +22,7 @@ class Meter:
         self._num_tokens: torch.Tensor | int = 0
         self._began = time.monotonic()
         self._paused_s = 0.0
+        self._is_started = False
         self._before_s = 0.0  # spent by the processes that this one resumes
         self._results: list[StepResult] = []  # since the last look
         self._last = (0.0, 0)
@@ -29,7 +30,7 @@ class Meter:
 
     def start(self) -> None:
         """The run begins, or goes on, now."""
-        self._began, self._paused_s = time.monotonic(), 0.0
+        self._began, self._paused_s, self._is_started = time.monotonic(), 0.0, True
 
     def seconds(self) -> float:
         """Time spent on training, also by processes that this one resumes."""
@@ -86,8 +87,9 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; with another number of processes the first one takes what all counted."""
-        self._before_s, self._last = state["seconds"], (state["last"][0], state["last"][1])
-        self.start()
+        # the clock of this session goes on, should it be a step back in the middle of it
+        passed_s = self.session_seconds() - self._paused_s if self._is_started else 0.0
+        self._before_s, self._last = state["seconds"] - passed_s, (state["last"][0], state["last"][1])
         of_all = state["of_all"]
         if len(of_all) == self._engine.num_processes:
             mine = [of_all[self._engine.process_index]]

@@ -32,6 +32,10 @@ class FiniteWatch:
             arrived.record()
         self._noted.append((step, total, arrived))
 
+    def forget(self) -> None:
+        """The steps noted so far were taken back."""
+        self._noted.clear()
+
     def bad_step(self, flush: bool = False) -> int | None:
         """The first step that was not finite, as far as steps have been looked at.
 
