@@ -6,11 +6,13 @@ every library trains a tiny model to a late step; then runs that were saved earl
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -303,13 +305,15 @@ class TrimtabRecipe:
 
     def _fit(self, out, stops, save_every, **options):
         from trimtab import Recipe, fit
+        from trimtab.errors import Stopped
 
         class AtStep:
             @staticmethod
             def on_step(state):
                 if options:  # a run that goes on: this is its first new step
                     self._watch.stop()
-                state.should_stop = stops.is_over(state.step)
+                if stops.is_over(state.step):
+                    os.kill(os.getpid(), signal.SIGTERM)  # a stop that can be resumed; a wish to end would be final
 
         recipe = Recipe(
             model=str(self._settings.folder),
@@ -319,7 +323,8 @@ class TrimtabRecipe:
             checkpoint={"every": f"{save_every} steps"},
             out=str(out),
         )
-        fit(recipe, callbacks=[AtStep()], progress="quiet", device="cpu", **options)
+        with contextlib.suppress(Stopped):
+            fit(recipe, callbacks=[AtStep()], progress="quiet", device="cpu", **options)
 
     def train(self, stops):
         """Twice, because checkpoints are saved in even intervals; the second is the undisturbed run."""

@@ -144,6 +144,8 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         trainer.forget_patience()
     else:
         trainer.end_as_saved()
+        if trainer.state.should_stop:
+            say(f"it has ended ({trainer.state.stop_reason}); more: --set train.epochs=… or early_stopping.patience=…")
     if beginning.is_branch and engine.first_decides(lambda: _set_aside_newer_best(beginning.path, step)):
         trainer.forget_best()
     if step >= trainer.state.num_steps:

@@ -116,11 +116,12 @@ def test_killed_when_all_steps_are_done(stage, name):
     """But before it said so: nothing is left to train, and so nothing is trained."""
     changes = EARLY if name == "stopped early" else {}
     recipe, whole = stage.recipe(**changes), stage.whole(name, **changes)
+    go_on_until_killed(stage, recipe, at={"21": "saved 20; die"})  # after one of the two evaluations that end it
     go_on_until_killed(stage, recipe, at={"end": "die"})
-    (steps,) = steps_by_process(recipe["out"])
+    steps = steps_by_process(recipe["out"])
     assert status_of(recipe["out"])["state"] == "running"
     said = stage.finish(recipe)
-    assert goes_on_from(said) == steps[-1] == (24 if changes else NUM_STEPS)
-    assert steps_by_process(recipe["out"]) == [steps]
+    assert goes_on_from(said) == steps[-1][-1] == (24 if changes else NUM_STEPS)
+    assert steps_by_process(recipe["out"]) == steps
     assert notes_of(recipe["out"])["fit"]["stop_reason"] == notes_of(whole)["fit"]["stop_reason"]
     assert_same_end(recipe["out"], whole)

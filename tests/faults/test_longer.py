@@ -95,7 +95,10 @@ def test_from_a_state_before_the_last(stage, finished):
     """The steps after it are taken again, and everything that was written of them is replaced."""
     recipe = finished()
     assert saved_steps(recipe["out"]) == [35, 40]
-    child = resume(stage, recipe, from_step="step-35")
+    killed = stage.train(recipe, command="resume", options={"from_step": "step-35"}, at={"37": "die"})
+    assert killed.wait() == -9
+    assert saved_steps(recipe["out"]) == [35]  # nothing goes on from what comes after it
+    child = resume(stage, recipe)
     assert child.wait() == 0, child.said
     assert assert_went_on(recipe["out"], child.said) == 35
     assert_same_end(recipe["out"], stage.whole("constant"))

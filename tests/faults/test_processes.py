@@ -50,7 +50,7 @@ def test_one_of_them_is_killed(stage, whole, rank):
 
 
 # plain SGD without dropout: AdamW makes large steps of what rounding leaves of a gradient that should be zero
-PLAIN = {"model": "no-dropout", "train": {"optimizer": "sgd", "lr": 0.2, "momentum": 0.5, "freeze": {}}}
+PLAIN = {"model": "no-dropout", "train": {"optimizer": "sgd", "lr": 0.2, "momentum": 0.5, "freeze": {}, "log_every": 4}}
 
 
 def noting(run, processes):
