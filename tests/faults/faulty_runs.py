@@ -303,3 +303,25 @@ def make_models(root: str, wanted: dict[str, dict], to: str) -> None:
     """Write models, and a file with their folders."""
     models = TinyModels(Path(root))
     Path(to).write_text(json.dumps({name: models.folder(**settings) for name, settings in wanted.items()}))
+
+
+def export_without_room(model: str, kind: str, folder: str) -> None:
+    """Export a model where there is room, and where there is none until its weights are others already."""
+    from trimtab.checkpoint.export import PatientExport, export_model
+    from trimtab.model.load import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    trained = load_model(model, kind, {}, tokenizer)
+    export_model(f"{folder}/at-once", trained, tokenizer, card={"step": 1})
+    patient = PatientExport(f"{folder}/waited", trained, tokenizer)
+    limit_file_size(1000)
+    assert not patient.write({"step": 1})
+    assert not patient.write_waiting()
+    limit_file_size(-1)
+    assert patient.problem is not None
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(1.0)
+    assert patient.write_waiting()
+    assert patient.problem is None
+    assert not patient.write_waiting()

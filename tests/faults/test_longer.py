@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fault_stage import NUM_STEPS, assert_same_end, assert_went_on, saved_steps, status_of
 
-from tiny_runs import lines_of
+from tiny_runs import lines_of, reviews, write_csv
 
 # without an end in its schedule, a run is the beginning of a longer one; a log falls on its last step in any case
 CONSTANT = {"train": {"schedule": "constant", "log_every": 4}}
@@ -81,14 +81,21 @@ def test_what_would_make_it_another_run_is_refused(stage, finished):
     assert {path: path.stat().st_mtime_ns for path in Path(recipe["out"]).rglob("*")} == before
 
 
-def test_other_rows_are_refused(stage, finished):
-    """The recipe names the same file, but it holds fewer rows now."""
-    recipe = finished()
-    rows = stage.folder / "fewer.csv"
-    rows.write_text("\n".join(stage.rows.read_text().splitlines()[:40]))
-    child = resume(stage, recipe, f"data.train={rows}", "train.epochs=6")
-    assert child.wait() == 2
-    assert "data.train" in child.said
+def test_other_rows_are_refused(stage, tmp_path):
+    """The recipe names the same file, but since then its rows have changed, or some were taken out."""
+    rows = write_csv(tmp_path / "rows.csv", reviews(88))
+    recipe = stage.recipe(data={"train": str(rows)})
+    stage.finish(recipe)
+    for others, words in ((reviews(88, first=500), "the training rows are not those"), (reviews(40), "not the same")):
+        write_csv(rows, others)
+        child = resume(stage, recipe, "train.epochs=5")
+        assert child.wait() == 2
+        assert words in child.said
+        assert child.said.count("cure: ") == child.said.count("cure: resume with the") == 1
+    write_csv(rows, reviews(88))
+    child = resume(stage, recipe, "train.epochs=5")
+    assert child.wait() == 0, child.said
+    assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
 
 
 def test_from_a_state_before_the_last(stage, finished):

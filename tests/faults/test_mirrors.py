@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from fault_stage import assert_same_end, assert_went_on, saved_steps, status_of
+from fault_stage import assert_same_end, assert_went_on, goes_on_from, saved_steps, status_of
 
 
 def with_mirror(stage, tmp_path):
@@ -110,3 +110,15 @@ def test_a_drive_that_was_never_there_costs_nothing(stage, tmp_path):
     said = stage.finish(recipe)
     assert said.count("is not up to date") == 1
     assert_same_end(recipe["out"], stage.whole())
+
+
+@pytest.mark.slow
+def test_two_processes_come_back_together(stage, lost):
+    """One of them copies, the other one waits for it."""
+    recipe, mirror = lost
+    of_rank = {rank: {"command": "resume", "notes": f"{recipe['out']}.rank-{rank}"} for rank in range(2)}
+    said = stage.finish_together({"out": str(mirror)}, of_rank)
+    assert goes_on_from(said) == 20
+    assert said.count(f"{mirror} was copied to") == 1
+    assert status_of(recipe["out"])["state"] == "finished"
+    assert saved_steps(recipe["out"]) == saved_steps(mirror) == [35, 40]

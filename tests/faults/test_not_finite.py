@@ -167,3 +167,16 @@ def test_two_processes_rewind_together(stage, recipe_of):
     together = [sorted([*rows, *others]) for (_, rows), (_, others) in zip(first, second, strict=True)]
     assert together == [sorted(rows) for rows in order[: len(together)]]
     assert len(together) == 10 + bad - (bad - 1) // 5 * 5
+
+
+def test_rewind_keeps_the_best_model(stage, recipe_of):
+    """The best model may be one of the steps that are taken again: it stays, and everybody says the same of it."""
+    train = {"epochs": 1, "on_nan": "rewind", "lr": 0.02, "warmup": 0}  # too fast: the loss goes down and up again
+    recipe = recipe_of(**train) | {"evaluate": {"every": "1 steps", "metric": "loss"}}
+    stage.finish(recipe, loss={"bad_length": BAD_LENGTH})
+    losses = [(line["eval_loss"], line["step"]) for line in lines_of(recipe["out"]) if "eval_loss" in line]
+    best_loss, best_step = min(losses)
+    facts = json.loads((Path(recipe["out"]) / "best" / "trimtab.json").read_text())
+    result = notes_of(recipe["out"])["fit"]
+    assert (facts["metrics"]["loss"], facts["step"]) == (best_loss, best_step)
+    assert (result["best_metric"], result["best_step"]) == (best_loss, best_step)

@@ -307,6 +307,8 @@ class StatefulPart:
         state = decode(tree, tensor)
         try:
             self._owner.load_state_dict(state)
+        except CheckpointError:  # an object of ours, which knows the cure
+            raise
         except Exception as error:  # whatever an object of the user's may raise
             raise CheckpointError(
                 f"{self.name} ({type(self._owner).__name__}) cannot load its state: {type(error).__name__} {error}",
