@@ -180,8 +180,8 @@ def test_of_several_that_resume_at_once_one_goes_on(stage, killed, tmp_path, num
     assert codes == [0, *[2] * (num_processes - 1)], [child.said for child in started]
     winner = next(child for child in started if child.code == 0)
     assert_went_on(killed["out"], winner.said)
-    for loser in started:
-        assert loser is winner or f"is in use by process {winner.pid}" in loser.said
+    for loser in started:  # who has refused it need not have won: each holds the folder for a moment to look into it
+        assert loser is winner or any(f"is in use by process {child.pid} " in loser.said for child in started)
     assert_same_end(killed["out"], stage.whole())
 
 
