@@ -51,7 +51,7 @@ FORMULAS = {
     [
         ("adamw", "cpu", True),
         ("adam", "cpu", True),
-        ("sgd", "cpu", True),
+        ("sgd", "cpu", None),
         ("adagrad", "cpu", None),
         # named after a device without fused steps, stepped on the CPU
         ("adamw", "meta", None),

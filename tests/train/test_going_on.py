@@ -121,3 +121,8 @@ def test_another_way_from_an_earlier_state_seeks_its_own_best(recipe):
     kept = [path.name for path in Path("run").glob("best*")]
     assert "best" in kept
     assert any(name.startswith("best-step-") for name in kept)
+
+
+def test_momentum_of_a_part_that_begins_to_train_later(recipe):
+    train = {"optimizer": "sgd", "momentum": 0.5, "freeze": {"base": "3 steps"}, "epochs": 1}
+    assert fit(recipe(train=train), progress="quiet").fit.step == 10

@@ -58,7 +58,8 @@ def build_optimizer(
     if name == "adam":
         return torch.optim.Adam(params, lr=lr, betas=betas, eps=eps, fused=fused)
     if name == "sgd":
-        return torch.optim.SGD(params, lr=lr, momentum=momentum, fused=fused)
+        # torch's fused SGD cannot take parameters whose momentum begins later than that of the others
+        return torch.optim.SGD(params, lr=lr, momentum=momentum, fused=None if momentum else fused)
     if name == "adagrad":
         return _place_state(torch.optim.Adagrad(params, lr=lr, eps=eps), device)
     if lr < _SMALL_FOR_ADAFACTOR:
