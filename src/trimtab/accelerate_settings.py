@@ -41,6 +41,7 @@ def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) 
         elif type(handler).__name__ == "DistributedDataParallelKwargs":
             options = _data_parallel(handler, find_unused_parameters)
         elif type(handler).__name__ == "InitProcessGroupKwargs":
+            _refuse_unless_usual(handler, backend=(None, "nccl", "gloo"), init_method=(None,))
             timeout_s = None if handler.timeout is None else handler.timeout.total_seconds()
         else:
             raise RecipeError(
@@ -53,11 +54,21 @@ def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) 
 def _data_parallel(handler: Any, find_unused_parameters: bool) -> DataParallelOptions:
     if str(getattr(handler, "comm_hook", "no")).lower() not in ("no", "ddpcommunicationhooktype.no"):
         raise RecipeError("DistributedDataParallelKwargs.comm_hook is not supported", "leave it out")
+    # buckets are always views, and buffers are sent around where they change; who asks for the usual gets it
+    _refuse_unless_usual(handler, dim=(0,), broadcast_buffers=(True,), check_reduction=(False,), comm_wrapper=("no",))
     return DataParallelOptions(
         bucket_cap_mb=handler.bucket_cap_mb,
         find_unused_parameters=find_unused_parameters or handler.find_unused_parameters,
         static_graph=handler.static_graph,
     )
+
+
+def _refuse_unless_usual(handler: Any, **usual: tuple[Any, ...]) -> None:
+    """No setting is ignored in silence: one that would change something here is refused by name."""
+    for name, allowed in usual.items():
+        value = getattr(handler, name, allowed[0])
+        if value not in allowed and getattr(value, "value", value) not in allowed:
+            raise RecipeError(f"{type(handler).__name__}.{name}={value!r} is not supported", "leave it out")
 
 
 def splits_batches(config: Any, split_batches: bool | None) -> bool:

@@ -29,7 +29,7 @@ from trimtab.tracking.run_folder import (
     read_status,
     unfinished_run,
 )
-from trimtab.train.checkpoints import same_numerics
+from trimtab.train.checkpoints import different_numerics
 from trimtab.train.loop import Trainer
 
 
@@ -138,7 +138,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         say(words)
     if engine.is_main_process:
         Shelf(beginning.checkpoint.parent).drop_after(step)
-        for difference in same_numerics(read_manifest(beginning.checkpoint).facts, engine):
+        for difference in different_numerics(read_manifest(beginning.checkpoint).facts, engine):
             say(f"{difference}: the same up to rounding, not to the last bit")
     if beginning.is_longer:
         trainer.forget_patience()

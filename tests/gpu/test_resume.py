@@ -1,10 +1,14 @@
 """Killed and resumed on a GPU, with deterministic kernels: the same bits in bf16 and fp16, by real kills."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tiny_runs import reviews, write_csv
-from trimtab import Recipe
+from trimtab import Recipe, fit
+from trimtab.errors import LossNotFinite
 from trimtab.proof import prove_resume
 
 pytestmark = [
@@ -35,3 +39,29 @@ def test_a_killed_run_ends_with_the_same_bits(own_folder, tiny, precision):
     assert proof.difference == ""
     assert proof.num_tensors > 60
     assert proof.num_lines > 8
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+def test_a_loss_that_is_not_finite(own_folder, tiny, policy):
+    """Looked at one step late, and still the right step is named, and no poisoned state is saved."""
+    num_calls = 0
+
+    def bad_at_the_seventh(outputs, batch):
+        nonlocal num_calls
+        num_calls += outputs.logits.requires_grad
+        loss = torch.nn.functional.cross_entropy(outputs.logits.float(), batch["labels"])
+        return loss * float("nan") if num_calls == 7 and outputs.logits.requires_grad else loss
+
+    data = write_csv(own_folder / "reviews.csv", reviews(120))
+    train = {"precision": "bf16", "batch_size": 8, "epochs": 1, "on_nan": policy}
+    recipe = Recipe(
+        model=tiny.folder("bert"), data={"train": str(data)}, train=train, checkpoint={"every": "3 steps"}, out="run"
+    )
+    if policy == "stop":
+        with pytest.raises(LossNotFinite, match="of step 7 are not finite"):
+            fit(recipe, loss=bad_at_the_seventh, progress="quiet", device="cuda")
+    else:
+        fit(recipe, loss=bad_at_the_seventh, progress="quiet", device="cuda")
+    assert Path("run/bad-rows-step-7.jsonl").exists()
+    for path in Path("run/checkpoints").glob("*/model.safetensors"):
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(path).values()), path

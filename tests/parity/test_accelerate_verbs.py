@@ -608,3 +608,32 @@ def test_a_batch_that_did_not_fit_twice_is_cut_in_four():
     weight, ends = train_until_it_fits(Accelerator(cpu=True), (8, 4, 2), largest_that_fits=2)
     assert ends == [False, False, False, True] * 2
     assert weight == -(4.5 + 12.5)
+
+
+class DistributedDataParallelKwargs:
+    """Accelerate's, which is not needed: it is read by its name and its fields."""
+
+    dim, bucket_cap_mb, broadcast_buffers, find_unused_parameters = 0, 25, True, False
+    check_reduction, static_graph, comm_hook = False, False, "no"
+
+
+class InitProcessGroupKwargs:
+    """Accelerate's."""
+
+    backend, init_method, timeout = "nccl", None, None
+
+
+def test_settings_of_several_processes_that_would_be_ignored_are_refused():
+    from trimtab import Engine
+    from trimtab.errors import RecipeError
+
+    Engine(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(), InitProcessGroupKwargs()])
+    for kind, name, value in (
+        (DistributedDataParallelKwargs, "broadcast_buffers", False),
+        (DistributedDataParallelKwargs, "comm_hook", "fp16"),
+        (InitProcessGroupKwargs, "backend", "mpi"),
+    ):
+        handler = kind()
+        setattr(handler, name, value)
+        with pytest.raises(RecipeError, match=name):
+            Engine(cpu=True, kwargs_handlers=[handler])

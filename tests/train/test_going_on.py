@@ -10,6 +10,7 @@ import torch
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit, resume
 from trimtab.errors import Stopped, TrimtabError
+from trimtab.recipe.schema import ModelSettings
 from trimtab.train.loop import Trainer
 
 
@@ -126,3 +127,13 @@ def test_another_way_from_an_earlier_state_seeks_its_own_best(recipe):
 def test_momentum_of_a_part_that_begins_to_train_later(recipe):
     train = {"optimizer": "sgd", "momentum": 0.5, "freeze": {"base": "3 steps"}, "epochs": 1}
     assert fit(recipe(train=train), progress="quiet").fit.step == 10
+
+
+def test_code_that_comes_with_a_model_is_never_run_in_silence(recipe, caplog):
+    plain = recipe(train={"epochs": 0.1})
+    with caplog.at_level("INFO", "trimtab"):
+        fit(plain, progress="quiet")
+        assert "trust_remote_code" not in caplog.text
+        trusted = {"name": plain.model, "trust_remote_code": True}
+        fit(plain.model_copy(update={"model": ModelSettings(**trusted), "out": "trusted"}), progress="quiet")
+    assert "model.trust_remote_code is on" in caplog.text

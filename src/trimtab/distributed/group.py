@@ -54,9 +54,16 @@ class GroupWorld:
 
     def gather_each(self, value: T) -> list[T]:
         """`value` of every process, in the order of ranks; tensors may differ in length."""
+        received: list[list[torch.Tensor]] = []
         with self.exchanging("gather"):
-            gathered = map_tensors(lambda tensor: _Parts(self._gather_tensor(tensor)), value)
-        return [_pick(gathered, rank) for rank in range(self.num_processes)]
+            map_tensors(lambda tensor: received.append(self._gather_tensor(tensor)), value)
+        return [self._of_rank(rank, value, received) for rank in range(self.num_processes)]
+
+    def _of_rank(self, rank: int, value: T, received: list[list[torch.Tensor]]) -> T:
+        """`value` with each tensor, in the same order, replaced by that of another process."""
+        theirs = iter(received)
+        replaced: T = map_tensors(lambda tensor: next(theirs)[rank], value)
+        return replaced
 
     def _gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """As bytes, because not every backend knows every dtype; padded to the longest where lengths differ."""
@@ -208,22 +215,3 @@ def _backend() -> str:
     with contextlib.suppress(RuntimeError, ValueError):
         return str(dist.get_backend_config())
     return str(dist.get_backend())
-
-
-class _Parts:
-    """What every process gave for one tensor; no list, so that lists around it stay apart."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-
-def _pick(value: Any, rank: int) -> Any:
-    if isinstance(value, _Parts):
-        return value.tensors[rank]
-    if isinstance(value, dict):
-        return {key: _pick(item, rank) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_pick(item, rank) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_pick(item, rank) for item in value)
-    return value

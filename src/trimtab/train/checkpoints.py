@@ -80,11 +80,7 @@ class Checkpoints:
             "step": step,
             "metrics": metrics,
             "time": time.time(),
-            "num_processes": self._engine.num_processes,
-            "num_threads": torch.get_num_threads(),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "device": self._engine.device.type,
-            "torch": str(torch.__version__),
+            **_numerics(self._engine),
         }
 
     def _saved(self, folder: Path) -> None:
@@ -159,18 +155,22 @@ class NoCheckpoints:
         return None
 
 
-def same_numerics(facts: dict[str, Any], engine: Engine) -> list[str]:
-    """What differs between the machine of a checkpoint and this one, and lets the last bits of a resumed run differ."""
-    here = {
+def _numerics(engine: Engine) -> dict[str, Any]:
+    """What decides the last bits of a sum."""
+    return {
+        "num_processes": engine.num_processes,
         "num_threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": engine.device.type,
         "torch": str(torch.__version__),
-        "num_processes": engine.num_processes,
     }
+
+
+def different_numerics(facts: dict[str, Any], engine: Engine) -> list[str]:
+    """What differs between the machine of a checkpoint and this one, and lets the last bits of a resumed run differ."""
     words = {"num_threads": "threads", "cpu": "CPU capability", "num_processes": "processes"}
     return [
         f"{words.get(name, name)} {facts[name]} then, {value} now"
-        for name, value in here.items()
+        for name, value in _numerics(engine).items()
         if name in facts and facts[name] != value
     ]
