@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab.distributed.notebook import _results
+from trimtab.distributed.notebook import ERROR, _results
 from trimtab.errors import PeerError, RecipeError
 
 # One script for everything: each launch takes seconds. Nothing in it is importable by the processes.
 SCRIPT = """
-import dataclasses, os, sys
+import dataclasses, os, sys, time
 import torch
 import torch.distributed as dist
 import beside
@@ -55,11 +55,8 @@ assert all(tensor.tolist() == [0, 1] and facts == {"launched": True} for _, tens
 
 def fails():
     if os.environ["RANK"] == "1":
-        with open("failed", "w"):
-            raise KeyError("gone")
-    while not os.path.exists("failed"):
-        pass
-    raise RuntimeError("because of rank 1")
+        raise KeyError("gone")
+    time.sleep(600)  # until the launcher ends it, because of rank 1
 
 
 try:
@@ -112,3 +109,12 @@ def test_a_process_that_just_ends(own_folder, capfd):
         trimtab.launch(os._exit, (3,), processes=1)
     with pytest.raises(PeerError, match="rank 0 ended without a result"):  # sys.exit() in the function
         _results(own_folder, 1, 0, [])
+
+
+def test_of_several_that_failed_the_first_is_named(own_folder):
+    for moment, rank in enumerate((1, 0), start=1):
+        path = own_folder / ERROR.format(rank)
+        path.write_text(f"of rank {rank}")
+        os.utime(path, (moment, moment))
+    with pytest.raises(PeerError, match="rank 1 failed: of rank 1"):
+        _results(own_folder, 2, 1, [])

@@ -5,6 +5,7 @@ import json
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from trimtab.units import format_seconds
 
 LOCK = "run.lock"
 _HALF_WRITTEN_S = 2.0  # a lock that names nobody for so long was left by a process that died while it wrote it
+_CLAIM_S = 60.0  # replacing a stale lock takes milliseconds
 _held: set[str] = set()  # tokens of the locks that this process holds
 
 
@@ -84,8 +86,8 @@ class RunLock:
         token, patience = uuid.uuid4().hex, time.monotonic() + _HALF_WRITTEN_S
         try:
             with _alone(self.path.parent):
-                while not self._create(token):
-                    self._clear_stale(patience)
+                while not (self._create(token) or self._replace_stale(token, patience)):
+                    pass
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be made: {error.strerror or error}",
@@ -117,44 +119,53 @@ class RunLock:
 
     def _create(self, token: str) -> bool:
         """Make the lock file; False if there is one."""
-        text = json.dumps({**asdict(this_process()), "token": token, "since": time.time()}).encode()
         try:
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            _write_new(self.path, token)
         except FileExistsError:
             return False
-        try:
-            os.write(descriptor, text)
-            os.fsync(descriptor)
-        except OSError:  # a full disk: nobody is to wait for an empty lock
-            self.path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
         return True
 
-    def _clear_stale(self, patience: float) -> None:
-        """Remove the lock that is there if its holder is dead, else say who it is.
+    def _replace_stale(self, token: str, patience: float) -> bool:
+        """Put this lock in the place of one whose holder is dead; say who it is if it is alive.
+
+        Only who has made the claim on a stale lock may replace it, and looks again once it has it: two can find the
+        same lock stale, and the slower must not remove the lock of the faster.
 
         Args:
+            token: Of this lock.
             patience: Until when a lock that names nobody may be one that is just being written.
+
+        Returns:
+            Whether it was replaced; if not, the folder may be free, or another's, by now.
         """
         found = _read(self.path)
         if found is None:
-            return
+            return False
         raw, holder = found
         if holder is None and time.monotonic() < patience:
             time.sleep(0.05)  # another process may have made it and be about to write
-            return
+            return False
         if holder is not None:
             self._refuse(holder)
-        # By a rename, so that of two who find it stale one gets it; whoever got another's new lock gives it back.
-        aside = self.path.with_name(f".{LOCK}.{uuid.uuid4().hex}")
+        claim = self.path.with_name(f".{LOCK}.{zlib.crc32(raw):08x}")
+        try:
+            _write_new(claim, token)
+        except FileExistsError:
+            self._wait_for(claim)
+            return False
+        again = _read(self.path)
+        if again is None or again[0] != raw:
+            claim.unlink(missing_ok=True)
+            return False
+        claim.replace(self.path)
+        return True
+
+    def _wait_for(self, claim: Path) -> None:
+        """Let another finish what takes it a moment; a claim that outlives that is of a process that was killed."""
         with suppress(FileNotFoundError):
-            self.path.rename(aside)
-            if aside.read_bytes() != raw:
-                with suppress(OSError):
-                    os.link(aside, self.path)
-            aside.unlink()
+            if time.time() - claim.stat().st_mtime > _CLAIM_S:
+                claim.unlink()
+        time.sleep(0.01)
 
     def _refuse(self, holder: LockHolder) -> None:
         """Say who holds the folder, unless it may be taken."""
@@ -171,6 +182,20 @@ class RunLock:
                 f"{format_seconds(max(0.0, holder.silent_s))} old",
                 f"see that it has ended there (machine switched off, job cancelled), then delete {self.path}",
             )
+
+
+def _write_new(path: Path, token: str) -> None:
+    """Make a file that names this process and a token; `FileExistsError` if there is one."""
+    text = json.dumps({**asdict(this_process()), "token": token, "since": time.time()}).encode()
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        os.write(descriptor, text)
+        os.fsync(descriptor)
+    except OSError:  # a full disk: nobody is to wait for an empty lock
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path) -> tuple[bytes, LockHolder | None] | None:
