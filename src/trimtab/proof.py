@@ -16,7 +16,7 @@ import yaml
 
 from trimtab.checkpoint.shelf import Shelf
 from trimtab.checkpoint.tensor_file import as_bytes
-from trimtab.errors import RecipeError, TrimtabError
+from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
@@ -25,6 +25,7 @@ from trimtab.tracking.run_folder import CHECKPOINTS
 _SAVED_AT, _KILLED_AT, _NUM_STEPS = 3, 5, 8
 _WRITTEN_WITHIN_S = 300.0
 _NOT_COMPARED = {"time", "tokens_per_s"}
+_REFUSED = "refused.json"  # a mistake of the user, from the process that found it
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
         device: Where to train.
 
     Raises:
+        UserError: The recipe cannot be trained.
         TrimtabError: One of the runs failed by itself.
     """
     with tempfile.TemporaryDirectory(prefix="trimtab-proof-") as name:
@@ -89,6 +91,8 @@ def _run(home: Path, name: str, device: str | None, kill_at: int | None = None, 
         str(int(resume)),
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if (home / _REFUSED).exists():
+        raise UserError(*json.loads((home / _REFUSED).read_text()))
     expected = -signal.SIGKILL if kill_at else 0
     if done.returncode != expected:
         raise TrimtabError(f"the run ended with {done.returncode}:\n{done.stdout[-3000:]}")
@@ -115,7 +119,11 @@ def _child(home: str, name: str, device: str, kill_at: str, resume: str) -> None
     loaded = load_recipe(Path(home) / "recipe.yaml", {"out": str(Path(home) / name)}, [])
     saved = Path(home) / name / CHECKPOINTS / f"step-{_SAVED_AT}"
     callbacks = [_Killer(int(kill_at), saved)] if int(kill_at) else []
-    fit(loaded, callbacks=callbacks, progress="quiet", device=device or None, resume=bool(int(resume)))
+    try:
+        fit(loaded, callbacks=callbacks, progress="quiet", device=device or None, resume=bool(int(resume)))
+    except UserError as error:
+        (Path(home) / _REFUSED).write_text(json.dumps([error.problem, error.cure]))
+        sys.exit(error.exit_code)
 
 
 def _compare(whole: Path, resumed: Path) -> Proof:

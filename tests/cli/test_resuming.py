@@ -125,3 +125,11 @@ def test_the_proof(trimtab):
     code, out, err = trimtab("check", "recipe.yaml", "--resume")
     assert code == 0, err
     assert re.search(r"equal: killed, resumed from step 3, .* all \d\d+ tensors .* all \d+ lines", out)
+
+
+def test_a_recipe_that_cannot_be_proven(trimtab):
+    """The mistake is found in another process, and comes as one message all the same."""
+    code, out, err = trimtab("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
+    assert code == 2, out + err
+    assert "nothing" in err
+    assert "cure: " in err

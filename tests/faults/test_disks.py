@@ -1,13 +1,13 @@
 """A disk that is full, a folder that may not be written, a folder that somebody else is using."""
 
 import os
-import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from fault_stage import assert_same_end, assert_went_on, goes_on_from, notes_of, saved_steps, status_of
+
+from small_disk import mounted
 
 TOO_LITTLE = 100_000  # bytes of a file: less than the optimizer's state, more than anything else
 
@@ -50,13 +50,8 @@ def test_killed_when_there_is_room_again(stage):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("only a user who may mount has a small disk; file-size limits are tested anyway")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(tmp_path / "disk", "3m") as place:
+        yield place
 
 
 def test_a_disk_that_is_really_full(stage, small_disk):
