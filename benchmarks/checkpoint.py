@@ -27,7 +27,8 @@ from unittest.mock import patch
 
 import overhead
 import torch
-from quality import QUIET, load_classifier, machine, publish, tokenize, write_rows
+from quality import QUIET, load_classifier, tokenize, write_rows
+from record import machine, publish
 from torch.utils.data import DataLoader, default_collate
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint"
@@ -574,9 +575,7 @@ def main():
         report["saving"] |= {"case": asdict(case), "summary": summary_of_saving(case, report["saving"]["times"])}
     if "resuming" in report:
         report["resuming"] |= {"late": arguments.late, "num_rounds": arguments.resume_rounds}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report) + "\n")
-    publish(report, markdown(report), "What a checkpoint costs", RESULTS, arguments.save)
+    publish(report, markdown(report), "What a checkpoint costs", RESULTS, arguments.save, arguments.out)
 
 
 if __name__ == "__main__":

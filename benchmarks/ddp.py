@@ -5,7 +5,6 @@ follow each other in a shuffled order, the same in both, and are compared with r
 the raw loop shows how far the measurement itself can be trusted.
 """
 
-import argparse
 import copy
 import gc
 import json
@@ -26,6 +25,7 @@ import overhead
 import torch
 import torch.distributed as dist
 from overhead import BERT, TINY, Case
+from record import machine, publish
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -253,22 +253,9 @@ def markdown(report):
     return "\n".join(lines) + "\n"
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description="Time of a training loop under DDP, by library, as a ratio to raw's.")
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, help="timed blocks of each variant, 2 or more (default: by model)")
-    parser.add_argument("--steps", type=int, help="steps in a block, a multiple of 4 (default: by model)")
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--out", type=Path, help="write settings, every time and the summary to this JSON file")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/ddp.json and .md")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def main():
-    arguments = parse_arguments()
-    sizes = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
-    cases = {name: replace(case, **{k: v for k, v in sizes.items() if v}) for name, case in CASES.items()}
+    words = "Time of a training loop under DDP, by library, as a ratio to raw's."
+    arguments, cases = overhead.parse_arguments(words, CASES, RESULTS)
     if arguments.child:
         dist.init_process_group("gloo", timeout=timedelta(minutes=2))
         measured = measure(cases[arguments.child], arguments.threads)
@@ -276,18 +263,13 @@ def main():
             print(json.dumps(measured))
         dist.destroy_process_group()
         return
-    report = {"setting": overhead.setting(NUM_PROCESSES * arguments.threads) | {"protocol": PROTOCOL}, "cases": {}}
+    setting = machine("cpu", NUM_PROCESSES * arguments.threads, overhead.LIBRARIES)
+    report = {"setting": setting | {"protocol": PROTOCOL}, "cases": {}}
     for name in arguments.models:
         print(f"measuring {name} …", file=sys.stderr)
         measured = measure_in_processes(name, arguments.threads)
         report["cases"][name] = asdict(cases[name]) | measured | {"summary": summary(measured)}
-    text = markdown(report)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report) + "\n")
-    if arguments.save:
-        RESULTS.with_suffix(".json").write_text(json.dumps(report) + "\n")
-        RESULTS.with_suffix(".md").write_text(f"# What the loop costs on two processes\n\n{text}")
-    print(text)
+    publish(report, markdown(report), "What the loop costs on two processes", RESULTS, arguments.save, arguments.out)
 
 
 if __name__ == "__main__":

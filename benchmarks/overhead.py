@@ -10,23 +10,22 @@ import copy
 import gc
 import json
 import math
-import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from record import machine, publish
 from torch.utils.data import DataLoader
 
 MAX_NORM = 1.0
 VOCAB_SIZE = 5000
 RESULTS = Path(__file__).parent / "results" / "overhead"
+LIBRARIES = ("torch", "transformers", "accelerate", "lightning")
 PROTOCOL = (
     "fp32, eager attention with masks, dropout on, AdamW, clipping, linear schedule. In each round every variant runs "
     "one block of steps over its restarted loader, in a shuffled order. CPU time of the process, divided by the "
@@ -252,24 +251,6 @@ def summary(times):
     return rows
 
 
-def setting(num_threads):
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(": ")[1] for line in cpuinfo if line.startswith("model name")), platform.processor())
-    packages = ("torch", "transformers", "accelerate", "lightning")
-
-    def git(*words):
-        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-    return {
-        "hardware": f"{cpu}, {os.cpu_count()} cores, of which {num_threads} used",
-        "load when it began": f"{os.getloadavg()[0]:.1f}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in packages) + f", Python {platform.python_version()}",
-        "commit": git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--porcelain", "src") else ""),
-        "protocol": PROTOCOL,
-    }
-
-
 def markdown(report):
     lines = [f"- {key}: {value}" for key, value in report["setting"].items()]
     for name, case in report["cases"].items():
@@ -286,37 +267,32 @@ def markdown(report):
     return "\n".join(lines) + "\n"
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description="CPU time of a training loop, by library, as a ratio to raw PyTorch.")
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+def parse_arguments(description, cases, results):
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--models", nargs="+", choices=cases, default=list(cases))
     parser.add_argument("--rounds", type=int, help="timed blocks of each variant, 2 or more (default: by model)")
     parser.add_argument("--steps", type=int, help="steps in a block, a multiple of 4 (default: by model)")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--out", type=Path, help="write settings, every time and the summary to this JSON file")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/overhead.json and .md")
+    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{results.name}.json and .md")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    sizes = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
+    return arguments, {n: replace(case, **{k: v for k, v in sizes.items() if v}) for n, case in cases.items()}
 
 
 def main():
-    arguments = parse_arguments()
-    sizes = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
-    cases = {name: replace(case, **{k: v for k, v in sizes.items() if v}) for name, case in CASES.items()}
+    words = "CPU time of a training loop, by library, as a ratio to raw PyTorch."
+    arguments, cases = parse_arguments(words, CASES, RESULTS)
     if arguments.child:
         print(json.dumps(measure(cases[arguments.child], arguments.threads)))
         return
-    report = {"setting": setting(arguments.threads), "cases": {}}
+    report = {"setting": machine("cpu", arguments.threads, LIBRARIES) | {"protocol": PROTOCOL}, "cases": {}}
     for name in arguments.models:
         print(f"measuring {name} …", file=sys.stderr)
         measured = measure_in_child(name)
         report["cases"][name] = asdict(cases[name]) | measured | {"summary": summary(measured["cpu_ms"])}
-    text = markdown(report)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report) + "\n")
-    if arguments.save:
-        RESULTS.with_suffix(".json").write_text(json.dumps(report) + "\n")
-        RESULTS.with_suffix(".md").write_text(f"# What the loop costs\n\n{text}")
-    print(text)
+    publish(report, markdown(report), "What the loop costs", RESULTS, arguments.save, arguments.out)
 
 
 if __name__ == "__main__":

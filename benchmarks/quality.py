@@ -9,16 +9,11 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +21,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would spread a 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+from record import machine, publish
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TARGET_POINTS = 0.5
@@ -209,26 +205,6 @@ def summary(runs):
 # ---------------------------------------------------------------- telling
 
 
-def machine(device, num_threads, packages):
-    """Where and on what a benchmark ran; packages that are not there are left out."""
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(": ")[1] for line in cpuinfo if line.startswith("model name")), platform.processor())
-    gpu = f"{torch.cuda.get_device_name()}; " if device.startswith("cuda") else ""
-    versions = [f"{name} {version(name)}" for name in packages if find_spec(name)]
-
-    def git(*words):
-        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-
-    return {
-        "hardware": f"{gpu}{cpu}, {os.cpu_count()} cores, {num_threads} threads used",
-        "load when it began": f"{os.getloadavg()[0]:.1f}",
-        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
-        "commit": (git("rev-parse", "--short", "HEAD") or "not known")
-        + (" and changes" if git("status", "--porcelain", "src") else ""),
-    }
-
-
 def markdown(report):
     lines = [f"- {key}: {value}" for key, value in report["setting"].items()]
     lines += ["", "| seed | before | trimtab | HF Trainer | difference, points |", "|---|---|---|---|---|"]
@@ -244,15 +220,6 @@ def markdown(report):
     word = "within" if found["within_target"] else "NOT within"
     lines.append(f"The means differ by {difference} points{noise}: {word} {TARGET_POINTS} points.")
     return "\n".join(lines) + "\n"
-
-
-def publish(report, text, title, path, save):
-    """Print the text; if asked, keep it beside the numbers behind it."""
-    if save:
-        path.parent.mkdir(exist_ok=True)
-        path.with_suffix(".json").write_text(json.dumps(report) + "\n")
-        path.with_suffix(".md").write_text(f"# {title}\n\n{text}", encoding="utf-8")
-    print(text)
 
 
 def parse_arguments():

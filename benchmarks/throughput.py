@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from quality import LR, MAX_GRAD_NORM, QUIET, imdb_rows, load_classifier, machine, publish, tokenize, write_rows
+from quality import LR, MAX_GRAD_NORM, QUIET, imdb_rows, load_classifier, tokenize, write_rows
+from record import machine, publish
 from torch.utils.data import DataLoader
 
 RESULTS = Path(__file__).parent / "results" / "throughput"

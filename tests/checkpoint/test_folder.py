@@ -83,8 +83,13 @@ def test_here_folders_trade_names_in_one_step(tmp_path, monkeypatch):
 
 def test_everything_is_synced_before_it_shows_and_the_names_after(tmp_path, monkeypatch):
     """Which only a power cut would show otherwise."""
-    events = []
-    monkeypatch.setattr(folder_module, "sync_path", lambda path: events.append((path.name, (tmp_path / "t").exists())))
+    events, fsync = [], os.fsync
+
+    def recorded(descriptor):
+        events.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, (tmp_path / "t").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
     write(tmp_path / "t", "x")
     beside = f".t.writing-{os.getpid()}"
     assert {name for name, shown in events if not shown} == {"mark", "inner", "more", beside}
