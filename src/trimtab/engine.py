@@ -55,7 +55,8 @@ class Engine:
     Nothing is global: engines with different settings live side by side in one process.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16"; the two always mean mixed, with fp32 weights.
+        mixed_precision: "no", "fp16" or "bf16"; the two always mean mixed, with fp32 weights. Also "bf16-pure" (give it
+            an optimizer that rounds stochastically) and "tf32", which is a setting of the whole process.
         gradient_accumulation_steps: Micro-batches for each optimizer step inside `accumulate`.
         device: Where to compute; None finds an accelerator, else takes the CPU.
         seed: Seeds every random number generator, if given.
@@ -303,8 +304,13 @@ class Engine:
 
     @property
     def mixed_precision(self) -> str:
-        """The engine's precision: "no", "fp16" or "bf16"."""
+        """The engine's precision: "no", "fp16", "bf16", "bf16-pure" or "tf32"."""
         return self._precision.name
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The half-precision format that models compute in; None where they compute in fp32."""
+        return self._precision.compute_dtype
 
     @property
     def scaler(self) -> Scaler:

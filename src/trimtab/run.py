@@ -16,7 +16,9 @@ from trimtab.build import (
     build_tokens,
     build_trainer,
     compare_processes,
+    place_model,
 )
+from trimtab.checkpoint.export import read_facts
 from trimtab.continuing import Beginning, find_beginning, go_on, recover
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
@@ -25,6 +27,7 @@ from trimtab.errors import Stopped, TrimtabError
 from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
+from trimtab.model.hub import is_adapter
 from trimtab.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
@@ -78,11 +81,12 @@ def fit(
     beginning = engine.first_decides(lambda: find_beginning(recipe, resume, fresh))
     with engine.local_main_process_first():  # what it downloads or tokenizes, the others find in the cache
         data = build_data(recipe)
-        loaded = build_model(recipe, data)
+        loaded = build_model(recipe, data, engine)
         tokens = build_tokens(recipe, data, loaded)
     compare_processes(recipe, data, tokens, engine)
     freezing = build_freezing(recipe, loaded)
-    plan = build_plan(recipe, data, tokens, loaded, engine)
+    loaded = place_model(recipe, loaded, engine)
+    plan = build_plan(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None)
     folder = _open_folder(beginning, engine)
     parts = (data, tokens, loaded, engine, plan, freezing, folder)
     try:
@@ -162,8 +166,12 @@ def _tried_out(result: Result, data: Data, folder: Folder) -> Result:
     if isinstance(folder, FollowedFolder):
         return result
     try:
-        done = ["train", *(["evaluate"] if result.fit.metrics else []), "save", "load"]
+        done = ["train", *(["evaluate"] if result.fit.metrics else []), "save"]
+        if is_adapter(folder.best) and read_facts(folder.best).get("base") is None:
+            say(f"fast_dev_run: {', '.join(done)} work; nothing was kept")
+            return result
         model = load(folder.best)
+        done.append("load")
         if data.task.name != "masked-lm":  # which names hidden tokens, and says nothing of a text
             first = data.task.columns.get("text") or data.task.columns.get("prompt")
             name = first[0] if isinstance(first, list) else first
@@ -180,6 +188,6 @@ def look_at_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataRe
     """The data of a recipe as the model would see it."""
     recipe = recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe
     data = build_data(recipe)
-    loaded = build_model(recipe, data)
+    loaded = build_model(recipe, data, build_engine(recipe, "cpu"))
     tokens = build_tokens(recipe, data, loaded)
     return describe_data(data.task, data.train, data.eval, tokens.train, tokens.eval, loaded.tokenizer, num_examples)

@@ -7,9 +7,12 @@ import os
 import pytest
 import torch
 
+from tiny_adapters import LABELS as REVIEW_LABELS
+from tiny_adapters import adapted, nf4, shake
 from tiny_models import CONFIGS, TEXTS, batch_of, config_of, same_weights, tokenizer
-from trimtab.checkpoint.export import export_model, read_facts
+from trimtab.checkpoint.export import PatientExport, export_model, read_facts, weights_to_export
 from trimtab.errors import CheckpointError
+from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
 
@@ -170,3 +173,102 @@ def test_a_link_stays_a_link(tmp_path):
     export_model(tmp_path / "best", classifier(), None, card={"step": 2})
     assert (tmp_path / "best").is_symlink()
     assert read_facts(tmp_path / "disk" / "best")["step"] == 2
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def test_of_an_adapter_the_base_is_never_written(tmp_path, tiny):
+    from safetensors.torch import load_file
+
+    base = tiny.folder("bert")
+    model, tok = adapted(base, "sequence-classification", REVIEW_LABELS)
+    export_model(tmp_path / "best", model, tok, card={"task": "classify"})
+    files = {path.name for path in (tmp_path / "best").iterdir()}
+    assert files == {
+        *("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        "trimtab.json",
+    }
+    stored = load_file(tmp_path / "best" / "adapter_model.safetensors")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(tensor.numel() for tensor in stored.values()) == sum(p.numel() for p in trained.values())
+    assert not [name for name in stored if "base_layer" in name or "embeddings" in name]
+    assert set(weights_to_export(model)) == set(trained)
+    facts = read_facts(tmp_path / "best")
+    assert facts["base"] == base
+    assert facts["kind"] == "sequence-classification"
+    assert facts["head"]["id2label"] == {"0": "bad", "1": "good"}
+    assert facts["adapter"]["base_dtype"] == "float32"
+    assert facts["adapter"]["nf4"] is None
+
+
+def test_peft_loads_an_exported_adapter(tmp_path, tiny):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    base = tiny.folder("bert")
+    model, tok = adapted(base, "sequence-classification", REVIEW_LABELS)
+    export_model(tmp_path / "best", model, tok, card={})
+    with quiet_transformers():
+        plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+        theirs = PeftModel.from_pretrained(plain, tmp_path / "best").eval()
+    batch = batch_of(TEXTS, tok)
+    torch.testing.assert_close(theirs(**batch).logits, model.eval()(**batch).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_a_base_made_from_a_config_has_no_name(tmp_path):
+    model = load_model(config_of("llama"), "causal-lm", {}, tokenizer())
+    add_adapter(model, LoraSpec(rank=2))
+    export_model(tmp_path / "best", model, tokenizer(), card={})
+    facts = read_facts(tmp_path / "best")
+    assert facts["base"] is None
+    assert facts["kind"] == "causal-lm"
+    assert facts["head"] == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_how_the_base_was_held(tmp_path, tiny, dtype):
+    pytest.importorskip("bitsandbytes")
+    form = nf4(getattr(torch, dtype))
+    model, tok = adapted(tiny.folder("bert"), "sequence-classification", REVIEW_LABELS, **form)
+    export_model(tmp_path / "best", model, tok, card={})
+    facts = read_facts(tmp_path / "best")["adapter"]
+    assert facts["base_dtype"] == dtype
+    assert facts["nf4"] == {"compute_dtype": dtype, "double_quant": True}
+    model, tok = adapted(tiny.folder("bert"), "masked-lm", dtype=getattr(torch, dtype))
+    export_model(tmp_path / "best", model, tok, card={})
+    assert read_facts(tmp_path / "best")["adapter"] | {"num_parameters": 0} == {
+        "num_parameters": 0,
+        "base_dtype": dtype,
+        "nf4": None,
+    }
+
+
+def test_of_an_adapter_only_the_adapter_waits(tmp_path, tiny, file_size_limit):
+    """A full disk: the adapter as it was waits in memory, and is what is written when there is room."""
+    from trimtab.inference.load import load
+
+    model, tok = adapted(tiny.folder("bert"), "sequence-classification", REVIEW_LABELS)
+    model.eval()
+    patient = PatientExport(tmp_path / "best", model, tok)
+    batch = batch_of(TEXTS, tok)
+    before = model(**batch).logits
+    with file_size_limit(1000):
+        assert not patient.write({"step": 1})
+    assert not (tmp_path / "best").exists()
+    shake(adapter_of(model))
+    waiting = {id(tensor): tensor.numel() for tensor in patient._waiting[0].values()}
+    assert sum(waiting.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert patient.write_waiting()
+    loaded = load(tmp_path / "best", device="cpu").model
+    torch.testing.assert_close(loaded(**batch).logits, before)
+    assert not torch.allclose(model(**batch).logits, before, atol=1e-3)
+
+
+def test_a_wrapped_model_with_an_adapter(tmp_path, tiny):
+    model, tok = adapted(tiny.folder("bert"), "masked-lm")
+    export_model(tmp_path / "best", wrapped("module", wrapped("_orig_mod", model)), tok, card={})
+    assert not (tmp_path / "best" / "config.json").exists()
+    assert (tmp_path / "best" / "adapter_model.safetensors").stat().st_size < 2 * 4 * sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )

@@ -8,6 +8,9 @@ from torch.optim import lr_scheduler, swa_utils
 
 from trimtab import Engine
 from trimtab.errors import CheckpointError
+from trimtab.optim.build import OPTIMIZERS as OWN_OPTIMIZERS
+from trimtab.optim.build import build_optimizer
+from trimtab.optim.groups import decay_groups
 
 NUM_BEFORE, NUM_AFTER = 4, 7
 DATA = torch.randn(32, 8, 6, generator=torch.Generator().manual_seed(0))
@@ -228,6 +231,56 @@ OPTIMIZERS = optimizers_of_torch() | {
 def test_an_optimizer_goes_on(tmp_path, name):
     resumed, _ = assert_goes_on(tmp_path, optimizer=OPTIMIZERS[name])
     assert resumed.optimizer.state or name == "SGD"
+
+
+class Wide(Dense):
+    """Large enough for 8-bit state."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 1000), torch.nn.Linear(1000, 1)
+
+
+def by_name(name, **options):
+    return lambda model: build_optimizer(name, decay_groups(model, 0.1), lr=0.01, **options)
+
+
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_an_optimizer_by_name_goes_on(tmp_path, name):
+    if "8bit" in name:
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    resumed, _ = assert_goes_on(tmp_path, optimizer=by_name(name), model=Wide)
+    dtypes = {
+        value.dtype
+        for value in resumed.optimizer.state.get(resumed.model.first.weight, {}).values()
+        if isinstance(value, torch.Tensor)
+    }
+    assert (torch.uint8 in dtypes) is ("8bit" in name)
+
+
+def test_state_of_the_optimizers_own_making_is_filled(tmp_path):
+    """An optimizer that says how its state is made gets it filled, and for no parameter that has none saved."""
+    made = []
+
+    class Choosy(torch.optim.SGD):
+        def allocate_state(self, parameters):
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    made.append(self.state[p]["momentum_buffer"].data_ptr())
+
+    first, second = (Run(seed, of_all(Choosy, lr=0.1, momentum=0.9)) for seed in (1, 2))
+    for run in (first, second):
+        run.model.scale.requires_grad_(False)
+        run.model.scale.data.fill_(1.0)
+    saved_and_loaded(tmp_path, first, second)
+    state = second.optimizer.state
+    assert second.model.scale not in state
+    assert [state[p]["momentum_buffer"].data_ptr() for p in second.model.parameters() if p in state] == made
+    assert len(made) == 4
+    assert bits(v["momentum_buffer"] for v in state.values()) == bits(
+        v["momentum_buffer"] for v in first.optimizer.state.values()
+    )
 
 
 def test_the_optimizers_of_torch_are_found():

@@ -30,6 +30,10 @@ SHARED = ["--data", "--eval", "--model", "--task"]
 SURFACE = {
     "check": ["--device", "--resume", "--schema", "--set", "RECIPE"],
     "checkpoints": ["RUN"],
+    "compare": [
+        *("--device", "--out", "--quiet", "--repeats", "--set", "--steps", "--study", "--timeout", "--variants"),
+        *("--vary", "--warmup-steps", "RECIPE"),
+    ],
     "config": ["--default", "--to"],
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
     "demo": ["--json", "--lm", "--out", "--quiet"],
@@ -38,6 +42,9 @@ SURFACE = {
     "launch": [
         *("--address", "--config", "--cpu", "--dry-run", "--host-index", "--hosts", "--log-dir", "--max-restarts"),
         *("--module", "--num-hosts", "--port", "--processes", "--quiet", "ARGUMENTS", "TARGET"),
+    ],
+    "merge": [
+        *("--device", "--dtype", "--force", "--max-kl", "--min-agreement", "--onto", "--rows", "FOLDER", "RUN"),
     ],
     "predict": ["--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--text", "FILE", "MODEL"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
@@ -254,7 +261,8 @@ def test_time_limit_in_this_process(trimtab, bert):
         (("--model", "BERT", "--data", "reviews.csv", "--lr", "0"), "train.lr"),
         (("--model", "BERT", "--data", "reviews.csv", "--device", "gpu7"), "no device that torch knows"),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "evaluate.metric=acuracy"), "did you mean 'accuracy'"),
-        (("--model", "BERT", "--data", "reviews.csv", "--set", "adapter=lora"), "not supported yet"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "adapter=lorra"), "did you mean lora?"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=8GiB"), "not supported yet"),
         (("--model", "BERT", "--data", "reviews.csv", "--out", "reviews.csv"), "is not empty"),
         (("--model", "BERT", "--data", "reviews.csv", "--quiet", "--json"), "both given"),
         (("nowhere.yaml",), "there is no recipe nowhere.yaml"),
@@ -400,6 +408,27 @@ def test_launch_runs_a_script(trimtab):
     assert trimtab("launch", "--quiet", "--processes", 1, "mine.py", 0).code == 0
     assert Path("0").is_file()
     assert trimtab("launch", "--quiet", "--processes", 1, "mine.py", 7).code == 7
+
+
+# ---------------------------------------------------------------------- comparisons
+
+
+def test_mistakes_of_compare_cost_nothing(trimtab, bert, own_folder):
+    """What its processes do is tested beside `trimtab.comparing`."""
+    (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv}}\n")
+    for arguments, words in (
+        ((), "one of --vary, --study and --variants"),
+        (("--study", "optimisers"), "did you mean optimizers"),
+        (("--vary", "train.lr"), "no key with values"),
+        (("--vary", "train.lr=1,2", "--steps", 2), "too few are left to time"),
+        (("--vary", "train.lr=1,2", "--timeout", "soon"), "is not a length of time"),
+        (("--vary", "train.lr=1,2", "--set", "train.lr=fast"), "train.lr: found 'fast'"),
+        (("--vary", "train.lrr=1,2"), "did you mean train.lr?"),
+    ):
+        done = trimtab("compare", "recipe.yaml", *arguments)
+        assert (done.code, done.out) == (2, "")
+        assert words in done.err
+    assert not Path("runs").exists()
 
 
 # ---------------------------------------------------------------------- data and predictions

@@ -22,6 +22,7 @@ FAMILIES = {
     "gpt2-text.yaml": "gpt2",
     "head-only.yaml": "bert",
     "llama-chat.yaml": "llama",
+    "qlora-8b-16gb.yaml": "llama",
     "roberta-pairs.yaml": "roberta",
     "t5-summarize.yaml": "t5",
 }

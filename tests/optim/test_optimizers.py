@@ -6,6 +6,7 @@ from torch import nn
 
 from trimtab import Engine
 from trimtab.errors import RecipeError
+from trimtab.optim.adagrad import Adagrad
 from trimtab.optim.build import OPTIMIZERS, build_optimizer
 from trimtab.optim.groups import decay_groups
 from trimtab.optim.schedules import build_schedule
@@ -52,11 +53,12 @@ FORMULAS = {
         ("adamw", "cpu", True),
         ("adam", "cpu", True),
         ("sgd", "cpu", None),
-        ("adagrad", "cpu", None),
+        ("adagrad", "cpu", True),
         # named after a device without fused steps, stepped on the CPU
         ("adamw", "meta", None),
         ("adam", "meta", None),
         ("sgd", "meta", None),
+        ("adagrad", "meta", None),
     ],
 )
 def test_same_math_as_the_formula(name, device, fused):
@@ -123,9 +125,61 @@ def test_a_parameter_that_unfreezes_later_begins_its_own_count():
     assert torch.allclose(late, torch.full((3,), -0.1), atol=1e-5)  # the first step of Adam is lr × sign
 
 
-def test_adagrad_keeps_its_state_where_the_model_will_be():
-    optimizer = build_optimizer("adagrad", [{"params": [nn.Parameter(torch.zeros(3))]}], lr=0.1, device="meta")
-    assert [state["sum"].device.type for state in optimizer.state.values()] == ["meta"]
+@pytest.mark.parametrize("device", ["cpu", "meta"], ids=["fused", "not fused"])
+def test_adagrad_has_the_bits_of_torch_without_sums_for_what_is_frozen(device, tmp_path):
+    """One parameter is unfrozen later, and the run is resumed before and after that."""
+
+    def build(kind):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+        model[0].requires_grad_(False)
+        groups = decay_groups(model, 0.1, include_frozen=True)
+        if kind == "ours":
+            optimizer = build_optimizer("adagrad", groups, lr=LR, eps=EPS, device=device)
+        else:
+            optimizer = torch.optim.Adagrad(groups, lr=LR, eps=EPS, fused=True if device == "cpu" else None)
+        engine = Engine(cpu=True)
+        return engine, *engine.prepare(model, optimizer)
+
+    def train(run, batches):
+        engine, model, optimizer = run
+        for x in batches:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    batches = list(torch.randn(9, 4, 40))
+    ours, theirs = build("ours"), build("theirs")
+    assert not ours[2].state
+    assert len(theirs[2].state) == 4
+    assert ours[2].param_groups[0]["fused"] is theirs[2].param_groups[0]["fused"]
+    for begin in (0, 3, 6):
+        if begin:
+            ours[0].save_state(tmp_path / f"state-{begin}")
+            resumed = build("ours")
+            if begin == 6:
+                resumed[1].requires_grad_(True)
+            resumed[0].load_state(tmp_path / f"state-{begin}")
+            ours = resumed
+            assert len(ours[2].state) == (2 if begin == 3 else 4)
+        for run in (ours, theirs):
+            run[1].requires_grad_(begin > 0)
+            run[1][1].requires_grad_(True)
+            train(run, batches[begin : begin + 3])
+        for a, b in zip(ours[1].parameters(), theirs[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+    for p, q in zip(ours[1].parameters(), theirs[1].parameters(), strict=True):
+        assert torch.equal(ours[2].state[p]["sum"], theirs[2].state[q]["sum"])
+        assert ours[2].state[p]["step"] == theirs[2].state[q]["step"]
+
+
+def test_adagrad_takes_parameters_without_groups():
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = Adagrad([p], lr=0.5, eps=EPS)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(p, torch.tensor(-0.5))
+    assert optimizer.param_groups[0]["eps"] == EPS
 
 
 def test_decay_acts_on_its_group_alone():

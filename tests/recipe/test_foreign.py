@@ -71,7 +71,12 @@ def test_every_argument_of_the_lightning_trainer_is_known():
         ({"lr_scheduler_type": "cosine"}, {"train.schedule": "cosine"}),
         ({"lr_scheduler_type": "polynomial"}, {"train.schedule": "linear"}),
         ({"optim": "adamw_torch_fused"}, {"train.optimizer": "adamw"}),
-        ({"optim": "paged_adamw_8bit"}, {"train.optimizer": "adamw"}),
+        ({"optim": "paged_adamw_8bit"}, {"train.optimizer": "paged-adamw8bit"}),
+        ({"use_liger_kernel": True}, {"memory.kernels": "liger"}),
+        ({"tf32": True}, {"train.precision": "tf32"}),
+        ({"lora_r": 8}, {"adapter": "{kind: lora, rank: 8}"}),
+        ({"target_modules": ["q_proj"]}, {"adapter": "{kind: lora, targets: [q_proj]}"}),
+        ({"load_in_4bit": True}, {"adapter": "qlora"}),
         ({"warmup_ratio": 0.06}, {"train.warmup": "0.06"}),
         ({"warmup_steps": 500}, {"train.warmup": "500"}),
         ({"adam_beta2": 0.98}, {"train.betas": "[0.9, 0.98]"}),
@@ -118,6 +123,11 @@ def test_answers_are_recipes(found, written, section):
     assert re.search(rf"write {re.escape(key)}: {re.escape(value)}(?= \(|$|,)", line), line
     assert key in KEYS
     load_recipe(None, {"model": "bert", "data.train": "rows.csv"}, [f"{key}={value}"])
+
+
+def test_a_word_that_is_ours_elsewhere():
+    with pytest.raises(RecipeError, match="write memory.gradient_checkpointing: all"):
+        Recipe(model="bert", data={"train": "rows.csv"}, gradient_checkpointing=True)
 
 
 def test_words_that_belong_together_are_answered_together():

@@ -2,14 +2,16 @@
 
 import json
 import re
+from typing import get_args
 
 import pytest
 
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import keys_of
 from trimtab.recipe.load import LoadedRecipe, commented_yaml, load_recipe, recipe_json_schema, resolved_yaml
-from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema import OptimizerName, Recipe
 
+WORD_OR_SECTION = ("model.", "adapter.")  # a word stands for the whole of them
 LEAVES = [key.dotted for key in keys_of(Recipe) if key.section is None]
 DESIGN = """\
 model: bert-base-uncased        # hub name
@@ -62,7 +64,7 @@ def test_later_wins_and_is_named(recipe_file):
     assert origins["early_stopping.mode"] == "default"
     assert origins["limits.train"] == "recipe.yaml:10"
     assert origins["out"] == "default"
-    assert set(origins) == {key for key in LEAVES if not key.startswith("model.")} | {"model"}
+    assert set(origins) == {key for key in LEAVES if not key.startswith(WORD_OR_SECTION)} | {"model", "adapter"}
 
 
 def test_no_file_is_needed():
@@ -189,7 +191,7 @@ def test_a_commented_recipe_is_the_recipe(tmp_path):
 def test_a_commented_recipe_has_every_key_and_its_documentation():
     text = commented_yaml(GIVEN)
     for key in keys_of(Recipe):
-        if not key.dotted.startswith("model."):
+        if not key.dotted.startswith(WORD_OR_SECTION):
             assert re.search(rf"^[# ]*{key.name}:", text, re.MULTILINE), key.dotted
             first_words = " ".join(key.field.description.split()[:4])
             assert first_words in text, key.dotted
@@ -198,11 +200,11 @@ def test_a_commented_recipe_has_every_key_and_its_documentation():
 def test_every_comment_can_be_taken_away(tmp_path):
     """Each key that is commented out stands at the right depth with a value that works."""
     lines = commented_yaml(GIVEN).splitlines()
-    live = [re.sub(r"# (?=(  )?\w+:( |$))", "", line, count=1) for line in lines]
+    live = [re.sub(r"# (?=(  )?[a-z_]+:( |$))", "", line, count=1) for line in lines]
     loaded = load_recipe(write(tmp_path / "r.yaml", "\n".join(live)), {}, [])
     assert loaded.recipe.model_copy(update={"early_stopping": None}) == load_recipe(None, GIVEN, []).recipe
     assert loaded.recipe.early_stopping.patience == 3
-    leaves = [key for key in LEAVES if not key.startswith("model.")]
+    leaves = [key for key in LEAVES if not key.startswith(WORD_OR_SECTION)]
     assert [key for key in leaves if loaded.origins[key] == "default"] == []
 
 
@@ -238,7 +240,7 @@ def test_the_json_schema():
     assert schema["required"] == ["model", "data"]
     assert schema["additionalProperties"] is False
     train = schema["$defs"]["TrainSettings"]["properties"]
-    assert train["optimizer"]["enum"] == ["adamw", "adam", "adafactor", "adagrad", "sgd"]
+    assert train["optimizer"]["enum"] == list(get_args(OptimizerName))
     assert train["lr"] == {
         "default": 5e-5,
         "description": Recipe.model_fields["train"].annotation.model_fields["lr"].description,

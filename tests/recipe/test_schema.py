@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import keys_of
-from trimtab.recipe.schema import ModelSettings, Recipe
+from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
 
 KEYS = list(keys_of(Recipe))
 
@@ -30,7 +30,7 @@ def value_at(key, value):
 
 def test_defaults_are_those_of_the_hf_trainer():
     train = recipe().train
-    assert (train.epochs, train.batch_size, train.lr, train.optimizer) == (3.0, 8, 5e-5, "adamw")
+    assert (train.epochs, train.batch_size, train.lr, train.optimizer) == (3.0, 8, 5e-5, "auto")
     assert (train.betas, train.eps, train.weight_decay) == ((0.9, 0.999), 1e-8, 0.0)
     assert (train.schedule, train.warmup, train.max_grad_norm, train.label_smoothing) == ("linear", 0, 1.0, 0.0)
 
@@ -87,6 +87,18 @@ def test_every_key_is_documented():
         ("adapter", None, "none"),
         ("adapter", False, "none"),
         ("adapter", "off", "none"),
+        ("adapter", "qlora", "qlora"),
+        ("adapter", {"kind": "qlora", "rank": 4}, AdapterSettings(kind="qlora", rank=4)),
+        ("adapter.targets", "all_linear", "all-linear"),
+        ("adapter.targets", "q_proj", ["q_proj"]),
+        ("adapter.layers", "8-15", (8, 15)),
+        ("adapter.layers", [-4, -1], (-4, -1)),
+        ("adapter.ranks", {"*.q_proj": 4}, {"*.q_proj": 4}),
+        ("memory.gradient_checkpointing", True, "all"),
+        ("memory.gradient_checkpointing", "off", "none"),
+        ("memory.gradient_checkpointing", None, "none"),
+        ("memory.gradient_checkpointing", {"every": 2}, {"every": 2}),
+        ("memory.gradient_checkpointing", {"layers": [0, -1]}, {"layers": [0, -1]}),
         ("track.uri", None, "none"),
         ("early_stopping", "none", None),
         ("out", Path("a/b"), "a/b"),

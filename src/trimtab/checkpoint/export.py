@@ -1,8 +1,12 @@
-"""Hands a trained model over as a plain Hugging Face folder, with a `trimtab.json` of facts about it."""
+"""Hands a trained model over as a plain Hugging Face folder, with a `trimtab.json` of facts about it.
+
+Of a model with an adapter the adapter alone is written, as a plain PEFT folder: its base stays where it came from.
+"""
 
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,11 @@ from trimtab import __version__
 from trimtab.checkpoint.folder import whole_folder
 from trimtab.errors import CheckpointError
 from trimtab.log import say
+from trimtab.model.adapters import Adapter, adapter_of
 from trimtab.model.hub import quiet_transformers
 
 FACTS = "trimtab.json"
+_HEAD = ("num_labels", "id2label", "label2id", "problem_type")
 
 
 def export_model(
@@ -28,25 +34,82 @@ def export_model(
 ) -> Path:
     """Write a model so that `AutoModelFor….from_pretrained(folder)` loads it; an older export there is replaced.
 
+    Of a model with an adapter only the adapter is written, so that `PeftModel.from_pretrained(base, folder)` loads it.
+
     Args:
         folder: Where to.
         model: A transformers model; its config carries the label names.
         tokenizer: Its tokenizer, or None.
         card: Facts for `trimtab.json`: task, metrics, step, recipe and the like.
-        weights: To be written in the place of those that the model has now.
+        weights: To be written in the place of those that the model has now: what `weights_to_export` gave.
 
     Returns:
         The folder.
     """
     bare = _bare(model)
-    facts = json.dumps(_plain({"trimtab": __version__, **card}), indent=1, ensure_ascii=False, allow_nan=False)
+    adapter = adapter_of(bare)
+    about = {"trimtab": __version__, **card, **({} if adapter is None else _facts_of_adapter(bare, adapter))}
+    facts = json.dumps(_plain(about), indent=1, ensure_ascii=False, allow_nan=False)
     with whole_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
-        _mend_generation_config(bare)
-        bare.save_pretrained(place, **({} if weights is None else {"state_dict": dict(weights)}))
+        if adapter is not None:
+            adapter.save(place, weights)
+        else:
+            _mend_generation_config(bare)
+            bare.save_pretrained(place, **({} if weights is None else {"state_dict": dict(weights)}))
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
         (place / FACTS).write_text(facts, encoding="utf-8")
     return Path(folder)
+
+
+def weights_to_export(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All that an export of `model` writes, by name: its own tensors, not copies."""
+    bare = _bare(model)
+    adapter = adapter_of(bare)
+    weights: dict[str, torch.Tensor] = bare.state_dict() if adapter is None else adapter.tensors()
+    return weights
+
+
+def _facts_of_adapter(model: Any, adapter: Adapter) -> dict[str, Any]:
+    """What is needed to load an adapter again, beside what PEFT's own file says."""
+    kind, config = _kind_of(model), model.config
+    return {
+        "base": adapter.base.name,
+        "base_revision": adapter.base.revision,
+        "kind": kind,
+        "head": {key: getattr(config, key, None) for key in _HEAD} if kind == "sequence-classification" else {},
+        "adapter": {"num_parameters": adapter.num_parameters, **_facts_of_base(model)},
+    }
+
+
+def _facts_of_base(model: Any) -> dict[str, Any]:
+    """How the base was held while the adapter trained: in which dtype, and how it was quantized."""
+    quantized = [m for m in model.modules() if getattr(m._parameters.get("weight"), "quant_state", None) is not None]
+    of_quantized = {id(p) for module in quantized for p in module.parameters()}
+    num_weights: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not parameter.requires_grad and id(parameter) not in of_quantized:
+            num_weights[parameter.dtype] += parameter.numel()
+    held_in = num_weights.most_common(1)[0][0] if num_weights else torch.float32
+    nf4 = None
+    if quantized:
+        first: Any = quantized[0]
+        held_in = held_in if num_weights else first.compute_dtype
+        nf4 = {"compute_dtype": _name_of(first.compute_dtype), "double_quant": bool(first.weight.quant_state.nested)}
+    return {"base_dtype": _name_of(held_in), "nf4": nf4}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind_of(model: Any) -> str:
+    name = type(model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "sequence-classification"
+    if name.endswith("ForMaskedLM"):
+        return "masked-lm"
+    return "seq2seq-lm" if getattr(model.config, "is_encoder_decoder", False) else "causal-lm"
 
 
 class PatientExport:
@@ -57,7 +120,7 @@ class PatientExport:
 
     Args:
         folder: Where to.
-        model: A transformers model, whose weights change.
+        model: A transformers model, whose weights change. Of one with an adapter only the adapter waits.
         tokenizer: Its tokenizer, or None.
     """
 
@@ -75,7 +138,7 @@ class PatientExport:
         self._waiting = None
         if self._export(card, None):
             return True
-        self._waiting = _copied(_bare(self._model).state_dict()), card
+        self._waiting = _copied(weights_to_export(self._model)), card
         if self.problem is not None:
             say(f"{self.problem.problem}: it waits in memory, and the training goes on. {self.problem.cure}")
         return False

@@ -15,6 +15,7 @@ from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, entries, is_
 from trimtab.checkpoint.frozen import FrozenBase, frozen_parameters, left_out, likeness_of
 from trimtab.checkpoint.store import StoredCheckpoint, TensorReader, write_checkpoint
 from trimtab.errors import CheckpointError
+from trimtab.optim.quantized import allocate_state, wait_for_paged
 from trimtab.randomness import diverge, random_state, restore_random_state
 
 TensorSource = Callable[[str], torch.Tensor]
@@ -166,6 +167,7 @@ class OptimizerPart:
 
     def capture(self) -> Any:
         """Options of each group, and the state of each parameter; in the middle of a window, also its gradient."""
+        wait_for_paged(self._optimizer)
         names = self._names()
         groups = [
             {
@@ -226,8 +228,14 @@ class OptimizerPart:
 
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
-        """Restore options, and copy the state of each parameter into memory shaped like the parameter."""
+        """Restore options, and copy the state of each parameter into memory of the optimizer's own, or shaped like it.
+
+        Parameters without saved state get none: it is made with their first gradient.
+        """
         names, states, gradients = self._names(), entries(tree["state"]), entries(tree["gradients"])
+        wait_for_paged(self._optimizer)
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        allocate_state(self._optimizer, [p for p in held if names[id(p)] in states])
         for group, saved in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             for key, value in entries(saved).items():
                 if key != "params":

@@ -270,6 +270,31 @@ def predict(
 
 
 @app.command()
+def merge(
+    run: Annotated[str, typer.Argument(help="A run, or the folder of an adapter.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the model: a new folder.")],
+    onto: Annotated[
+        str, typer.Option(help="original, or (of qlora) dequantized: the values of the 4 bits.")
+    ] = "original",
+    rows: Annotated[int, typer.Option(help="Rows of the run's data on which both are compared.")] = 64,
+    max_kl: Annotated[float | None, typer.Option(help="Largest mean KL divergence; 0.02 if left out.")] = None,
+    min_agreement: Annotated[
+        float | None, typer.Option(help="Smallest share of equal answers; 0.9 if left out.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write it however much they differ.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as the base has them), fp32, bf16, fp16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+) -> None:
+    """Make one plain model of an adapter and its base, if it answers as the adapter does."""
+    from trimtab.cli.output import show_merged
+    from trimtab.merging import merge as merge_adapter
+
+    limits = {"max_kl": max_kl, "min_agreement": min_agreement}
+    given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+    show_merged(merge_adapter(run, folder, onto=onto, num_rows=rows, force=force, dtype=dtype, device=device, **given))
+
+
+@app.command()
 def runs(root: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs")) -> None:
     """List runs: state, step, best metric, age."""
     from trimtab.cli.output import show_runs
@@ -367,6 +392,50 @@ def launch(
     if ending.message and not (quiet and ending.code == 75):
         typer.echo(ending.message, err=True)
     raise typer.Exit(ending.code)
+
+
+@app.command()
+def compare(
+    recipe: RecipeFile = None,
+    vary: Annotated[
+        list[str] | None, typer.Option(help="A key and its values: --vary train.precision=fp32,bf16")
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(help="precisions, optimizers, accumulation, checkpointing or methods.")
+    ] = None,
+    variants: Annotated[Path | None, typer.Option(help="A YAML file: {name: {key: value, …}, …}.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Runs of each variant, interleaved.")] = 2,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps not timed; a tenth if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; runs/EXPERIMENT/compare-N.")] = None,
+    sets: Sets = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+    timeout: Annotated[str | None, typer.Option(help="End a run that takes longer: 10min.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure variants of a recipe side by side: memory, speed, loss; each run in a fresh process."""
+    from trimtab.comparing import Protocol, candidates_of, choose_variants, make_folder
+    from trimtab.comparing import compare as run_comparison
+    from trimtab.report.tables import anatomy_table, main_table, notes, write_folder
+    from trimtab.report.verdict import verdict
+    from trimtab.units import parse_seconds
+
+    progress_mode(quiet, False)
+    base = _loaded(recipe, sets).recipe
+    chosen = choose_variants(base, vary or [], study, variants)
+    limit = None if timeout is None else parse_seconds(timeout)
+    protocol = Protocol(steps, repeats, warmup_steps, device, limit)
+    candidates = candidates_of(recipe, chosen, sets or [])
+    folder = make_folder(base, out)
+    found = run_comparison(base, candidates, protocol, logs=folder / "logs")
+    files = write_folder(found, folder, f"Variants of {recipe or 'a recipe'}")
+    if not quiet:
+        show_table(*main_table(found))
+        show_table(*anatomy_table(found))
+        lines = [verdict(found), *notes(found), " ".join(str(file) for file in files)]
+        typer.echo("\n" + "\n\n".join(lines))
+    if not found.is_complete:
+        raise typer.Exit(130)
 
 
 def main() -> None:

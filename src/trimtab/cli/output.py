@@ -12,6 +12,7 @@ from trimtab.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from trimtab.checkpoint.shelf import Checkpoint
     from trimtab.distributed.launch import LaunchPlan
+    from trimtab.merging import Merged
     from trimtab.proof import Proof
     from trimtab.run import Result
     from trimtab.tracking.run_folder import RunSummary
@@ -149,6 +150,19 @@ def show_proof(proof: "Proof") -> None:
         f"equal: killed, resumed from step {proof.resumed_from}, and at the end all {proof.num_tensors} tensors of the "
         f"state and all {proof.num_lines} lines of metrics are the same, bit for bit"
     )
+
+
+def show_merged(merged: "Merged") -> None:
+    """How near the merged model is to the adapter, and where it is."""
+    import typer
+
+    found = merged.closeness
+    if found is not None:
+        typer.echo(
+            f"on {found.num_rows:,} rows ({found.num_answers:,} answers) KL {found.kl_mean:.3g}, at most "
+            f"{found.kl_max:.3g}; the same answer in {found.agreement:.2%}"
+        )
+    typer.echo(f"{merged.folder}: {merged.base} with the adapter merged ({merged.onto}), in {merged.dtype}")
 
 
 def show_launch(plan: "LaunchPlan", *, to_stderr: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimtab.errors import RecipeError
+from trimtab.errors import LossError, RecipeError
 
 _HIGHER_IS_BETTER = {
     "loss": False,
@@ -96,14 +96,25 @@ class Metrics:
         return [self._totals, *(part.sums for part in self._parts)]
 
     @torch.no_grad()
-    def update(self, logits: Tensor, batch: dict[str, Tensor], loss_sum: Tensor, weight: Tensor | int) -> None:
+    def update(
+        self,
+        logits: Tensor,
+        batch: dict[str, Tensor],
+        loss_sum: Tensor,
+        weight: Tensor | int,
+        hits: Tensor | None = None,
+    ) -> None:
         """Add a batch. Nothing is read from the device.
 
         Args:
-            logits: What the model gave.
+            logits: What the model gave; empty where its loss was computed without any.
             batch: The batch with its "labels".
             loss_sum: The loss summed over the batch.
             weight: How many rows or tokens it is summed over.
+            hits: How many of them are the most likely ones, where there are no logits to tell it from.
+
+        Raises:
+            LossError: If a metric is wanted that needs logits, and there are none.
         """
         device = loss_sum.device
         if self._totals.device != device:
@@ -113,7 +124,15 @@ class Metrics:
         self._totals[0] += loss_sum.detach()
         self._totals[1] += weight
         for part in self._parts:
-            part.update(logits.detach(), batch["labels"])
+            if logits.numel():
+                part.update(logits.detach(), batch["labels"])
+            elif hits is not None and isinstance(part, _TokenHits):
+                part.add(hits, weight)
+            else:
+                raise LossError(
+                    f"{', '.join(self.names)} cannot all be told without logits, and this loss gives none",
+                    "compute the loss of evaluations plainly (memory.loss: plain), or ask for loss and perplexity",
+                )
 
     def compute(self) -> dict[str, float]:
         """The metrics of everything seen so far; nan where they are not defined."""
@@ -271,8 +290,11 @@ class _TokenHits:
         if self._shifts_labels:
             logits, labels = logits[:, :-1], labels[:, 1:]
         counted = labels != -100
-        self.sums[0] += ((logits.argmax(dim=-1) == labels) & counted).sum()
-        self.sums[1] += counted.sum()
+        self.add(((logits.argmax(dim=-1) == labels) & counted).sum(), counted.sum())
+
+    def add(self, hits: Tensor, count: Tensor | int) -> None:
+        self.sums[0] += hits
+        self.sums[1] += count
 
     def values(self) -> dict[str, float]:
         hits, count = self.sums.tolist()

@@ -8,6 +8,8 @@ import torch
 
 from trimtab.checkpoint.export import read_facts
 from trimtab.errors import ModelError
+from trimtab.inference.adapted import kind_of, load_adapted, read_adapter_source, tokenizer_of
+from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
 
 
@@ -41,54 +43,60 @@ class Loaded:
         return min((limit for limit in limits if limit), default=None)
 
 
-def load(source: str | Path, *, device: str | torch.device | None = None, trust_remote_code: bool = False) -> Loaded:
+def load(
+    source: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:
     """Load a model and its tokenizer, ready to predict.
 
     Args:
-        source: A run folder (its best model is taken), a folder of a model, a `.gguf` file or a hub name.
+        source: A run folder (its best model is taken), a folder of a model or of an adapter, a `.gguf` file or a hub
+            name. The base of an adapter is loaded from where it was when the adapter was trained.
         device: Where to put it; by default the accelerator, if there is one.
+        dtype: In which the weights are held; of a model with an adapter, those of its base. By default fp32, and 4 bits
+            under an adapter that was trained on a base of 4 bits.
         trust_remote_code: Whether Python code that lies beside the model may run.
 
     Raises:
         ModelError: If there is no such model, or it has no head that predicts.
     """
     name = str(source)
-    folder = resolve_source(name)
+    folder = resolve_source(name, adapters=True)
     facts = read_facts(folder) if Path(folder).is_dir() else {}
-    config = load_config(name, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    kind, task_name = _purpose(name, config, tokenizer)
-    model: Any = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code)
-    if newly_initialised(model):
-        parts = ", ".join(sorted(newly_initialised(model))[:2])
-        raise ModelError(f"{name} was never trained for {task_name}: it has no weights for {parts}", "train it first")
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    model: Any
+    if is_adapter(folder):
+        adapter = read_adapter_source(folder, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer_of(adapter, trust_remote_code=trust_remote_code)
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        model = load_adapted(adapter, tokenizer, torch.device(device), **options)
+        task_name = _task_of(adapter.kind, model.config, tokenizer)
+    else:
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        model, task_name = _whole(name, tokenizer, dtype or torch.float32, trust_remote_code)
     model.to(device)
     return Loaded(model, tokenizer, facts.get("task", task_name), facts)
 
 
-def _purpose(name: str, config: Any, tokenizer: Any) -> tuple[str, str]:
-    """The kind of model and the task that the class it was saved from tells."""
-    architecture = next(iter(getattr(config, "architectures", None) or []), None)
-    if architecture is None or architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return "causal-lm", "chat" if tokenizer.chat_template else "causal-lm"
-    if architecture.endswith("ForSequenceClassification"):
+def _whole(name: str, tokenizer: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, str]:
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    kind = kind_of(name, config)
+    task_name = _task_of(kind, config, tokenizer)
+    model = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code, dtype=dtype)
+    if newly_initialised(model):
+        parts = ", ".join(sorted(newly_initialised(model))[:2])
+        raise ModelError(f"{name} was never trained for {task_name}: it has no weights for {parts}", "train it first")
+    return model, task_name
+
+
+def _task_of(kind: str, config: Any, tokenizer: Any) -> str:
+    if kind == "causal-lm":
+        return "chat" if tokenizer.chat_template else "causal-lm"
+    if kind == "sequence-classification":
         regresses = config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1)
-        return "sequence-classification", "regress" if regresses else "classify"
-    if architecture.endswith("ForMaskedLM"):
-        return "masked-lm", "masked-lm"
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        and not architecture.endswith("Model")
-        or architecture
-        in (
-            "EncoderDecoderModel",
-            "MarianMTModel",
-        )
-    ):
-        return "seq2seq-lm", "seq2seq"
-    raise ModelError(
-        f"{name} is a {architecture}, which has no head that predicts",
-        f"train one: trimtab train --model {name} --data FILE",
-    )
+        return "regress" if regresses else "classify"
+    return "seq2seq" if kind == "seq2seq-lm" else "masked-lm"

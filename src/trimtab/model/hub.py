@@ -15,6 +15,7 @@ from typing import Any
 from trimtab.errors import MissingDependency, ModelError, UserError
 
 _LATER = ("models:/", "best:")
+_ADAPTER = "adapter_config.json"
 _MARKS_OF_A_RUN = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
 
@@ -31,11 +32,12 @@ class Source:
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
-def resolve_source(text: str) -> str:
+def resolve_source(text: str, *, adapters: bool = False) -> str:
     """Find what a user's word for a model means.
 
     Args:
         text: A run folder, a folder of a model, a `.gguf` file, or a name on the hub.
+        adapters: Whether a folder may hold an adapter alone.
 
     Returns:
         The folder of the model (of a run: its best one), the file, or the hub name as it is.
@@ -53,7 +55,7 @@ def resolve_source(text: str) -> str:
             raise ModelError(f"there is no file {path}", "name an existing .gguf file")
         return str(path)
     if path.is_dir():
-        return str(_model_folder(path))
+        return str(_model_folder(path, adapters))
     if path.is_file():
         raise ModelError(f"{path} is a file, not a model", "name the folder that holds config.json, or a .gguf file")
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
@@ -61,18 +63,24 @@ def resolve_source(text: str) -> str:
     return text
 
 
-def _model_folder(folder: Path) -> Path:
-    if (folder / "config.json").is_file():
-        return folder
-    if (folder / "best" / "config.json").is_file():
-        return folder / "best"
-    for kept in sorted(folder.glob(".best.outdated-*")):  # a writer was killed between its two renames
-        if (kept / "config.json").is_file():
-            return kept
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter without the weights of its base."""
+    found = Path(folder)
+    whole = ("model*.safetensors", "pytorch_model*.bin")
+    return (found / _ADAPTER).is_file() and not any(path for pattern in whole for path in found.glob(pattern))
+
+
+def _model_folder(folder: Path, adapters: bool) -> Path:
+    outdated = sorted(folder.glob(".best.outdated-*"))  # a writer was killed between its two renames
+    for place in (folder, folder / "best", *outdated):
+        if is_adapter(place):
+            if not adapters:
+                raise ModelError(f"{place} holds an adapter alone", f"merge it first: trimtab merge {folder} DIR")
+            return place
+        if (place / "config.json").is_file():
+            return place
     if any((folder / mark).exists() for mark in _MARKS_OF_A_RUN):
         raise ModelError(f"the run {folder} has no best model yet", "let it run until its first evaluation")
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(f"{folder} holds an adapter alone", "merge it into its base model first")
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     names = sorted(path.name for path in folder.iterdir())
     found = f"it holds {', '.join(names[:4])}" if names else "it is empty"
@@ -80,9 +88,9 @@ def _model_folder(folder: Path) -> Path:
     raise ModelError(f"{folder} is no model: it has no config.json ({found})", cure)
 
 
-def as_source(text: str) -> Source:
+def as_source(text: str, *, adapters: bool = False) -> Source:
     """What `resolve_source` finds, in the form that transformers takes."""
-    found = resolve_source(text)
+    found = resolve_source(text, adapters=adapters)
     if found.endswith(".gguf"):
         _need_gguf()
         return Source(str(Path(found).parent), Path(found).name)

@@ -1,4 +1,4 @@
-"""From a name, a folder, a GGUF file or a config to a model in fp32 with the head that a task needs.
+"""From a name, a folder, a GGUF file or a config to a model with the head that a task needs.
 
 What goes wrong in the first hour (no pad token, a head that is new or of another size, a tokenizer with more tokens
 than the model) is mended here, and said in one line.
@@ -6,6 +6,7 @@ than the model) is mended here, and said in one line.
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 from difflib import get_close_matches
 from pickle import UnpicklingError
 from typing import Any
@@ -16,9 +17,21 @@ from safetensors import SafetensorError
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
 from trimtab.model.hub import Source, as_source, explained, quiet_transformers, resolve_source
+from trimtab.model.nf4 import (
+    LoadedForm,
+    Nf4,
+    build_quantized,
+    device_for,
+    loading_arguments,
+    num_weights,
+    quantizable,
+    settle,
+    skeleton,
+)
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
+    "grown_rows",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -48,6 +61,8 @@ _FOR_ANY_MODEL = {"decoder_start_token_id", "forced_eos_token_id", "tie_word_emb
     f"{role}_token_id" for role in ("pad", "bos", "eos")
 }
 _NEW_PARAMETERS = "_trimtab_new_parameters"
+_DRAWN_ON_DEVICE = 500_000_000  # parameters from which on drawing them on the host takes longer than all the rest
+_GROWN_ROWS = "_trimtab_grown_rows"
 
 
 def load_model(
@@ -57,8 +72,11 @@ def load_model(
     tokenizer: Any,
     *,
     trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    nf4: Nf4 | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.nn.Module:
-    """Load a model for training, in fp32 and in eval mode, and say in one line what was loaded.
+    """Load a model for training, in eval mode, and say in one line what was loaded.
 
     Args:
         source: A run, a folder, a `.gguf` file or a hub name; or a config (with `model_type`) to start from scratch.
@@ -66,27 +84,33 @@ def load_model(
         head: Settings of the head: num_labels, id2label, label2id, problem_type. Empty keeps what the model has.
         tokenizer: The tokenizer that will feed it; the model is fitted to it.
         trust_remote_code: Whether Python code that lies beside the model may run.
+        dtype: The format of its weights; half precision for a base that is frozen.
+        nf4: Quantizes the linear modules of the base, which is frozen then; None does not.
+        device: Where the model is put; None is the CPU, or, with nf4, the GPU if there is one.
 
     Raises:
         ModelError: If there is no such model, or it has no head of that kind.
+        RecipeError: If nf4 is wanted and bitsandbytes is not installed.
     """
     import transformers
 
     if kind not in _AUTO_CLASSES:
         raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
     auto_class = getattr(transformers, _AUTO_CLASSES[kind])
+    form = LoadedForm(dtype, nf4, device_for(device, nf4))
     with quiet_transformers():
         model: Any
         if isinstance(source, str):
             name = source
-            model, notes = _pretrained(source, auto_class, kind, head, trust_remote_code)
+            model, notes = _pretrained(source, auto_class, kind, head, trust_remote_code, form)
         else:
             name = f"a new {source.get('model_type', 'model')}"
-            model, notes = _from_scratch(source, auto_class, kind, head, tokenizer), ["weights are random"]
+            model, notes = _from_scratch(source, auto_class, kind, head, tokenizer, form), ["weights are random"]
         notes += _fit_to_tokenizer(model, tokenizer)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        model.to(form.device)
+    num_parameters = sum(num_weights(parameter) for parameter in model.parameters())
     count = f"{num_parameters:,}" if num_parameters < 1e6 else f"{num_parameters / 1e6:,.1f} M"
-    facts = f"{type(model).__name__}, {count} parameters in fp32"
+    facts = f"{type(model).__name__}, {count} parameters in {form}"
     say("; ".join([f"{name}: {facts}", *notes]))
     loaded: torch.nn.Module = model.eval()
     return loaded
@@ -99,8 +123,16 @@ def load_config(source: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def newly_initialised(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters that `load_model` did not find in the checkpoint and that are therefore random."""
+    """Names of the parameters that `load_model` did not find in the checkpoint and that are therefore random.
+
+    Of a model from a config, all of which is random, they are those of a task head.
+    """
     return getattr(model, _NEW_PARAMETERS, frozenset())
+
+
+def grown_rows(model: torch.nn.Module) -> int:
+    """How many rows `load_model` added to the embeddings for the tokenizer."""
+    return getattr(model, _GROWN_ROWS, 0)
 
 
 def max_positions(model_or_config: Any) -> int | None:
@@ -129,7 +161,7 @@ def _read_config(source: str, place: Source, trust_remote_code: bool) -> Any:
 
 
 def _pretrained(
-    source: str, auto_class: Any, kind: str, head: Mapping[str, Any], trust_remote_code: bool
+    source: str, auto_class: Any, kind: str, head: Mapping[str, Any], trust_remote_code: bool, form: LoadedForm
 ) -> tuple[Any, list[str]]:
     place = as_source(source)
     config = _read_config(source, place, trust_remote_code)
@@ -137,15 +169,19 @@ def _pretrained(
         raise ModelError(f"{source} is quantized, and quantized weights cannot be trained", "name the original model")
     before = dict(getattr(config, "id2label", None) or {})
     _set_head(config, head)
+    extra: dict[str, Any] = {}
     try:
+        if form.nf4 is not None and place.gguf_file is None:
+            extra = loading_arguments(auto_class, config, form.nf4, form.device)
         model, info = auto_class.from_pretrained(
             place.name,
             config=config,
-            dtype=torch.float32,
+            dtype=form.dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # of the head only; any other mismatch is refused below
             **place.arguments,
+            **extra,
         )
     except _LOAD_FAILURES as error:
         raise _no_head(source, config, kind, error) from error
@@ -153,7 +189,10 @@ def _pretrained(
     if not notes and kind == "sequence-classification" and head:
         notes = _kept_head(before, dict(model.config.id2label))
     if place.gguf_file is not None:
-        model = _plain_copy(model, auto_class)
+        model = _plain_copy(model, auto_class, form.dtype)
+        model.config.name_or_path = source  # so that an adapter names the file as its base
+    if form.nf4 is not None:
+        settle(model.to(form.device), form.nf4, quantizable(model))
     return model, notes
 
 
@@ -217,28 +256,44 @@ def _kept_head(before: dict[int, str], now: dict[int, str]) -> list[str]:
     return [f"its head is kept, but its labels were {old} and are now {new}"]
 
 
-def _plain_copy(model: Any, auto_class: Any) -> Any:
+def _plain_copy(model: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     """A model read from GGUF counts as quantized and cannot be saved; a fresh one with its weights can."""
     config = model.config
     del config.quantization_config
-    fresh = auto_class.from_config(config, dtype=torch.float32)
+    fresh = auto_class.from_config(config, dtype=dtype)
     fresh.load_state_dict(model.state_dict())
-    fresh.config.name_or_path = config.name_or_path
     setattr(fresh, _NEW_PARAMETERS, newly_initialised(model))
     return fresh
 
 
 def _from_scratch(
-    settings: Mapping[str, Any], auto_class: Any, kind: str, head: Mapping[str, Any], tokenizer: Any
+    settings: Mapping[str, Any], auto_class: Any, kind: str, head: Mapping[str, Any], tokenizer: Any, form: LoadedForm
 ) -> Any:
     config = _config_of(dict(settings), tokenizer, "model.config")
     _set_head(config, head)
     try:
-        return auto_class.from_config(config, dtype=torch.float32)
+        if form.nf4 is not None:
+            model = build_quantized(auto_class, config, form.dtype, form.nf4, form.device)
+        else:
+            with _place_of_birth(auto_class, config, form):
+                model = auto_class.from_config(config, dtype=form.dtype)
     except _LOAD_FAILURES as error:
         if "Unrecognized configuration class" in str(error):
             raise _no_head("model.config", config, kind, error) from error
         raise RecipeError(f"model.config cannot be built: {error}", "mend the value that it names") from error
+    if kind == "sequence-classification":
+        base = {id(parameter) for parameter in model.base_model.parameters()}
+        head_names = [name for name, parameter in model.named_parameters() if id(parameter) not in base]
+        setattr(model, _NEW_PARAMETERS, frozenset(head_names))  # all is random, but a random head cannot stay frozen
+    return model
+
+
+def _place_of_birth(auto_class: Any, config: Any, form: LoadedForm) -> Any:
+    """Where random weights are drawn: on the host, so that they are the same everywhere, unless that takes minutes."""
+    if form.device.type == "cpu":
+        return nullcontext()
+    size = sum(parameter.numel() for parameter in skeleton(auto_class, config, form.dtype).parameters())
+    return form.device if size >= _DRAWN_ON_DEVICE else nullcontext()
 
 
 def _config_of(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
@@ -302,15 +357,26 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> list[str]:
     num_rows, num_ids = model.get_input_embeddings().weight.shape[0], _num_ids(tokenizer)
     if num_ids > num_rows:
         try:
-            model.resize_token_embeddings(num_ids)
+            model.resize_token_embeddings(num_ids, mean_resizing=False)
         except NotImplementedError as error:
             raise ModelError(
                 f"the tokenizer has {num_ids} tokens, {type(model).__name__} has {num_rows} and cannot be resized",
                 "use the tokenizer that belongs to the model",
             ) from error
+        _fill_new_rows(model, num_rows)
+        setattr(model, _GROWN_ROWS, num_ids - num_rows)
         notes.append(f"embeddings grown from {num_rows:,} to {num_ids:,} rows, which the tokenizer needs")
     _set_token_ids(model, tokenizer)
     return notes
+
+
+@torch.no_grad()
+def _fill_new_rows(model: Any, num_rows: int) -> None:
+    """New rows are the mean of the others: whoever loads the model again (an adapter's base) gets the same ones."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = getattr(module, "weight", None)
+        if weight is not None and len(weight) > num_rows:
+            weight[num_rows:] = weight[:num_rows].float().mean(0).to(weight.dtype)
 
 
 def _set_token_ids(model: Any, tokenizer: Any) -> None:

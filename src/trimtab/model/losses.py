@@ -4,8 +4,7 @@ Each comes with its weight, the number of rows or tokens that the mean stands fo
 Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +12,9 @@ import torch
 from torch.nn import functional
 
 from trimtab.errors import LossError, RecipeError
+from trimtab.model.chunked_loss import HeadLoss
+from trimtab.model.forward import IGNORED, Batch, logits_of, run_model
 
-IGNORED = -100
-Batch = Mapping[str, torch.Tensor]
 OwnLoss = Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]]
 
 
@@ -26,12 +25,14 @@ class StepLoss:
     Args:
         value: The mean over the items, differentiable.
         weight: How many items (rows or tokens) it stands for; a tensor on the device where it had to be counted there.
-        logits: What the model predicted, detached.
+        logits: What the model predicted, detached; empty where none were made.
+        hits: How many of the items were foretold right, where that was asked for.
     """
 
     value: torch.Tensor
     weight: torch.Tensor | int
     logits: torch.Tensor
+    hits: torch.Tensor | None = None
 
     def loss_sum(self) -> torch.Tensor:
         """The sum over the items. A batch without any has a NaN mean and a sum of nothing; any other NaN stays."""
@@ -48,7 +49,14 @@ class Loss(Protocol):
         """The loss of `batch`, which is left as it is."""
 
 
-def build_loss(kind: str, *, shifts_labels: bool = False, label_smoothing: float = 0.0) -> Loss:
+def build_loss(
+    kind: str,
+    *,
+    shifts_labels: bool = False,
+    label_smoothing: float = 0.0,
+    how: str = "plain",
+    counts_hits: bool = False,
+) -> Loss:
     """The loss of a task.
 
     Args:
@@ -56,11 +64,21 @@ def build_loss(kind: str, *, shifts_labels: bool = False, label_smoothing: float
             "token-cross-entropy" (one class a position; positions labelled -100 count for nothing).
         shifts_labels: Whether the logits at position t predict the label at t + 1, as in causal language models.
         label_smoothing: The share of probability spread over all classes; for the cross-entropies of one class only.
+        how: "plain" makes the logits. "chunked" and "liger" (on a GPU) never hold them all and are for
+            "token-cross-entropy" alone; `trimtab.model.chunked_loss.check_head` says whether they fit a model.
+        counts_hits: Where no logits are made, also count the tokens that are the most likely ones (`StepLoss.hits`),
+            which the metric token_accuracy needs.
     """
+    if how not in ("plain", "chunked", "liger"):
+        raise RecipeError(f"a loss computed the way {how!r} is not known", "use plain, chunked or liger")
+    if how != "plain" and kind != "token-cross-entropy":
+        raise RecipeError(f"a {kind} loss is always computed plainly, not {how}", "memory.loss: plain, or auto")
     if not 0.0 <= label_smoothing < 1.0:
         raise RecipeError(f"label_smoothing {label_smoothing} is not possible", "use a number from 0 to below 1")
     if kind == "cross-entropy":
         return _ModelLoss(_RowCrossEntropy(label_smoothing))
+    if how != "plain":
+        return _HeadLoss(HeadLoss(how, label_smoothing, counts_hits=counts_hits), shifts_labels)
     if kind == "token-cross-entropy":
         return _ModelLoss(_TokenCrossEntropy(label_smoothing, shifts_labels))
     if kind not in ("binary-cross-entropy", "mse"):
@@ -91,14 +109,28 @@ class _ModelLoss:
         self._measure = measure
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
-        if "labels" not in batch:
-            raise LossError(f"the batch has no labels, only {', '.join(batch)}", "let the collator add `labels`")
-        logits = logits_of(_run(model, batch))
+        _require_labels(batch)
+        logits = logits_of(run_model(model, batch))
         if logits is None:
             raise LossError(f"{type(model).__name__} gives no logits", "pass a loss function of your own")
         # Half-precision logits would round the sum over classes; fp32 ones are not copied.
         value, weight = self._measure(logits.float(), batch["labels"])
         return StepLoss(value, weight, logits.detach())
+
+
+class _HeadLoss:
+    """The cross-entropy of tokens, computed where the logits would have been made."""
+
+    def __init__(self, loss: HeadLoss, shifts_labels: bool) -> None:
+        self._loss = loss
+        self._shifts_labels = shifts_labels
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
+        _require_labels(batch)
+        labels_BL = _next_tokens(batch["labels"]) if self._shifts_labels else batch["labels"]
+        total, hits = self._loss(model, batch, labels_BL)
+        weight = (labels_BL != IGNORED).sum()
+        return StepLoss(total / weight.clamp(min=1), weight, torch.empty(0), hits)
 
 
 class _OwnLoss:
@@ -108,7 +140,7 @@ class _OwnLoss:
         self._function = function
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
-        outputs = _run(model, batch)
+        outputs = run_model(model, batch)
         result = self._function(outputs, batch)
         num_rows = next(iter(batch.values())).shape[0]
         value, weight = result if isinstance(result, tuple) else (result, num_rows)
@@ -117,38 +149,6 @@ class _OwnLoss:
             raise LossError(f"your loss function gave {found}", "return a tensor with one number: the mean loss")
         logits = logits_of(outputs)
         return StepLoss(value.reshape(()), weight, torch.empty(0) if logits is None else logits.detach())
-
-
-def logits_of(outputs: Any) -> torch.Tensor | None:
-    """The logits in what a model gave, or None where there are none."""
-    found = outputs
-    if isinstance(outputs, Mapping):
-        found = outputs.get("logits")
-    elif hasattr(outputs, "logits"):
-        found = outputs.logits
-    elif isinstance(outputs, tuple):
-        found = outputs[0]
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _run(model: torch.nn.Module, batch: Batch) -> Any:
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
-    bare: Any = getattr(model, "module", model)
-    config = getattr(bare, "config", None)
-    if _needs_decoder_inputs(bare, config, batch):
-        inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(batch["labels"])
-    # Keys and values kept for generation are never used here. The config keeps its own value, for who generates later.
-    if getattr(config, "use_cache", False) and "use_cache" in inspect.signature(bare.forward).parameters:
-        inputs.setdefault("use_cache", False)
-    return model(**inputs)
-
-
-def _needs_decoder_inputs(model: Any, config: Any, batch: Batch) -> bool:
-    """Whether a decoder reads the labels, moved by one: a model that is given labels does so by itself."""
-    if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in batch:
-        return False
-    has_target_tokens = "labels" in batch and batch["labels"].dim() == 2
-    return has_target_tokens and hasattr(model, "prepare_decoder_input_ids_from_labels")
 
 
 class _RowCrossEntropy:
@@ -175,8 +175,7 @@ class _TokenCrossEntropy:
         if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
             raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
         if self._shifts_labels:
-            # Labels move, not logits: a slice of logits would be copied, and logits are large.
-            labels_BL = functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
+            labels_BL = _next_tokens(labels_BL)
         total = functional.cross_entropy(
             logits_BLV.flatten(0, 1),
             labels_BL.flatten(),
@@ -186,6 +185,11 @@ class _TokenCrossEntropy:
         )
         weight = (labels_BL != IGNORED).sum()
         return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
+
+
+def _next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
+    """For each position the label of the next. Labels move, not logits: a slice of those would be a large copy."""
+    return functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
 
 
 def _binary_cross_entropy(logits_BK: torch.Tensor, labels_BK: torch.Tensor) -> Measured:
@@ -201,6 +205,11 @@ def _mean_squared_error(logits: torch.Tensor, labels: torch.Tensor) -> Measured:
     if labels.shape != logits.shape:  # torch would broadcast (B, 1) with (B) to (B, B)
         raise _shapes_differ(logits, labels, "(rows, 1) and (rows), or (rows, targets) for both")
     return functional.mse_loss(logits, labels.to(logits.dtype)), labels.shape[0]
+
+
+def _require_labels(batch: Batch) -> None:
+    if "labels" not in batch:
+        raise LossError(f"the batch has no labels, only {', '.join(batch)}", "let the collator add `labels`")
 
 
 def _shapes_differ(logits: torch.Tensor, labels: torch.Tensor, wanted: str) -> LossError:

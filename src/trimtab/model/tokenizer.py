@@ -25,7 +25,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    place = as_source(source)
+    place = as_source(source, adapters=True)  # beside an adapter lies its tokenizer
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(

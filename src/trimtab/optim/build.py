@@ -7,20 +7,23 @@ from typing import Any
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.log import say
+from trimtab.log import say, say_once
+from trimtab.optim.adagrad import Adagrad
+from trimtab.optim.quantized import Adagrad8bit, Adam8bit, AdamW8bit, Quantized, require_bitsandbytes
+from trimtab.optim.stochastic_rounding import RoundedAdagrad, RoundedAdam, RoundedAdamW, RoundedSGD, has_fused
 
-OPTIMIZERS = ("adamw", "adam", "adagrad", "sgd", "adafactor")
+PAGED = "paged-"
+QUANTIZED: dict[str, type[Quantized]] = {"adamw8bit": AdamW8bit, "adam8bit": Adam8bit, "adagrad8bit": Adagrad8bit}
+OPTIMIZERS = (
+    *("adamw", "adam", "adagrad", "sgd", "adafactor"),
+    *QUANTIZED,
+    *(PAGED + name for name in QUANTIZED),
+)
 
 # Fused steps update every parameter in one pass and make no temporary copies. torch has them for these devices.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0}
-_USES = {
-    "adamw": {"betas", "eps"},
-    "adam": {"betas", "eps"},
-    "adagrad": {"eps"},
-    "sgd": {"momentum"},
-    "adafactor": set[str](),
-}
+_USES = {"adamw": {"betas", "eps"}, "adam": {"betas", "eps"}, "adagrad": {"eps"}, "sgd": {"momentum"}}
 _SMALL_FOR_ADAFACTOR = 1e-3
 
 
@@ -33,11 +36,14 @@ def build_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.0,
     device: str | torch.device = "cpu",
+    rounds_stochastically: bool = False,
+    rounding_seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Make an optimizer.
 
     Args:
-        name: "adamw", "adam", "adagrad", "sgd" or "adafactor".
+        name: One of `OPTIMIZERS`. Those with 8bit in their name keep state of 8 bits, and those with paged before it
+            keep it in memory that an NVIDIA driver moves to the host when the GPU is full.
         groups: Parameter groups, with their weight decay; see `trimtab.optim.groups.decay_groups`. The decay of adamw
             and adafactor acts on the weights, that of the others is added to the gradients.
         lr: Learning rate. For adafactor it is relative to the size of each weight, and 1e-2 is usual.
@@ -45,26 +51,83 @@ def build_optimizer(
         eps: For adam, adamw and adagrad.
         momentum: For sgd.
         device: Where the parameters will be when the optimizer steps.
+        rounds_stochastically: Round bf16 weights (and bf16 state) up or down by chance, so that small updates count.
+        rounding_seed: What that chance follows from; has to be the same in all processes that share a model.
 
     Returns:
-        An optimizer of torch.
+        An optimizer of torch, or one that behaves as such.
     """
     device = torch.device(device)
     _check(name, {"betas": tuple(betas), "eps": eps, "momentum": momentum}, lr)
-    fused = True if device.type in _FUSED_DEVICES else None  # None: torch takes foreach where the device has it
+    kind = name.removeprefix(PAGED)
+    if kind in QUANTIZED:
+        return _build_quantized(name, groups, lr, betas, eps, device, rounds_stochastically, rounding_seed)
+    fused = fused_form(name, device, momentum)
     params: Any = list(groups)
+    if rounds_stochastically:
+        if name == "adamw":
+            return RoundedAdamW(params, lr=lr, betas=betas, eps=eps, fused=fused, rounding_seed=rounding_seed)
+        if name == "adam":
+            return RoundedAdam(params, lr=lr, betas=betas, eps=eps, fused=fused, rounding_seed=rounding_seed)
+        if name == "sgd":
+            return RoundedSGD(params, lr=lr, momentum=momentum, fused=fused, rounding_seed=rounding_seed)
+        if name == "adagrad":
+            return RoundedAdagrad(params, lr=lr, eps=eps, fused=fused, rounding_seed=rounding_seed)
+        raise RecipeError(
+            f"{name} cannot round stochastically, and bf16 weights need it: small updates would be lost",
+            "train.optimizer: adamw, or train.precision: bf16",
+        )
     if name == "adamw":
         return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=fused)
     if name == "adam":
         return torch.optim.Adam(params, lr=lr, betas=betas, eps=eps, fused=fused)
     if name == "sgd":
-        # torch's fused SGD cannot take parameters whose momentum begins later than that of the others
-        return torch.optim.SGD(params, lr=lr, momentum=momentum, fused=None if momentum else fused)
+        return torch.optim.SGD(params, lr=lr, momentum=momentum, fused=fused)
     if name == "adagrad":
-        return _place_state(torch.optim.Adagrad(params, lr=lr, eps=eps), device)
+        return Adagrad(params, lr=lr, eps=eps, fused=fused)
     if lr < _SMALL_FOR_ADAFACTOR:
         say(f"adafactor's learning rate is relative to the size of each weight: {lr:g} trains slowly, 1e-2 is usual")
     return torch.optim.Adafactor(params, lr=lr)
+
+
+def fused_form(name: str, device: torch.device, momentum: float = 0.0) -> bool | None:
+    """Whether steps of an optimizer of torch are fused; None lets torch take foreach where the device has it."""
+    if name == "adagrad":
+        # torch has a kernel for CUDA and refuses it
+        return (device.type != "cuda" and has_fused("_fused_adagrad_", device)) or None
+    if name == "sgd" and momentum:
+        return None  # torch's fused SGD cannot take parameters whose momentum begins later than that of the others
+    return True if device.type in _FUSED_DEVICES else None
+
+
+def _build_quantized(
+    name: str,
+    groups: Sequence[dict[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    device: torch.device,
+    rounds_stochastically: bool,
+    rounding_seed: int,
+) -> torch.optim.Optimizer:
+    require_bitsandbytes(f"train.optimizer: {name}")
+    is_paged = name.startswith(PAGED)
+    if is_paged and device.type != "cuda":
+        say_once(f"{name}: paging needs an NVIDIA GPU; the state stays where it is")
+    return QUANTIZED[name.removeprefix(PAGED)](
+        list(groups),
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        is_paged=is_paged and device.type == "cuda",
+        rounds_stochastically=rounds_stochastically,
+        rounding_seed=rounding_seed,
+    )
+
+
+def _uses(name: str) -> set[str]:
+    """The settings that an optimizer has beside its learning rate; more compact state changes none of them."""
+    return _USES.get(name.removeprefix(PAGED).removesuffix("8bit"), set())
 
 
 def _check(name: str, settings: dict[str, Any], lr: float) -> None:
@@ -73,8 +136,8 @@ def _check(name: str, settings: dict[str, Any], lr: float) -> None:
         meant = f"; did you mean {near[0]}?" if near else ""
         raise RecipeError(f"train.optimizer={name!r} is not known{meant}", f"one of {', '.join(OPTIMIZERS)}")
     for key, value in settings.items():
-        if key not in _USES[name] and value != _DEFAULTS[key]:
-            users = [other for other in OPTIMIZERS if key in _USES[other]]
+        if key not in _uses(name) and value != _DEFAULTS[key]:
+            users = [other for other in OPTIMIZERS if key in _uses(other)]
             raise RecipeError(
                 f"train.{key}={value!r} has no effect on {name}",
                 f"leave train.{key} out, or train.optimizer: {' or '.join(users)}",
@@ -86,10 +149,3 @@ def _check(name: str, settings: dict[str, Any], lr: float) -> None:
     for key in ("eps", "momentum"):
         if not 0.0 <= settings[key] < float("inf"):
             raise RecipeError(f"train.{key}={settings[key]!r} is not possible", "a number from 0 up")
-
-
-def _place_state(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Adagrad makes its sums at once, beside parameters that may not have been moved to the device yet."""
-    for state in optimizer.state.values():
-        state["sum"] = state["sum"].to(device)
-    return optimizer

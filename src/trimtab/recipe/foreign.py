@@ -18,7 +18,7 @@ _PRECISION = {
     **dict.fromkeys(("16-mixed", "fp16-mixed", "16", "half", "float16"), "fp16"),
     **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
     **dict.fromkeys(("16-true", "fp16-true"), "fp16 (mixed; pure is not supported)"),
-    **dict.fromkeys(("bf16-true", "bf16-pure"), "bf16 (mixed; pure is not supported yet)"),
+    **dict.fromkeys(("bf16-true", "bf16_pure", "pure-bf16"), "bf16-pure"),
     **dict.fromkeys(("32-true", "32", "no", "none", "float32", "float", "full", "false"), "fp32"),
 }
 _SCHEDULE = {
@@ -31,8 +31,10 @@ _SCHEDULE = {
 }
 _OPTIMIZER = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_fused"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw (8-bit state is not supported yet)"),
-    **dict.fromkeys(("paged_adamw_8bit", "paged_adamw_32bit"), "adamw (paged state is not supported yet)"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw-8bit"), "adamw8bit"),
+    **dict.fromkeys(("adam_8bit", "adam_bnb_8bit"), "adam8bit"),
+    **dict.fromkeys(("paged_adamw_8bit", "paged_adamw8bit"), "paged-adamw8bit"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "paged-adamw8bit (the nearest)"),
 }
 _TASK = {
     **dict.fromkeys(
@@ -124,6 +126,11 @@ def _batch(value: Any, beside: Mapping[str, Any]) -> str:
     return "write train.batch_size: all rows of an optimizer step; memory.micro_batch is how many go through at once"
 
 
+def _adapter(name: str) -> Answer:
+    """Keys of LoRA stand in a section of their own."""
+    return lambda value, beside: f"write adapter: {{kind: lora, {name}: {as_yaml(value)}}}"
+
+
 def _betas(value: Any, beside: Mapping[str, Any]) -> str:
     return f"write train.betas: {as_yaml([beside.get('adam_beta1', 0.9), beside.get('adam_beta2', 0.999)])}"
 
@@ -205,12 +212,12 @@ _HF_TRAINER: dict[str, Answer] = {
     "half_precision_backend": _AUTOMATIC,
     "fp16_opt_level": _AUTOMATIC,
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), _none("evaluation has the precision of training")),
-    "tf32": _OTHER_FRAMEWORK,
-    **dict.fromkeys(
-        ("gradient_checkpointing", "gradient_checkpointing_kwargs"), _not_yet("memory.gradient_checkpointing")
-    ),
+    "tf32": _to("train.precision", lambda value: "tf32" if _is_on(value) else "fp32"),
+    "gradient_checkpointing": _to("memory.gradient_checkpointing", lambda value: "all" if _is_on(value) else "none"),
+    "gradient_checkpointing_kwargs": _AUTOMATIC,
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _not_yet()),
-    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), _not_yet("memory.loss")),
+    "use_liger_kernel": _to("memory.kernels", lambda value: "liger" if _is_on(value) else "plain"),
+    "liger_kernel_config": _OTHER_FRAMEWORK,
     "neftune_noise_alpha": _OTHER_FRAMEWORK,
     "group_by_length": _to("train.group_by_length"),
     "train_sampling_strategy": _to("train.group_by_length", lambda value: value == "group_by_length"),
@@ -286,10 +293,15 @@ _HF_SCRIPTS: dict[str, Answer] = {
     **dict.fromkeys(("summary_column", "target_column"), _to("data.target")),
     "max_train_samples": lambda value, beside: f"slice the data: data.train: 'FILE[:{value}]'",
     "max_eval_samples": lambda value, beside: f"slice the data: data.eval: 'FILE[:{value}]'",
-    **dict.fromkeys(
-        ("peft_config", "lora", "lora_r", "lora_alpha", "lora_dropout", "load_in_4bit", "load_in_8bit"),
-        _not_yet("adapter"),
-    ),
+    **dict.fromkeys(("peft_config", "lora", "use_peft", "use_lora"), _to("adapter", lambda value: "lora")),
+    **dict.fromkeys(("lora_r", "lora_rank"), _adapter("rank")),
+    "lora_alpha": _adapter("alpha"),
+    "lora_dropout": _adapter("dropout"),
+    **dict.fromkeys(("lora_target_modules", "target_modules"), _adapter("targets")),
+    **dict.fromkeys(("modules_to_save", "lora_modules_to_save"), _adapter("trains")),
+    "use_rslora": _adapter("rslora"),
+    **dict.fromkeys(("load_in_4bit", "use_4bit"), _to("adapter", lambda value: "qlora" if _is_on(value) else "none")),
+    "load_in_8bit": _none("weights of 8 bits are not trained on here; adapter: qlora has them in 4"),
     **dict.fromkeys(("num_epochs", "n_epochs"), _to("train.epochs")),
     "lr_scheduler": _named("train.schedule"),
 }

@@ -5,7 +5,7 @@ Amounts with a unit stay words ("3h", "500 steps"), checked and in one spelling,
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from annotated_types import MinLen
@@ -136,6 +136,48 @@ def _micro_batch(value: Any) -> str | int:
     raise ValueError
 
 
+def _recomputed(value: Any) -> str | dict[str, Any]:
+    """Which blocks are computed again: a word, or a mapping with one of two keys."""
+    if isinstance(value, Mapping):
+        if set(value) == {"every"} and _is_whole(value["every"]) and value["every"] > 0:
+            return {"every": value["every"]}
+        layers = value.get("layers")
+        if len(value) == 1 and isinstance(layers, list | tuple) and layers and all(map(_is_whole, layers)):
+            return {"layers": list(layers)}
+        raise ValueError
+    word = str(value).strip().lower()
+    words = {"true": "all", "yes": "all", "on": "all", "false": "none", "no": "none", "off": "none", "null": "none"}
+    word = words.get(word, word)
+    if word not in {"none", "all", "ops"}:
+        raise ValueError
+    return word
+
+
+def _targets(value: Any) -> str | list[str]:
+    if isinstance(value, str) and value.strip().lower().replace("_", "-") == "all-linear":
+        return "all-linear"
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise ValueError
+    return list(patterns)
+
+
+def _block_range(value: Any) -> tuple[int, int]:
+    """First and last block: [8, 15], or "8-15"."""
+    if isinstance(value, str) and (words := re.fullmatch(r"\s*(-?[0-9]+)\s*(?:-|\.\.|to)\s*(-?[0-9]+)\s*", value)):
+        value = [int(words[1]), int(words[2])]
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_whole, value)):
+        raise ValueError
+    first, last = value
+    if (first < 0) == (last < 0) and first > last:
+        raise ValueError("begins after its end")
+    return first, last
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _source(value: Any, info: ValidationInfo) -> Any:
     """Text everywhere; from Python also whatever can be iterated, which a file cannot hold."""
     if isinstance(value, str):
@@ -223,6 +265,25 @@ Texts = Annotated[
 Labels = Annotated[str | list[str], _parsed(_columns), _COLUMN_SCHEMA, Allowed("a column, or a list of columns")]
 MicroBatch = Annotated[
     str | int, _parsed(_micro_batch), _one_of("string", "integer"), Allowed("auto, or a whole number from 1")
+]
+Recomputed = Annotated[
+    Any,
+    _parsed(_recomputed),
+    _one_of("string", "object", "boolean"),
+    Allowed("none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"),
+]
+Targets = Annotated[
+    str | list[str],
+    _parsed(_targets),
+    _COLUMN_SCHEMA,
+    Allowed("all-linear, or a list of patterns of module names such as [q_proj, v_proj]"),
+]
+Patterns = Annotated[list[str], Allowed("a list of patterns of module names, such as [embed_tokens]")]
+BlockRange = Annotated[
+    tuple[int, int],
+    _parsed(_block_range),
+    WithJsonSchema({"type": ["array", "string"], "items": {"type": "integer"}}),
+    Allowed("first and last block, such as [8, 15]; -1 is the last one"),
 ]
 FastDevRun = Annotated[
     bool | int, _parsed(_fast_dev_run), _one_of("boolean", "integer"), Allowed("true, false, or a number of steps")

@@ -23,6 +23,12 @@ class Plan:
     max_length: int
     padding_share: float
     metric: str
+    optimizer: str = "adamw"
+    adapter: str = "none"
+    gradient_checkpointing: str = "none"
+    loss: str = "plain"
+    kernels: str = "plain"
+    offload: str = "none"
 
     @property
     def rows_at_once(self) -> int:
@@ -39,12 +45,25 @@ class Plan:
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
         where = self.device if self.num_processes == 1 else f"{self.num_processes} processes ({self.device} here)"
         return [
-            f"{where}, {self.precision}; {trainable}",
+            f"{where}, {self.precision}, {self.optimizer}; {trainable}",
+            *self._levers(),
             f"{self.num_train_rows:,} rows to train on, {self.num_eval_rows:,} held out; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "
             f"warmup {self.warmup_steps:,}; best by {self.metric}",
         ]
+
+    def _levers(self) -> list[str]:
+        """What is done to need less memory, if anything is."""
+        said = [
+            (self.adapter != "none", f"adapter {self.adapter}"),
+            (self.gradient_checkpointing != "none", f"gradient checkpointing {self.gradient_checkpointing}"),
+            (self.loss != "plain", f"loss {self.loss}"),
+            (self.kernels != "plain", f"kernels {self.kernels}"),
+            (self.offload != "none", f"{self.offload} in host memory"),
+        ]
+        words = [text for holds, text in said if holds]
+        return ["; ".join(words)] if words else []
 
 
 def _millions(count: int) -> str:

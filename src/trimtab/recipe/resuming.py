@@ -11,6 +11,10 @@ _HARMLESS = {
     "name",
     "out",
     "memory.micro_batch",
+    "memory.gradient_checkpointing",
+    "memory.offload",
+    "memory.loss",
+    "memory.kernels",
     "train.max_time",
     "train.log_every",
     "train.deterministic",
@@ -20,6 +24,8 @@ _HARMLESS = {
     "checkpoint.mirror",
     "track.experiment",
 }
+# mappings of the user's own keys, or that may be a word as well: compared as one value
+_WHOLE = ("model", "train.freeze", "adapter", "memory.gradient_checkpointing")
 # what may change in the middle of a run, and then counts from there on
 _FROM_HERE_ON = {
     "train.epochs",
@@ -85,6 +91,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A recipe's values by dotted key."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        nested = isinstance(value, dict) and prefix + key not in ("model", "train.freeze")
+        nested = isinstance(value, dict) and prefix + key not in _WHOLE
         values |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return values

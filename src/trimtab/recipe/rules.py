@@ -16,7 +16,9 @@ _COLUMNS = {
     "seq2seq": {"text", "target"},
     "masked-lm": {"text"},
 }
-_USED_BY = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam", "adagrad"), "momentum": ("sgd",)}
+_ADAMS = ("adamw", "adam")
+_USED_BY = {"betas": _ADAMS, "eps": (*_ADAMS, "adagrad"), "momentum": ("sgd",)}
+_WITHOUT_LOGITS = ("causal-lm", "chat", "seq2seq", "masked-lm")
 
 
 def contradictions(recipe: "Recipe") -> Iterator[Mistake]:
@@ -24,6 +26,7 @@ def contradictions(recipe: "Recipe") -> Iterator[Mistake]:
     yield from _in_model(recipe)
     yield from _in_columns(recipe)
     yield from _in_training(recipe)
+    yield from _in_memory(recipe)
     yield from _in_the_rest(recipe)
 
 
@@ -69,7 +72,8 @@ def _in_training(recipe: "Recipe") -> Iterator[Mistake]:
     train = recipe.train
     for name, optimizers in _USED_BY.items():
         value = getattr(train, name)
-        if value != _default(train, name) and train.optimizer not in optimizers:
+        rule = train.optimizer.removeprefix("paged-").removesuffix("8bit")
+        if value != _default(train, name) and rule not in optimizers and (rule != "auto" or name == "momentum"):
             others = " or ".join(optimizers)
             text = f"found {shown(value)}; no effect on {train.optimizer}; leave it out, or train.optimizer: {others}"
             yield _mistake(f"train.{name}", text, "train.optimizer")
@@ -83,10 +87,27 @@ def _in_training(recipe: "Recipe") -> Iterator[Mistake]:
     if train.label_smoothing and recipe.task == "regress":
         text = f"found {shown(train.label_smoothing)}; task regress has no classes; leave it out"
         yield _mistake("train.label_smoothing", text, "task")
-    micro = recipe.memory.micro_batch
-    if isinstance(micro, int) and micro > train.batch_size:
-        text = f"found {micro}; more than train.batch_size {train.batch_size}; lower it, or raise train.batch_size"
+    if train.precision == "bf16-pure" and train.optimizer == "adafactor":
+        text = "found bf16-pure; adafactor does not round stochastically, and small updates would be lost"
+        yield _mistake("train.precision", f"{text}; write bf16, or train.optimizer: adamw8bit", "train.optimizer")
+
+
+def _in_memory(recipe: "Recipe") -> Iterator[Mistake]:
+    train, memory = recipe.train, recipe.memory
+    if isinstance(memory.micro_batch, int) and memory.micro_batch > train.batch_size:
+        text = f"found {memory.micro_batch}; more than train.batch_size {train.batch_size}; lower it, or raise that"
         yield _mistake("memory.micro_batch", text, "train.batch_size")
+    if memory.loss in ("chunked", "liger") and recipe.task is not None and recipe.task not in _WITHOUT_LOGITS:
+        text = f"found {memory.loss}; task {recipe.task} has one small row of logits for a text; leave it out"
+        yield _mistake("memory.loss", text, "task")
+    if recipe.adapter == "none":
+        return
+    if "base" in train.freeze:
+        text = f"found {shown(train.freeze['base'])}; an adapter keeps the base as it is; leave one of them out"
+        yield _mistake("train.freeze.base", text, "adapter")
+    if train.precision == "bf16-pure":
+        text = "found bf16-pure; adapters are small and stay in fp32, the base is kept in bf16 with bf16 as well"
+        yield _mistake("train.precision", f"{text}; write bf16", "adapter")
 
 
 def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:

@@ -6,7 +6,7 @@ Each key is documented here and nowhere else: `trimtab init`, the JSON Schema an
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,6 +21,7 @@ from pydantic import (
 from trimtab.recipe.describe import Later
 from trimtab.recipe.kinds import (
     BatchLimit,
+    BlockRange,
     Column,
     Duration,
     FastDevRun,
@@ -30,9 +31,12 @@ from trimtab.recipe.kinds import (
     Metric,
     MicroBatch,
     ModelName,
+    Patterns,
+    Recomputed,
     Share,
     Source,
     Steps,
+    Targets,
     Text,
     Texts,
     Until,
@@ -44,6 +48,20 @@ from trimtab.recipe.rules import contradictions
 
 R = TypeVar("R")
 Beta = Annotated[float, Ge(0), Lt(1)]
+OptimizerName = Literal[
+    "auto",
+    "adamw",
+    "adam",
+    "adagrad",
+    "sgd",
+    "adafactor",
+    "adamw8bit",
+    "adam8bit",
+    "adagrad8bit",
+    "paged-adamw8bit",
+    "paged-adam8bit",
+    "paged-adagrad8bit",
+]
 TaskName = Literal["classify", "regress", "causal-lm", "chat", "seq2seq", "masked-lm"]
 
 
@@ -127,10 +145,12 @@ class TrainSettings(Section):
         description="Rows of one optimizer step, over all devices; how they are cut is memory.micro_batch.",
     )
     lr: float = Field(default=5e-5, gt=0, description="Highest learning rate; for noam the factor in front.")
-    optimizer: Literal["adamw", "adam", "adafactor", "adagrad", "sgd"] = Field(
-        default="adamw", description="Optimizer."
+    optimizer: OptimizerName = Field(
+        default="auto",
+        description="Optimizer; 8bit = its state in 8 bits (bitsandbytes), paged = that state moves to host memory "
+        "where the GPU has too little; auto = adamw, with adapter: qlora on a GPU paged-adamw8bit.",
     )
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Averages of Adam and AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Averages of Adam and AdamW, 8-bit ones too.")
     eps: float = Field(default=1e-8, gt=0, description="Added to the divisor by adaptive optimizers.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay; biases and norms are always left out.")
@@ -145,9 +165,11 @@ class TrainSettings(Section):
         default=1.0, ge=0, description="Clip gradients to this norm; null or 0 = never."
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Share of the target spread over all classes.")
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = Field(
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = Field(
         default="auto",
-        description="fp16 and bf16 are mixed precision; auto = bf16 where native, else fp16 on a GPU, else fp32.",
+        description="fp16 and bf16 are mixed precision; bf16-pure = weights, gradients and optimizer state in bf16, "
+        "rounded stochastically; tf32 = fp32 with faster, coarser products on NVIDIA GPUs; auto = bf16 where native, "
+        "else fp16 on a GPU, else fp32.",
     )
     freeze: dict[str, Until] = Field(
         default={},
@@ -173,6 +195,36 @@ class TrainSettings(Section):
         return value or None
 
 
+class AdapterSettings(Section):
+    """Small trained matrices beside the weights of a model that itself stays as it is."""
+
+    kind: Literal["lora", "qlora"] = Field(
+        default="lora", description="lora = beside the weights as they are; qlora = beside weights of 4 bits (nf4)."
+    )
+    rank: int = Field(default=16, ge=1, description="Rank of the matrices: how much an adapter can learn.")
+    alpha: float | None = Field(
+        default=None, gt=0, description="What an adapter adds is multiplied with alpha / rank; null = twice the rank."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout in front of the adapters.")
+    targets: Targets = Field(
+        default="all-linear", description="Which modules get an adapter; all-linear = all of the base, not the head."
+    )
+    layers: BlockRange | None = Field(
+        default=None, description="Only in these blocks: first and last, counted from 0; null = in all."
+    )
+    ranks: dict[str, Annotated[int, Ge(1)]] = Field(
+        default={}, description="Other ranks by pattern of module names: {'*.down_proj': 32}; the later pattern wins."
+    )
+    alphas: dict[str, Annotated[float, Gt(0)]] = Field(default={}, description="Other alphas by pattern.")
+    trains: Patterns = Field(
+        default=[],
+        description="Modules that are trained in full, by pattern, such as [embed_tokens]; a new head always is.",
+    )
+    rslora: bool = Field(
+        default=False, description="Multiply with alpha / √rank: for large ranks, which else learn slowly."
+    )
+
+
 class MemorySettings(Section):
     """How to fit. None of these changes what is computed."""
 
@@ -182,14 +234,24 @@ class MemorySettings(Section):
     micro_batch: MicroBatch = Field(
         default="auto", description="Rows that go through the model at once; auto = all of train.batch_size."
     )
-    gradient_checkpointing: Annotated[Literal["none"], Later()] = Field(
-        default="none", description="Compute activations again in backward instead of keeping them. Not supported yet."
+    gradient_checkpointing: Recomputed = Field(
+        default="none",
+        description="Compute activations again in backward instead of keeping them: all = of every block; {every: 2} = "
+        "of every second one; {layers: [0, -1]} = of these; ops = all but matrix products and attention.",
     )
-    offload: Annotated[Literal["none"], Later()] = Field(
-        default="none", description="What is kept in host memory. Not supported yet."
+    offload: Literal["none", "embeddings"] = Field(
+        default="none",
+        description="What is kept in host memory: embeddings = the table of token embeddings, if it does not train.",
     )
-    loss: Annotated[Literal["plain"], Later()] = Field(
-        default="plain", description="How the loss of large vocabularies is computed. One way so far."
+    loss: Literal["auto", "plain", "chunked", "liger"] = Field(
+        default="auto",
+        description="How the loss of language models is computed: chunked = without a tensor of all logits; liger = "
+        "the same by the kernel of liger-kernel; auto = plain where the logits are small.",
+    )
+    kernels: Literal["auto", "plain", "liger"] = Field(
+        default="auto",
+        description="Norms and gated products: liger = fused kernels of liger-kernel, which keep less for backward; "
+        "auto = liger on an NVIDIA GPU where it is installed and knows the model.",
     )
     padding: Annotated[Literal["longest"], Later()] = Field(
         default="longest", description="Rows are padded to the longest of their micro-batch. One way so far."
@@ -287,8 +349,10 @@ class Recipe(Section):
     )
     data: DataSettings = Field(description="What to train on.")
     train: TrainSettings = Field(default=TrainSettings(), description="How to train.")
-    adapter: Annotated[Literal["none"], Later()] = Field(
-        default="none", description="Train small adapters instead of all weights. Not supported yet."
+    adapter: Literal["none", "lora", "qlora"] | AdapterSettings = Field(
+        default="none",
+        description="Train small matrices beside the weights instead of all weights, and save only them: lora, qlora "
+        "(beside weights of 4 bits), or a mapping such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}.",
     )
     memory: MemorySettings = Field(default=MemorySettings(), description="How to fit into memory.")
     evaluate: EvaluateSettings = Field(default=EvaluateSettings(), description="When to evaluate, and by what.")

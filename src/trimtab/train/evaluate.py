@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.engine import Engine
+from trimtab.errors import LossError
 from trimtab.model.losses import Loss
 from trimtab.randomness import host_randomness_kept
 
@@ -20,9 +21,14 @@ class Metrics(Protocol):
         """All that is kept, to be added up over processes in place."""
 
     def update(
-        self, logits: torch.Tensor, batch: dict[str, torch.Tensor], loss_sum: torch.Tensor, weight: torch.Tensor | int
+        self,
+        logits: torch.Tensor,
+        batch: dict[str, torch.Tensor],
+        loss_sum: torch.Tensor,
+        weight: torch.Tensor | int,
+        hits: torch.Tensor | None = None,
     ) -> None:
-        """Take in one batch."""
+        """Take in one batch; `logits` are empty where the loss made none, and `hits` may tell what they would."""
 
     def compute(self) -> dict[str, float]:
         """The metrics over everything taken in."""
@@ -37,6 +43,7 @@ class Evaluator:
         loss: The loss that training uses.
         make_metrics: Fresh streaming metrics for one pass.
         own_metrics: Functions of (logits, batch) that give one value a row; their mean is reported under their name.
+            They need a loss that makes logits.
     """
 
     def __init__(
@@ -73,7 +80,9 @@ class Evaluator:
                     if self._engine.has_no_rows:
                         continue
                     step = self._loss(model, batch)
-                    metrics.update(step.logits, batch, step.loss_sum(), step.weight)
+                    metrics.update(step.logits, batch, step.loss_sum(), step.weight, step.hits)
+                    if self._own and not step.logits.numel():
+                        raise _no_logits(self._own)
                     for name, function in self._own.items():
                         own[name].append(_sum_and_count(function(step.logits, batch)))
                     on_batch(num_done)
@@ -85,6 +94,13 @@ class Evaluator:
                 kept.copy_(self._engine.reduce(kept.cpu()))
             own_sums = self._engine.reduce(own_sums)
         return metrics.compute() | {name: _mean(sums) for name, sums in own_sums.items()}
+
+
+def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
+    return LossError(
+        f"{', '.join(own)} need the logits of the model, and this loss makes none",
+        "compute the loss of evaluations plainly (memory.loss: plain)",
+    )
 
 
 def _sum_and_count(values: Any) -> torch.Tensor:

@@ -1,0 +1,24 @@
+"""From a recipe to the parts of a run. Only this package reads the recipe; every part takes plain arguments."""
+
+from trimtab.build.data import build_data, build_tokens, run_name
+from trimtab.build.engine import build_engine, compare_processes
+from trimtab.build.model import build_freezing, build_model, place_model
+from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.plan import build_plan
+from trimtab.build.training import build_trainer
+
+__all__ = [
+    "Data",
+    "Loaded",
+    "Tokens",
+    "build_data",
+    "build_engine",
+    "build_freezing",
+    "build_model",
+    "build_plan",
+    "build_tokens",
+    "build_trainer",
+    "compare_processes",
+    "place_model",
+    "run_name",
+]

@@ -1,0 +1,82 @@
+"""Loaders of training and held-out batches, as a recipe cuts them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from trimtab.build.parts import Tokens
+from trimtab.data.batching import LengthGroupedBatches
+from trimtab.data.tasks.base import Task
+from trimtab.data.tokens import TokenDataset
+from trimtab.recipe.plan import Plan
+from trimtab.recipe.schema import Recipe
+
+
+def train_batches(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> LengthGroupedBatches:
+    """Which rows come together, and in what order."""
+    limit = recipe.limits.train
+    num_batches = math.ceil(len(tokens.train) / recipe.train.batch_size)
+    return LengthGroupedBatches(
+        tokens.train.lengths,
+        recipe.train.batch_size,
+        micro_batch_size,
+        seed=recipe.seed,
+        group_by_length=recipe.train.group_by_length,
+        shuffle=not recipe.limits.overfit_batches,
+        limit_batches=recipe.limits.overfit_batches or limited(limit, num_batches),
+    )
+
+
+def limited(limit: int | float | None, num_batches: int) -> int | None:
+    """A limit as Lightning writes it: a whole number of batches, or a share of them."""
+    if limit is None:
+        return None
+    return max(1, round(limit * num_batches)) if isinstance(limit, float) else limit
+
+
+def fast_steps(recipe: Recipe) -> int:
+    """The steps of a fast_dev_run."""
+    wanted = recipe.limits.fast_dev_run
+    return 3 if wanted is True else int(wanted)
+
+
+class EpochCollate:
+    """Collates a micro-batch in the epoch of its sampler: masking depends on (seed, epoch, row) alone."""
+
+    def __init__(self, task: Task, batches: LengthGroupedBatches) -> None:
+        self._task = task
+        self._batches = batches
+
+    def __call__(self, examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Rows as one batch."""
+        batch: dict[str, torch.Tensor] = self._task.collate(examples, epoch=self._batches.epoch)
+        return batch
+
+
+def make_loader(
+    rows: TokenDataset | Subset[Any], batches: LengthGroupedBatches, collate: Callable[..., Any], device: torch.device
+) -> DataLoader[Any]:
+    """A loader for one device."""
+    # one worker keeps an accelerator's host free; on the CPU it would only take a core from the training
+    num_workers = 1 if device.type != "cpu" else 0
+    return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers)
+
+
+def eval_loader(recipe: Recipe, task: Task, tokens: TokenDataset, plan: Plan, device: torch.device) -> DataLoader[Any]:
+    """Held-out rows, the longest first; where only some batches are wanted, of rows drawn by the seed.
+
+    Collated as in epoch 0 every time, so that evaluations of one run ask for the same masked tokens.
+    """
+    batch_size = recipe.evaluate.batch_size or max(plan.rows_at_once, 8)
+    limit = 3 if recipe.limits.fast_dev_run else limited(recipe.limits.eval, math.ceil(len(tokens) / batch_size))
+    lengths, rows = tokens.lengths, list(range(len(tokens)))
+    if limit is not None:
+        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(recipe.seed))
+        rows = sorted(order[: limit * batch_size].tolist())
+    batches = LengthGroupedBatches(
+        [lengths[row] for row in rows], batch_size, batch_size, seed=recipe.seed, shuffle=False
+    )
+    return make_loader(Subset(tokens, rows), batches, task.collate, device)

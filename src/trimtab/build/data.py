@@ -1,0 +1,91 @@
+"""Rows, their task and their tokens, as a recipe says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.data.sources import Rows, load_rows, split_off
+from trimtab.data.tasks.build import build_task
+from trimtab.data.tokens import TokenDataset, cached
+from trimtab.log import say
+from trimtab.model.load import max_positions
+from trimtab.recipe.schema import Recipe
+
+
+def build_data(recipe: Recipe) -> Data:
+    """Load the rows, find out the task, and hold rows out for evaluation."""
+    settings = recipe.data
+    train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows)
+    held_out = None if settings.eval is None else load_rows(settings.eval, on_bad_rows=settings.on_bad_rows)
+    task = build_task(
+        recipe.task,
+        train,
+        text=settings.text,
+        label=settings.label,
+        target=settings.target,
+        messages=settings.messages,
+        prompt=settings.prompt,
+        answer=settings.answer,
+        eval_rows=held_out,
+        seed=recipe.seed,
+        on_bad_rows=settings.on_bad_rows,
+    )
+    for line in task.said:
+        say(line)
+    train = task.usable(train)
+    held_out = None if held_out is None else task.usable(held_out)
+    if held_out is None and settings.eval_share > 0:
+        label = task.columns.get("label") if task.name == "classify" else None
+        train, held_out = split_off(
+            train, settings.eval_share, recipe.seed, label=label if isinstance(label, str) else None
+        )
+        say(f"no eval data given: {len(held_out):,} of {len(train) + len(held_out):,} rows are held out (data.eval)")
+    return Data(task, train, held_out)
+
+
+def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
+    """Tokenize, or take what an earlier run with the same rows, tokenizer and settings tokenized."""
+    limit = max_positions(loaded.model)
+    max_length = recipe.data.max_length or limit or 512
+    if limit is not None and max_length > limit:
+        say(f"data.max_length {max_length} is more than the model's {limit} positions: {limit} is used")
+        max_length = limit
+    task = data.task
+    task.bind(loaded.tokenizer, loaded.model.config)
+
+    def encode(rows: Rows) -> TokenDataset:
+        key = [task.name, task.settings, rows, loaded.tokenizer, max_length]
+        return cached(key, lambda: task.encode(rows, loaded.tokenizer, max_length))
+
+    train = encode(data.train)
+    held_out = encode(data.eval) if data.eval is not None else None
+    if train.num_truncated:
+        say(f"{train.num_truncated:,} of {len(train):,} rows are longer than {max_length} tokens and were cut")
+    return Tokens(train, held_out, max_length)
+
+
+def texts_of(data: Data) -> list[str]:
+    """Every text of the training rows."""
+    names = [name for value in data.task.columns.values() for name in ([value] if isinstance(value, str) else value)]
+    return [text for name in names if name in data.train.columns for text in _strings(data.train.columns[name])]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a column, those in the messages of a chat too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def run_name(recipe: Recipe) -> str:
+    """The experiment of a recipe that names none: after its data."""
+    if recipe.track.experiment:
+        return recipe.track.experiment
+    source = recipe.data.train
+    if isinstance(source, str | Path):
+        words = [part.split("[")[0].split(":")[0].split(".")[0] for part in reversed(Path(str(source)).parts)]
+        return next((word for word in words if word and not set(word) & set("*?/")), "run")
+    return "run"

@@ -1,0 +1,66 @@
+"""The engine of a recipe, and what its processes have to agree on."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from trimtab.build.parts import Data, Tokens
+from trimtab.data.fingerprint import NoFingerprint, fingerprint
+from trimtab.data.placement import to_device
+from trimtab.data.tasks.base import Task
+from trimtab.distributed.data_parallel import leave_out
+from trimtab.engine import Engine
+from trimtab.hardware.inventory import find_device, native_precision
+from trimtab.hardware.memory import keep_freed_memory
+from trimtab.model.freeze import Freezing
+from trimtab.model.losses import Loss
+from trimtab.randomness import use_deterministic_kernels
+from trimtab.recipe.resuming import flat
+from trimtab.recipe.schema import Recipe
+
+
+def build_engine(recipe: Recipe, device: str | None) -> Engine:
+    """The engine in the precision asked for; `auto` is a rule on what the device does natively."""
+    found = find_device(device)
+    if found.type == "cpu":
+        keep_freed_memory()
+    if recipe.train.deterministic:
+        use_deterministic_kernels()
+    wanted = recipe.train.precision
+    precision = native_precision(found) if wanted == "auto" else wanted
+    return Engine("no" if precision == "fp32" else precision, device=device)
+
+
+def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine) -> None:
+    """See that every process was given the same recipe and found the same rows."""
+    if not engine.use_distributed:
+        return
+    engine.require_same("recipe", flat(recipe.model_dump(mode="json")))
+    found: dict[str, Any] = {"rows": len(tokens.train), "tokens": int(sum(tokens.train.lengths))}
+    with suppress(NoFingerprint):
+        found |= {"data.train": fingerprint([data.train]), "data.eval": fingerprint([data.eval])}
+    engine.require_same("data", found)
+
+
+def leave_out_unused(
+    model: torch.nn.Module, freezing: Freezing, loss: Loss, task: Task, tokens: Tokens, engine: Engine
+) -> None:
+    """Find the parameters that take no part in the loss, which processes must not wait for, from one row."""
+    if not engine.use_distributed:
+        return
+    model.to(engine.device)
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    was_training = model.training
+    batch = to_device(task.collate([tokens.train[0]]), engine.device)
+    try:
+        model.eval()
+        for parameter in freezing.released_later():
+            parameter.requires_grad_(True)
+        loss(model, batch).value.backward()  # type: ignore[no-untyped-call]
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    finally:
+        model.train(was_training).zero_grad(set_to_none=True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains[name])
+    leave_out(model, unused)

@@ -1,0 +1,148 @@
+"""What a run keeps: its best model, its numbers, its states."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.build.parts import Loaded, Tokens
+from trimtab.checkpoint.export import PatientExport
+from trimtab.checkpoint.mirror import Mirror, mirror_of
+from trimtab.checkpoint.shelf import Shelf
+from trimtab.data.tokens import TokenDataset
+from trimtab.engine import Engine
+from trimtab.errors import CheckpointError
+from trimtab.optim.state_size import state_bytes
+from trimtab.recipe.plan import Plan
+from trimtab.recipe.schema import Recipe
+from trimtab.tracking.run_folder import CHECKPOINTS, Folder
+from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
+from trimtab.train.loop import Keeper
+
+
+class BestKeeper:
+    """Writes the best model as a plain Hugging Face folder, and the numbers into the run's journal."""
+
+    def __init__(
+        self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], metric: str
+    ) -> None:
+        self._folder, self._loaded, self._card, self._metric = folder, loaded, card, metric
+        self._tokens = tokens
+        self._export = PatientExport(folder.best, engine.unwrap_model(loaded.model), loaded.tokenizer)
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def problem(self) -> CheckpointError | None:
+        """Why the best model is not written yet."""
+        return self._export.problem
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
+        """Write the model beside the one before, then take its place."""
+        value = metrics.get(self._metric)
+        best = value if value is not None and math.isfinite(value) else None
+        self._facts = {"metric_name": self._metric, "best_metric": best, "best_step": step}
+        return self._written(self._export.write({**self._card, "step": step, "metrics": metrics}))
+
+    def write_waiting(self) -> str | None:
+        """Try again to write a model for which there was no room."""
+        return self._written(self._export.write_waiting())
+
+    def _written(self, is_written: bool) -> str | None:
+        if not is_written:
+            return None
+        self._folder.update(**self._facts)
+        return str(self._folder.best)
+
+    def record(self, values: dict[str, Any], step: int) -> None:
+        """Write a line of numbers."""
+        self._folder.record(values, step)
+
+    def position(self) -> int:
+        """How far the journal has been written."""
+        return self._folder.journal_position()
+
+    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+        """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
+        lines = []
+        for row in rows:
+            # a label of a row is a plain number
+            fields = {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in self._tokens[row].items()}
+            text = self._loaded.tokenizer.decode(fields["input_ids"])
+            lines.append(json.dumps({"row": row, "text": text, **fields}, ensure_ascii=False))
+        name = f"bad-rows-step-{step}.jsonl"
+        self._folder.write_text(name, "\n".join(lines) + "\n")
+        return str(self._folder.path / name)
+
+
+class NoKeeper:
+    """Of several processes one writes; the others keep nothing."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    problem: CheckpointError | None = None
+
+    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
+        """Where the first process writes it."""
+        return str(self._folder.best)
+
+    def write_waiting(self) -> str | None:
+        """The first process does that."""
+        return None
+
+    def record(self, values: dict[str, Any], step: int) -> None:
+        """The first process does that."""
+
+    def position(self) -> int:
+        """The first process knows it."""
+        return 0
+
+    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+        """Where the first process writes them."""
+        return str(self._folder.path / f"bad-rows-step-{step}.jsonl")
+
+
+def build_keeper(
+    folder: Folder, engine: Engine, loaded: Loaded, tokens: Tokens, card: dict[str, Any], metric: str
+) -> Keeper:
+    """What keeps the best model; of several processes only the first one does."""
+    if not engine.is_main_process:
+        return NoKeeper(folder)
+    return BestKeeper(folder, engine, loaded, tokens.train, card, metric)
+
+
+def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpoints | NoCheckpoints:
+    """What saves the state of a run."""
+    settings = recipe.checkpoint
+    if settings.every is None or recipe.limits.fast_dev_run:
+        return NoCheckpoints()
+    mirror = None
+    if settings.mirror is not None and engine.is_main_process:
+        # experiment and name: several runs share a drive
+        place = Path(settings.mirror, *folder.path.absolute().parts[-2:])
+        known = mirror_of(folder.path)  # of a run that came back from its mirror to another place
+        if known is not None and Path(settings.mirror).absolute() in known.parents:
+            place = known
+        mirror = Mirror(folder.path, place, files=("recipe.yaml", "plan.json", "run.json", "metrics.jsonl"))
+    shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
+    return Checkpoints(engine, shelf, mirror, on_saved=lambda step: folder.update(saved_step=step))
+
+
+def checkpoint_bytes(optimizer: Any, plan: Plan, momentum: float) -> int:
+    """The size of a checkpoint once the optimizer has its state: what trains, and what is kept for it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = (
+        state_bytes(
+            plan.optimizer,
+            parameter.shape,
+            parameter.dtype,
+            momentum=momentum,
+            rounds_stochastically=plan.precision == "bf16-pure",
+            device=parameter.device,
+        )
+        for parameter in parameters
+    )
+    weights: int = sum(p.numel() * p.element_size() for p in parameters)
+    return weights + sum(size.num_bytes for size in kept)

@@ -1,0 +1,98 @@
+"""The model of a recipe and its tokenizer, in the form in which it trains: format, kernels, adapter."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trimtab.build.data import texts_of
+from trimtab.build.parts import Data, Loaded
+from trimtab.engine import Engine
+from trimtab.errors import RecipeError
+from trimtab.log import say
+from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.freeze import Freezing
+from trimtab.model.gradient_checkpointing import checkpoint_layers
+from trimtab.model.host_embedding import keep_embeddings_on_host
+from trimtab.model.kernels import choose_kernels, use_liger
+from trimtab.model.load import load_model, load_tokenizer, train_tokenizer
+from trimtab.model.nf4 import Nf4
+from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
+from trimtab.units import parse_every
+
+_LR_OF_ADAPTERS = 1e-4  # below it adapters learn slowly
+
+
+def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
+    """Load the model with the head that the task needs, and its tokenizer, and add the adapter."""
+    source = recipe.model
+    if isinstance(source, ModelSettings):
+        named: str | dict[str, Any] = dict(source.config) if source.config else str(source.name)
+        tokenizer_source, trust = source.tokenizer or source.name, source.trust_remote_code
+    else:
+        named, tokenizer_source, trust = source, source, False
+    if trust:
+        say("model.trust_remote_code is on: Python code that comes with the model is run")
+    if tokenizer_source is None:
+        raise RecipeError(
+            "model.tokenizer is missing: a config alone has none", "a name, a folder, or tokenizer: train"
+        )
+    if tokenizer_source == "train":
+        config = named if isinstance(named, dict) else {}
+        tokenizer = train_tokenizer(texts_of(data), vocab_size=int(config.get("vocab_size", 8000)))
+    else:
+        tokenizer = load_tokenizer(tokenizer_source, trust_remote_code=trust)
+    torch.manual_seed(recipe.seed)  # a head that is newly initialised depends on the seed alone
+    adapter = adapter_settings(recipe)
+    half = engine.compute_dtype or torch.float32
+    model = load_model(
+        named,
+        data.task.model_kind,
+        data.task.head(),
+        tokenizer,
+        trust_remote_code=trust,
+        # weights that do not train need no fp32: what computes with them rounds them in any case
+        dtype=half if adapter is not None or engine.mixed_precision == "bf16-pure" else torch.float32,
+        nf4=Nf4(compute_dtype=half) if adapter is not None and adapter.kind == "qlora" else None,
+        device=engine.device,
+    )
+    if adapter is not None:
+        _add_adapter(recipe, adapter, model)
+    return Loaded(model, tokenizer)
+
+
+def place_model(recipe: Recipe, loaded: Loaded, engine: Engine) -> Loaded:
+    """Bring the model to its device, as far as it belongs there, and give it its kernels."""
+    model, memory = loaded.model, recipe.memory
+    if memory.offload == "embeddings":
+        keep_embeddings_on_host(model, engine.device)
+    model.to(engine.device)
+    kernels = choose_kernels(memory.kernels, model, engine.device, engine.compute_dtype)
+    if kernels == "liger":
+        use_liger(model)
+    checkpoint_layers(model, memory.gradient_checkpointing)
+    return replace(loaded, kernels=kernels)
+
+
+def adapter_settings(recipe: Recipe) -> AdapterSettings | None:
+    """The adapter of a recipe with all its settings, or None."""
+    if isinstance(recipe.adapter, AdapterSettings):
+        return recipe.adapter
+    return None if recipe.adapter == "none" else AdapterSettings(kind=recipe.adapter)
+
+
+def _add_adapter(recipe: Recipe, settings: AdapterSettings, model: torch.nn.Module) -> None:
+    spec = {name: value for name, value in settings.model_dump().items() if name != "kind"}
+    add_adapter(model, LoraSpec(**spec))
+    if isinstance(recipe.model, ModelSettings) and recipe.model.config:
+        say("the model is made from a config and is not kept: the adapter alone cannot be loaded afterwards")
+    if recipe.train.lr < _LR_OF_ADAPTERS:
+        say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with {_LR_OF_ADAPTERS:g} to 3e-4")
+
+
+def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:
+    """Freeze what the recipe says; what begins to train later does so in the loop."""
+    until = {pattern: None if word == "always" else parse_every(word) for pattern, word in recipe.train.freeze.items()}
+    freezing = Freezing(loaded.model, until)
+    freezing.apply()
+    return freezing

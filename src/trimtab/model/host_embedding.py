@@ -1,0 +1,72 @@
+"""Keeps a frozen table of token embeddings in host memory, where the device reads the few rows that a batch needs.
+
+The table of a large vocabulary is a gigabyte of which a step uses a few thousand rows. On a CUDA device pinned host
+memory can be read by kernels directly: the parameter stays an ordinary CUDA tensor to everybody else, nothing is copied
+ahead and nothing waits, and the numbers are the same to the last bit.
+"""
+
+from typing import Any
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.log import say
+
+
+def keep_embeddings_on_host(model: torch.nn.Module, device: torch.device) -> int:
+    """Move the table of input embeddings out of the device's memory.
+
+    Args:
+        model: A transformers model, its embeddings on the host or on the device.
+        device: Where it will compute; on a CPU there is nothing to do.
+
+    Returns:
+        The bytes that the device is spared.
+
+    Raises:
+        RecipeError: If the table trains, or is also the output layer.
+    """
+    bare: Any = model
+    table: torch.nn.Embedding = bare.get_input_embeddings()
+    head = bare.get_output_embeddings()
+    if table.weight.requires_grad:
+        raise RecipeError(
+            "memory.offload: embeddings: the embeddings train, and what trains is needed on the device",
+            "memory.offload: none, or freeze them (adapter, train.freeze)",
+        )
+    if head is not None and getattr(head, "weight", None) is table.weight:
+        raise RecipeError(
+            f"memory.offload: embeddings: the output layer of this {type(model).__name__} shares its weights with the "
+            "embeddings, and reads all of them in every step",
+            "memory.offload: none",
+        )
+    if device.type == "cpu":
+        say("memory.offload: embeddings: the model is in host memory already")
+        return 0
+    if device.type != "cuda":
+        raise RecipeError(f"memory.offload is not supported on {device.type}", "memory.offload: none")
+    num_bytes = table.weight.numel() * table.weight.element_size()
+    pinned = table.weight.detach().cpu().pin_memory()
+    table.weight.data = _seen_from(device, pinned)
+    table._host_memory = pinned  # which lives as long as the table
+    table.weight.is_in_host_memory = True  # type: ignore[attr-defined]  # who counts memory wants to know
+    return num_bytes
+
+
+class _Foreign:
+    """Memory described to torch by CUDA's array interface."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _seen_from(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
+    """Pinned host memory as a tensor of the device: the same memory, read over the bus."""
+    with torch.cuda.device(device):
+        raw = torch.as_tensor(_Foreign(pinned), device=device)
+    return raw.view(pinned.dtype).view(pinned.shape)

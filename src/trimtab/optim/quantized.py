@@ -1,0 +1,295 @@
+"""Adam, AdamW and Adagrad with state of 8 bits, on the device or paged to the host: the kernels are bitsandbytes'.
+
+The optimizers around the kernels are our own: those of bitsandbytes wait for the device after every parameter, decay
+the weights under the name of Adam, page nothing for Adagrad, and lose the paging when state is loaded.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.optim.stochastic_rounding import SLICE, Chance, flat
+
+BLOCK = 256  # elements that share a scale
+MIN_QUANTIZED = 4096  # smaller parameters keep fp32 state
+MIN_PAGED = 100_000  # smaller parameters keep their state on the device
+
+_LONGEST = 2**30  # the kernels count elements with 32 bits; a multiple of BLOCK
+_PAGEABLE = ("state1", "state2")
+
+
+def require_bitsandbytes(asked: str) -> None:
+    """Refuse what was asked for where bitsandbytes is missing."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(f"{asked} needs bitsandbytes, which is not installed", "pip install 'trimtab[bitsandbytes]'")
+
+
+class Quantized(torch.optim.Optimizer):
+    """What the 8-bit optimizers share.
+
+    The state of a parameter is made with its first gradient. Blocks of 256 numbers share a scale; parameters of fewer
+    than 4096 numbers keep fp32 state.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: For Adam and AdamW.
+        eps: Added to the root of the second moment.
+        weight_decay: For groups that do not say.
+        is_paged: Keep the state of larger parameters in memory that the driver moves between host and GPU.
+        rounds_stochastically: Round bf16 weights up or down by chance, not to the nearest.
+        rounding_seed: What the random numbers for that follow from, with the count of steps.
+    """
+
+    _kernel = ""
+    _num_moments = 0
+    _decays_gradients = False  # weight decay is added to the gradients here, because the kernel would decay the weights
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        is_paged: bool = False,
+        rounds_stochastically: bool = False,
+        rounding_seed: int = 0,
+    ) -> None:
+        require_bitsandbytes(type(self).__name__)
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "rounding_seed": rounding_seed, "num_roundings": 0})
+        self.is_paged = is_paged
+        self.rounds_stochastically = rounds_stochastically
+        self._maps: dict[torch.device, list[torch.Tensor]] = {}
+
+    def allocate_state(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make the state of parameters that have none yet, paged where it is to be."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = self._fresh_state(parameter)
+
+    def _fresh_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = {"step": 0}
+        quantized = parameter.numel() >= MIN_QUANTIZED
+        dtype = torch.uint8 if quantized else torch.float32
+        num_blocks = -(-parameter.numel() // BLOCK)
+        for number in range(1, self._num_moments + 1):
+            state[f"state{number}"] = self._buffer(parameter, dtype)
+            if quantized:
+                state[f"absmax{number}"] = torch.zeros(num_blocks, dtype=torch.float32, device=parameter.device)
+        return state
+
+    def _buffer(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self.is_paged and parameter.device.type == "cuda" and parameter.numel() >= MIN_PAGED:
+            return _paged_zeros(parameter, dtype)
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient. The host does not wait for the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        functions: Any = importlib.import_module("bitsandbytes.functional")
+        for index, group in enumerate(self.param_groups):
+            chance = Chance(group, index) if self.rounds_stochastically else None
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.allocate_state([parameter])
+                    self._update(functions, group, parameter, chance)
+        return loss
+
+    def _update(self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: Chance | None) -> None:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        state["step"] += 1
+        for key in _PAGEABLE:
+            if is_paged(state.get(key)):
+                functions.prefetch_tensor(state[key])
+        weights, gradient = flat(parameter), flat(parameter.grad)
+        decay = group["weight_decay"] if self._decays_gradients else 0.0
+        needs_room = weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay
+        length = SLICE if needs_room else _LONGEST
+        for begin in range(0, weights.numel(), length):
+            here = slice(begin, begin + length)
+            exact = weights[here].float()
+            if decay:
+                slope = gradient[here].add(exact, alpha=decay)
+            else:
+                slope = gradient[here].to(torch.float32, copy=weights.dtype is torch.bfloat16)
+            self._call(functions, group, exact, slope, _parts(state, here))
+            if weights.dtype is torch.bfloat16 and chance is not None:
+                chance.round_into(weights[here], exact, slope)  # the fp32 gradient is a copy, and used up
+            elif weights.dtype is not torch.float32:
+                weights[here] = exact
+        if not parameter.is_contiguous():
+            parameter.copy_(weights.view_as(parameter))
+
+    def _call(
+        self,
+        functions: Any,
+        group: dict[str, Any],
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        shared = {
+            "eps": group["eps"],
+            "step": state["step"],
+            "lr": group["lr"],
+            "beta1": beta1,
+            "state2": state.get("state2"),
+            "beta2": beta2,
+            "beta3": 0.0,
+            "alpha": 0.0,
+            "weight_decay": 0.0 if self._decays_gradients else group["weight_decay"],
+        }
+        if state["state1"].dtype is torch.float32:
+            functions.optimizer_update_32bit(self._kernel, gradient, weights, state["state1"], **shared)
+            return
+        maps = self._maps_on(functions, weights.device)
+        functions.optimizer_update_8bit_blockwise(
+            self._kernel,
+            gradient,
+            weights,
+            state["state1"],
+            **shared,
+            qmap1=maps[0],
+            qmap2=maps[1] if self._num_moments == 2 else None,
+            absmax1=state["absmax1"],
+            absmax2=state.get("absmax2"),
+        )
+
+    def _maps_on(self, functions: Any, device: torch.device) -> list[torch.Tensor]:
+        """The numbers that 8 bits stand for, with a sign and without one: constants, and so no state."""
+        if device not in self._maps:
+            self._maps[device] = [functions.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+        return self._maps[device]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch gives it; what is paged is read when the device is done with it."""
+        wait_for_paged(self)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy state into memory of the right kind; torch would turn 8 bits into the dtype of the weights."""
+        held = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = held
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        wait_for_paged(self)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(number)
+            if not saved:
+                self.state.pop(parameter, None)
+                continue
+            self.allocate_state([parameter])
+            _copy_into(self.state[parameter], saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        wait_for_paged(self)
+        own = {"is_paged": self.is_paged, "rounds_stochastically": self.rounds_stochastically, "_maps": {}}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for parameter, held in self.state.items():
+            if any(is_paged(value) for value in held.values()):  # a copy says that it is paged, and is not
+                copied = dict(held)
+                held.update(self._fresh_state(parameter))
+                _copy_into(held, copied)
+
+
+class AdamW8bit(Quantized):
+    """Adam with 8-bit moments, whose weight decay acts on the weights."""
+
+    _kernel = "adam"
+    _num_moments = 2
+
+
+class Adam8bit(AdamW8bit):
+    """Adam with 8-bit moments, whose weight decay is added to the gradients, as torch's Adam does it."""
+
+    _decays_gradients = True
+
+
+class Adagrad8bit(Quantized):
+    """Adagrad with 8-bit sums, whose weight decay is added to the gradients.
+
+    Not by the kernel: on CUDA it adds the decay to the sums and then leaves it out of the update.
+    """
+
+    _kernel = "adagrad"
+    _num_moments = 1
+    _decays_gradients = True
+
+
+def is_paged(value: Any) -> bool:
+    """Whether a tensor lies in memory that the driver moves between host and GPU."""
+    return bool(getattr(value, "is_paged", False))
+
+
+def wait_for_paged(optimizer: torch.optim.Optimizer) -> None:
+    """Wait for the device before the host reads or writes paged state: to torch that is ordinary host memory."""
+    if getattr(optimizer, "is_paged", False) and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Make the state of parameters that have none yet, where an optimizer can: ours, and those of bitsandbytes.
+
+    Args:
+        optimizer: Any optimizer; one that cannot keeps having no state.
+        parameters: Those of its parameters that are about to get state.
+    """
+    own = getattr(optimizer, "allocate_state", None)
+    if own is not None:
+        own(parameters)
+        return
+    theirs = getattr(optimizer, "init_state", None) if hasattr(optimizer, "get_state_buffer") else None
+    if theirs is None:
+        return
+    wanted = {id(parameter) for parameter in parameters}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in wanted and not optimizer.state[parameter]:
+                theirs(group, parameter, group_index, index)
+
+
+def _paged_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that bitsandbytes never gives back: an optimizer is made once a process."""
+    functions: Any = importlib.import_module("bitsandbytes.functional")
+    buffer: torch.Tensor = functions.get_paged(*parameter.shape, dtype=dtype, device=parameter.device)
+    functions.fill(buffer, 0)  # on the device, and waited for
+    return buffer
+
+
+def _parts(state: dict[str, Any], here: slice) -> dict[str, Any]:
+    """The part of a parameter's state that belongs to some of its elements, from a multiple of `BLOCK` on."""
+    blocks = slice(here.start // BLOCK, -(-here.stop // BLOCK))
+    parts: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "step":
+            parts[key] = value
+        else:
+            parts[key] = value.view(-1)[blocks if key.startswith("absmax") else here]
+            if is_paged(value):
+                parts[key].is_paged = True  # a view does not know by itself
+    return parts
+
+
+def _copy_into(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            state[key].copy_(value)
+        else:
+            state[key] = value

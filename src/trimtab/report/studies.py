@@ -1,0 +1,67 @@
+"""Comparisons that people ask for again and again: each is a list of variants made for a recipe."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.errors import RecipeError
+from trimtab.recipe.schema import Recipe
+from trimtab.report.compare import Variant
+
+
+def study(name: str, recipe: Recipe) -> list[Variant]:
+    """The variants of a shipped study.
+
+    Args:
+        name: One of `STUDIES`.
+        recipe: What they are variants of.
+    """
+    if name not in STUDIES:
+        near = difflib.get_close_matches(name.lower(), STUDIES, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise RecipeError(f"--study {name!r} is not known{meant}", f"one of {', '.join(STUDIES)}")
+    return STUDIES[name](recipe)
+
+
+def _of_key(key: str, *values: Any) -> Callable[[Recipe], list[Variant]]:
+    """A study of one key; a value with a name of its own is a pair."""
+    named = [value if isinstance(value, tuple) else (value, value) for value in values]
+    return lambda recipe: [Variant(str(name), {key: value}) for name, value in named]
+
+
+def _accumulation(recipe: Recipe) -> list[Variant]:
+    """The batch of the recipe whole, in ever smaller micro-batches, and a batch as small as the smallest of these."""
+    whole = recipe.train.batch_size
+    sizes = [size for size in (whole, whole // 2, whole // 4, whole // 8) if size]
+    cut = [
+        Variant(f"{whole} as {-(-whole // size)} × {size}", {"train.batch_size": whole, "memory.micro_batch": size})
+        for size in dict.fromkeys(sizes)
+    ]
+    small = Variant(f"{sizes[-1]} alone", {"train.batch_size": sizes[-1], "memory.micro_batch": sizes[-1]})
+    return [*cut, small] if sizes[-1] < whole else cut
+
+
+def _methods(recipe: Recipe) -> list[Variant]:
+    """Everything trains, the head alone, LoRA, QLoRA. The settings of the recipe's own adapter hold for both."""
+    whole: dict[str, Any] = {"train.freeze": {}}
+    own: dict[str, Any] = getattr(recipe.adapter, "model_dump", dict)()
+    adapters = {kind: {**own, "kind": kind} if own else kind for kind in ("lora", "qlora")}
+    return [
+        Variant("full", {"adapter": "none", **whole}),
+        Variant("head-only", {"adapter": "none", "train.freeze": {"base": "always"}}),
+        *(Variant(kind, {"adapter": settings, **whole}) for kind, settings in adapters.items()),
+    ]
+
+
+STUDIES: dict[str, Callable[[Recipe], list[Variant]]] = {
+    "precisions": _of_key("train.precision", "fp32", "tf32", "bf16", "fp16", "bf16-pure"),
+    "optimizers": _of_key(
+        "train.optimizer",
+        *("adamw", "adam", "adagrad", "sgd", "adafactor", "adamw8bit", "adam8bit", "adagrad8bit", "paged-adamw8bit"),
+    ),
+    "accumulation": _accumulation,
+    "checkpointing": _of_key(
+        "memory.gradient_checkpointing", "none", "ops", ("every second", {"every": 2}), ("all", "all")
+    ),
+    "methods": _methods,
+}

@@ -1,0 +1,87 @@
+"""A comparison in one sentence. A difference inside the spread of the repeats is never called one."""
+
+from trimtab.report.compare import Comparison, Outcome, Spread
+
+_SAME = 0.005  # below half a percent nobody would notice, however often it was measured
+
+
+def verdict(comparison: Comparison) -> str:
+    """What the variants buy and cost against the first one that ran; and how many did not run."""
+    ran = [outcome for outcome in comparison.outcomes if outcome.runs]
+    sentences = []
+    if len(ran) < 2:
+        sentences.append(f"only {ran[0].name} ran: nothing to compare" if ran else "no variant ran")
+    else:
+        base, others = ran[0], _worth_naming(ran)
+        sentences += [f"{other.name} {_against(other, base)}" for other in others]
+        num_unnamed = len(ran) - 1 - len(others)
+        remarks = [f"of {len(ran)} that ran the smallest and the fastest are named"] if num_unnamed else []
+        if min(len(outcome.runs) for outcome in ran) < 2:
+            remarks.append("from one run each, so that the spread is not known")
+        sentences[-1] += f" ({'; '.join(remarks)})" if remarks else ""
+    failed = [outcome.name for outcome in comparison.outcomes if not outcome.runs]
+    if failed and ran:
+        sentences.append(f"{' and '.join(failed)} did not run")
+    return "; ".join(sentences) + "."
+
+
+def _worth_naming(ran: list[Outcome]) -> list[Outcome]:
+    """Of two the other one; of more the smallest and the fastest of those that are not the first."""
+    base, *others = ran
+    if len(others) == 1:
+        return others
+    smallest = min(others, key=lambda outcome: _middle(outcome.memory))
+    fastest = max(others, key=lambda outcome: _middle(outcome.spread("samples/s")))
+    return [smallest] if smallest is fastest else [smallest, fastest]
+
+
+def _middle(spread: Spread | None) -> float:
+    return float("nan") if spread is None else spread.median
+
+
+def _against(other: Outcome, base: Outcome) -> str:
+    clauses = [
+        _memory_clause(other.memory, base.memory, base.name),
+        _speed_clause(other.spread("samples/s"), base.spread("samples/s"), base.name),
+        _loss_clause(other, base),
+    ]
+    return ", ".join(clause for clause in clauses if clause)
+
+
+def _is_same(one: Spread, other: Spread) -> bool:
+    close = abs(one.median - other.median) <= _SAME * abs(other.median)
+    return close or not one.is_apart_from(other)
+
+
+def _memory_clause(one: Spread | None, other: Spread | None, name: str) -> str:
+    if one is None or other is None:
+        return ""
+    if _is_same(one, other):
+        return f"needs as much memory as {name}"
+    change = one.median / other.median - 1
+    return f"needs {abs(change):.0%} {'more' if change > 0 else 'less'} memory than {name}"
+
+
+def _speed_clause(one: Spread | None, other: Spread | None, name: str) -> str:
+    if one is None or other is None:
+        return ""
+    if _is_same(one, other):
+        return "is as fast within the spread"
+    ratio = one.median / other.median
+    if ratio >= 1.5:
+        return f"is {ratio:.1f} × as fast"
+    return f"is {abs(ratio - 1):.0%} {'faster' if ratio > 1 else 'slower'}"
+
+
+def _loss_clause(other: Outcome, base: Outcome) -> str:
+    one, first = other.spread("loss"), base.spread("loss")
+    if one is None or first is None:
+        return ""
+    num_steps = base.runs[0].num_steps
+    if one.median == first.median:
+        return f"and has the same loss after {num_steps} steps"
+    if not one.is_apart_from(first):
+        return f"and its loss after {num_steps} steps is the same within the spread"
+    change = one.median / first.median - 1 if first.median else float("inf")
+    size = "less than 0.1%" if abs(change) < 0.001 else f"{abs(change):.1%}"
+    return f"and its loss after {num_steps} steps is {size} {'higher' if change > 0 else 'lower'}"

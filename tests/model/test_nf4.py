@@ -1,0 +1,338 @@
+"""A base in 4 bits: what is quantized, how large it is, that gradients are right, and that adapters train on it."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiny_models import TEXTS, batch_of, config_of, tokenizer
+from trimtab.errors import RecipeError
+from trimtab.model import nf4 as nf4_module
+from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
+from trimtab.model.gradient_checkpointing import checkpoint_layers
+from trimtab.model.hub import quiet_transformers
+from trimtab.model.load import load_model, newly_initialised
+from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded, stored_bytes
+
+pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
+
+KINDS = {
+    "bert": "sequence-classification",
+    "roberta": "masked-lm",
+    "gpt2": "causal-lm",
+    "llama": "causal-lm",
+    "t5": "seq2seq-lm",
+    "marian": "seq2seq-lm",
+    "bart": "seq2seq-lm",
+    "encoder-decoder": "seq2seq-lm",
+}
+IN_FP32 = Nf4(torch.float32)
+
+
+def loaded(source, name, nf4=None, **settings):
+    head = {"num_labels": 3} if KINDS[name] == "sequence-classification" else {}
+    return load_model(source, KINDS[name], head, tokenizer(), nf4=nf4, **settings)
+
+
+def inputs(name):
+    found = batch_of(TEXTS)
+    is_pair = KINDS[name] == "seq2seq-lm"
+    return {**found, "decoder_input_ids": found["input_ids"]} if is_pair else found
+
+
+def quantized_names(model):
+    return {name for name, module in model.named_modules() if is_nf4(module)}
+
+
+def matrix(module):
+    """The weight as (out, in), of any of the three kinds of linear modules."""
+    if is_nf4(module):
+        return dequantized(module.weight, torch.float32)
+    return module.weight if isinstance(module, torch.nn.Linear) else module.weight.t()
+
+
+def plain_twin(model, plain):
+    """`plain` with the values that the 4 bits of `model` stand for."""
+    twin = copy.deepcopy(plain)
+    with torch.no_grad():
+        for name in quantized_names(model):
+            plainly = name.removesuffix(".base_layer")  # below an adapter
+            matrix(twin.get_submodule(plainly)).copy_(matrix(model.get_submodule(name)))
+    return twin
+
+
+def saved(name, folder, **settings):
+    plain = loaded({**config_of(name), **settings}, name)
+    with quiet_transformers():
+        plain.save_pretrained(folder)
+    return plain
+
+
+def packed_bytes(weight):
+    state = weight.quant_state
+    tables = [weight.data, state.absmax, state.code]
+    if state.nested:
+        tables += [state.offset, state.state2.absmax, state.state2.code]
+    return sum(table.untyped_storage().nbytes() for table in tables)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 32), (1, 2), (3, 5), (129, 257), (256, 16384), (10, 64 * 256)])
+def test_stored_bytes(shape, double_quant):
+    from bitsandbytes.nn import Params4bit
+
+    weight = Params4bit(torch.randn(shape), compress_statistics=double_quant, quant_type="nf4").to("cpu")
+    assert stored_bytes(shape, double_quant) == packed_bytes(weight)
+    assert num_weights(weight) == shape[0] * shape[1]
+
+
+def test_about_half_a_byte():
+    assert stored_bytes((4096, 14336)) / (4096 * 14336) == pytest.approx(0.5159, abs=1e-4)
+    assert stored_bytes((4096, 14336), double_quant=False) / (4096 * 14336) == pytest.approx(0.5625, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [32, 64, 96, 160, 172, 7])
+def test_values_are_near_for_every_width(width, dtype):
+    """On the CPU bitsandbytes takes the scales of other blocks where rows are no multiple of 64 wide."""
+    weight = torch.randn(40, width) * 0.02
+    error = (rounded(weight, Nf4(dtype)).float() - weight).square().mean().sqrt() / weight.std()
+    assert 0.03 < error < 0.11
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_from_files(name, tmp_path):
+    """The same modules as from a config, near to the weights in the files; everything else is as it was."""
+    plain = saved(name, tmp_path)
+    model = loaded(str(tmp_path), name, IN_FP32)
+    names = quantized_names(model)
+    assert names == quantized_names(loaded(config_of(name), name, IN_FP32))
+    assert len(names) > 7
+    for part in names:
+        exact, found = matrix(plain.get_submodule(part)), matrix(model.get_submodule(part))
+        assert ((found - exact).square().mean().sqrt() / exact.std()) < 0.11, part
+        assert packed_bytes(model.get_submodule(part).weight) == stored_bytes(exact.shape)
+    others = {n: p for n, p in model.named_parameters() if n.removesuffix(".weight") not in names}
+    assert all(torch.equal(parameter, plain.get_parameter(n)) for n, parameter in others.items())
+    twin = plain_twin(model, plain)
+    with torch.no_grad():
+        logits, expected = model(**inputs(name)).logits, twin(**inputs(name)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert sum(map(num_weights, model.parameters())) == sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_heads_are_not_quantized(name):
+    model = loaded(config_of(name), name, IN_FP32)
+    output = model.get_output_embeddings()
+    assert output is None or not is_nf4(output)
+    heads = ("classifier", "lm_head", "cls.", "decoder.cls")
+    assert not [part for part in quantized_names(model) if part.startswith(heads)]
+    assert is_nf4(model.get_submodule("bert.pooler.dense")) if name == "bert" else True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KINDS)
+def test_from_a_config(name, dtype):
+    """Made block by block, it is what a model that is built plainly would be: buffers, ties, formats, spread."""
+    torch.manual_seed(1)
+    model = loaded(config_of(name), name, Nf4(dtype), dtype=dtype)
+    plain = loaded(config_of(name), name, dtype=dtype)
+    assert not [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    for (key, buffer), (other_key, expected) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert key == other_key
+        assert buffer.dtype is expected.dtype
+        assert torch.equal(buffer, expected), key
+    names = [[key for key, _ in m.named_parameters(remove_duplicate=False)] for m in (model, plain)]
+    assert names[0] == names[1]
+    ties = [
+        {key for key, p in m.named_parameters(remove_duplicate=False)} - {key for key, _ in m.named_parameters()}
+        for m in (model, plain)
+    ]
+    assert ties[0] == ties[1]
+    for key, expected in plain.named_parameters():
+        part = key.removesuffix(".weight")
+        parameter = model.get_parameter(key)
+        values = matrix(model.get_submodule(part)) if part in quantized_names(model) else parameter.float()
+        assert values.std().item() == pytest.approx(expected.float().std().item(), rel=0.35, abs=1e-6), key
+    with torch.no_grad():
+        assert model(**inputs(name)).logits.isfinite().all()
+    assert newly_initialised(model) == newly_initialised(plain)
+
+
+def test_random_weights_depend_on_the_seed_alone():
+    def built(seed):
+        torch.manual_seed(seed)
+        return loaded(config_of("llama"), "llama", IN_FP32).state_dict()
+
+    one, other, another = built(3), built(3), built(4)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not torch.equal(one["model.layers.0.mlp.up_proj.weight"], another["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_never_the_whole_model_unquantized(monkeypatch):
+    """At any moment at most one block is there in full."""
+    most = 0
+    quantize = nf4_module._quantized
+
+    def watched(module, nf4):
+        nonlocal most
+        linear = [m.weight for m in model[0].modules() if type(m) is torch.nn.Linear and not m.weight.is_meta]
+        most = max(most, sum(weight.numel() for weight in linear))
+        return quantize(module, nf4)
+
+    model = []
+    skeleton = nf4_module.skeleton
+    monkeypatch.setattr(nf4_module, "skeleton", lambda *args: model.append(skeleton(*args)) or model[-1])
+    monkeypatch.setattr(nf4_module, "_quantized", watched)
+    loaded({**config_of("llama"), "num_hidden_layers": 5}, "llama", IN_FP32)
+    assert most == 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
+def test_gradients_are_those_of_the_plain_twin(name, checkpointing, tmp_path):
+    saved(name, tmp_path)
+    model = loaded(str(tmp_path), name, IN_FP32)
+    twin = plain_twin(model, loaded(str(tmp_path), name))
+    gradients = []
+    for other in (model, twin):
+        torch.manual_seed(5)
+        add_adapter(other, LoraSpec(rank=2))
+        for parameter in other.parameters():
+            if parameter.requires_grad:
+                parameter.data += torch.randn(parameter.shape) * 0.1
+        checkpoint_layers(other, checkpointing if other is model else "none")
+        other.train()
+        for module in other.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        other(**inputs(name)).logits.square().mean().backward()
+        gradients.append({n: p.grad for n, p in other.named_parameters() if p.requires_grad})
+    ours, expected = gradients
+    assert ours.keys() == expected.keys()
+    for key, gradient in ours.items():
+        if gradient is None:  # a pooler that the model does not use
+            assert expected[key] is None
+        else:
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-3, atol=1e-6)
+
+
+def test_evaluation_between_steps_changes_nothing():
+    model = loaded(config_of("llama"), "llama", IN_FP32)
+    add_adapter(model, LoraSpec(rank=2))
+
+    def gradients():
+        model.zero_grad()
+        model.train()
+        model(**inputs("llama")).logits.square().mean().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    before = gradients()
+    with torch.no_grad():
+        model.eval()(**inputs("llama"))
+    after = gradients()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert any(gradient.any() for gradient in after.values())
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_half_precision(autocast):
+    model = loaded(config_of("llama"), "llama", Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    add_adapter(model, LoraSpec(rank=2))
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    assert {p.dtype for p in frozen} == {torch.bfloat16}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logits = model(**inputs("llama")).logits
+    logits.float().square().mean().backward()
+    assert logits.dtype is torch.bfloat16
+    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    state = model.model.layers[0].mlp.up_proj.base_layer.weight.quant_state
+    assert state.dtype is torch.bfloat16
+
+
+def test_what_is_new_stays_whole(tmp_path):
+    """A pooler that the files lack is random: in 4 bits it could not train."""
+    with quiet_transformers():
+        load_model(config_of("bert"), "masked-lm", {}, tokenizer()).save_pretrained(tmp_path)
+    model = loaded(str(tmp_path), "bert", Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    assert type(model.bert.pooler.dense) is torch.nn.Linear
+    assert model.bert.pooler.dense.weight.std() > 0
+    adapter = add_adapter(model, LoraSpec(rank=2))
+    assert adapter.trains == ("bert.pooler", "classifier")
+    assert model.classifier.weight.dtype is model.bert.pooler.dense.weight.dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**inputs("bert"), labels=torch.tensor([0, 1, 2, 0, 1])).loss
+    loss.backward()
+    assert model.bert.pooler.dense.weight.grad.any()
+
+
+def test_adapter_goes_to_the_plain_base_and_back(tmp_path):
+    saved("gpt2", tmp_path / "base")
+    model = loaded(str(tmp_path / "base"), "gpt2", IN_FP32)
+    adapter = add_adapter(model, LoraSpec(rank=2))
+    for parameter in adapter.tensors().values():
+        parameter.data.normal_()
+    adapter.save(tmp_path / "adapter")
+    for nf4 in (IN_FP32, None):
+        again = loaded(str(tmp_path / "base"), "gpt2", nf4)
+        load_adapter(again, tmp_path / "adapter")
+        assert all(torch.equal(t, adapter.tensors()[n]) for n, t in adapter_of(again).tensors().items())
+    twin = plain_twin(model, loaded(str(tmp_path / "base"), "gpt2"))
+    load_adapter(twin, tmp_path / "adapter")
+    torch.testing.assert_close(model(**inputs("gpt2")).logits, twin(**inputs("gpt2")).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_copies_are_apart():
+    model = loaded(config_of("llama"), "llama", IN_FP32)
+    add_adapter(model, LoraSpec(rank=2))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(copied(**inputs("llama")).logits, model(**inputs("llama")).logits)
+    weights = [m.model.layers[0].mlp.up_proj.base_layer.weight for m in (model, copied)]
+    assert weights[0].data_ptr() != weights[1].data_ptr()
+    assert weights[1].module is None  # which would keep the other model alive
+
+
+def test_quantized_weights_cannot_train_in_full():
+    model = loaded(config_of("llama"), "llama", IN_FP32)
+    with pytest.raises(RecipeError, match=r"up_proj.weight is in 4 bits"):
+        add_adapter(model, LoraSpec(rank=2, trains=["model.layers.0.mlp.up_proj"]))
+
+
+def test_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    spec = importlib.util.spec_from_file_location("of_loading", Path(__file__).with_name("test_load_model.py"))
+    of_loading = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(of_loading)
+    original = load_model({**config_of("llama"), "num_key_value_heads": 2}, "causal-lm", {}, tokenizer())
+    path = tmp_path / "tiny.gguf"
+    of_loading.write_gguf(path, original)
+    plain = load_model(str(path), "causal-lm", {}, None)
+    model = load_model(str(path), "causal-lm", {}, None, nf4=IN_FP32)
+    assert len(quantized_names(model)) == 14
+    expected = rounded(plain.model.layers[1].mlp.up_proj.weight, IN_FP32)
+    assert torch.equal(matrix(model.model.layers[1].mlp.up_proj), expected)
+    assert add_adapter(model, LoraSpec(rank=2)).base.name == str(path)
+
+
+def test_what_is_said(caplog):
+    import logging
+
+    caplog.set_level(logging.INFO, logger="trimtab")
+    model = loaded(config_of("llama"), "llama", Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    plain = loaded(config_of("llama"), "llama")
+    count = sum(p.numel() for p in plain.parameters())
+    assert f"{count:,} parameters in nf4 and bf16" in caplog.messages[0]
+    add_adapter(model, LoraSpec(rank=2))
+    assert "LoRA of rank 2 on 14 modules" in caplog.messages[-1]
+
+
+def test_without_bitsandbytes(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(nf4_module, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    with pytest.raises(RecipeError, match="needs bitsandbytes") as failure:
+        loaded(config_of("llama"), "llama", IN_FP32)
+    assert failure.value.cure == "pip install 'trimtab[bitsandbytes]'"

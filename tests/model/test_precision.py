@@ -1,0 +1,71 @@
+"""The formats in which a model computes and keeps its weights."""
+
+import pytest
+import torch
+
+from trimtab import Engine
+from trimtab.errors import RecipeError
+from trimtab.model.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.register_buffer("table", torch.arange(4.0))
+        self.seen = None
+
+    def forward(self, x):
+        self.seen = self.linear(x.to(self.linear.weight.dtype))
+        return {"logits": self.norm(self.seen)}
+
+
+def test_pure_keeps_nothing_in_fp32_but_buffers():
+    model = Small()
+    model.linear.weight.grad = torch.ones(4, 4)
+    Precision("bf16-pure", CPU).attach(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.linear.weight.grad.dtype is torch.bfloat16
+    assert model.table.dtype is torch.float32
+    out = model(torch.randn(2, 4))["logits"]
+    assert model.seen.dtype is torch.bfloat16
+    assert out.dtype is torch.float32
+    out.sum().backward()
+    assert model.norm.weight.grad.dtype is torch.bfloat16
+
+
+def test_mixed_keeps_what_trains_in_fp32_and_the_rest_as_it_is():
+    model = Small().to(torch.bfloat16)
+    model.linear.requires_grad_(False)
+    Precision("bf16", CPU).attach(model)
+    assert (model.linear.weight.dtype, model.norm.weight.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["no", "bf16", "fp16", "bf16-pure"])
+def test_detached_it_is_as_before(name):
+    model, x = Small(), torch.randn(2, 4)
+    forward = model.forward
+    precision = Precision(name, CPU)
+    precision.attach(model)
+    precision.detach(model)
+    assert model.forward == forward
+    assert model(x.to(model.linear.weight.dtype))["logits"].dtype is model.linear.weight.dtype
+
+
+def test_only_fp16_needs_scaling():
+    assert [n for n in ("no", "bf16", "fp16", "bf16-pure") if Precision(n, CPU).needs_loss_scaling] == ["fp16"]
+    assert Engine("bf16-pure", cpu=True).compute_dtype is torch.bfloat16
+    assert Engine("no", cpu=True).compute_dtype is None
+
+
+def test_tf32_is_refused_where_there_is_none():
+    with pytest.raises(RecipeError, match="tf32 is a format of NVIDIA GPUs"):
+        Precision("tf32", CPU)
+
+
+def test_an_unknown_one_is_refused():
+    with pytest.raises(RecipeError, match="bf16-pure"):
+        Precision("fp8", CPU)

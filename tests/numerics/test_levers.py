@@ -1,0 +1,112 @@
+"""What saves memory changes nothing, or by as much as is said: each lever and random pairs of them against plain steps.
+
+Three steps of SGD without clipping: a wrong gradient shows at once, and adapters, whose second matrix begins as zero,
+have had gradients in both.
+"""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiny_runs import lines_of, reviews, write_csv
+from trimtab import Recipe, fit
+
+SGD = {"optimizer": "sgd", "lr": 0.3, "max_grad_norm": None}
+METHODS = {
+    "full": {},
+    "lora": {"adapter": {"kind": "lora", "rank": 4}},
+    "qlora": {"adapter": {"kind": "qlora", "rank": 4}},
+    "upper half": {"train": {"freeze": {"*.layers.0": "always", "*.embed_tokens": "always"}}},
+}
+LEVERS = {
+    "all": ("gradient_checkpointing", "all"),
+    "ops": ("gradient_checkpointing", "ops"),
+    "every 2": ("gradient_checkpointing", {"every": 2}),
+    "last": ("gradient_checkpointing", {"layers": [-1]}),
+    "chunked": ("loss", "chunked"),
+    "micro 2": ("micro_batch", 2),
+    "micro 3": ("micro_batch", 3),
+}
+
+
+def compatible_pairs():
+    """Two levers, of different keys, and in random order of all pairs."""
+    pairs = [pair for pair in itertools.combinations(LEVERS, 2) if LEVERS[pair[0]][0] != LEVERS[pair[1]][0]]
+    return random.Random(6).sample(pairs, len(pairs))
+
+
+PAIRS = compatible_pairs()
+CASES = [(method, (name,)) for method in METHODS for name in LEVERS]
+CASES += [(method, pair) for index, method in enumerate(METHODS) for pair in PAIRS[index :: len(METHODS)]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny):
+    """Trains three steps; each setting once."""
+    root, made = tmp_path_factory.mktemp("levers"), {}
+    rows = write_csv(root / "rows.csv", reviews(36))
+
+    def train(method, levers=(), **sections):
+        name = "-".join([method, *levers, *map(str, sections.values())]).replace("/", "")
+        if name not in made:
+            settings = METHODS[method]
+            out = root / str(len(made))
+            recipe = Recipe(
+                model=tiny.folder("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=96),
+                task="causal-lm",
+                data={"train": str(rows), "text": "text", "eval_share": 0},
+                memory=dict(LEVERS[lever] for lever in levers),
+                checkpoint={"every": None},
+                out=str(out),
+                **{key: value for key, value in settings.items() if key != "train"},
+                **sections,
+                train=SGD | {"max_steps": 3, "batch_size": 12, "log_every": 1} | settings.get("train", {}),
+            )
+            fit(recipe, progress="quiet")
+            made[name] = weights_of(out), [line["loss"] for line in lines_of(out) if "loss" in line]
+        return made[name]
+
+    return train
+
+
+def weights_of(run: Path):
+    return load_file(next((run / "best").glob("*model.safetensors")))
+
+
+@pytest.mark.parametrize(
+    ("method", "levers"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
+def test_nothing_changes(trained, method, levers):
+    plain, plain_losses = trained(method)
+    found, losses = trained(method, levers)
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+    assert found.keys() == plain.keys()
+    for name, weight in plain.items():
+        assert (found[name] - weight).abs().max() <= 1e-6 * max(1.0, float(weight.abs().max())), name
+
+
+def test_the_steps_moved_the_weights(trained):
+    """Else the comparison above would compare nothing."""
+    plain, losses = trained("lora")
+    assert len(losses) == 3
+    assert losses[2] < losses[0] - 0.01
+    assert all(bool(weight.any()) for weight in plain.values()), "both matrices of every adapter have learnt"
+
+
+def test_weights_of_four_bits_cost_a_little(trained):
+    """Against LoRA beside the unquantized weights: the same steps, the loss within 2%."""
+    _, exact = trained("lora")
+    _, lossy = trained("qlora")
+    assert lossy != exact
+    assert lossy == pytest.approx(exact, rel=0.02)
+
+
+def test_what_is_frozen_has_no_part_in_it(trained):
+    whole, _ = trained("full")
+    upper, _ = trained("upper half")
+    changed = {name for name in whole if not torch.equal(whole[name], upper[name])}
+    assert any("layers.0" in name for name in changed)
