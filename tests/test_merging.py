@@ -316,6 +316,8 @@ def test_what_cannot_be_merged(own_folder, tiny, data):
         merge("run", "merged", onto="dequantized")
     with pytest.raises(ModelError, match="is a whole model"):
         merge(tiny.folder("bert"), "merged")
+    with pytest.raises(ModelError, match="there is no run or folder nowhere"):
+        merge("nowhere", "merged")
     with pytest.raises(RecipeError, match="is not empty"):
         merge("run", "run")
     for wrong in ({"onto": "base"}, {"dtype": "int8"}, {"num_rows": 0}):

@@ -93,6 +93,8 @@ def merge(
     target = Path(folder)
     _check(onto, dtype, num_rows, target)
     place = resolve_source(str(run), adapters=True)
+    if not Path(place).is_dir():
+        raise ModelError(f"there is no run or folder {run}", "name the folder of a run with an adapter")
     if not is_adapter(place):
         raise ModelError(f"{run} is a whole model: there is no adapter to merge", "use it as it is")
     source = read_adapter_source(place, trust_remote_code=trust_remote_code)

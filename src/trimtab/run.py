@@ -13,6 +13,7 @@ from trimtab.build import (
     build_freezing,
     build_model,
     build_plan,
+    build_skeleton,
     build_tokens,
     build_trainer,
     compare_processes,
@@ -85,7 +86,7 @@ def fit(
         tokens = build_tokens(recipe, data, loaded)
     compare_processes(recipe, data, tokens, engine)
     freezing = build_freezing(recipe, loaded)
-    loaded = place_model(recipe, loaded, engine)
+    loaded = place_model(recipe, loaded, freezing, engine)
     plan = build_plan(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None)
     folder = _open_folder(beginning, engine)
     parts = (data, tokens, loaded, engine, plan, freezing, folder)
@@ -188,6 +189,6 @@ def look_at_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataRe
     """The data of a recipe as the model would see it."""
     recipe = recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe
     data = build_data(recipe)
-    loaded = build_model(recipe, data, build_engine(recipe, "cpu"))
+    loaded = build_skeleton(recipe, data)
     tokens = build_tokens(recipe, data, loaded)
     return describe_data(data.task, data.train, data.eval, tokens.train, tokens.eval, loaded.tokenizer, num_examples)

@@ -17,7 +17,6 @@ pytestmark = [
 ]
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 4}
 DTYPES = [torch.bfloat16, torch.float16]
-BOUNDS = {torch.float16: 0.05, torch.bfloat16: 0.2}  # of the gradients of a small random model: 10 and 7 bits
 
 
 def llama(**settings):
@@ -43,8 +42,9 @@ def gradients(model, dtype):
     model.zero_grad()
     with torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32):
         loss = model(**inputs(), use_cache=False).logits.float().square().mean()
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    scale = 2.0**12 if dtype is torch.float16 else 1.0  # small gradients would vanish in fp16
+    (loss * scale).backward()
+    return loss.detach(), {name: p.grad / scale for name, p in model.named_parameters() if p.requires_grad}
 
 
 def assert_near(ours, exact, bound):
@@ -70,7 +70,7 @@ def test_half_base_against_fp32(dtype):
         torch.manual_seed(1)
         add_adapter(model, LoraSpec(rank=8))
         outcomes.append(gradients(stirred(model), compute))
-    assert_near(outcomes[1], outcomes[0], BOUNDS[dtype])
+    assert_near(outcomes[1], outcomes[0], 0.05)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +93,7 @@ def test_nf4_against_its_own_values_in_fp32(dtype, checkpointing):
         stirred(other).train()
         checkpoint_layers(other, checkpointing if other is model else "none")
         outcomes.append(gradients(other, compute))
-    assert_near(outcomes[1], outcomes[0], BOUNDS[dtype])
+    assert_near(outcomes[1], outcomes[0], 0.05)
 
 
 def test_random_nf4_depends_on_the_seed_alone():
@@ -104,21 +104,25 @@ def test_random_nf4_depends_on_the_seed_alone():
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+def asked_for():
+    """Bytes in use as they were asked for: the allocator may hand out a block that is larger by up to a MiB."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 def test_memory_of_an_nf4_base():
     """What is held afterwards is what `stored_bytes` says; on the way there was room for one block and no more."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, asked_before = torch.cuda.memory_allocated(), asked_for()
     model = llama(dtype=torch.bfloat16, nf4=Nf4())
-    held = torch.cuda.memory_allocated() - before
+    held = asked_for() - asked_before
     peak = torch.cuda.max_memory_allocated() - before
     packed = quantized(model)
     shapes = [tuple(module.weight.quant_state.shape) for module in packed.values()]
     exact = sum(map(stored_bytes, shapes))
     rest = sum(p.nbytes for name, p in model.named_parameters() if name.removesuffix(".weight") not in packed)
-    # The allocator rounds each of the six small tables of a weight up to 512 bytes.
-    assert exact + rest <= held < exact + rest + len(shapes) * 6 * 512 + 2**16
+    assert exact + rest <= held < exact + rest + 2**16  # buffers
     unquantized = 2 * sum(rows * columns for rows, columns in shapes)
     assert peak < held + 0.75 * unquantized
 

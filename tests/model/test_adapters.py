@@ -363,6 +363,17 @@ class TestWholeModules:
         assert not [name for name in adapter.targets if "pooler" in name]
         assert adapter.base.name == str(tmp_path)
 
+    def test_a_new_part_of_a_head_trains_if_the_head_is_named(self, tmp_path):
+        """The head for masked tokens shares its output layer with the embeddings: it is new but for that."""
+        with quiet_transformers():
+            load_model(config_of("bert"), "sequence-classification", {}, tokenizer()).save_pretrained(tmp_path)
+        model = load_model(str(tmp_path), "masked-lm", {}, tokenizer())
+        with pytest.raises(RecipeError, match="has to train") as refused:
+            add_adapter(copy.deepcopy(model), LoraSpec(rank=2))
+        named = refused.value.cure.rpartition("[")[2].rstrip("]")
+        add_adapter(model, LoraSpec(rank=2, trains=[named]))
+        assert newly_initialised(model) <= trainable(model)
+
     def test_a_whole_head_is_one_module(self):
         head = {"num_labels": 2}
         model = load_model(config_of("roberta"), "sequence-classification", head, tokenizer())

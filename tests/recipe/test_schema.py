@@ -91,8 +91,8 @@ def test_every_key_is_documented():
         ("adapter", {"kind": "qlora", "rank": 4}, AdapterSettings(kind="qlora", rank=4)),
         ("adapter.targets", "all_linear", "all-linear"),
         ("adapter.targets", "q_proj", ["q_proj"]),
-        ("adapter.layers", "8-15", (8, 15)),
-        ("adapter.layers", [-4, -1], (-4, -1)),
+        ("adapter.layers", "8-15", [8, 15]),
+        ("adapter.layers", [-4, -1], [-4, -1]),
         ("adapter.ranks", {"*.q_proj": 4}, {"*.q_proj": 4}),
         ("memory.gradient_checkpointing", True, "all"),
         ("memory.gradient_checkpointing", "off", "none"),
@@ -114,6 +114,19 @@ def test_what_is_understood(key, value, expected):
     found = value_at(key, value)
     assert found == expected
     assert type(found) is type(expected)
+
+
+def test_every_key_of_an_adapter_can_be_written():
+    settings = {
+        "kind": "qlora",
+        "layers": "2-5",
+        "targets": ["q_proj"],
+        "ranks": {"*.q_proj": 4},
+        "trains": ["lm_head"],
+    }
+    written = recipe(adapter=settings, memory={"gradient_checkpointing": {"layers": [0]}}).model_dump(mode="json")
+    assert written["adapter"]["layers"] == [2, 5]
+    assert recipe(adapter=written["adapter"]).adapter == recipe(adapter=settings).adapter
 
 
 @pytest.mark.parametrize(

@@ -151,17 +151,14 @@ def test_tables_have_a_row_for_what_failed():
     ]
     assert rows[0][:2] == ["fp32", "38.2 (36.4–40.0)"]
     assert rows[0][4:] == ["8.00", "9.00", "3.00", "2.0000", "0.5000"]
-    assert rows[1] == ["tf32", "refused: | no such thing", *[""] * 7]
-    page = markdown(comparison(BASE, failed), "A title")
-    assert "refused: \\| no such thing" in page
+    assert rows[1] == ["tf32", "failed", *[""] * 7]
+    page = markdown(comparison(BASE, failed), "A | title")
+    assert "tf32: refused: | no such thing" in page
     assert page.count("\n| ") == 4 + 3
 
 
-def test_a_long_reason_is_told_below_the_table():
+def test_a_reason_is_told_below_the_table():
     long = outcome("tf32", failure="word " * 40)
-    cell = main_table(comparison(BASE, long))[1][1][1]
-    assert len(cell) <= 60
-    assert cell.endswith(" …")
     assert notes(comparison(BASE, long))[1] == f"tf32: {'word ' * 40}"
     later = outcome("bf16", run(), failure="out of memory")
     assert main_table(comparison(later))[1][0][0] == "bf16 (after 1: out of memory)"

@@ -2,7 +2,7 @@
 
 from trimtab.build.data import build_data, build_tokens, run_name
 from trimtab.build.engine import build_engine, compare_processes
-from trimtab.build.model import build_freezing, build_model, place_model
+from trimtab.build.model import build_freezing, build_model, build_skeleton, place_model
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.build.plan import build_plan
 from trimtab.build.training import build_trainer
@@ -16,6 +16,7 @@ __all__ = [
     "build_freezing",
     "build_model",
     "build_plan",
+    "build_skeleton",
     "build_tokens",
     "build_trainer",
     "compare_processes",

@@ -11,7 +11,7 @@ from trimtab.data.tasks.base import Task
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.log import say
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_head, require_liger
 from trimtab.model.linear_cross_entropy import logits_bytes
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
@@ -63,6 +63,8 @@ def choose_loss(
         and logits_bytes(num_rows, max(tokens.train.lengths), _vocabulary(loaded)) < _SMALL_LOGITS_BYTES
     ):
         return "plain"
+    if how == "liger":
+        require_liger()
     batch = to_device(task.collate([tokens.train[0]]), engine.device)
     with engine.autocast():
         problem = check_head(loaded.model, batch, how)

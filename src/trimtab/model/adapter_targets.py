@@ -69,6 +69,8 @@ def select_kept(model: Any, patterns: Sequence[str]) -> list[str]:
     new = newly_initialised(model)
     holders = {name.rpartition(".")[0] for name in new}
     for name in holders:
+        if any(name == outer or name.startswith(f"{outer}.") for outer in from_patterns):
+            continue
         own = {f"{name}.{inner}".removeprefix(".") for inner, _ in model.get_submodule(name).named_parameters()}
         if not own <= new:
             raise RecipeError(

@@ -40,7 +40,7 @@ class HeadLoss:
 
     def __init__(self, how: str, label_smoothing: float = 0.0, *, counts_hits: bool = False) -> None:
         if how == "liger":
-            _require_liger()
+            require_liger()
         self._how = how
         self._job = Job(label_smoothing, counts_hits=counts_hits)
 
@@ -385,7 +385,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _require_liger() -> None:
+def require_liger() -> None:
+    """Refuse to go on where liger-kernel, or a GPU for it, is missing."""
     if find_spec("liger_kernel") is None:
         raise RecipeError("a loss by liger needs liger-kernel, which is not installed", "pip install 'trimtab[liger]'")
     if not torch.cuda.is_available():

@@ -5,6 +5,7 @@ memory can be read by kernels directly: the parameter stays an ordinary CUDA ten
 ahead and nothing waits, and the numbers are the same to the last bit.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from trimtab.errors import RecipeError
 from trimtab.log import say
 
 
-def keep_embeddings_on_host(model: torch.nn.Module, device: torch.device) -> int:
+def keep_embeddings_on_host(
+    model: torch.nn.Module, device: torch.device, trained_later: Iterable[torch.nn.Parameter] = ()
+) -> int:
     """Move the table of input embeddings out of the device's memory.
 
     Args:
         model: A transformers model, its embeddings on the host or on the device.
         device: Where it will compute; on a CPU there is nothing to do.
+        trained_later: Parameters that are frozen now, and not for good.
 
     Returns:
         The bytes that the device is spared.
@@ -29,7 +33,7 @@ def keep_embeddings_on_host(model: torch.nn.Module, device: torch.device) -> int
     bare: Any = model
     table: torch.nn.Embedding = bare.get_input_embeddings()
     head = bare.get_output_embeddings()
-    if table.weight.requires_grad:
+    if table.weight.requires_grad or any(parameter is table.weight for parameter in trained_later):
         raise RecipeError(
             "memory.offload: embeddings: the embeddings train, and what trains is needed on the device",
             "memory.offload: none, or freeze them (adapter, train.freeze)",

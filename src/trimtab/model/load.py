@@ -34,6 +34,7 @@ __all__ = [
     "grown_rows",
     "load_config",
     "load_model",
+    "load_skeleton",
     "load_tokenizer",
     "max_positions",
     "newly_initialised",
@@ -114,6 +115,34 @@ def load_model(
     say("; ".join([f"{name}: {facts}", *notes]))
     loaded: torch.nn.Module = model.eval()
     return loaded
+
+
+def load_skeleton(
+    source: str | Mapping[str, Any],
+    kind: str,
+    head: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    trust_remote_code: bool = False,
+) -> torch.nn.Module:
+    """The model that `load_model` would load, without its weights: what reads only its config and its shape."""
+    import transformers
+
+    auto_class = getattr(transformers, _AUTO_CLASSES[kind])
+    with quiet_transformers():
+        if isinstance(source, str):
+            config = _read_config(source, as_source(source), trust_remote_code)
+        else:
+            config = _config_of(dict(source), tokenizer, "model.config")
+        _set_head(config, head)
+        try:
+            model: torch.nn.Module = skeleton(auto_class, config, torch.float32)
+        except _LOAD_FAILURES as error:
+            name = source if isinstance(source, str) else "model.config"
+            raise _no_head(name, config, kind, error) from error
+        if tokenizer is not None:
+            _set_token_ids(model, tokenizer)
+    return model
 
 
 def load_config(source: str, *, trust_remote_code: bool = False) -> Any:

@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType
@@ -73,6 +74,7 @@ def require_bitsandbytes() -> None:
         )
 
 
+@cache
 def _bitsandbytes() -> Any:
     """The package, without its types: it is an extra."""
     require_bitsandbytes()

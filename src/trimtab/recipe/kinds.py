@@ -162,7 +162,7 @@ def _targets(value: Any) -> str | list[str]:
     return list(patterns)
 
 
-def _block_range(value: Any) -> tuple[int, int]:
+def _block_range(value: Any) -> list[int]:
     """First and last block: [8, 15], or "8-15"."""
     if isinstance(value, str) and (words := re.fullmatch(r"\s*(-?[0-9]+)\s*(?:-|\.\.|to)\s*(-?[0-9]+)\s*", value)):
         value = [int(words[1]), int(words[2])]
@@ -171,7 +171,7 @@ def _block_range(value: Any) -> tuple[int, int]:
     first, last = value
     if (first < 0) == (last < 0) and first > last:
         raise ValueError("begins after its end")
-    return first, last
+    return [first, last]
 
 
 def _is_whole(value: Any) -> bool:
@@ -280,7 +280,7 @@ Targets = Annotated[
 ]
 Patterns = Annotated[list[str], Allowed("a list of patterns of module names, such as [embed_tokens]")]
 BlockRange = Annotated[
-    tuple[int, int],
+    list[int],
     _parsed(_block_range),
     WithJsonSchema({"type": ["array", "string"], "items": {"type": "integer"}}),
     Allowed("first and last block, such as [8, 15]; -1 is the last one"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema import AdapterSettings, Recipe
 
 # what changes nothing that is computed
 _HARMLESS = {
@@ -25,7 +25,7 @@ _HARMLESS = {
     "track.experiment",
 }
 # mappings of the user's own keys, or that may be a word as well: compared as one value
-_WHOLE = ("model", "train.freeze", "adapter", "memory.gradient_checkpointing")
+_WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas", "memory.gradient_checkpointing")
 # what may change in the middle of a run, and then counts from there on
 _FROM_HERE_ON = {
     "train.epochs",
@@ -74,7 +74,7 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
     Raises:
         RecipeError: With all keys that may not differ.
     """
-    old, new = (flat(recipe.model_dump(mode="json")) for recipe in (before, now))
+    old, new = (flat(_spelled_out(recipe)) for recipe in (before, now))
     keys = dict.fromkeys([*old, *new])
     found = [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
     refused = [difference for difference in found if difference.is_refused]
@@ -82,9 +82,18 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
         lines = "".join(f"\n  {difference}" for difference in refused)
         raise RecipeError(
             f"the run cannot go on with another value of {'these keys' if len(refused) > 1 else 'this key'}:{lines}",
-            "put them back; or start a new run from the model: model: RUN",
+            "put them back; or start a new run from the model"
+            + (": model: RUN" if before.adapter == "none" else ", after `trimtab merge RUN DIR`: model: DIR"),
         )
     return found
+
+
+def _spelled_out(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's values, with all settings of an adapter that was given as a word."""
+    values = recipe.model_dump(mode="json")
+    if recipe.adapter in ("lora", "qlora"):
+        values["adapter"] = AdapterSettings(kind=recipe.adapter).model_dump(mode="json")
+    return values
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A comparison as tables, for the terminal and for Markdown, and as the files of its folder."""
 
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from trimtab.report.anatomy import PARTS
 from trimtab.report.compare import GIB, MIB, Comparison, Outcome, Spread
 from trimtab.report.verdict import verdict
 
-_REASON_WIDTH = 60
 Table = tuple[list[str], list[list[str]]]
 
 
@@ -27,8 +25,7 @@ def main_table(comparison: Comparison) -> Table:
     rows = []
     for outcome in comparison.outcomes:
         if not outcome.runs:
-            reason = textwrap.shorten(outcome.failure or "not run", _REASON_WIDTH, placeholder=" …")
-            rows.append([outcome.name, reason, *[""] * (len(header) - 2)])
+            rows.append([outcome.name, "failed" if outcome.failure else "not run", *[""] * (len(header) - 2)])
             continue
         row = [outcome.name, _cell(outcome, "samples/s", 1), _cell(outcome, "tokens/s", 0)]
         row += [_cell(outcome, "step ms", 1), *(_cell(outcome, number, 2, unit) for number in memory)]
@@ -80,7 +77,7 @@ def notes(comparison: Comparison) -> list[str]:
     if not comparison.is_complete:
         said.append("Stopped before every run was done.")
     for outcome in comparison.outcomes:
-        if len(outcome.failure) > _REASON_WIDTH:
+        if outcome.failure:
             said.append(f"{outcome.name}: {outcome.failure}")
         anatomy, peak = outcome.anatomy, outcome.spread("allocated")
         if anatomy is not None and peak is not None and anatomy.allocated < 0.99 * peak.median:
