@@ -294,7 +294,8 @@ def test_variants_run_in_turn_and_failures_are_rows(recipe, own_folder, home, ca
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home, how):
     """And leaves no process behind."""
     command = [sys.executable, "-m", "trimtab", "compare", str(recipe), "--vary", "train.optimizer=sgd,adamw"]
     command += ["--steps", "8", "--repeats", "50", "--device", "cpu", "--out", "results"]
@@ -305,7 +306,7 @@ def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home):
                 break
         time.sleep(0.5)  # into the second run
         started = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True).stdout.split()
-        child.send_signal(signal.SIGINT)
+        child.send_signal(how)
         out, err = child.communicate(timeout=60)
     finally:
         child.kill()

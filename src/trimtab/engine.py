@@ -38,8 +38,10 @@ from trimtab.distributed.same import require_same
 from trimtab.distributed.world import DistributedType
 from trimtab.errors import LossError, PrepareError, RecipeError, UserError
 from trimtab.hardware.inventory import find_device
+from trimtab.log import say_once
 from trimtab.model.precision import Precision
 from trimtab.optim.accumulation import Accumulation
+from trimtab.optim.build import rounds_stochastically
 from trimtab.optim.gradients import Gradients
 from trimtab.optim.prepared import PreparedOptimizer, PreparedScheduler, optimizers_of
 from trimtab.optim.scaling import NoScaler, Scaler
@@ -181,6 +183,11 @@ class Engine:
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer, move: bool) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
+        if self._precision.is_pure and not rounds_stochastically(optimizer):
+            say_once(
+                f"bf16-pure: {type(optimizer).__name__} rounds to the nearest, which loses small updates; "
+                "trimtab.optim.build.build_optimizer(…, rounds_stochastically=True) does not"
+            )
         prepared = PreparedOptimizer(optimizer, self._accumulation, self._gradients)
         self._optimizers.append(prepared)
         self._gradients.watch(optimizer)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.data.metrics import Metrics
 from trimtab.engine import Engine
-from trimtab.errors import LossError, RecipeError
+from trimtab.errors import LossError, MissingDependency, RecipeError
 from trimtab.model import linear_cross_entropy
 from trimtab.model.chunked_loss import check_head
 from trimtab.model.linear_cross_entropy import Job, chunk_rows, chunked_cross_entropy, logits_bytes
@@ -512,9 +512,8 @@ def test_settings():
     with pytest.raises(RecipeError, match="cross-entropy loss is always computed plainly"):
         build_loss("cross-entropy", how="chunked")
     if not torch.cuda.is_available():
-        with pytest.raises(RecipeError, match="liger"):
+        with pytest.raises((RecipeError, MissingDependency), match="liger"):
             build_loss("token-cross-entropy", how="liger")
-        assert "liger" in check_head(a_model("llama"), token_batch(), "liger")
 
 
 def test_sizes():

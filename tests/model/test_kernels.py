@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiny_models import config_of, tokenizer
-from trimtab.errors import RecipeError
+from trimtab.errors import MissingDependency, RecipeError
 from trimtab.model.kernels import choose_kernels
 from trimtab.model.load import load_model
 
@@ -22,8 +22,8 @@ def test_auto_is_plain_on_a_cpu():
 def test_what_is_not_there_is_refused(monkeypatch):
     model = load_model(config_of("llama"), "causal-lm", {}, tokenizer())
     if importlib.util.find_spec("liger_kernel") is None:
-        with pytest.raises(RecipeError, match=r"pip install 'trimtab\[liger\]'"):
+        with pytest.raises(MissingDependency, match=r"pip install 'trimtab\[liger\]'"):
             choose_kernels("liger", model, CPU, None)
-    monkeypatch.setattr("trimtab.model.kernels.find_spec", lambda name: object())
+    monkeypatch.setattr("trimtab.hardware.extras.has_package", lambda name: True)
     with pytest.raises(RecipeError, match="needs an NVIDIA GPU"):
         choose_kernels("liger", model, CPU, None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
-from trimtab.errors import RecipeError
+from trimtab.errors import MissingDependency, RecipeError
 from trimtab.model import nf4 as nf4_module
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.gradient_checkpointing import checkpoint_layers
@@ -332,7 +332,8 @@ def test_what_is_said(caplog):
 
 def test_without_bitsandbytes(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(nf4_module, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    with pytest.raises(RecipeError, match="needs bitsandbytes") as failure:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    nf4_module._bitsandbytes.cache_clear()
+    with pytest.raises(MissingDependency, match="needs bitsandbytes") as failure:
         loaded(config_of("llama"), "llama", IN_FP32)
     assert failure.value.cure == "pip install 'trimtab[bitsandbytes]'"

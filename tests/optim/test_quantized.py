@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trimtab import Engine
-from trimtab.errors import RecipeError
+from trimtab.errors import MissingDependency, RecipeError
 from trimtab.optim import quantized, stochastic_rounding
 from trimtab.optim.build import PAGED, QUANTIZED, build_optimizer
 from trimtab.optim.groups import decay_groups
@@ -288,7 +288,7 @@ def test_without_bitsandbytes(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else real(name, *a)
     )
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(MissingDependency) as caught:
         build("paged-adam8bit", [parameter(3)])
     assert "train.optimizer: paged-adam8bit needs bitsandbytes" in caught.value.problem
     assert "pip install 'trimtab[bitsandbytes]'" in caught.value.cure

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.hardware.extras import EXTRAS, install_line
 from trimtab.hardware.inventory import Inventory, native_precision, take_inventory
 
 _PACKAGES = {
@@ -15,7 +16,10 @@ _PACKAGES = {
     "safetensors": "pip install safetensors",
     "pydantic": "pip install pydantic",
     "rich": "pip install rich",
-    "gguf": "pip install 'trimtab[gguf]'   (models in GGUF files)",
+    "peft": "pip install peft",
+    "accelerate": "pip install accelerate",
+    "matplotlib": "pip install matplotlib",
+    **{name.replace("_", "-"): f"{install_line(name)}   ({use})" for name, (_, use) in EXTRAS.items()},
 }
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.errors import LossError, RecipeError
+from trimtab.hardware.extras import require_extra
 from trimtab.model.forward import IGNORED, NUM_LABELLED, Batch, bare_model, logits_of, run_model
 from trimtab.model.linear_cross_entropy import Job, Kernel, chunked_cross_entropy, liger_cross_entropy
 
@@ -387,7 +387,6 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def require_liger() -> None:
     """Refuse to go on where liger-kernel, or a GPU for it, is missing."""
-    if find_spec("liger_kernel") is None:
-        raise RecipeError("a loss by liger needs liger-kernel, which is not installed", "pip install 'trimtab[liger]'")
+    require_extra("liger_kernel", "memory.loss: liger")
     if not torch.cuda.is_available():
         raise RecipeError("a loss by liger needs an NVIDIA GPU, and there is none", "memory.loss: chunked, or auto")

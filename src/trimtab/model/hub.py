@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import MissingDependency, ModelError, UserError
+from trimtab.hardware.extras import require_extra
 
 _LATER = ("models:/", "best:")
 _ADAPTER = "adapter_config.json"
@@ -92,19 +93,9 @@ def as_source(text: str, *, adapters: bool = False) -> Source:
     """What `resolve_source` finds, in the form that transformers takes."""
     found = resolve_source(text, adapters=adapters)
     if found.endswith(".gguf"):
-        _need_gguf()
+        require_extra("gguf", "reading a .gguf file")
         return Source(str(Path(found).parent), Path(found).name)
     return Source(found)
-
-
-def _need_gguf() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise MissingDependency(
-            f"reading a .gguf file needs {' and '.join(missing)}", f"pip install {' '.join(missing)}"
-        )
 
 
 @contextmanager

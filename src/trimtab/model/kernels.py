@@ -5,14 +5,12 @@ are built later, and that is undone here.
 """
 
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from trimtab.errors import RecipeError
-
-INSTALL_LIGER = "pip install 'trimtab[liger]'"
+from trimtab.hardware.extras import has_package, require_extra
 
 
 def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> str:
@@ -31,7 +29,7 @@ def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, co
         if wanted == "liger":
             _require_liger(model, device)
         return wanted
-    usable = device.type == "cuda" and compute_dtype is not None and find_spec("liger_kernel") is not None
+    usable = device.type == "cuda" and compute_dtype is not None and has_package("liger_kernel")
     return "liger" if usable and _family(model) in _families() else "plain"
 
 
@@ -61,8 +59,7 @@ def _families() -> dict[str, Any]:
 
 
 def _require_liger(model: torch.nn.Module, device: torch.device) -> None:
-    if find_spec("liger_kernel") is None:
-        raise RecipeError("memory.kernels: liger needs liger-kernel, which is not installed", INSTALL_LIGER)
+    require_extra("liger_kernel", "memory.kernels: liger")
     if device.type != "cuda":
         raise RecipeError(f"memory.kernels: liger needs an NVIDIA GPU; this device is {device.type}", "plain, or auto")
     if _family(model) not in _families():

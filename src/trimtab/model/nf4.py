@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from trimtab.errors import RecipeError
+from trimtab.hardware.extras import require_extra
 
 _BLOCK = 64  # weights that share one scale
 _NESTED_BLOCK = 256  # scales that share one scale, with double quantization
@@ -66,18 +66,10 @@ def device_for(device: torch.device | str | None, nf4: Nf4 | None) -> torch.devi
     return torch.device("cuda" if nf4 is not None and torch.cuda.is_available() else "cpu")
 
 
-def require_bitsandbytes() -> None:
-    """Refuse to go on where bitsandbytes is missing."""
-    if find_spec("bitsandbytes") is None:
-        raise RecipeError(
-            "an nf4 base needs bitsandbytes, which is not installed", "pip install 'trimtab[bitsandbytes]'"
-        )
-
-
 @cache
 def _bitsandbytes() -> Any:
     """The package, without its types: it is an extra."""
-    require_bitsandbytes()
+    require_extra("bitsandbytes", "an nf4 base")
     return import_module("bitsandbytes")
 
 
@@ -161,7 +153,7 @@ def loading_arguments(auto_class: Any, config: Any, nf4: Nf4, device: torch.devi
     """What `from_pretrained` needs to quantize each weight as it is read."""
     import transformers
 
-    require_bitsandbytes()
+    require_extra("bitsandbytes", "an nf4 base")
     empty = skeleton(auto_class, config, nf4.compute_dtype)
     chosen = set(quantizable(empty))
     others = [name for name, module in empty.named_modules() if name not in chosen and not any(module.children())]
@@ -226,7 +218,7 @@ def build_quantized(auto_class: Any, config: Any, dtype: torch.dtype, nf4: Nf4, 
         nf4: How to quantize.
         device: Where to.
     """
-    require_bitsandbytes()
+    require_extra("bitsandbytes", "an nf4 base")
     model = skeleton(auto_class, config, dtype)
     names = quantizable(model)
     with torch.no_grad():

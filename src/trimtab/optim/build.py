@@ -7,10 +7,18 @@ from typing import Any
 import torch
 
 from trimtab.errors import RecipeError
+from trimtab.hardware.extras import require_extra
 from trimtab.log import say, say_once
 from trimtab.optim.adagrad import Adagrad
-from trimtab.optim.quantized import Adagrad8bit, Adam8bit, AdamW8bit, Quantized, require_bitsandbytes
-from trimtab.optim.stochastic_rounding import RoundedAdagrad, RoundedAdam, RoundedAdamW, RoundedSGD, has_fused
+from trimtab.optim.quantized import Adagrad8bit, Adam8bit, AdamW8bit, Quantized
+from trimtab.optim.stochastic_rounding import (
+    RoundedAdagrad,
+    RoundedAdam,
+    RoundedAdamW,
+    RoundedSGD,
+    StochasticRounding,
+    has_fused,
+)
 
 PAGED = "paged-"
 QUANTIZED: dict[str, type[Quantized]] = {"adamw8bit": AdamW8bit, "adam8bit": Adam8bit, "adagrad8bit": Adagrad8bit}
@@ -90,6 +98,12 @@ def build_optimizer(
     return torch.optim.Adafactor(params, lr=lr)
 
 
+def rounds_stochastically(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer rounds bf16 weights by chance."""
+    by_choice = isinstance(optimizer, Quantized) and optimizer.rounds_stochastically
+    return by_choice or isinstance(optimizer, StochasticRounding)
+
+
 def fused_form(name: str, device: torch.device, momentum: float = 0.0) -> bool | None:
     """Whether steps of an optimizer of torch are fused; None lets torch take foreach where the device has it."""
     if name == "adagrad":
@@ -110,7 +124,7 @@ def _build_quantized(
     rounds_stochastically: bool,
     rounding_seed: int,
 ) -> torch.optim.Optimizer:
-    require_bitsandbytes(f"train.optimizer: {name}")
+    require_extra("bitsandbytes", f"train.optimizer: {name}")
     is_paged = name.startswith(PAGED)
     if is_paged and device.type != "cuda":
         say_once(f"{name}: paging needs an NVIDIA GPU; the state stays where it is")

@@ -5,13 +5,12 @@ the weights under the name of Adam, page nothing for Adagrad, and lose the pagin
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from trimtab.errors import RecipeError
+from trimtab.hardware.extras import require_extra
 from trimtab.optim.stochastic_rounding import SLICE, Chance, flat
 
 BLOCK = 256  # elements that share a scale
@@ -20,12 +19,6 @@ MIN_PAGED = 100_000  # smaller parameters keep their state on the device
 
 _LONGEST = 2**30  # the kernels count elements with 32 bits; a multiple of BLOCK
 _PAGEABLE = ("state1", "state2")
-
-
-def require_bitsandbytes(asked: str) -> None:
-    """Refuse what was asked for where bitsandbytes is missing."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise RecipeError(f"{asked} needs bitsandbytes, which is not installed", "pip install 'trimtab[bitsandbytes]'")
 
 
 class Quantized(torch.optim.Optimizer):
@@ -61,7 +54,7 @@ class Quantized(torch.optim.Optimizer):
         rounds_stochastically: bool = False,
         rounding_seed: int = 0,
     ) -> None:
-        require_bitsandbytes(type(self).__name__)
+        require_extra("bitsandbytes", type(self).__name__)
         options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "rounding_seed": rounding_seed, "num_roundings": 0})
         self.is_paged = is_paged

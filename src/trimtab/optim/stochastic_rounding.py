@@ -16,13 +16,14 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from trimtab.hardware.extras import has_package
 from trimtab.log import say_once
 
 # Elements that are in fp32 at a time. Four rows of them (weights, gradient, two moments) are 64 MiB.
@@ -84,6 +85,16 @@ def upper_halves_into(target: torch.Tensor, source: torch.Tensor) -> None:
     target.view(torch.int16).copy_(source.view(torch.int16)[_UPPER_HALF])
 
 
+class Lists(NamedTuple):
+    """What torch's own functions step: tensors that belong together by their place in each list."""
+
+    weights: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    moments: list[list[torch.Tensor]]
+    steps: list[torch.Tensor]
+    fused: bool | None
+
+
 class StochasticRounding(torch.optim.Optimizer):
     """An optimizer of torch whose bf16 parameters have bf16 state, both rounded by chance. Others are stepped as ever.
 
@@ -100,15 +111,7 @@ class StochasticRounding(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], rounding_seed: int) -> None:
         super().__init__(params, {**defaults, "rounding_seed": rounding_seed, "num_roundings": 0})
 
-    def _advance(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: list[list[torch.Tensor]],
-        steps: list[torch.Tensor],
-        fused: bool | None,
-    ) -> None:
+    def _advance(self, group: dict[str, Any], lists: Lists) -> None:
         """One step of torch's own function on these lists."""
         raise NotImplementedError
 
@@ -151,7 +154,7 @@ class StochasticRounding(torch.optim.Optimizer):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if parameters:
             steps = [state["step"] for state in states] if self._counts else []
-            self._advance(group, parameters, gradients, moments, steps, group["fused"])
+            self._advance(group, Lists(parameters, gradients, moments, steps, group["fused"]))
 
     def _step_rounded(self, group: dict[str, Any], parameters: list[torch.Tensor], chance: Chance) -> None:
         by_step: dict[tuple[torch.device, int], list[list[torch.Tensor]]] = {}
@@ -192,7 +195,7 @@ class StochasticRounding(torch.optim.Optimizer):
         home = device if fused else torch.device("cpu")
         count = torch.full((), step - 1, dtype=torch.float32, device=home)  # torch's function counts on
         weights, gradient, *moments = rows
-        self._advance(group, [weights], [gradient], [[row] for row in moments], [count], fused or None)
+        self._advance(group, Lists([weights], [gradient], [[row] for row in moments], [count], fused or None))
         for index in (0, *range(2, len(rows))):
             chance.add_to(rows[index], gradient, keep_nan=index == 0)  # the gradient is used up: room for the noise
             for target, part in zip(kinds[index], parts[index], strict=True):
@@ -220,24 +223,16 @@ class RoundedAdam(StochasticRounding):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": fused}
         super().__init__(params, options, rounding_seed)
 
-    def _advance(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: list[list[torch.Tensor]],
-        steps: list[torch.Tensor],
-        fused: bool | None,
-    ) -> None:
+    def _advance(self, group: dict[str, Any], lists: Lists) -> None:
         beta1, beta2 = group["betas"]
         adam(
-            weights,
-            gradients,
-            moments[0],
-            moments[1],
+            lists.weights,
+            lists.gradients,
+            lists.moments[0],
+            lists.moments[1],
             [],
-            steps,
-            fused=fused,
+            lists.steps,
+            fused=lists.fused,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -284,21 +279,13 @@ class RoundedAdagrad(StochasticRounding):
     ) -> None:
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "fused": fused}, rounding_seed)
 
-    def _advance(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: list[list[torch.Tensor]],
-        steps: list[torch.Tensor],
-        fused: bool | None,
-    ) -> None:
+    def _advance(self, group: dict[str, Any], lists: Lists) -> None:
         adagrad(
-            weights,
-            gradients,
-            moments[0],
-            steps,
-            fused=fused,
+            lists.weights,
+            lists.gradients,
+            lists.moments[0],
+            lists.steps,
+            fused=lists.fused,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             lr_decay=0.0,
@@ -331,20 +318,12 @@ class RoundedSGD(StochasticRounding):
         super().__setstate__(state)
         self._moments = ("momentum_buffer",) if self.defaults["momentum"] else ()
 
-    def _advance(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: list[list[torch.Tensor]],
-        steps: list[torch.Tensor],
-        fused: bool | None,
-    ) -> None:
+    def _advance(self, group: dict[str, Any], lists: Lists) -> None:
         sgd(
-            weights,
-            gradients,
-            list(moments[0]) if moments else [None] * len(weights),
-            fused=fused,
+            lists.weights,
+            lists.gradients,
+            list(lists.moments[0]) if lists.moments else [None] * len(lists.weights),
+            fused=lists.fused,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
@@ -357,7 +336,7 @@ class RoundedSGD(StochasticRounding):
 @functools.cache
 def _kernel_for(device: torch.device) -> Any:
     """The module with the one-pass kernel, once it has been seen to work on a device; else None."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or not has_package("triton"):
         return None
     try:
         kernel: Any = importlib.import_module("trimtab.optim.rounding_kernel")
