@@ -5,6 +5,7 @@ import torch
 
 from tiny_runs import reviews, write_csv
 from trimtab import Engine, Recipe, fit
+from trimtab.build.levers import choose_optimizer
 from trimtab.errors import RecipeError
 from trimtab.model import linear_cross_entropy
 from trimtab.model.adapters import adapter_of
@@ -139,3 +140,17 @@ def test_an_own_loop_is_told_that_updates_get_lost(caplog):
     assert not [message for message in caplog.messages if "bf16-pure" in message]
     engine.prepare(torch.optim.AdamW(model.parameters()))
     assert [message for message in caplog.messages if "AdamW rounds to the nearest" in message]
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "chosen"),
+    [
+        ({"adapter": "qlora"}, "cuda", "paged-adamw8bit"),
+        ({"adapter": "qlora"}, "cpu", "adamw"),
+        ({"adapter": "lora"}, "cuda", "adamw"),
+        ({"adapter": "qlora", "train": {"optimizer": "adam"}}, "cuda", "adam"),
+    ],
+)
+def test_the_optimizer_of_choice(sections, device, chosen):
+    recipe = Recipe(model="x", data={"train": "rows.csv"}, **sections)
+    assert choose_optimizer(recipe, torch.device(device)) == chosen

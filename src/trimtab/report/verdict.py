@@ -41,7 +41,10 @@ def _middle(spread: Spread | None) -> float:
 
 def _against(other: Outcome, base: Outcome) -> str:
     clauses = [
-        _memory_clause(other.memory, base.memory, base.name),
+        # of a CPU only tensors are told apart; what the process needs beside them is in the table
+        _memory_clause(
+            other.memory, base.memory, base.name, "memory" if other.spread("allocated") else "tensor memory"
+        ),
         _speed_clause(other.spread("samples/s"), base.spread("samples/s"), base.name),
         _loss_clause(other, base),
     ]
@@ -53,13 +56,13 @@ def _is_same(one: Spread, other: Spread) -> bool:
     return close or not one.is_apart_from(other)
 
 
-def _memory_clause(one: Spread | None, other: Spread | None, name: str) -> str:
+def _memory_clause(one: Spread | None, other: Spread | None, name: str, what: str) -> str:
     if one is None or other is None:
         return ""
     if _is_same(one, other):
-        return f"needs as much memory as {name}"
+        return f"needs as much {what} as {name}"
     change = one.median / other.median - 1
-    return f"needs {abs(change):.0%} {'more' if change > 0 else 'less'} memory than {name}"
+    return f"needs {abs(change):.0%} {'more' if change > 0 else 'less'} {what} than {name}"
 
 
 def _speed_clause(one: Spread | None, other: Spread | None, name: str) -> str:
