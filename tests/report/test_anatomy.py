@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from trimtab.optim.build import build_optimizer
 from trimtab.report.anatomy import MemoryWatch
 
 CPU = torch.device("cpu")
@@ -84,6 +85,31 @@ def test_what_is_known_is_exact():
     state = [value for values in optimizer.state.values() for value in values.values()]
     assert anatomy.optimizer_state == num_bytes(state) == 2 * num_bytes(parameters) + 4 * len(parameters)
     assert (anatomy.allocator_slack, anatomy.host_state, anatomy.logits_and_loss) == (None, 0, 0)
+
+
+def test_gradients_from_before_are_known():
+    """A record may begin in the middle of a window."""
+    model = Model()
+    optimizer = sgd(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    watch = MemoryWatch(model, optimizer, CPU)
+    watch.start()
+    torch.zeros(8)  # nothing else happens
+    assert watch.stop().gradients == num_bytes(model.parameters())
+
+
+def test_a_large_parameter_in_8_bits_is_stepped_in_slices():
+    """On the host the kernel unpacks all that it is given."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    model = torch.nn.Linear(4096, 3000, bias=False)
+    optimizer = build_optimizer("adam8bit", [{"params": list(model.parameters())}], lr=1e-3)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    watch = MemoryWatch(model, optimizer, CPU)
+    watch.start()
+    optimizer.step()
+    assert watch.stop().temporaries < 2 * num_bytes([model.weight])  # all at once they were five times its size
 
 
 def test_what_forward_keeps_is_exact():

@@ -109,7 +109,8 @@ class Quantized(torch.optim.Optimizer):
         weights, gradient = flat(parameter), flat(parameter.grad)
         decay = group["weight_decay"] if self._decays_gradients else 0.0
         needs_room = weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay
-        length = SLICE if needs_room else _LONGEST
+        on_host = weights.device.type == "cpu"  # where the kernel unpacks all that it is given to fp32
+        length = SLICE if needs_room or on_host else _LONGEST
         for begin in range(0, weights.numel(), length):
             here = slice(begin, begin + length)
             exact = weights[here].float()
