@@ -17,6 +17,7 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.train.callbacks import call_all
 from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
+from trimtab.train.collection import older_objects_set_aside
 from trimtab.train.due import Due
 from trimtab.train.evaluate import Evaluator
 from trimtab.train.interrupts import StopSignals
@@ -182,7 +183,7 @@ class Trainer:
         self._meter.start()
         reset_peak_memory(self._engine.device)
         try:
-            with self._signals:
+            with self._signals, older_objects_set_aside():
                 if self._is_evaluation_owed() or (schedule.evaluate_at_start and state.step == 0):
                     self._evaluate()  # owed by a run that was stopped just before
                 while not state.is_over:

@@ -1,0 +1,52 @@
+import gc
+import weakref
+
+import pytest
+
+from trimtab.train.collection import older_objects_set_aside
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collector() -> None:
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_what_is_older_is_not_looked_at_and_garbage_of_before_is_gone():
+    garbage = weakref.ref(Node())
+    older = Node()
+    with older_objects_set_aside():
+        assert garbage() is None
+        assert not any(thing is older for thing in gc.get_objects())
+        made_inside = weakref.ref(Node())
+        gc.collect()
+        assert made_inside() is None, "what is made inside is still collected"
+    assert any(thing is older for thing in gc.get_objects())
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_error_inside_ends_it_too():
+    with pytest.raises(KeyError), older_objects_set_aside():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_has_frozen_objects_or_switched_the_collector_off_is_left_alone():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with older_objects_set_aside():
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+    gc.disable()
+    try:
+        with older_objects_set_aside():
+            assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
