@@ -16,6 +16,7 @@ _HOMES = {
     "Recipe": "trimtab.recipe.schema",
     "fit": "trimtab.run",
     "resume": "trimtab.run",
+    "plan": "trimtab.run",
     "launch": "trimtab.distributed.notebook",
     "load": "trimtab.inference.load",
 }
@@ -29,6 +30,7 @@ __all__ = [
     "fit",
     "launch",
     "load",
+    "plan",
     "resume",
     "set_seed",
 ]
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from trimtab.inference.load import load
     from trimtab.randomness import set_seed
     from trimtab.recipe.schema import Recipe
-    from trimtab.run import fit, resume
+    from trimtab.run import fit, plan, resume
 
 
 def __getattr__(name: str) -> Any:

@@ -257,6 +257,24 @@ class Engine:
                 )
         return _MicroBatch(self._accumulation, self._active_loaders, self._gradients.connected)
 
+    def undo_point(self) -> Callable[[], None]:
+        """A function that takes back what a window has done to the gradients since now; for one that cannot end.
+
+        To be called between two windows, where no gradient waits for a step. Weights, optimizers, loaders and random
+        numbers are not its business.
+        """
+        accumulation, gradients = self._accumulation.state_dict(), self._gradients.state_dict()
+        num_steps, norm = self._accumulation.num_steps, self._last_norm
+
+        def undo() -> None:
+            for model in self._models:
+                model.zero_grad(set_to_none=True)
+            self._accumulation.load_state_dict(accumulation)
+            self._gradients.load_state_dict(gradients)
+            self._accumulation.num_steps, self._last_norm = num_steps, norm
+
+        return undo
+
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """A context in which operations run in the engine's precision, for computation outside the model's forward."""
         return self._precision.autocast(enabled)

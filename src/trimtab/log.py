@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger("trimtab")
@@ -27,6 +29,18 @@ def say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         say(message)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nothing is said, and nothing counts as said: for what is only tried."""
+    before, was_disabled = set(_said), logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+        _said.intersection_update(before)
 
 
 def speak_only_to_file(rank: int) -> None:

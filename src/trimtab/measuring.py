@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab.errors import TrimtabError, UserError
-from trimtab.hardware.memory import peak_memory
+from trimtab.hardware.memory import is_out_of_memory, peak_memory, wanted_words
 from trimtab.hardware.surroundings import describe_surroundings
 from trimtab.report.anatomy import MemoryWatch
 from trimtab.report.compare import Measurement
@@ -208,19 +208,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {"measurement": asdict(measurement), "surroundings": surroundings}
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there was no memory left, on an accelerator or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)
-
-
 def _out_of_memory(error: BaseException) -> str:
-    words = str(error)
-    at = words.find("Tried to allocate ")
-    wanted = f" (tried to allocate {' '.join(words[at:].split()[3:5]).rstrip('.')} more)" if at >= 0 else ""
-    return f"out of memory{wanted}"
+    wanted = wanted_words(error)
+    return f"out of memory (tried to allocate {wanted})" if wanted else "out of memory"
 
 
 def _first_line(text: str) -> str:

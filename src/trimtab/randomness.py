@@ -45,7 +45,12 @@ def host_random_state() -> RandomState:
 
 def random_state() -> RandomState:
     """Every generator: those of the host and one for each accelerator."""
-    state = host_random_state()
+    return host_random_state() | torch_random_state()
+
+
+def torch_random_state() -> RandomState:
+    """The generators of torch alone, on the CPU and on each accelerator: those that a model's own layers draw from."""
+    state: RandomState = {"torch": torch.get_rng_state()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
@@ -57,12 +62,13 @@ def random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Put back what `random_state` or `host_random_state` took.
+    """Put back what `random_state`, `host_random_state` or `torch_random_state` took.
 
     Accelerators that this machine does not have are left out: a run that moves to another kind of device cannot
     continue its random numbers there.
     """
-    random.setstate(state["python"])
+    if "python" in state:
+        random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
         import numpy

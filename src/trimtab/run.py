@@ -8,6 +8,7 @@ from typing import Any
 
 from trimtab.build import (
     Data,
+    Survey,
     build_data,
     build_engine,
     build_freezing,
@@ -18,13 +19,16 @@ from trimtab.build import (
     build_trainer,
     compare_processes,
     place_model,
+    settle,
+    stored_plan,
+    survey,
 )
 from trimtab.checkpoint.export import read_facts
 from trimtab.continuing import Beginning, find_beginning, go_on, recover
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
 from trimtab.engine import Engine
-from trimtab.errors import Stopped, TrimtabError
+from trimtab.errors import DoesNotFit, Stopped, TrimtabError
 from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
@@ -86,8 +90,10 @@ def fit(
         tokens = build_tokens(recipe, data, loaded)
     compare_processes(recipe, data, tokens, engine)
     freezing = build_freezing(recipe, loaded)
-    loaded = place_model(recipe, loaded, freezing, engine)
-    plan = build_plan(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None)
+    before = stored_plan(beginning.path) if beginning.goes_on else None
+    settled = settle(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before)
+    loaded = place_model(settled.recipe, loaded, freezing, engine)
+    plan = build_plan(settled.recipe, data, tokens, loaded, engine, loss is not None, settled.outlook)
     folder = _open_folder(beginning, engine)
     parts = (data, tokens, loaded, engine, plan, freezing, folder)
     try:
@@ -183,6 +189,37 @@ def _tried_out(result: Result, data: Data, folder: Folder) -> Result:
     finally:
         folder.remove()
     return result
+
+
+def plan(
+    recipe: Recipe | LoadedRecipe,
+    *,
+    memory: str | None = None,
+    gpu: str | None = None,
+    device: str | None = None,
+    length: int | None = None,
+) -> Plan:
+    """Decide how a recipe would train, without training it: the fastest way that fits, and what it takes.
+
+    Args:
+        recipe: A `Recipe`, or one loaded from a file.
+        memory: The budget, such as "8GiB", in the place of the recipe's; by default all that the device has.
+        gpu: A known device that is not here, such as "t4".
+        device: The device here, such as "cuda:1"; found by itself if left out.
+        length: Tokens of every row. No data is read then, and the recipe has to name its task.
+
+    Raises:
+        DoesNotFit: With what the smallest way needs, and what would fit.
+    """
+    found = look_at_plans(recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
+    if found.plan is None:
+        raise DoesNotFit(found.problem)
+    return found.plan
+
+
+def look_at_plans(recipe: Recipe | LoadedRecipe, **asked: Any) -> Survey:
+    """Every plan that is worth a look, with what it takes; `asked` as in `trimtab.build.survey`."""
+    return survey(recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe, **asked)
 
 
 def look_at_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataReport:

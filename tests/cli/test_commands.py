@@ -46,6 +46,11 @@ SURFACE = {
     "merge": [
         *("--device", "--dtype", "--force", "--max-kl", "--min-agreement", "--onto", "--rows", "FOLDER", "RUN"),
     ],
+    "plan": [
+        *SHARED,
+        *("--device", "--gpu", "--json", "--length", "--longest", "--max-batch", "--memory", "--quiet", "--set"),
+        "RECIPE",
+    ],
     "predict": ["--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--text", "FILE", "MODEL"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "runs": ["ROOT"],
@@ -262,7 +267,9 @@ def test_time_limit_in_this_process(trimtab, bert):
         (("--model", "BERT", "--data", "reviews.csv", "--device", "gpu7"), "no device that torch knows"),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "evaluate.metric=acuracy"), "did you mean 'accuracy'"),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "adapter=lorra"), "did you mean lora?"),
-        (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=8GiB"), "not supported yet"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=8G"), "may be 8GiB or 8GB"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=900TiB"), "and cpu has"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "track.uri=local"), "not supported yet"),
         (("--model", "BERT", "--data", "reviews.csv", "--out", "reviews.csv"), "is not empty"),
         (("--model", "BERT", "--data", "reviews.csv", "--quiet", "--json"), "both given"),
         (("nowhere.yaml",), "there is no recipe nowhere.yaml"),
@@ -289,7 +296,7 @@ def test_a_folder_in_use_is_untouched(trimtab, bert, trained):
 
 
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback(trimtab, bert, monkeypatch):
-    monkeypatch.setattr("trimtab.train.loop.train_step", lambda *parts, **options: 1 / 0)
+    monkeypatch.setattr("trimtab.train.loop.window_gradients", lambda *parts, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", "run", "--quiet")
     assert json.loads(Path("run/run.json").read_text())["state"] == "failed"

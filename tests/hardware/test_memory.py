@@ -5,7 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.hardware import memory
 from trimtab.hardware.inventory import find_device, native_precision, take_inventory
 
 
@@ -53,3 +56,105 @@ def test_the_inventory_of_a_cpu():
     assert inventory.memory_bytes > 2**28
     assert inventory.num_cpus >= 1
     assert native_precision(find_device("cpu")) == "fp32"
+
+
+GIB = 2**30
+
+
+class Gpu:
+    """A GPU of 16 GiB with 1.5 GiB in use, of which the allocator knows 1 GiB."""
+
+    def __init__(self, monkeypatch, outside=GIB // 2):
+        self.fractions = []
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: self.fractions.append(given))
+        monkeypatch.setattr(memory, "_capped", set())
+        self._outside = outside
+
+    def mem_get_info(self, device):
+        return 15 * GIB - self._outside, 16 * GIB
+
+    def memory_reserved(self, device):
+        return GIB
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_the_cap_leaves_out_what_is_outside_the_allocator(monkeypatch):
+    gpu = Gpu(monkeypatch)
+    assert memory.memory_outside(CUDA) == GIB // 2
+    memory.cap_memory(CUDA, None)
+    assert gpu.fractions == [], "a cap that the user has set stays"
+    cap = memory.cap_memory(CUDA, memory.budget_in_bytes("8GiB", CUDA), memory.memory_outside(CUDA))
+    assert gpu.fractions == [(7.5 / 16, CUDA)]
+    assert cap.budget_bytes == 8 * GIB
+    assert cap.share(2 * GIB) == 0.25
+    memory.cap_memory(CUDA, None)
+    assert gpu.fractions[1:] == [(1.0, CUDA)], "the cap of a run ends with the next one"
+
+
+def test_what_other_processes_use_is_no_part_of_a_budget(monkeypatch):
+    Gpu(monkeypatch, outside=5 * GIB)
+    assert memory.memory_outside(CUDA) == GIB
+
+
+def test_auto_is_what_is_free(monkeypatch):
+    gpu = Gpu(monkeypatch)
+    budget = memory.budget_in_bytes("auto", CUDA)
+    assert budget == 16 * GIB
+    memory.cap_memory(CUDA, budget, memory.memory_outside(CUDA))
+    assert gpu.fractions == [(15.5 / 16, CUDA)]
+    assert memory.budget_in_bytes(None, CUDA) is None
+
+
+def test_budgets_that_cannot_be(monkeypatch):
+    Gpu(monkeypatch)
+    with pytest.raises(RecipeError, match="memory.budget is 24.0 GiB, and cuda:0 has 16.0 GiB") as caught:
+        memory.cap_memory(CUDA, 24 * GIB)
+    assert caught.value.cure == "memory.budget: auto takes what is free; 16GiB is all"
+    with pytest.raises(DoesNotFit, match="the context of cuda:0 alone takes 512.0 MiB"):
+        memory.cap_memory(CUDA, GIB // 4, GIB // 2)
+
+
+def test_a_budget_of_the_cpu():
+    cpu = torch.device("cpu")
+    auto, total = memory.budget_in_bytes("auto", cpu), memory.total_memory(cpu)
+    assert memory.memory_in_use(cpu) < auto <= 1.1 * total
+    with pytest.raises(RecipeError, match="and cpu has"):
+        memory.budget_in_bytes("900TiB", cpu)
+    assert memory.MemoryCap(cpu).share(5) is None
+
+
+def test_a_passed_budget_is_said_once(caplog):
+    cap = memory.MemoryCap(torch.device("cpu"), 100)
+    with caplog.at_level("INFO", "trimtab"):
+        assert [cap.share(in_use) for in_use in (50, 200, 300)] == [0.5, 2.0, 3.0]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has …"), "2.50 GiB more"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes. Error code 12"),
+         "800 bytes more"),
+        (MemoryError(), ""),
+    ],
+)  # fmt: skip
+def test_what_was_wanted(error, words):
+    assert memory.is_out_of_memory(error)
+    assert memory.wanted_words(error) == words
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_unless_the_user_says_otherwise(monkeypatch, name):
+    set_to = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_to.append)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert memory.prefer_expandable_segments()
+    assert set_to == ["expandable_segments:True"]
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert not memory.prefer_expandable_segments()
+    assert len(set_to) == 1

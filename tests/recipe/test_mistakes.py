@@ -149,6 +149,10 @@ def test_unknown_keys(values, line):
             ["checkpoint.best", "evaluate.metric is f1", "leave one of them out"],
         ),
         ({"early_stopping": True}, ["did you mean early_stopping: {patience: 3}?"]),
+        ({"memory": {"budget": "8G"}}, ["found '8G', which may be 8GiB or 8GB", "auto, or a size such as 8GiB"]),
+        ({"memory": {"budget": 8}}, ["found 8, which is less than 1.0 MiB: a unit may be missing"]),
+        ({"memory": {"budget": "lots"}}, ["found 'lots', which is not a size"]),
+        ({"memory": {"budget": True}}, ["auto, or a size such as 8GiB"]),
         ({"name": 2024}, ["put text in quotes: '2024'"]),
         ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),
         ({"model": 5}, ["found 5", "a hub name, a folder or a run"]),
@@ -167,7 +171,6 @@ def test_wrong_values(values, parts):
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        ("memory", {"budget": "8GiB"}),
         ("memory", {"padding": "none"}),
         ("track", {"uri": "local"}),
     ],

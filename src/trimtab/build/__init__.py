@@ -5,11 +5,13 @@ from trimtab.build.engine import build_engine, compare_processes
 from trimtab.build.model import build_freezing, build_model, build_skeleton, place_model
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.build.plan import build_plan
+from trimtab.build.settling import Survey, settle, stored_plan, survey
 from trimtab.build.training import build_trainer
 
 __all__ = [
     "Data",
     "Loaded",
+    "Survey",
     "Tokens",
     "build_data",
     "build_engine",
@@ -22,4 +24,7 @@ __all__ = [
     "compare_processes",
     "place_model",
     "run_name",
+    "settle",
+    "stored_plan",
+    "survey",
 ]

@@ -12,7 +12,7 @@ from trimtab.data.tasks.base import Task
 from trimtab.distributed.data_parallel import leave_out
 from trimtab.engine import Engine
 from trimtab.hardware.inventory import find_device, native_precision
-from trimtab.hardware.memory import keep_freed_memory
+from trimtab.hardware.memory import budget_in_bytes, keep_freed_memory, prefer_expandable_segments
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.randomness import use_deterministic_kernels
@@ -25,6 +25,9 @@ def build_engine(recipe: Recipe, device: str | None) -> Engine:
     found = find_device(device)
     if found.type == "cpu":
         keep_freed_memory()
+    elif found.type == "cuda":
+        prefer_expandable_segments()
+    budget_in_bytes(recipe.memory.budget, found)  # more than there is is refused before anything is loaded
     if recipe.train.deterministic:
         use_deterministic_kernels()
     wanted = recipe.train.precision

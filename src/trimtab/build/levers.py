@@ -16,7 +16,7 @@ from trimtab.model.linear_cross_entropy import logits_bytes
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
 
-_SMALL_LOGITS_BYTES = 128 * 2**20  # below it there is little to win
+SMALL_LOGITS_BYTES = 128 * 2**20  # below it there is little to win
 
 
 def choose_optimizer(recipe: Recipe, device: torch.device) -> str:
@@ -36,10 +36,9 @@ def describe_adapter(recipe: Recipe) -> str:
     return f"{adapter.kind}, rank {adapter.rank}" + (", rslora" if adapter.rslora else "")
 
 
-def describe_recomputed(recipe: Recipe) -> str:
+def spelled(recomputed: Any) -> str:
     """What is computed again, as it is written in a recipe."""
-    found: Any = recipe.memory.gradient_checkpointing
-    return found if isinstance(found, str) else as_yaml(found)
+    return recomputed if isinstance(recomputed, str) else as_yaml(recomputed)
 
 
 def choose_loss(
@@ -58,10 +57,7 @@ def choose_loss(
     if wanted == "plain":
         return wanted
     how = "chunked" if wanted == "auto" else wanted  # liger's kernel was measured and is not faster: docs/memory.md
-    if (
-        wanted == "auto"
-        and logits_bytes(num_rows, max(tokens.train.lengths), _vocabulary(loaded)) < _SMALL_LOGITS_BYTES
-    ):
+    if wanted == "auto" and logits_bytes(num_rows, max(tokens.train.lengths), _vocabulary(loaded)) < SMALL_LOGITS_BYTES:
         return "plain"
     if how == "liger":
         require_liger()

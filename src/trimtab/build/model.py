@@ -11,6 +11,7 @@ from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.attention import flash_runs, repeat_heads
 from trimtab.model.freeze import Freezing
 from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.model.host_embedding import keep_embeddings_on_host
@@ -34,7 +35,7 @@ class _Source:
 
 def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
     """Load the model with the head that the task needs, and its tokenizer, and add the adapter."""
-    source = _source_of(recipe)
+    source = source_of(recipe)
     tokenizer = _build_tokenizer(source, data)
     torch.manual_seed(recipe.seed)  # a head that is newly initialised depends on the seed alone
     adapter = adapter_settings(recipe)
@@ -57,14 +58,15 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
 
 def build_skeleton(recipe: Recipe, data: Data) -> Loaded:
     """The tokenizer of a recipe, and its model without weights: enough to see what the data becomes."""
-    source = _source_of(recipe)
+    source = source_of(recipe)
     tokenizer = _build_tokenizer(source, data)
     trust = source.trust_remote_code
     kind, head = data.task.model_kind, data.task.head()
     return Loaded(load_skeleton(source.model, kind, head, tokenizer, trust_remote_code=trust), tokenizer)
 
 
-def _source_of(recipe: Recipe) -> _Source:
+def source_of(recipe: Recipe) -> _Source:
+    """Where the model of a recipe and its tokenizer come from."""
     found = recipe.model
     if not isinstance(found, ModelSettings):
         return _Source(found, found, False)
@@ -92,6 +94,10 @@ def place_model(recipe: Recipe, loaded: Loaded, freezing: Freezing, engine: Engi
     if memory.offload == "embeddings":
         keep_embeddings_on_host(model, engine.device, trained_later=freezing.released_later())
     model.to(engine.device)
+    if engine.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(engine.device)
+        if not flash_runs(capability, engine.compute_dtype):
+            repeat_heads(model)
     kernels = choose_kernels(memory.kernels, model, engine.device, engine.compute_dtype)
     if kernels == "liger":
         use_liger(model)
@@ -106,11 +112,16 @@ def adapter_settings(recipe: Recipe) -> AdapterSettings | None:
     return None if recipe.adapter == "none" else AdapterSettings(kind=recipe.adapter)
 
 
-def _add_adapter(recipe: Recipe, settings: AdapterSettings, model: torch.nn.Module) -> None:
+def add_adapter_of(settings: AdapterSettings, model: torch.nn.Module) -> None:
+    """Add the adapter that settings describe."""
     spec = {name: value for name, value in settings.model_dump().items() if name != "kind"}
     if settings.layers is not None:
         spec["layers"] = (settings.layers[0], settings.layers[1])
     add_adapter(model, LoraSpec(**spec))
+
+
+def _add_adapter(recipe: Recipe, settings: AdapterSettings, model: torch.nn.Module) -> None:
+    add_adapter_of(settings, model)
     if isinstance(recipe.model, ModelSettings) and recipe.model.config:
         say("the model is made from a config and is not kept: the adapter alone cannot be loaded afterwards")
     if recipe.train.lr < _LR_OF_ADAPTERS:

@@ -1,20 +1,29 @@
 """Decides what a recipe leaves open."""
 
 import math
+from dataclasses import replace
 
 from trimtab.build.batches import fast_steps, train_batches
-from trimtab.build.levers import choose_loss, choose_optimizer, describe_adapter, describe_recomputed
+from trimtab.build.levers import choose_loss, choose_optimizer, describe_adapter, spelled
 from trimtab.build.parts import Data, Loaded, Tokens
-from trimtab.data.batching import padding_share
+from trimtab.data.batching import LengthGroupedBatches, padding_share
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.model.nf4 import num_weights
-from trimtab.recipe.plan import Plan
+from trimtab.recipe.plan import Outlook, Plan
 from trimtab.recipe.schema import Recipe
 
 
-def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine: Engine, has_own_loss: bool) -> Plan:
-    """Decide what the recipe left open."""
+def build_plan(
+    recipe: Recipe,
+    data: Data,
+    tokens: Tokens,
+    loaded: Loaded,
+    engine: Engine,
+    has_own_loss: bool,
+    outlook: Outlook | None = None,
+) -> Plan:
+    """Decide what the recipe left open; what was predicted of it is written down with it."""
     train = recipe.train
     num_processes = engine.num_processes
     if train.batch_size < num_processes:
@@ -25,14 +34,9 @@ def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engin
     micro = recipe.memory.micro_batch
     whole = train.batch_size if micro == "auto" else min(int(micro) * num_processes, train.batch_size)
     batches = train_batches(recipe, tokens, whole)
-    steps_per_epoch = len(batches.window_sizes())
-    num_steps = train.max_steps or max(1, math.ceil(train.epochs * steps_per_epoch))
-    if recipe.limits.fast_dev_run:
-        num_steps = min(num_steps, fast_steps(recipe))
-    warmup = train.warmup
-    warmup_steps = math.ceil(warmup * num_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
+    num_steps, steps_per_epoch = count_steps(recipe, batches)
     micro_batch_size = math.ceil(whole / num_processes)
-    return Plan(
+    plan = Plan(
         device=str(engine.device),
         precision={"no": "fp32"}.get(engine.mixed_precision, engine.mixed_precision),
         batch_size=train.batch_size,
@@ -40,7 +44,7 @@ def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engin
         num_processes=num_processes,
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=warmup_steps,
+        warmup_steps=count_warmup(recipe, num_steps),
         num_train_rows=len(tokens.train),
         num_eval_rows=0 if tokens.eval is None else len(tokens.eval),
         num_parameters=sum(map(num_weights, loaded.model.parameters())),
@@ -50,11 +54,25 @@ def build_plan(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engin
         metric=deciding_metric(recipe) or data.task.default_metric,
         optimizer=choose_optimizer(recipe, engine.device),
         adapter=describe_adapter(recipe),
-        gradient_checkpointing=describe_recomputed(recipe),
+        gradient_checkpointing=spelled(recipe.memory.gradient_checkpointing),
         loss=choose_loss(recipe, data.task, tokens, loaded, engine, micro_batch_size, has_own_loss),
         kernels=loaded.kernels,
         offload=recipe.memory.offload,
     )
+    return plan if outlook is None else replace(plan, **vars(outlook))
+
+
+def count_steps(recipe: Recipe, batches: LengthGroupedBatches) -> tuple[int, int]:
+    """The optimizer steps of a run, and of an epoch."""
+    per_epoch = len(batches.window_sizes())
+    num_steps = recipe.train.max_steps or max(1, math.ceil(recipe.train.epochs * per_epoch))
+    return (min(num_steps, fast_steps(recipe)) if recipe.limits.fast_dev_run else num_steps), per_epoch
+
+
+def count_warmup(recipe: Recipe, num_steps: int) -> int:
+    """The steps of the warmup, which may be a share of all."""
+    warmup = recipe.train.warmup
+    return math.ceil(warmup * num_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
 
 
 def deciding_metric(recipe: Recipe) -> str | None:

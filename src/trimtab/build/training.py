@@ -12,6 +12,7 @@ from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
+from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside
 from trimtab.log import say_once
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss, build_loss, own_loss
@@ -23,6 +24,7 @@ from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import Folder
 from trimtab.train.evaluate import Evaluator, OwnMetric
+from trimtab.train.hold import Hold
 from trimtab.train.loop import Schedule, Trainer
 from trimtab.train.progress import Progress
 from trimtab.train.stopping import Best, EarlyStopping
@@ -48,6 +50,8 @@ def build_trainer(
     settings, task = recipe.train, data.task
     unfreezes = any(until != "always" for until in settings.freeze.values())
     own_metrics = metrics or {}
+    budget = budget_in_bytes(recipe.memory.budget, engine.device)
+    cap = cap_memory(engine.device, budget, memory_outside(engine.device))
     train_loss = _the_loss(task, loss, settings.label_smoothing, plan.loss)
     engine.will_train(freezing.released_later())
     leave_out_unused(loaded.model, freezing, train_loss, task, tokens, engine)
@@ -81,6 +85,20 @@ def build_trainer(
         "metric": plan.metric,
         "recipe": recipe.model_dump(mode="json"),
     }
+    evaluator = _build_evaluator(recipe, task, tokens, engine, loss, plan, own_metrics)
+    hold = Hold(
+        engine,
+        model,
+        optimizer,
+        train_loss,
+        loader,
+        evaluator=evaluator,
+        released_later=freezing.released_later(),
+        max_grad_norm=settings.max_grad_norm,
+        cap=cap,
+        looks_ahead=cap.budget_bytes is not None or engine.device.type != "cpu",
+        predicted_peak_bytes=getattr(plan, "predicted_peak_bytes", None),
+    )
     checkpoints = build_checkpoints(recipe, engine, folder)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
     return Trainer(
@@ -102,10 +120,11 @@ def build_trainer(
             max_grad_norm=settings.max_grad_norm,
             on_nan=settings.on_nan,
         ),
-        evaluator=_build_evaluator(recipe, task, tokens, engine, loss, plan, own_metrics),
+        evaluator=evaluator,
         best=best,
         early_stopping=_build_stopping(recipe, plan, own_metrics),
         freezing=freezing,
+        hold=hold,
         keeper=build_keeper(folder, engine, loaded, tokens, card, plan.metric),
         checkpoints=checkpoints,
         progress=progress,

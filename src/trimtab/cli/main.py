@@ -216,6 +216,41 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    memory: Annotated[str | None, typer.Option(help="The budget: 8GiB; all of the device if left out.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU that is not here: t4, rtx-4090, a100 …")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; no data is read then.")] = None,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Find the longest rows that fit.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
+    sets: Sets = None,
+    quiet: Quiet = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="The whole ladder as one JSON object.")] = False,
+) -> None:
+    """Show, before anything runs, which ways to train fit into memory, how fast they are, and which is taken."""
+    from trimtab.cli.output import show_plans
+    from trimtab.errors import DoesNotFit, RecipeError
+    from trimtab.run import look_at_plans
+
+    progress_mode(quiet, False)
+    if gpu is not None and device is not None:
+        raise RecipeError("--gpu is for a device that is not here, --device for one that is", "leave one of them out")
+    source = data if length is None else "none"  # the rows of a length need no source
+    loaded = _loaded(
+        recipe, sets, model=model, data__train=source, data__eval=eval_data, task=task, memory__budget=memory
+    )
+    found = look_at_plans(loaded, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
+    show_plans(found, as_json=json_lines)
+    if found.problem is not None:
+        raise DoesNotFit(found.problem)
+
+
 @data_app.command("show")
 def data_show(
     recipe: RecipeFile = None,

@@ -10,6 +10,7 @@ from trimtab.log import logger
 from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from trimtab.build import Survey
     from trimtab.checkpoint.shelf import Checkpoint
     from trimtab.distributed.launch import LaunchPlan
     from trimtab.merging import Merged
@@ -93,6 +94,26 @@ def show_demo(result: "Result") -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def show_plans(survey: "Survey", *, as_json: bool) -> None:
+    """The ladder of plans, what its letters mean, and why one is taken."""
+    import json
+
+    import typer
+
+    from trimtab.planner.explain import legend, table
+
+    if as_json:
+        typer.echo(json.dumps(survey.as_dict(), indent=1))
+        return
+    target, rungs = survey.target, survey.shown()
+    typer.echo(f"{target.name}, {format_bytes(target.budget_bytes)}, {survey.precision}, {survey.optimizer}\n")
+    show_table(*table(rungs, target.budget_bytes, survey.optimizer))
+    typer.echo(f"\n{legend(rungs)}")
+    for line in (survey.why, target.note):
+        if line:
+            typer.echo(line)
 
 
 def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:

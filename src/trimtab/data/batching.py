@@ -6,8 +6,11 @@ little is padded, and the order stays random.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
+
+Batch = dict[str, torch.Tensor]
 
 
 def epoch_batches(
@@ -140,10 +143,51 @@ class LengthGroupedBatches:
                 group_by_length=self.group_by_length,
                 shuffle=self.shuffle,
             )
-            self._drawn = self.epoch, [_cut(rows, self.micro_batch_size) for rows in batches[: self.limit_batches]]
-            self._sizes = [len(window) for window in self._drawn[1]]
-            self._num_micro_batches = sum(self._sizes)
+            self._keep(self.epoch, batches[: self.limit_batches])
+        assert self._drawn is not None
         return self._drawn[1]
+
+    def _keep(self, epoch: int, batches: list[list[int]]) -> None:
+        self._drawn = epoch, [_cut(rows, self.micro_batch_size) for rows in batches]
+        self._sizes = [len(window) for window in self._drawn[1]]
+        self._num_micro_batches = sum(self._sizes)
+
+    def recut(self, micro_batch_size: int) -> None:
+        """From the next iteration on: the same batches in micro-batches of another size."""
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+        self.micro_batch_size = micro_batch_size
+        if self._drawn is not None:
+            epoch, windows = self._drawn
+            self._keep(epoch, [[row for micro_batch in window for row in micro_batch] for window in windows])
+
+    def worst_rows(self, other_lengths: Sequence[int] | None = None) -> list[int]:
+        """The rows of a micro-batch that needs as much memory as any of the run: the most rows, the longest ones.
+
+        In every epoch the longest row of all comes in some micro-batch, which is padded to it. The longest rows
+        together have the shape of that one (at least: it may be the rest of a batch), and as little padding as any.
+
+        Args:
+            other_lengths: What else is padded, on its own: the labels of a model with encoder and decoder. Then half
+                of the rows are those that are longest there.
+        """
+        if self.limit_batches is not None:  # only the rows of few batches come at all
+            micro_batches = [rows for window in self.windows() for rows in window]
+            return max(micro_batches, key=lambda rows: (len(rows) * self._longest(rows), self._longest(rows)))
+        num_rows = min(self.micro_batch_size, self.batch_size, len(self.lengths))
+        longest = self.lengths.argsort(stable=True, descending=True).tolist()
+        if other_lengths is None:
+            return longest[:num_rows]
+        others = torch.as_tensor(other_lengths, dtype=torch.int64)
+        if num_rows == 1:
+            return [int((self.lengths + others).argmax())]
+        rows = longest[: num_rows - num_rows // 2]
+        taken = set(rows)
+        also = (row for row in others.argsort(stable=True, descending=True).tolist() if row not in taken)
+        return rows + list(islice(also, num_rows // 2))
+
+    def _longest(self, rows: list[int]) -> int:
+        return int(self.lengths[rows].max())
 
     def window_sizes(self) -> list[int]:
         """The number of micro-batches of each optimizer batch of the current epoch."""
@@ -157,6 +201,26 @@ class LengthGroupedBatches:
     def __len__(self) -> int:
         self.windows()
         return self._num_micro_batches
+
+
+def cut_rows(batch: Batch, num_rows: int) -> list[Batch]:
+    """A collated batch in pieces of at most so many rows each; padding stays, and nothing is copied.
+
+    Args:
+        batch: Tensors by name, one row of each for every row of the batch.
+        num_rows: The most rows of a piece.
+
+    Returns:
+        The pieces; the batch itself where it is small enough, or where its tensors have no rows in common.
+    """
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in batch.values()}
+    total = max(sizes, default=0)
+    if total <= num_rows or len(sizes) > 1:
+        return [batch]
+    return [
+        {name: tensor[start : start + num_rows] for name, tensor in batch.items()}
+        for start in range(0, total, num_rows)
+    ]
 
 
 def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:

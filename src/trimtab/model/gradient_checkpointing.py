@@ -42,7 +42,7 @@ def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
     if which == "none":
         return 0
     blocks = [block for _, block in blocks_of(model)]
-    chosen = _chosen(which, len(blocks))
+    chosen = chosen_blocks(which, len(blocks))
     contexts = _keeping_products if which == "ops" else _keeping_nothing
     for number in chosen:
         _wrap(blocks[number], contexts)
@@ -65,7 +65,8 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _chosen(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
+def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
+    """The numbers of the blocks that are recomputed, of so many."""
     if which in ("all", "ops"):
         return list(range(num_blocks))
     if isinstance(which, Mapping) and len(which) == 1:

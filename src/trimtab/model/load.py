@@ -124,6 +124,7 @@ def load_skeleton(
     tokenizer: Any,
     *,
     trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
     """The model that `load_model` would load, without its weights: what reads only its config and its shape."""
     import transformers
@@ -136,7 +137,7 @@ def load_skeleton(
             config = _config_of(dict(source), tokenizer, "model.config")
         _set_head(config, head)
         try:
-            model: torch.nn.Module = skeleton(auto_class, config, torch.float32)
+            model: torch.nn.Module = skeleton(auto_class, config, dtype)
         except _LOAD_FAILURES as error:
             name = source if isinstance(source, str) else "model.config"
             raise _no_head(name, config, kind, error) from error

@@ -6,7 +6,7 @@ Amounts with a unit stay words ("3h", "500 steps"), checked and in one spelling,
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 from pydantic import AfterValidator, PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
@@ -15,13 +15,19 @@ from pydantic.fields import FieldInfo
 from trimtab.errors import UserError
 from trimtab.recipe.describe import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
+    BYTES_WORDS,
     EVERY_WORDS,
     SECONDS_WORDS,
+    bytes_as_words,
+    format_bytes,
+    parse_bytes,
     parse_every,
     parse_seconds,
     parse_share,
     seconds_as_words,
 )
+
+_SMALLEST_BUDGET = 2**20  # "8" for 8GiB is a slip of the pen
 
 
 def _parsed(parse: Callable[[Any], Any]) -> PlainValidator:
@@ -83,6 +89,15 @@ def _positive_seconds(value: Any) -> str:
     if not seconds:
         raise ValueError("is no time at all")
     return seconds_as_words(seconds)
+
+
+def _budget(value: Any) -> str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    size = parse_bytes(value)
+    if size < _SMALLEST_BUDGET:
+        raise ValueError(f"is less than {format_bytes(_SMALLEST_BUDGET)}: a unit may be missing")
+    return bytes_as_words(size)
 
 
 def _share_below_one(value: Any) -> float:
@@ -148,7 +163,7 @@ def _recomputed(value: Any) -> str | dict[str, Any]:
     word = str(value).strip().lower()
     words = {"true": "all", "yes": "all", "on": "all", "false": "none", "no": "none", "off": "none", "null": "none"}
     word = words.get(word, word)
-    if word not in {"none", "all", "ops"}:
+    if word not in {"auto", "none", "all", "ops"}:
         raise ValueError
     return word
 
@@ -230,6 +245,7 @@ Until = Annotated[
     str, _parsed(_until), _one_of("string", "integer"), Allowed("always, or how long, such as 200 steps or 1 epoch")
 ]
 Duration = Annotated[str, _parsed(_positive_seconds), _one_of("string", "number"), Allowed(SECONDS_WORDS)]
+Budget = Annotated[str, _parsed(_budget), _one_of("string", "integer"), Allowed(f"auto, or {BYTES_WORDS}")]
 Share = Annotated[
     float,
     _parsed(_share_below_one),
@@ -270,8 +286,9 @@ Recomputed = Annotated[
     Any,
     _parsed(_recomputed),
     _one_of("string", "object", "boolean"),
-    Allowed("none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"),
+    Allowed("auto | none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"),
 ]
+Allowances = Annotated[list[Literal["8bit"]], Allowed("a list; so far of 8bit alone: [8bit]")]
 Targets = Annotated[
     str | list[str],
     _parsed(_targets),

@@ -20,6 +20,7 @@ _KEYS = {key.dotted: key for key in keys_of(Recipe)}
 # Flags whose name is not the last part of their key.
 _FLAGS = {
     "data.train": "--data",
+    "memory.budget": "--memory",
     "limits.train": "--limit-train",
     "limits.eval": "--limit-eval",
 }

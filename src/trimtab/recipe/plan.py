@@ -1,12 +1,36 @@
 """What will be run: every choice that was left open in the recipe, decided before the first step."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from trimtab.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What was predicted of a plan; see `Plan`."""
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_total_bytes: int
+    predicted_step_s: float
+    predicted_parts: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one run; written to `plan.json`."""
+    """The decisions of one run; written to `plan.json`.
+
+    What begins with `predicted` is None where nothing had to be predicted: on a CPU without a budget.
+
+    Attributes:
+        budget_bytes: What may be used of the device.
+        predicted_peak_bytes: The peak of what tensors take, as the allocator counts it.
+        predicted_total_bytes: What the device needs for that.
+        predicted_step_s: Seconds of an optimizer step.
+        predicted_parts: The peak by anatomy.
+    """
 
     device: str
     precision: str
@@ -29,6 +53,17 @@ class Plan:
     loss: str = "plain"
     kernels: str = "plain"
     offload: str = "none"
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_total_bytes: int | None = None
+    predicted_step_s: float | None = None
+    predicted_parts: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A plan that was written; what this version does not know is left out."""
+        known = {own.name for own in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
     @property
     def rows_at_once(self) -> int:
@@ -47,6 +82,7 @@ class Plan:
         return [
             f"{where}, {self.precision}, {self.optimizer}; {trainable}",
             *self._levers(),
+            *self._prediction(),
             f"{self.num_train_rows:,} rows to train on, {self.num_eval_rows:,} held out; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "
@@ -64,6 +100,15 @@ class Plan:
         ]
         words = [text for holds, text in said if holds]
         return ["; ".join(words)] if words else []
+
+    def _prediction(self) -> list[str]:
+        """What it will take, if that was predicted."""
+        if self.predicted_total_bytes is None or self.budget_bytes is None or self.predicted_step_s is None:
+            return []
+        return [
+            f"predicted: {format_bytes(self.predicted_total_bytes)} of {format_bytes(self.budget_bytes)}, "
+            f"{format_seconds(self.predicted_step_s)} a step"
+        ]
 
 
 def _millions(count: int) -> str:

@@ -10,6 +10,7 @@ from trimtab.recipe.schema import AdapterSettings, Recipe
 _HARMLESS = {
     "name",
     "out",
+    "memory.budget",
     "memory.micro_batch",
     "memory.gradient_checkpointing",
     "memory.offload",

@@ -20,8 +20,10 @@ from pydantic import (
 
 from trimtab.recipe.describe import Later
 from trimtab.recipe.kinds import (
+    Allowances,
     BatchLimit,
     BlockRange,
+    Budget,
     Column,
     Duration,
     FastDevRun,
@@ -228,20 +230,31 @@ class AdapterSettings(Section):
 class MemorySettings(Section):
     """How to fit. None of these changes what is computed."""
 
-    budget: Annotated[None, Later()] = Field(
-        default=None, description="Memory to stay within, such as 8GiB. Not supported yet."
+    budget: Budget | None = Field(
+        default=None,
+        description="Memory that the run may use, such as 8GiB: it stays within, in smaller micro-batches if need be; "
+        "auto = what the device has free; null = no limit.",
     )
     micro_batch: MicroBatch = Field(
-        default="auto", description="Rows that go through the model at once; auto = all of train.batch_size."
+        default="auto",
+        description="Rows that go through the model at once; auto = as `trimtab plan` chooses on a GPU or with a "
+        "budget, else all of train.batch_size.",
     )
     gradient_checkpointing: Recomputed = Field(
-        default="none",
+        default="auto",
         description="Compute activations again in backward instead of keeping them: all = of every block; {every: 2} = "
-        "of every second one; {layers: [0, -1]} = of these; ops = all but matrix products and attention.",
+        "of every second one; {layers: [0, -1]} = of these; ops = all but matrix products and attention; auto = as "
+        "`trimtab plan` chooses on a GPU or with a budget, else none.",
     )
-    offload: Literal["none", "embeddings"] = Field(
-        default="none",
-        description="What is kept in host memory: embeddings = the table of token embeddings, if it does not train.",
+    offload: Literal["auto", "none", "embeddings"] = Field(
+        default="auto",
+        description="What is kept in host memory: embeddings = the table of token embeddings, if it does not train; "
+        "auto = that where an adapter trains and nothing faster fits, else none.",
+    )
+    allow: Allowances = Field(
+        default=[],
+        description="What the plan may choose although it changes results a little: 8bit = the optimizer's state in 8 "
+        "bits, where memory is short.",
     )
     loss: Literal["auto", "plain", "chunked", "liger"] = Field(
         default="auto",

@@ -1,13 +1,20 @@
-"""One pass over held-out data. Sums are kept on the device, never logits, so that evaluation needs no more memory."""
+"""One pass over held-out data. Sums are kept on the device, never logits, so that evaluation needs no more memory.
 
-from collections.abc import Callable, Iterable, Mapping
+Where memory runs out all the same, batches are cut into halves from there on; no row is counted twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from trimtab.data.batching import cut_rows
 from trimtab.engine import Engine
-from trimtab.errors import LossError
-from trimtab.model.losses import Loss
+from trimtab.errors import DoesNotFit, LossError
+from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
+from trimtab.log import say
+from trimtab.model.losses import Loss, StepLoss
 from trimtab.randomness import host_randomness_kept
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -49,16 +56,17 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        loader: Iterable[Any],
+        loader: Any,
         loss: Loss,
         make_metrics: Callable[[], Metrics],
         own_metrics: Mapping[str, OwnMetric] | None = None,
     ) -> None:
         self._engine = engine
-        self._loader = loader
+        self.loader = loader
         self._loss = loss
         self._make_metrics = make_metrics
         self._own = dict(own_metrics or {})
+        self.num_rows: int | None = None  # that go through the model at once, at most; None: whole batches
 
     @torch.no_grad()
     def run(self, model: torch.nn.Module, on_batch: Callable[[int], None] = lambda num_done: None) -> dict[str, float]:
@@ -68,32 +76,101 @@ class Evaluator:
             model: The model to measure.
             on_batch: Called with the number of batches done, for a progress bar.
         """
+        sums = None
+        with self._evaluating(model) as inner:
+            while sums is None:
+                sums = self._pass(inner, on_batch)
+        own_sums = {name: torch.stack(own).sum(0).cpu() if own else torch.zeros(2) for name, own in sums.own.items()}
+        if self._engine.use_distributed:
+            for kept in sums.metrics.sums:
+                kept.copy_(self._engine.reduce(kept.cpu()))
+            own_sums = self._engine.reduce(own_sums)
+        return sums.metrics.compute() | {name: _mean(own) for name, own in own_sums.items()}
+
+    @torch.no_grad()
+    def try_batch(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        """Evaluate one batch for nothing: to see whether there is memory for it."""
+        with self._evaluating(model) as inner:
+            sums = self._fresh_sums()
+            for piece in self._pieces(batch):
+                sums.add(self._loss(inner, piece), piece)
+
+    @contextmanager
+    def _evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         model = self._engine.unwrap_model(model)  # nothing is exchanged but the sums
         was_training = model.training
         model.eval()
-        metrics = self._make_metrics()
-        own: dict[str, list[torch.Tensor]] = {name: [] for name in self._own}
         try:
             # a loader draws a number when it begins, which must not move the dropout of the steps that follow
             with host_randomness_kept():
-                for num_done, batch in enumerate(self._loader, 1):
-                    if self._engine.has_no_rows:
-                        continue
-                    step = self._loss(model, batch)
-                    metrics.update(step.logits, batch, step.loss_sum(), step.weight, step.hits)
-                    if self._own and not step.logits.numel():
-                        raise _no_logits(self._own)
-                    for name, function in self._own.items():
-                        own[name].append(_sum_and_count(function(step.logits, batch)))
-                    on_batch(num_done)
+                yield model
         finally:
             model.train(was_training)
-        own_sums = {name: torch.stack(sums).sum(0).cpu() if sums else torch.zeros(2) for name, sums in own.items()}
-        if self._engine.use_distributed:
-            for kept in metrics.sums:
-                kept.copy_(self._engine.reduce(kept.cpu()))
-            own_sums = self._engine.reduce(own_sums)
-        return metrics.compute() | {name: _mean(sums) for name, sums in own_sums.items()}
+
+    def _fresh_sums(self) -> "_Sums":
+        return _Sums(self._make_metrics(), self._own)
+
+    def _pass(self, model: torch.nn.Module, on_batch: Callable[[int], None]) -> "_Sums | None":
+        """The sums over all batches; None where they are spoilt, because memory ran out while they were added to."""
+        sums = self._fresh_sums()
+        for num_done, batch in enumerate(self.loader, 1):
+            if self._engine.has_no_rows:
+                continue
+            left = self._pieces(batch)
+            while left:
+                added = sums.num_added
+                try:
+                    sums.add(self._loss(model, left[0]), left[0])
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                else:
+                    del left[0]
+                    continue
+                # out of the except block, whose traceback holds what is to be freed
+                self.halve(len(next(iter(left[0].values()))))
+                if sums.num_added > added:
+                    return None
+                left = [smaller for piece in left for smaller in self._pieces(piece)]
+            on_batch(num_done)
+        return sums
+
+    def _pieces(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return [batch] if self.num_rows is None else cut_rows(batch, self.num_rows)
+
+    def halve(self, num_rows: int) -> None:
+        """From now on at most half of so many rows at once, which were too many.
+
+        Raises:
+            DoesNotFit: It was one row, or what cannot be cut.
+        """
+        release_cached_memory(self._engine.device)
+        if num_rows == 1 or (self.num_rows is not None and num_rows > self.num_rows):
+            raise DoesNotFit(
+                f"out of memory in an evaluation of {'one row' if num_rows == 1 else 'a batch that cannot be cut'}\n"
+                "  cure: a larger memory.budget, a smaller data.max_length, or no evaluation (data.eval_share: 0)"
+            )
+        self.num_rows = (num_rows + 1) // 2
+        say(f"out of memory in an evaluation: {num_rows} → {self.num_rows} rows at once")
+
+
+class _Sums:
+    """The metrics of a pass, and the sums of the user's own."""
+
+    def __init__(self, metrics: Metrics, functions: Mapping[str, OwnMetric]) -> None:
+        self.metrics = metrics
+        self.own: dict[str, list[torch.Tensor]] = {name: [] for name in functions}
+        self._functions = functions
+        self.num_added = 0  # batches, also one that was added in part
+
+    def add(self, step: StepLoss, batch: dict[str, torch.Tensor]) -> None:
+        """Take one batch in."""
+        if self._functions and not step.logits.numel():
+            raise _no_logits(self._functions)
+        self.num_added += 1
+        self.metrics.update(step.logits, batch, step.loss_sum(), step.weight, step.hits)
+        for name, function in self._functions.items():
+            self.own[name].append(_sum_and_count(function(step.logits, batch)))
 
 
 def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -10,21 +11,23 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.engine import Engine
-from trimtab.errors import CheckpointError, LossNotFinite
-from trimtab.hardware.memory import memory_in_use, peak_memory, reset_peak_memory
+from trimtab.errors import CheckpointError, DoesNotFit, LossNotFinite
+from trimtab.hardware.memory import is_out_of_memory, memory_in_use, peak_memory, reset_peak_memory
 from trimtab.log import say
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
+from trimtab.randomness import host_randomness_kept
 from trimtab.train.callbacks import call_all
 from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.train.collection import older_objects_set_aside
 from trimtab.train.due import Due
 from trimtab.train.evaluate import Evaluator
+from trimtab.train.hold import Hold
 from trimtab.train.interrupts import StopSignals
 from trimtab.train.meter import Meter
 from trimtab.train.nonfinite import FiniteWatch, explanation
 from trimtab.train.progress import Progress, StepLine
-from trimtab.train.step import train_step
+from trimtab.train.step import StepResult, take_step, window_gradients
 from trimtab.train.stopping import Best, EarlyStopping
 from trimtab.units import Every
 
@@ -101,6 +104,7 @@ class FitResult:
     peak_memory_bytes: int
     interruption: str | None = None  # a signal, or the time limit: the run can go on
     save_failure: str | None = None  # why there is no checkpoint of the last step
+    rows_at_once: int | None = None  # that went through the model in the end, over all processes
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ class Trainer:
         best: Remembers the best metric.
         early_stopping: Decides when to give up, or None.
         freezing: What is frozen, and until when.
+        hold: Keeps the run within its memory.
         keeper: Writes the best model and the numbers.
         checkpoints: Saves the state.
         progress: What the user sees.
@@ -154,6 +159,7 @@ class Trainer:
         best: Best,
         early_stopping: EarlyStopping | None,
         freezing: Freezing,
+        hold: Hold,
         keeper: Keeper,
         checkpoints: Checkpoints | NoCheckpoints,
         progress: Progress,
@@ -163,7 +169,7 @@ class Trainer:
         self._batches, self._loss, self._schedule = batches, loss, schedule
         self._evaluator, self._best, self._early_stopping = evaluator, best, early_stopping
         self._freezing, self._keeper, self._progress, self._callbacks = freezing, keeper, progress, callbacks
-        self._checkpoints = checkpoints
+        self._checkpoints, self._hold = checkpoints, hold
         self.state = RunState(schedule.num_steps, schedule.steps_per_epoch, model, optimizer)
         self._meter = Meter(engine)
         self._evaluation = Due(schedule.evaluate_every, schedule.steps_per_epoch)
@@ -172,6 +178,8 @@ class Trainer:
         self._watch = FiniteWatch(engine.device, norm_counts=not engine.scaler.is_scaling)
         self._has_kept = False
         self._num_passed_over = 0  # batches that a rewind has left behind
+        self._is_recut = False  # the epoch is begun again in its middle, in smaller micro-batches
+        self._is_stepping = False  # weights are being changed: what there is now is no state to go on from
         engine.register_for_checkpointing(self)
 
     def fit(self) -> FitResult:
@@ -180,6 +188,7 @@ class Trainer:
         self._progress.start(schedule.num_steps)
         self._model.train()
         self._announce_unfrozen()
+        self._hold.look_ahead(self._progress.note)
         self._meter.start()
         reset_peak_memory(self._engine.device)
         try:
@@ -190,6 +199,9 @@ class Trainer:
                     self._one_epoch()
                 if state.interruption is None:
                     self._end()
+        except DoesNotFit:
+            self._save_before_the_end()
+            raise
         finally:
             with self._engine.busy("the end of the run"):
                 call_all(self._callbacks, "on_end", state)
@@ -205,7 +217,8 @@ class Trainer:
         """The rest of an epoch: step, look around, save."""
         state = self.state
         for num_micro_batches, micro_batches in self._windows():
-            self._one_step(micro_batches, num_micro_batches)
+            if self._one_step(micro_batches, num_micro_batches):
+                return None
             is_evaluation_due, is_save_due, bad_step = self._agreed()
             if bad_step is not None:
                 return self._not_finite(bad_step)
@@ -225,20 +238,30 @@ class Trainer:
         self._write_waiting()
         if self.state.step < self._schedule.num_steps and self.state.stop_reason == "finished":
             self.state.stop_reason = "callback"
+        measured = self._hold.measured()
+        if measured:
+            self._keeper.record(measured, self.state.step)
+            self._progress.note(self._hold.last_words())
 
-    def _one_step(self, micro_batches: Iterator[dict[str, torch.Tensor]], num_micro_batches: int) -> None:
+    def _one_step(self, micro_batches: Iterator[dict[str, torch.Tensor]], num_micro_batches: int) -> bool:
+        """One optimizer step; True where memory ran out in it, and it has to be done again in smaller pieces."""
         state, schedule = self.state, self._schedule
-        result = train_step(
-            self._engine,
-            self._model,
-            self._optimizer,
-            self._scheduler,
-            self._loss,
-            micro_batches,
-            num_micro_batches,
-            schedule.max_grad_norm,
-            leaves_out_nonfinite=schedule.on_nan == "skip" and not self._engine.scaler.is_scaling,
+        result = self._hold.attempt(
+            lambda: window_gradients(
+                self._engine,
+                self._model,
+                self._loss,
+                micro_batches,
+                num_micro_batches,
+                schedule.max_grad_norm,
+                leaves_out_nonfinite=schedule.on_nan == "skip" and not self._engine.scaler.is_scaling,
+            ),
+            state.step + 1,
         )
+        if isinstance(result, str):
+            self._begin_again_smaller(result)
+            return True
+        self._take_step(result)
         state.step += 1
         self._meter.add(result)
         if schedule.on_nan != "skip":
@@ -249,6 +272,38 @@ class Trainer:
         if state.step % schedule.log_every == 0 or state.step in (1, schedule.num_steps):
             self._show()
         call_all(self._callbacks, "on_step", state)
+        return False
+
+    def _take_step(self, result: StepResult) -> None:
+        self._is_stepping = True
+        try:
+            take_step(self._optimizer, self._scheduler, result)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise DoesNotFit(
+                    f"out of memory in the optimizer, at step {self.state.step + 1}: its weights are not whole any "
+                    "more\n  cure: go on from the last saved state, with a larger memory.budget or fewer rows at once "
+                    "(memory.micro_batch)"
+                ) from error
+            raise
+        self._is_stepping = False
+
+    def _begin_again_smaller(self, why: str) -> None:
+        """Memory ran out in a step, which was taken back: its rows come again, in smaller micro-batches."""
+        self._progress.note(why)
+        self._keeper.record({"note": why, "micro_batch": self._hold.micro_batch_size}, self.state.step)
+        self._is_recut = True
+        self.find_place()
+
+    def _save_before_the_end(self) -> None:
+        """A run that cannot go on here may go on elsewhere."""
+        state = self.state
+        if self._is_stepping or state.step == 0 or self._engine.use_distributed:
+            return  # half a step, nothing at all, or processes that are not at the same place
+        saved = self._checkpoints.newest()
+        if saved is None or saved.step < state.step:
+            self.find_place()
+            self._save_state(wait=True)
 
     def _agreed(self) -> tuple[bool, bool, int | None]:
         """Whether an evaluation and a save are due, and whether a step was not finite; and whether to stop.
@@ -290,7 +345,10 @@ class Trainer:
 
     def _windows(self) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
         """For each batch that is left of an epoch: how many micro-batches it has, and these, loaded when taken."""
-        micro_batches = iter(self._batches)  # first: it tells the sampler its epoch, which decides the sizes
+        # an epoch that is begun again draws nothing: the random numbers are those of the step that was taken back
+        with host_randomness_kept() if self._is_recut else nullcontext():
+            micro_batches = iter(self._batches)  # first: it tells the sampler its epoch, which decides the sizes
+        self._is_recut = False
         for size in self._batches.batch_sampler.window_sizes()[self._place_in_epoch()[1] :]:
             yield size, islice(micro_batches, size)
 
@@ -328,6 +386,7 @@ class Trainer:
             "evaluation": self._evaluation.state_dict(),
             "saving": self._saving.state_dict(),
             "best": self._best.state_dict(),
+            "memory": self._hold.state_dict(),
             "early_stopping": None if self._early_stopping is None else self._early_stopping.state_dict(),
             "freezing": self._freezing.state_dict(),
         }
@@ -352,6 +411,8 @@ class Trainer:
         self._meter.load_state_dict(state["meter"])
         self._evaluation.load_state_dict(state["evaluation"])
         self._saving.load_state_dict(state["saving"])
+        if "memory" in state:  # states of older versions have none
+            self._hold.load_state_dict(state["memory"])
         self.state.step, self.state.metrics = state["step"], dict(state["metrics"])
         self._num_passed_over, self._has_kept = state["num_passed_over"], state["has_kept"]
         self.journal_position, self._ended = state["journal"], state["ended"]
@@ -434,6 +495,7 @@ class Trainer:
         loss, grad_norm, tokens_per_s = self._meter.read()
         if not math.isfinite(loss):
             say(f"step {self.state.step}: the loss is {loss}")
+        in_use = memory_in_use(self._engine.device)
         line = StepLine(
             step=self.state.step,
             epoch=self.state.epoch,
@@ -441,8 +503,8 @@ class Trainer:
             lr=self._optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
             tokens_per_s=tokens_per_s,
-            memory_bytes=memory_in_use(self._engine.device),
-            memory_share=None,
+            memory_bytes=in_use,
+            memory_share=self._hold.cap.share(in_use),
             num_skipped=self._engine.num_skipped_steps,
             seconds_left=self._meter.seconds() / self.state.step * (self._schedule.num_steps - self.state.step),
         )
@@ -500,4 +562,5 @@ class Trainer:
             peak_memory_bytes=peak_memory(self._engine.device),
             interruption=self.state.interruption,
             save_failure=None if save_failure is None else str(save_failure),
+            rows_at_once=self._hold.micro_batch_size,
         )

@@ -1,0 +1,124 @@
+"""The device that a plan is made for: the one that is here, or a known one that is not."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.hardware.catalog import Device, find, identify, measure_device
+from trimtab.hardware.inventory import find_device, take_inventory
+from trimtab.hardware.memory import budget_in_bytes, free_memory, memory_in_use, memory_outside, total_memory
+from trimtab.planner.cuda import Gpu
+from trimtab.planner.memory import Prediction
+from trimtab.units import format_bytes, parse_bytes
+
+# torch computes attention on the CPU without a matrix of all pairs, as its kernel for old GPUs does
+_LIKE_A_CPU = Gpu(capability=(7, 5), flash=False)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device and how much of it may be used.
+
+    Attributes:
+        name: For the user.
+        device: What it can do.
+        gpu: What tracing stands in for.
+        budget_bytes: Of its memory, what is outside the allocator included.
+        outside_bytes: What is outside the allocator; None is what a context usually takes.
+        note: What a user has to know of these figures.
+    """
+
+    name: str
+    device: Device
+    gpu: Gpu
+    budget_bytes: int
+    outside_bytes: int | None = None
+    note: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is the host itself."""
+        return self.device.is_cpu
+
+    @property
+    def torch_device(self) -> torch.device:
+        """As rules on a device want it."""
+        return torch.device("cpu" if self.is_cpu else "cuda")
+
+    def precision(self, wanted: str) -> str:
+        """What `auto` means on it."""
+        if wanted != "auto":
+            return wanted
+        if self.is_cpu:
+            return "fp32"
+        return "bf16" if self.device.native_bf16 else "fp16"
+
+    def room(self, spare: float) -> int:
+        """The budget without a share that stays free."""
+        return int(self.budget_bytes * (1 - spare))
+
+    def fits(self, prediction: Prediction, spare: float) -> bool:
+        """Whether a step runs in the budget; no allocator of blocks stands between on a CPU."""
+        if self.is_cpu:
+            return prediction.allocated + prediction.outside <= self.room(spare)
+        return prediction.fits(self.room(spare))
+
+    def as_here(self, prediction: Prediction) -> Prediction:
+        """A prediction for CUDA as one for this device."""
+        outside = prediction.outside if self.outside_bytes is None else self.outside_bytes
+        if not self.is_cpu:
+            return replace(prediction, outside=outside)
+        births = prediction.trace.births
+        libraries = sum(birth.size for birth in births.values() if birth.part == "library")
+        parts = {**prediction.parts, "temporaries": max(0, prediction.parts["temporaries"] - libraries)}
+        return replace(prediction, allocated=sum(parts.values()), parts=parts, outside=outside)
+
+
+def known_target(name: str, budget: str | None) -> Target:
+    """A device that is not here.
+
+    Args:
+        name: As people know it: "t4", "RTX 4090".
+        budget: What may be used of it; None or "auto" is all.
+    """
+    if name.strip().lower() == "cpu":
+        return target_here("cpu", budget)
+    device = find(name)
+    assert device.capability is not None
+    gpu = Gpu(capability=device.capability, flash=device.flash)
+    whole = device.memory_bytes
+    budget_bytes = whole if budget in (None, "auto") else parse_bytes(str(budget))
+    note = f"a {device.name} has {format_bytes(whole)}, less than that" if budget_bytes > whole else ""
+    return Target(device.name, device, gpu, budget_bytes, note=note)
+
+
+def target_here(requested: str | torch.device | None = None, budget: str | None = None) -> Target:
+    """The device that a run would use.
+
+    Args:
+        requested: Such as "cuda:1"; None to look for one.
+        budget: What may be used of it; None is what is free, of a CPU all that the host has.
+
+    Raises:
+        RecipeError: A plan cannot be made for such a device, or it has less memory.
+    """
+    device = find_device(requested)
+    inventory = take_inventory(device)
+    if device.type == "cpu":
+        known = identify(inventory)
+        assert known is not None
+        budget_bytes = budget_in_bytes(budget, device) or total_memory(device)
+        note = "figures of a CPU are estimates: tensors alone, without what its libraries take for themselves"
+        return Target("cpu", known, _LIKE_A_CPU, budget_bytes, memory_in_use(device), note)
+    if device.type != "cuda" or inventory.capability is None:
+        raise RecipeError(f"plans are made for NVIDIA GPUs and CPUs; this device is {device.type}", "--gpu NAME")
+    properties = torch.cuda.get_device_properties(device)
+    gpu = Gpu(
+        inventory.capability,
+        inventory.flash_attention,
+        properties.multi_processor_count,
+        properties.max_threads_per_multi_processor,
+    )
+    budget_bytes = budget_in_bytes(budget, device) or free_memory(device) + memory_outside(device)
+    return Target(f"{device} ({inventory.name})", identify(inventory) or measure_device(device), gpu, budget_bytes)

@@ -1,0 +1,303 @@
+"""What known devices can do, so that a plan can be made for one that is not here; and a measurement of the one that is.
+
+Rates are those of the makers' data sheets: dense, with fp32 accumulation, which is what training uses (GeForce cards
+run it at half the rate that is advertised). Memory is what torch says of such a card under Linux; driver and error
+correction move it by a percent or so.
+"""
+
+import difflib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.hardware.inventory import Inventory, find_device, take_inventory
+
+GIB = 2**30
+HOST_OP_S = 4e-6  # of a small operation without autograd on a current server processor
+EMULATED_BF16 = 0.1  # share of the fp16 rate that a GPU without bf16 units reaches in bf16: a T4 is ten times slower
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do.
+
+    Attributes:
+        name: The short name under which people know it, such as "t4" or "rtx-4090".
+        memory_bytes: What torch reports as its whole memory.
+        bandwidth: Bytes a second between its processors and its memory.
+        fp32: Multiplications and additions a second in matrix products of fp32.
+        tf32: The same with tf32 products; None where there are none.
+        fp16: The same with fp16 products.
+        bf16: The same with bf16 products; None where they are emulated.
+        capability: CUDA's compute capability (ROCm's number on AMD); None for a CPU.
+        native_bf16: Whether it has units for bf16.
+        flash: Whether the flash attention kernel runs on it.
+        host_op_s: Seconds that the host takes to launch a small operation without autograd.
+        is_measured: The rates were reached on the device itself, and are not those of a data sheet.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    fp32: float
+    tf32: float | None
+    fp16: float
+    bf16: float | None
+    capability: tuple[int, int] | None
+    native_bf16: bool
+    flash: bool
+    host_op_s: float = HOST_OP_S
+    is_measured: bool = False
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether operations run on the host itself, one after the other with what launches them."""
+        return self.name == "cpu"
+
+    def rate(self, dtype: str) -> float:
+        """Multiplications and additions a second in products of "fp32", "tf32", "fp16" or "bf16".
+
+        A device without tf32 takes fp32 for it; one without bf16 emulates it.
+        """
+        if dtype == "tf32":
+            return self.tf32 or self.fp32
+        if dtype == "bf16":
+            return self.bf16 or self.fp16 * EMULATED_BF16
+        return {"fp32": self.fp32, "fp16": self.fp16}[dtype]
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    gb_s: float,
+    fp32: float,
+    tf32: float | None,
+    fp16: float,
+    capability: tuple[int, int],
+) -> Device:
+    """A row in the units of data sheets: GiB, GB/s and TFLOP/s. bf16 is as fast as fp16 from Ampere on."""
+    ampere = capability >= (8, 0)  # AMD's numbers start at 9
+    tera = 1e12
+    return Device(
+        name=name,
+        memory_bytes=int(gib * GIB),
+        bandwidth=gb_s * 1e9,
+        fp32=fp32 * tera,
+        tf32=tf32 * tera if tf32 is not None else None,
+        fp16=fp16 * tera,
+        bf16=fp16 * tera if ampere else None,
+        capability=capability,
+        native_bf16=ampere,
+        flash=ampere,
+    )
+
+
+_ROWS = (
+    #    name          GiB    GB/s   fp32   tf32   fp16   capability
+    _gpu("p100", 15.89, 732, 9.3, None, 9.3, (6, 0)),  # no tensor cores: with fp32 accumulation fp16 is no faster
+    _gpu("v100", 15.77, 900, 15.7, None, 125, (7, 0)),
+    _gpu("v100-32gb", 31.74, 900, 15.7, None, 125, (7, 0)),
+    _gpu("t4", 14.74, 320, 8.1, None, 65, (7, 5)),
+    _gpu("rtx-2060", 5.79, 336, 6.5, None, 25.8, (7, 5)),
+    _gpu("rtx-2070", 7.78, 448, 7.5, None, 29.9, (7, 5)),
+    _gpu("rtx-2080", 7.78, 448, 10.1, None, 40.3, (7, 5)),
+    _gpu("rtx-2080-ti", 10.76, 616, 13.4, None, 53.8, (7, 5)),
+    _gpu("a100-40gb", 39.39, 1555, 19.5, 156, 312, (8, 0)),
+    _gpu("a100", 79.15, 2039, 19.5, 156, 312, (8, 0)),
+    _gpu("a10", 22.19, 600, 31.2, 62.5, 125, (8, 6)),
+    _gpu("a10g", 22.19, 600, 35, 35, 70, (8, 6)),
+    _gpu("rtx-a6000", 47.53, 768, 38.7, 77.4, 154.8, (8, 6)),
+    _gpu("rtx-3060", 11.76, 360, 12.7, 12.7, 25.5, (8, 6)),
+    _gpu("rtx-3070", 7.78, 448, 20.3, 20.3, 40.6, (8, 6)),
+    _gpu("rtx-3080", 9.77, 760, 29.8, 29.8, 59.5, (8, 6)),
+    _gpu("rtx-3090", 23.69, 936, 35.6, 35.6, 71.2, (8, 6)),
+    _gpu("l4", 22.16, 300, 30.3, 60.5, 121, (8, 9)),
+    _gpu("l40s", 44.40, 864, 91.6, 183, 362, (8, 9)),
+    _gpu("rtx-4060", 7.63, 272, 15.1, 15.1, 30.2, (8, 9)),
+    _gpu("rtx-4060-ti", 15.59, 288, 22.1, 22.1, 44.1, (8, 9)),
+    _gpu("rtx-4070", 11.72, 504, 29.1, 29.1, 58.3, (8, 9)),
+    _gpu("rtx-4080", 15.70, 717, 48.7, 48.7, 97.5, (8, 9)),
+    _gpu("rtx-4090", 23.64, 1008, 82.6, 82.6, 165.2, (8, 9)),
+    _gpu("h100-pcie", 79.11, 2039, 51.2, 378, 756, (9, 0)),
+    _gpu("h100", 79.11, 3350, 66.9, 495, 989, (9, 0)),
+    _gpu("h200", 139.81, 4800, 66.9, 495, 989, (9, 0)),
+    _gpu("rtx-5070-ti", 15.46, 896, 43.9, 43.9, 87.9, (12, 0)),
+    _gpu("rtx-5080", 15.46, 960, 56.3, 56.3, 112.6, (12, 0)),
+    _gpu("rtx-5090", 31.36, 1792, 104.8, 104.8, 209.5, (12, 0)),
+    _gpu("mi300x", 191.69, 5300, 163.4, 653.7, 1307.4, (9, 4)),
+    # a desktop processor of eight cores with AVX2; bf16 and fp16 autocast were 12 to 16 times slower than fp32
+    Device("cpu", 16 * GIB, 40e9, 0.6e12, None, 0.04e12, 0.04e12, None, native_bf16=False, flash=False),
+)
+CATALOG = {device.name: device for device in _ROWS}
+
+_NOMINAL_GB = {  # what the box says, for names that carry it
+    **dict.fromkeys(("rtx-2070", "rtx-2080", "rtx-3070", "rtx-4060"), 8),
+    **dict.fromkeys(("rtx-3060", "rtx-4070"), 12),
+    **dict.fromkeys(("p100", "v100", "t4", "rtx-4060-ti", "rtx-4080", "rtx-5070-ti", "rtx-5080"), 16),
+    **dict.fromkeys(("a10", "a10g", "l4", "rtx-3090", "rtx-4090"), 24),
+    **dict.fromkeys(("l40s", "rtx-a6000"), 48),
+    **dict.fromkeys(("a100", "h100", "h100-pcie"), 80),
+    "rtx-2060": 6,
+    "rtx-3080": 10,
+    "rtx-2080-ti": 11,
+    "rtx-5090": 32,
+    "h200": 141,
+    "mi300x": 192,
+}
+_MAKERS = {"nvidia", "amd", "geforce", "tesla", "instinct", "gpu"}
+_BOARDS = re.compile(r"sxm[0-9]?|hbm[0-9]e?|pcie|oam|vf$")
+
+
+def _letters(name: str) -> str:
+    """A name without its maker, in small letters and digits alone."""
+    return "".join(word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _MAKERS)
+
+
+def _spellings(device: Device) -> set[str]:
+    plain = _letters(device.name)
+    spellings = {plain, plain.removeprefix("rtx")}
+    gigabytes = _NOMINAL_GB.get(device.name)
+    if gigabytes and not plain.endswith("gb"):
+        spellings |= {f"{spelling}{gigabytes}gb" for spelling in spellings}
+    return spellings | {spelling.removesuffix("b") for spelling in spellings if spelling.endswith("gb")}
+
+
+_BY_SPELLING = {spelling: device for device in _ROWS for spelling in _spellings(device)}
+
+
+def _look_up(name: str) -> Device | None:
+    letters = _letters(name)
+    return _BY_SPELLING.get(letters) or _BY_SPELLING.get(_BOARDS.sub("", letters))
+
+
+def find(name: str) -> Device:
+    """The device of a name, forgiving in spelling: "RTX 4090", "4090", "nvidia-a100-80gb" and "A100" are known.
+
+    Raises:
+        RecipeError: No device has such a name; the ones that are close are named.
+    """
+    device = _look_up(name)
+    if device is not None:
+        return device
+    close = difflib.get_close_matches(_letters(name), _BY_SPELLING, n=12, cutoff=0.6)
+    names = dict.fromkeys(_BY_SPELLING[spelling].name for spelling in close) or dict.fromkeys(CATALOG)
+    raise RecipeError(f"no device is known as {name!r}", f"use one of {', '.join(names)}")
+
+
+def identify(inventory: Inventory) -> Device | None:
+    """The row of the device that was found, with the memory that it really has; None where it is not known.
+
+    A name alone is not enough: cards of one name come with half the memory and fewer processors.
+    """
+    if inventory.device == "cpu":
+        return replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
+    device = _look_up(inventory.name)
+    if device is None or abs(inventory.memory_bytes / device.memory_bytes - 1) > 0.1:
+        return None
+    return replace(device, memory_bytes=inventory.memory_bytes)
+
+
+def measure_device(device: str | torch.device | None = None) -> Device:
+    """Measure what a device does here: a few seconds on a GPU, less than three on a CPU.
+
+    The rates are those that one large product reaches, the bandwidth that of a large copy, and the host's time that of
+    a small operation in place.
+
+    Args:
+        device: Such as "cuda:0" or "cpu"; None for the one that a run would use.
+    """
+    device = find_device(device)
+    inventory = take_inventory(device)
+    known = identify(inventory)
+    is_cpu = device.type == "cpu"
+    has_tf32 = device.type == "cuda" and torch.version.cuda is not None and (inventory.capability or (0, 0)) >= (8, 0)
+    with torch.inference_mode():
+        return Device(
+            name=known.name if known is not None else inventory.name,
+            memory_bytes=inventory.memory_bytes,
+            bandwidth=_bandwidth(device),
+            fp32=_product_rate(device, torch.float32),
+            tf32=_tf32_rate(device) if has_tf32 else None,
+            fp16=_product_rate(device, torch.float16),
+            bf16=_product_rate(device, torch.bfloat16) if is_cpu or inventory.native_bf16 else None,
+            capability=inventory.capability,
+            native_bf16=inventory.native_bf16,
+            flash=inventory.flash_attention,
+            host_op_s=_host_op_seconds(device),
+            is_measured=True,
+        )
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Multiplications and additions a second of one large square product."""
+    size = 8192 if device.type == "cuda" else 2048
+    if device.type == "cpu":
+        # half formats may be emulated, ten times slower and more
+        size = 1024 if dtype == torch.float32 else 384
+    elif device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * GIB:
+        size = 4096
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / _best_seconds(device, lambda: torch.mm(left, right, out=out))
+
+
+def _tf32_rate(device: torch.device) -> float:
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        return _product_rate(device, torch.float32)
+    finally:
+        products.fp32_precision = before
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy that no cache can hold."""
+    num_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _best_seconds(device, lambda: target.copy_(source))
+
+
+def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of one call: the best of three groups, after one call that is not counted.
+
+    A group is as long as its time allows: a queue that is never empty hides the time of a launch.
+    """
+    group_s = 0.05 if device.type == "cpu" else 0.25
+    work()
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    once = time.perf_counter() - began
+    count = max(1, min(50, int(group_s / max(once, 1e-9))))
+    best = once
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        _wait(device)
+        best = min(best, (time.perf_counter() - began) / count)
+    return best
+
+
+def _host_op_seconds(device: torch.device) -> float:
+    """Seconds that the host takes for a small operation; the device is not waited for."""
+    number, best = torch.ones(1, device=device), float("inf")
+    for _ in range(5):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(400):  # fewer than a queue of launches holds, so that the host never waits
+            number.mul_(1.0)
+        best = min(best, (time.perf_counter() - began) / 400)
+    _wait(device)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

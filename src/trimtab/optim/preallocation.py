@@ -1,0 +1,57 @@
+"""Makes the state of an optimizer before its first step, so that no step can run out of memory half-way.
+
+What an optimizer would make with the first gradients is made by the same code, with gradients that take no memory.
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trimtab.optim.quantized import allocate_state
+
+
+@torch.no_grad()
+def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Make the state of parameters that have none yet, as their first step would; the steps give the same bits.
+
+    Args:
+        optimizer: The optimizer itself, not a prepared one. Its parameters have no gradients.
+        parameters: Those that train, or will.
+    """
+    wanted = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    if hasattr(optimizer, "allocate_state") or hasattr(optimizer, "get_state_buffer"):
+        allocate_state(optimizer, wanted)
+        return
+    if isinstance(optimizer, torch.optim.SGD):
+        _give_momentum(optimizer, {id(parameter) for parameter in wanted})
+        return
+    make: Any = getattr(optimizer, "_init_group", None)
+    if make is None:
+        return
+    num_lists = _num_lists(type(optimizer))
+    ids = {id(parameter) for parameter in wanted}
+    for group in optimizer.param_groups:
+        chosen = [parameter for parameter in group["params"] if id(parameter) in ids]
+        try:
+            for parameter in chosen:
+                parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            make({**group, "params": chosen}, *([] for _ in range(num_lists)))
+        finally:
+            for parameter in chosen:
+                parameter.grad = None
+
+
+def _give_momentum(optimizer: torch.optim.SGD, wanted: set[int]) -> None:
+    """SGD takes its first gradient for the momentum, inside the step: the same as adding it to nothing."""
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for parameter in (p for p in group["params"] if id(p) in wanted):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _num_lists(kind: type) -> int:
+    """How many lists torch's `_init_group` fills: they differ, and an override may pass them on as they are."""
+    makers = (vars(base).get("_init_group") for base in kind.__mro__)
+    return max(len(inspect.signature(make).parameters) - 2 for make in makers if make is not None)  # self and group

@@ -1,0 +1,258 @@
+"""A ladder in words: its rows as a table with bars, why a row was chosen, and what would help where none fits."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.planner.search import Candidate, Row
+from trimtab.units import format_bytes, format_seconds
+
+GIB = 2**30
+# a letter for each part of the anatomy, in the order of the bar
+LETTERS = {
+    "weights": "w",
+    "gradients": "g",
+    "optimizer state": "o",
+    "activations": "a",
+    "logits and loss": "l",
+    "temporaries": "t",
+    "allocator slack": "s",
+    "outside the allocator": "x",
+}
+_WIDE_TERMINAL, _WIDE_BAR, _NARROW_BAR = 120, 32, 20
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A row of the ladder as it is shown.
+
+    Attributes:
+        candidate: The plan.
+        parts: Bytes by anatomy, with the allocator's slack and what is outside of it.
+        tokens_s: Tokens a second.
+        step_s: Seconds of a step.
+        run_s: Seconds of the whole run; None where its length is not known.
+        fits: Whether it runs within the budget.
+        is_chosen: Whether it is the plan.
+        is_alternative: Whether it is another method, which is never chosen.
+        most_rows: The largest batch in one piece with these levers, where that was asked.
+        longest: The longest rows with these levers, few of them at once, where that was asked.
+    """
+
+    candidate: Candidate
+    parts: Mapping[str, int]
+    tokens_s: float
+    step_s: float
+    run_s: float | None
+    fits: bool
+    is_chosen: bool = False
+    is_alternative: bool = False
+    most_rows: int | None = None
+    longest: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device needs."""
+        return sum(self.parts.values())
+
+
+def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
+    """A row with what its table says of it.
+
+    Args:
+        row: The row.
+        needed_bytes: The smallest limit of the allocator under which it runs.
+        num_steps: Of the run; None where that is not known.
+    """
+    estimate = row.estimate
+    slack = max(0, needed_bytes - estimate.allocated_bytes)
+    parts = {**estimate.parts, "allocator slack": slack, "outside the allocator": estimate.outside_bytes}
+    run_s = None if num_steps is None else num_steps * estimate.step_s
+    return Rung(row.candidate, parts, estimate.tokens_s, estimate.step_s, run_s, estimate.fits)
+
+
+def words_of(candidate: Candidate, plain_optimizer: str = "") -> str:
+    """A plan in words, such as "micro-batch 4, recompute all, loss chunked".
+
+    Args:
+        candidate: The plan.
+        plain_optimizer: The recipe's own optimizer, which need not be said.
+    """
+    recomputed = candidate.recomputed.strip("{}").replace("every: 2", "every 2nd")
+    said = [
+        (candidate.adapter != "none", {"lora": "LoRA", "qlora": "QLoRA"}.get(candidate.adapter, candidate.adapter)),
+        (True, f"micro-batch {candidate.rows}"),
+        (candidate.recomputed != "none", f"recompute {recomputed}"),
+        (candidate.loss != "plain", f"loss {candidate.loss}"),
+        (bool(plain_optimizer) and candidate.optimizer != plain_optimizer, candidate.optimizer),
+        (candidate.offload != "none", f"{candidate.offload} on host"),
+        (candidate.kernels != "plain", f"kernels {candidate.kernels}"),
+    ]
+    return ", ".join(text for holds, text in said if holds)
+
+
+def shown(rungs: Sequence[Rung]) -> list[Rung]:
+    """At most a dozen rungs: what the same levers do better goes first, then what needs most and does not fit."""
+    kept = list(rungs)
+    while len(kept) > _MOST_SHOWN:
+        own = [one for one in kept if not one.is_alternative]
+        dispensable = [one for one in own[1:] if not one.is_chosen and one is not _smallest(own)]
+        if not dispensable:
+            break
+        drop = max(dispensable, key=lambda one: (_is_outdone(one, own), not one.fits, one.total_bytes))
+        kept = [one for one in kept if one is not drop]
+    return kept
+
+
+def _is_outdone(one: Rung, others: Sequence[Rung]) -> bool:
+    """Whether the same levers fit with more rows, or do not fit with fewer."""
+    for other in others:
+        if other is not one and _levers(other) == _levers(one):
+            if one.fits and other.fits and other.tokens_s > one.tokens_s:
+                return True
+            if not one.fits and not other.fits and other.total_bytes < one.total_bytes:
+                return True
+    return False
+
+
+def _smallest(rungs: Sequence[Rung]) -> Rung:
+    return min(rungs, key=lambda one: one.total_bytes)
+
+
+def _levers(one: Rung) -> tuple[str, ...]:
+    found = one.candidate
+    return found.loss, found.optimizer, found.offload, found.recomputed
+
+
+def table(rungs: Sequence[Rung], budget_bytes: int, plain_optimizer: str) -> tuple[list[str], list[list[str]]]:
+    """Header and rows for the terminal."""
+    has_run = any(one.run_s is not None for one in rungs)
+    asked = [(name, key) for name, key in (("largest batch", "most_rows"), ("longest rows", "longest"))]
+    asked = [(name, key) for name, key in asked if any(getattr(one, key) is not None for one in rungs)]
+    unit, unit_name = unit_of([one.total_bytes for one in rungs])
+    bars = "memory (| is the budget)"
+    header = ["", "plan", bars, unit_name, "tokens/s", *(["run"] if has_run else []), *(name for name, _ in asked), ""]
+    whole = max([budget_bytes, *(one.total_bytes for one in rungs)])
+    if budget_bytes > 4 * max(one.total_bytes for one in rungs):  # else the bars would be too short to read
+        whole = max(one.total_bytes for one in rungs)
+    rows = []
+    for one in rungs:
+        cells = ["→" if one.is_chosen else "", words_of(one.candidate, plain_optimizer)]
+        cells += [bar(one.parts, budget_bytes, whole), f"{one.total_bytes / unit:,.2f}", f"{one.tokens_s:,.0f}"]
+        cells += [format_seconds(one.run_s) if one.run_s is not None else ""] if has_run else []
+        cells += [f"{getattr(one, key):,}" if getattr(one, key) is not None else "none" for _, key in asked]
+        rows.append([*cells, "" if one.fits else "too large"])
+    return header, rows
+
+
+def unit_of(sizes: Sequence[int]) -> tuple[int, str]:
+    """GiB, or MiB where everything is small."""
+    return (GIB, "GiB") if max(sizes) >= GIB else (2**20, "MiB")
+
+
+def bar(parts: Mapping[str, int], budget_bytes: int, whole_bytes: int) -> str:
+    """The anatomy as letters, one for each so many bytes; where the budget ends stands a line."""
+    width = _WIDE_BAR if shutil.get_terminal_size().columns >= _WIDE_TERMINAL else _NARROW_BAR
+    cells, filled = "", 0
+    for part, letter in LETTERS.items():
+        filled += parts.get(part, 0)
+        cells += letter * (round(filled / whole_bytes * width) - len(cells))
+    end = int(budget_bytes / whole_bytes * width)
+    cells = cells.ljust(width, "·")
+    return f"{cells[:end]}|{cells[end:]}" if end <= width else cells
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes with two decimals: plans differ in the second."""
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else format_bytes(num_bytes)
+
+
+def legend(rungs: Sequence[Rung]) -> str:
+    """What the letters are, those that occur."""
+    used = [part for part in LETTERS if any(one.parts.get(part) for one in rungs)]
+    return "  ".join(f"{LETTERS[part]} {part}" for part in used)
+
+
+def reason(rungs: Sequence[Rung], budget_bytes: int, plain_optimizer: str) -> str:
+    """One sentence: why the chosen row."""
+    chosen = next(one for one in rungs if one.is_chosen)
+    room = f"{gib(chosen.total_bytes)} of {gib(budget_bytes)}"
+    faster = [one for one in rungs if not one.is_alternative and not one.fits and one.tokens_s > chosen.tokens_s]
+    words = words_of(chosen.candidate, plain_optimizer)
+    if not faster:
+        return f"Chosen: {words}: the fastest of all, and it fits ({room})."
+    near = min(faster, key=lambda one: one.total_bytes)
+    gain = near.tokens_s / chosen.tokens_s - 1
+    return (
+        f"Chosen: {words}: the fastest that fits ({room}); {words_of(near.candidate, plain_optimizer)} would be "
+        f"{gain:.0%} faster and needs {gib(near.total_bytes)}."
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a user could change so that it fits.
+
+    Attributes:
+        words: What to write.
+        total_bytes: What it needs then.
+        fits: Whether that is within the budget.
+    """
+
+    words: str
+    total_bytes: int
+    fits: bool
+
+
+def cannot_fit(
+    smallest: Rung, name: str, budget_bytes: int, changes: Sequence[Change], plain_optimizer: str, most: int = 3
+) -> str:
+    """By how much it does not fit, and what would.
+
+    Args:
+        smallest: The plan that needs least.
+        name: The device.
+        budget_bytes: What there is.
+        changes: What was tried; those that fit are named first.
+        plain_optimizer: The recipe's own.
+        most: How many are named.
+    """
+    over = smallest.total_bytes - budget_bytes
+    by = f"{gib(over)} too much" if over > 0 else "with nothing to spare"
+    lines = [
+        f"it does not fit into {gib(budget_bytes)} ({name}): the smallest plan "
+        f"({words_of(smallest.candidate, plain_optimizer)}) needs {gib(smallest.total_bytes)}, {by}"
+    ]
+    helping = [one for one in changes if one.fits][:most]
+    if helping:
+        lines.append("  what would fit:")
+        lines += [f"    {one.words}: {gib(one.total_bytes)}" for one in helping]
+    rest = [one for one in changes if not one.fits][: most - len(helping)]
+    if rest:
+        lines.append("  still too large:")
+        lines += [f"    {one.words}: {gib(one.total_bytes)}" for one in rest]
+    return "\n".join(lines)
+
+
+def as_dict(one: Rung) -> dict[str, object]:
+    """A rung as plain values, for JSON."""
+    found = one.candidate
+    return {
+        "chosen": one.is_chosen,
+        "fits": one.fits,
+        "micro_batch": found.rows,
+        "gradient_checkpointing": found.recomputed,
+        "loss": found.loss,
+        "optimizer": found.optimizer,
+        "offload": found.offload,
+        "kernels": found.kernels,
+        "adapter": found.adapter,
+        "total_bytes": one.total_bytes,
+        "parts": dict(one.parts),
+        "step_s": one.step_s,
+        "tokens_s": one.tokens_s,
+        "run_s": one.run_s,
+        **({"largest_batch": one.most_rows} if one.most_rows is not None else {}),
+        **({"longest": one.longest} if one.longest is not None else {}),
+    }

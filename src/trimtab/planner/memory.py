@@ -1,0 +1,157 @@
+"""What a step needs of memory: the peak of its trace, split by anatomy, and what the allocator makes of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from trimtab.planner.allocator import Replay, replay, round_size, runs_under
+from trimtab.planner.trace import Event, Trace
+
+MIB = 2**20
+# CUDA's context and libraries, as nvidia-smi sees them beside the allocator; with kernels of Triton and bitsandbytes
+# more. Measured on an H200 with CUDA 13.
+CONTEXT_BYTES = 850 * MIB
+KERNELS_BYTES = 125 * MIB
+PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory in use at one moment of the step."""
+
+    position: float  # 0 is the beginning of the step, 1 its end
+    stage: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of one training step on a GPU.
+
+    Attributes:
+        allocated: The peak of what tensors take, as `torch.cuda.max_memory_allocated` counts it.
+        parts: The same by anatomy, at the moment of the peak.
+        stage: In which stage of the step that is.
+        outside: Bytes of the device that the allocator does not manage.
+        trace: What it was read from.
+    """
+
+    allocated: int
+    parts: Mapping[str, int]
+    stage: str
+    outside: int
+    trace: Trace
+
+    @cached_property
+    def _replay(self) -> Replay:
+        return replay(self.trace.events)
+
+    @property
+    def needed(self) -> int:
+        """The smallest limit of the allocator under which the step runs, with expandable segments."""
+        return self._replay.needed
+
+    @property
+    def reserved(self) -> int:
+        """What the allocator takes where memory is plentiful, with expandable segments."""
+        return self._replay.reserved_peak
+
+    @property
+    def total(self) -> int:
+        """What the device needs: the allocator's limit and what is outside of it."""
+        return self.needed + self.outside
+
+    def fits(self, budget: int) -> bool:
+        """Whether the step runs in so many bytes of the device, without looking for the smallest limit."""
+        room = budget - self.outside
+        return room >= self.allocated and runs_under(self.trace.events, room)
+
+    def timeline(self, num_points: int = 200) -> list[Moment]:
+        """The memory in use over the step, thinned out to the highest of each stretch."""
+        return _timeline(self.trace, num_points)
+
+
+def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
+    """Read the peak of a traced step.
+
+    Args:
+        trace: The step, with everything that was there before.
+        with_kernels: Whether kernels of Triton or bitsandbytes are loaded.
+    """
+    peak, position = _peak(trace.events)
+    return Prediction(
+        allocated=peak,
+        parts=_parts(trace, position),
+        stage=_stage_at(trace, position),
+        outside=CONTEXT_BYTES + (KERNELS_BYTES if with_kernels else 0),
+        trace=trace,
+    )
+
+
+def _peak(events: Sequence[Event]) -> tuple[int, int]:
+    in_use = peak = at = 0
+    sizes: dict[int, int] = {}
+    for position, (storage, size) in enumerate(events):
+        if size:
+            sizes[storage] = rounded = round_size(size)
+            in_use += rounded
+            if in_use > peak:
+                peak, at = in_use, position
+        else:
+            in_use -= sizes.pop(storage)
+    return peak, at
+
+
+def _parts(trace: Trace, position: int) -> dict[str, int]:
+    living: dict[int, int] = {}
+    for storage, size in trace.events[: position + 1]:
+        if size:
+            living[storage] = round_size(size)
+        else:
+            del living[storage]
+    found = dict.fromkeys(PARTS, 0)
+    for storage, size in living.items():
+        found[_part_of(trace, storage)] += size
+    return found
+
+
+def _part_of(trace: Trace, storage: int) -> str:
+    birth = trace.births[storage]
+    if birth.part == "weights":
+        return "weights"
+    if birth.part == "state":
+        return "optimizer state"
+    if storage in trace.gradients:
+        return "gradients"
+    if birth.part in ("inputs", "library", "optimizer"):
+        return "temporaries"
+    if birth.is_wide:
+        return "logits and loss"
+    return "activations" if birth.part in ("forward", "recompute") else "temporaries"
+
+
+def _stage_at(trace: Trace, position: int) -> str:
+    names = [mark.name for mark in trace.marks if mark.event <= position]
+    last = names[-1] if names else ""
+    return last.removesuffix(" begins") if last.endswith(" begins") else "forward"
+
+
+def _timeline(trace: Trace, num_points: int) -> list[Moment]:
+    begin = max((mark.event for mark in trace.marks if mark.name.startswith("step")), default=0)
+    heights, in_use = [], 0
+    sizes: dict[int, int] = {}
+    for storage, size in trace.events:
+        if size:
+            sizes[storage] = round_size(size)
+            in_use += sizes[storage]
+        else:
+            in_use -= sizes.pop(storage)
+        heights.append(in_use)
+    stretch = max(1, (len(heights) - begin) // num_points)
+    moments = []
+    for start in range(begin, len(heights), stretch):
+        part = heights[start : start + stretch]
+        at = start + part.index(max(part))
+        share = (at - begin) / max(1, len(heights) - begin)
+        moments.append(Moment(share, _stage_at(trace, at), max(part)))
+    return moments

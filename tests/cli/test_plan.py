@@ -1,0 +1,128 @@
+"""`trimtab plan`: a ladder for a GPU that is not here, without weights and without data."""
+
+import json
+import re
+import sys
+
+import pytest
+import yaml
+
+from tiny_runs import reviews, write_csv
+from trimtab.cli.main import main
+
+LLAMA = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 32000,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+        },
+        "tokenizer": "train",
+    },
+    "task": "causal-lm",
+    "data": {"train": "nowhere.jsonl"},
+    "train": {"batch_size": 4, "max_steps": 100},
+}
+
+
+@pytest.fixture
+def plan(own_folder, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "240")
+    (own_folder / "recipe.yaml").write_text(yaml.safe_dump(LLAMA))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["trimtab", "plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return ending.value.code or 0, out, err
+
+    return run
+
+
+def test_a_ladder_for_a_gpu_that_is_not_here(plan):
+    code, out, _ = plan("recipe.yaml", "--gpu", "t4", "--length", 512)
+    assert code == 0
+    assert out.startswith("t4, 14.7 GiB, fp16, adamw\n"), "a T4 has no bf16"
+    (chosen,) = (line for line in out.splitlines() if line.startswith("→"))
+    assert "micro-batch 4" in chosen
+    assert "w weights" in out
+    assert "Chosen: micro-batch 4" in out
+    assert "LoRA" in out
+    assert "QLoRA" in out
+    assert " run " in out, "max_steps tells how long it takes"
+
+
+def test_everything_as_json(plan):
+    code, out, _ = plan("recipe.yaml", "--gpu", "rtx-4090", "--length", 512, "--json", "--memory", "1.5GiB")
+    assert code == 0
+    found = json.loads(out)
+    assert found["device"] == "rtx-4090"
+    assert found["precision"] == "bf16"
+    (chosen,) = (row for row in found["ladder"] if row["chosen"])
+    assert chosen["total_bytes"] == sum(chosen["parts"].values()) <= found["budget_bytes"]
+    assert found["plan"]["micro_batch_size"] == chosen["micro_batch"]
+    assert found["plan"]["predicted_total_bytes"] == chosen["total_bytes"]
+    too_large = [row for row in found["ladder"] if not row["fits"]]
+    assert too_large
+    assert all(row["total_bytes"] > 0.98 * found["budget_bytes"] for row in too_large)
+    fitting = [row["tokens_s"] for row in found["ladder"] if row["fits"] and row["adapter"] == "none"]
+    assert chosen["tokens_s"] >= 0.98 * max(fitting)
+
+
+def test_it_cannot_fit(plan):
+    sets = ("--set", "memory.gradient_checkpointing=all", "--set", "memory.loss=chunked")
+    code, out, err = plan("recipe.yaml", "--gpu", "t4", "--length", 1024, "--memory", "1.3GiB", *sets)
+    assert code == 3
+    assert "too large" in out
+    assert "it does not fit into 1.30 GiB (t4): the smallest plan (micro-batch 4, recompute all, loss chunked)" in err
+    assert "MiB too much" in err
+    assert re.search(r"what would fit:\n +data.max_length: \d+: 1.2\d GiB\n +adapter: lora: ", err)
+    assert "adapter: qlora: " in err
+
+
+def test_without_data_the_task_has_to_be_named(plan, own_folder):
+    (own_folder / "open.yaml").write_text(yaml.safe_dump({key: LLAMA[key] for key in ("model", "data")}))
+    code, _, err = plan("open.yaml", "--gpu", "t4", "--length", 64)
+    assert code == 2
+    assert "cure: task: one of classify" in err
+    code, _, err = plan("recipe.yaml", "--gpu", "t4", "--length", 4096)
+    assert code == 2
+    assert "--length 4096 is more than the model's 2048 positions" in err
+    code, _, err = plan("recipe.yaml", "--gpu", "t5", "--length", 64)
+    assert code == 2
+    assert "t4" in err
+
+
+def test_the_largest_batch_and_the_longest_rows(plan):
+    sets = ("--set", "memory.gradient_checkpointing=none", "--set", "memory.loss=plain", "--set", "adapter=lora")
+    asked = ("recipe.yaml", "--gpu", "t4", "--length", 256, "--memory", "2GiB", *sets, "--set", "memory.offload=none")
+    asked = (*asked, "--set", "train.batch_size=2", "--set", "memory.micro_batch=2")
+    code, out, _ = plan(*asked, "--json", "--max-batch", "--longest")
+    assert code == 0
+    (row,) = (row for row in json.loads(out)["ladder"] if row["chosen"])
+    largest = row["largest_batch"]
+    assert largest > 2
+    assert row["longest"] > 256
+    assert row["longest"] % 64 == 0
+    # what was found fits in one piece, and one more does not
+    for batch, code in ((largest, 0), (largest + 1, 3)):
+        size = ("--set", f"train.batch_size={batch}", "--set", f"memory.micro_batch={batch}")
+        assert plan(*asked, *size, "--json")[0] == code
+
+
+def test_from_data_on_this_machine(plan, tiny, own_folder):
+    write_csv(own_folder / "reviews.csv", reviews(24))
+    code, out, _ = plan("--model", tiny.folder("bert"), "--data", "reviews.csv", "--quiet", "--device", "cpu")
+    assert code == 0
+    assert out.startswith("cpu, ")
+    assert "fp32" in out
+    assert "figures of a CPU are estimates" in out
+    assert "LoRA" not in out

@@ -1,0 +1,85 @@
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trimtab.model.attention import flash_runs, repeat_heads
+
+
+def small(kind: str = "llama", key_value_heads: int = 2, **more) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        vocab_size=100,
+        **more,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def results(model, padded: bool):
+    ids = torch.arange(24).view(2, 12) % 90
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 7:] = 0
+    output = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    model.zero_grad()
+    output.loss.backward()
+    return output.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_repeated_heads_give_the_same_results(kind, padded):
+    model = small(kind)
+    repeated = copy.deepcopy(model)
+    assert repeat_heads(repeated)
+    wanted, wanted_gradients = results(model, padded)
+    found, gradients = results(repeated, padded)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    for name, gradient in wanted_gradients.items():
+        assert torch.allclose(gradients[name], gradient, atol=1e-6), name
+
+
+def test_torch_is_given_as_many_key_heads_as_query_heads(monkeypatch):
+    seen = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watching(query, key, value, **kwargs):
+        seen.append((query.shape[1], key.shape[1], value.shape[1], kwargs.get("enable_gqa", False)))
+        return real(query, key, value, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watching)
+    model = small()
+    results(model, False)
+    assert seen and all(keys == 2 and grouped for _, keys, _, grouped in seen)
+    seen.clear()
+    repeat_heads(model)
+    results(model, False)
+    assert seen and all(found == (4, 4, 4, False) for found in seen)
+
+
+def test_models_without_grouped_heads_stay_as_they_are():
+    model = small(key_value_heads=4)
+    assert not repeat_heads(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_nothing_of_it_is_written_with_the_model(tmp_path):
+    model = small()
+    assert repeat_heads(model)
+    model.save_pretrained(tmp_path)
+    assert "trimtab" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+
+
+def test_flash_needs_half_precision_and_ampere():
+    assert flash_runs((8, 0), torch.bfloat16) and flash_runs((9, 0), torch.float16)
+    assert not flash_runs((7, 5), torch.float16)
+    assert not flash_runs((9, 0), None)

@@ -1,0 +1,274 @@
+"""A few blocks traced and the rest derived gives the same record as all of them traced."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from trimtab import Recipe
+from trimtab.build.tracing import BatchShape, Choice, StepTracer
+from trimtab.planner.blocks import Repeat, extend, find_repeat
+from trimtab.planner.cuda import Gpu
+from trimtab.planner.memory import predict
+from trimtab.planner.plain import trace_plain_step
+from trimtab.planner.shortening import shorten, stacks_of
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 200}
+CONFIGS = {
+    "llama": {"model_type": "llama", "num_hidden_layers": 8, "num_key_value_heads": 2, **SMALL},
+    "bert": {"model_type": "bert", "num_hidden_layers": 7, **SMALL},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 200},
+    "t5": {
+        "model_type": "t5",
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 7,
+        "num_decoder_layers": 6,
+        "num_heads": 4,
+        "vocab_size": 200,
+        "decoder_start_token_id": 0,
+    },
+    "qwen3": {"model_type": "qwen3", "num_hidden_layers": 7, "num_key_value_heads": 2, "head_dim": 16, **SMALL},
+    # every third block sees the whole text, the others their neighbourhood
+    "modernbert": {
+        "model_type": "modernbert",
+        "num_hidden_layers": 16,
+        "local_attention": 8,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+        **SMALL,
+    },
+}
+CAUSAL = SimpleNamespace(
+    loss_kind="token-cross-entropy", shifts_labels=True, model_kind="causal-lm", head=dict, name="causal-lm"
+)
+SEQ2SEQ = SimpleNamespace(
+    loss_kind="token-cross-entropy", shifts_labels=False, model_kind="seq2seq-lm", head=dict, name="seq2seq"
+)
+CLASSIFY = SimpleNamespace(
+    loss_kind="cross-entropy",
+    shifts_labels=False,
+    model_kind="sequence-classification",
+    head=lambda: {"num_labels": 2},
+    name="classify",
+)
+TASKS = {"bert": CLASSIFY, "modernbert": CLASSIFY, "t5": SEQ2SEQ}
+# the clip of gradients has a number for each tensor of the model, in lists that are as long as there are tensors
+OF_THE_CLIP = {"aten._foreach_norm", "aten.stack", "aten.linalg_vector_norm"}
+
+
+@pytest.fixture(scope="module")
+def tracers():
+    """A tracer for a model and an adapter, made when it is first asked for."""
+    made = {}
+
+    def tracer(name, adapter="none"):
+        if (name, adapter) not in made:
+            recipe = Recipe.model_validate(
+                {
+                    "model": {"config": CONFIGS[name], "tokenizer": "train"},
+                    "data": {"train": "text.jsonl"},
+                    "adapter": adapter,
+                }
+            )
+            made[name, adapter] = StepTracer(recipe, TASKS.get(name, CAUSAL), Gpu())
+        return made[name, adapter]
+
+    return tracer
+
+
+def sizes(trace):
+    """Births (their size) and deaths (0) in order, less those of the clip."""
+    return [event.size for event in trace.events if trace.births[event.storage].op not in OF_THE_CLIP]
+
+
+def ops(trace):
+    return Counter(op for op in trace.ops if op.name not in OF_THE_CLIP)
+
+
+def assert_same(derived, traced):
+    assert sizes(derived) == sizes(traced)
+    assert ops(derived) == ops(traced)
+    one, other = predict(derived), predict(traced)
+    assert one.allocated == other.allocated
+    assert one.parts == other.parts
+    assert one.stage == other.stage
+    assert [mark.name for mark in derived.marks] == [mark.name for mark in traced.marks]
+    assert len(derived.gradients) == len(traced.gradients)
+
+
+EVERY, SOME = {"every": 2}, {"layers": [0, -1]}
+ADAPTED = [("lora", "none"), ("lora", "all"), ("qlora", "all")]
+CASES = [
+    (name, *case)
+    for name in CONFIGS
+    for case in [*(("none", w) for w in ("none", "all", EVERY, SOME, "ops")), *ADAPTED]
+]
+# of each kind something, in every run of the tests; all of them in the slow one
+QUICK = [
+    ("llama", "none", "none"),
+    ("llama", "lora", "all"),
+    ("llama", "none", SOME),
+    ("bert", "none", "all"),
+    ("bert", "qlora", "all"),
+    ("gpt2", "none", EVERY),
+    ("t5", "none", "none"),
+    ("qwen3", "none", "ops"),
+    ("modernbert", "none", "all"),
+]
+
+
+def _cases():
+    for case in CASES:
+        yield pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "adapter", "which"), list(_cases()))
+def test_the_derived_trace_is_the_traced_one(tracers, name, adapter, which):
+    tracer = tracers(name, adapter)
+    choice = Choice("bf16", "adamw", gradient_checkpointing=which)
+    batch = BatchShape(2, 24, target_length=10 if name == "t5" else None)
+    derived = tracer.trace(choice, batch, num_micro=2)
+    traced = tracer.trace(choice, batch, num_micro=2, whole=True)
+    assert_same(derived, traced)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_and_not_because_nothing_was_left_out(tracers, name):
+    model = tracers(name).skeleton()
+    short = shorten(model)
+    assert short.repeats
+    assert len(short.kept) < sum(len(blocks) for _, blocks in stacks_of(model))
+    assert len(short.kept) == sum(len(blocks) for _, blocks in stacks_of(short.model))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", pytest.param("paged-adamw8bit", marks=pytest.mark.slow), "sgd"])
+def test_optimizers(tracers, optimizer):
+    choice, batch = Choice("bf16", optimizer), BatchShape(2, 24, is_padded=True)
+    assert_same(tracers("llama").trace(choice, batch), tracers("llama").trace(choice, batch, whole=True))
+
+
+def test_what_adafactor_makes_for_one_parameter_after_the_other_does_not_change_the_peak(tracers):
+    choice, batch = Choice("bf16", "adafactor"), BatchShape(2, 24)
+    derived, traced = (predict(tracers("llama").trace(choice, batch, whole=whole)) for whole in (False, True))
+    assert derived.allocated == traced.allocated
+    assert derived.parts == traced.parts
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow), "bf16-pure"])
+def test_precisions(tracers, precision):
+    choice, batch = Choice(precision, "adamw", loss="chunked", kernels="liger"), BatchShape(2, 24)
+    assert_same(tracers("llama").trace(choice, batch), tracers("llama").trace(choice, batch, whole=True))
+
+
+def assert_same_but_for_the_order_in_lists(derived, traced):
+    """The results of one call for a list of tensors are born together: those of a block lie together in the one."""
+    assert Counter(sizes(derived)) == Counter(sizes(traced))
+    assert len(derived.events) == len(traced.events)
+    assert ops(derived) == ops(traced)
+    assert predict(derived).allocated == predict(traced).allocated
+
+
+def test_an_optimizer_that_works_on_lists(tracers):
+    choice, batch = Choice("bf16", "adagrad"), BatchShape(2, 24)
+    derived, traced = (tracers("llama").trace(choice, batch, whole=whole) for whole in (False, True))
+    assert_same_but_for_the_order_in_lists(derived, traced)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "implementation"),
+    [
+        ("llama", "adamw", "fused"),
+        ("llama", "adagrad", "foreach"),
+        ("gpt2", "sgd", "foreach"),
+        pytest.param("modernbert", "adamw", "foreach", marks=pytest.mark.slow),
+        pytest.param("t5", "adam", "fused", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_plain_transformers(name, optimizer, implementation):
+    heads = {"t5": "AutoModelForSeq2SeqLM", "modernbert": "AutoModelForSequenceClassification"}
+    arguments = {
+        "precision": "bf16",
+        "mask": "padded",
+        "gradient_checkpointing": optimizer == "sgd",
+        "optimizer": optimizer,
+        "implementation": implementation,
+        "target_length": 10 if name == "t5" else None,
+    }
+    derived, traced = (
+        trace_plain_step(CONFIGS[name], heads.get(name, "AutoModelForCausalLM"), 2, 24, whole=whole, **arguments)
+        for whole in (False, True)
+    )
+    if implementation == "fused":
+        assert_same(derived, traced)
+    assert_same_but_for_the_order_in_lists(derived, traced)
+
+
+def test_where_blocks_are_named_one_by_one_all_are_traced():
+    recipe = Recipe.model_validate(
+        {
+            "model": {"config": CONFIGS["llama"], "tokenizer": "train"},
+            "data": {"train": "text.jsonl"},
+            "train": {"freeze": {"model.layers.3.*": "always"}},
+        }
+    )
+    tracer = StepTracer(recipe, CAUSAL, Gpu())
+    trace = tracer.trace(Choice("bf16", "adamw"), BatchShape(2, 24))
+    assert len(trace.gradients) == len(list(tracer.skeleton().parameters())) - 9, "all but those of one block"
+
+
+# ---------------------------------------------------------------------- which blocks are repeated
+
+
+@pytest.mark.parametrize("num_blocks", range(6))
+def test_few_blocks_are_all_traced(num_blocks):
+    assert find_repeat("a" * num_blocks) is None
+
+
+def test_two_blocks_at_each_side_and_one_between_stand_for_all():
+    repeat, kept = find_repeat("a" * 32)
+    assert repeat == Repeat(first=2, period=1, num_more=27)
+    assert kept == [0, 1, 2, 30, 31]
+
+
+def test_of_what_alternates_a_pair_is_the_unit():
+    repeat, kept = find_repeat("ab" * 8)
+    assert repeat.period == 2
+    assert kept == [0, 1, 2, 3, 14, 15]
+    assert len(kept) + repeat.num_more * repeat.period == 16
+
+
+def test_blocks_that_are_alone_of_their_kind_stay():
+    kinds = "x" + "a" * 12 + "y"
+    repeat, kept = find_repeat(kinds)
+    assert {0, 13} <= set(kept)
+    assert repeat.first > 2
+    assert len(kept) + repeat.num_more * repeat.period == 14
+
+
+def test_the_longest_stretch_is_the_one_that_is_shortened():
+    repeat, kept = find_repeat("aaaaaa" + "b" * 20)
+    assert repeat.first >= 8
+    assert set(range(6)) <= set(kept)
+
+
+def test_what_never_repeats_is_not_shortened():
+    assert find_repeat(range(20)) is None
+
+
+@pytest.mark.parametrize("kinds", ["aaab" * 6, "a" * 7, "abcabcabcabcabc", "a" * 10 + "b" * 11, "xaaaaaaaaay"])
+def test_what_is_left_out_is_like_what_stands_for_it(kinds):
+    found = find_repeat(kinds)
+    assert found is not None
+    repeat, kept = found
+    for index in range(len(kinds)):
+        if index not in kept:
+            stands_for_it = repeat.first + (index - repeat.first) % repeat.period
+            assert stands_for_it in kept
+            assert kinds[stands_for_it] == kinds[index]
+    assert len(kept) + repeat.num_more * repeat.period == len(kinds)
+
+
+def test_without_a_repeat_a_trace_stays_as_it_is(tracers):
+    trace = tracers("llama").trace(Choice("fp32", "sgd"), BatchShape(1, 8), whole=True)
+    assert extend(trace, {}) is trace

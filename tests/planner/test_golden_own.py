@@ -1,0 +1,54 @@
+"""Peaks of trimtab's own step, measured on a GPU and predicted without one: levers, optimizers, formats, adapters."""
+
+import importlib.util
+import statistics
+from pathlib import Path
+
+import pytest
+
+from trimtab.errors import MissingDependency
+
+ACCURACY = Path(__file__).parents[2] / "benchmarks" / "planner" / "accuracy.py"
+spec = importlib.util.spec_from_file_location("planner_accuracy", ACCURACY)
+accuracy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(accuracy)
+
+ROWS = [row for row in accuracy.golden_rows() if row.file == "h200-own"]
+PREDICTED = [row for row in ROWS if row.name not in accuracy.NOT_PREDICTED]
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    return accuracy.Predictor()
+
+
+def error(row, outcome):
+    return outcome.allocated / row.measured["allocated"] - 1
+
+
+@pytest.mark.parametrize("row", PREDICTED, ids=lambda row: row.name.replace("…", "and"))
+def test_the_peak_is_the_measured_one(row, predictor):
+    outcome = predictor.predict(row)
+    off = error(row, outcome)
+    if row.name in accuracy.KNOWN:  # one that has become good must be taken off the list
+        figure, why = accuracy.KNOWN[row.name]
+        assert abs(off - figure) < 0.002, f"{off:+.2%}; was off by {figure:+.2%} because {why}"
+    else:
+        assert -accuracy.MOST_BELOW <= off <= accuracy.MOST_ABOVE, f"{off:+.2%}"
+    assert sum(outcome.parts.values()) == outcome.allocated
+
+
+def test_most_are_right_to_a_thousandth(predictor):
+    errors = [abs(error(row, predictor.predict(row))) for row in PREDICTED]
+    assert len(errors) >= 43
+    assert statistics.median(errors) <= 0.005
+    assert sum(off <= 0.001 for off in errors) >= 0.9 * len(errors)
+
+
+@pytest.mark.parametrize("name", accuracy.NOT_PREDICTED)
+def test_what_cannot_be_predicted_says_so(name, predictor):
+    if importlib.util.find_spec("liger_kernel"):
+        pytest.skip("liger-kernel is installed")
+    (row,) = [row for row in ROWS if row.name == name]
+    with pytest.raises(MissingDependency, match="liger"):
+        predictor.predict(row)
