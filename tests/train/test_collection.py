@@ -13,7 +13,8 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def collector() -> None:
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_what_is_older_is_not_looked_at_and_garbage_of_before_is_gone():
