@@ -126,3 +126,10 @@ def test_from_data_on_this_machine(plan, tiny, own_folder):
     assert "fp32" in out
     assert "figures of a CPU are estimates" in out
     assert "LoRA" not in out
+
+
+def test_more_memory_than_the_card_has_is_refused(plan):
+    code, _, err = plan("recipe.yaml", "--gpu", "t4", "--length", 64, "--memory", "99GiB")
+    assert code == 2
+    assert "a t4 has" in err
+    assert "--memory 14GiB" in err

@@ -89,8 +89,12 @@ def known_target(name: str, budget: str | None) -> Target:
     gpu = Gpu(capability=device.capability, flash=device.flash)
     whole = device.memory_bytes
     budget_bytes = whole if budget in (None, "auto") else parse_bytes(str(budget))
-    note = f"a {device.name} has {format_bytes(whole)}, less than that" if budget_bytes > whole else ""
-    return Target(device.name, device, gpu, budget_bytes, note=note)
+    if budget_bytes > whole:
+        raise RecipeError(
+            f"a {device.name} has {format_bytes(whole)}, less than {format_bytes(budget_bytes)}",
+            f"--memory {whole // 2**30}GiB, or leave it out",
+        )
+    return Target(device.name, device, gpu, budget_bytes)
 
 
 def target_here(requested: str | torch.device | None = None, budget: str | None = None) -> Target:

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from trimtab.build.model import adapter_settings, add_adapter_of, source_of
+from trimtab.build.optimizer import optimizer_of
 from trimtab.data.tasks.base import Task
 from trimtab.engine import Engine
 from trimtab.model.attention import flash_runs, repeat_heads
@@ -16,8 +17,6 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.gradient_checkpointing import checkpoint_layers, chosen_blocks
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss, build_loss
-from trimtab.optim.build import build_optimizer
-from trimtab.optim.groups import decay_groups
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
 from trimtab.planner.blocks import NotPeriodic, extend, watch_blocks
@@ -209,31 +208,18 @@ class StepTracer:
             return recorder.trace()
 
     def _build(self, choice: Choice, short: Shortened, recorder: Recorder) -> "_Parts":
-        settings = self._recipe.train
         engine = Engine("no" if choice.precision == "fp32" else choice.precision, device="meta")
         model = self._prepared(short, choice, engine)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         recorder.vocab_size = None if head is None else int(head.weight.shape[0])
         model = engine.prepare(model).train()
-        unfreezes = any(until != "always" for until in settings.freeze.values())
-        optimizer: Any = build_optimizer(
-            choice.optimizer,
-            decay_groups(
-                model, settings.weight_decay, decay_embeddings=settings.decay_embeddings, include_frozen=unfreezes
-            ),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            momentum=settings.momentum,
-            device="cuda",
-            rounds_stochastically=choice.precision == "bf16-pure",
-        )
+        optimizer: Any = optimizer_of(self._recipe, model, choice.optimizer, choice.precision, "cuda")
         scheduler: Any = build_schedule("constant", optimizer, num_steps=10, warmup_steps=0)
         optimizer, scheduler = engine.prepare(optimizer, scheduler)
         loss = build_loss(
             self._task.loss_kind,
             shifts_labels=self._task.shifts_labels,
-            label_smoothing=settings.label_smoothing,
+            label_smoothing=self._recipe.train.label_smoothing,
             how=choice.loss,
         )
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)

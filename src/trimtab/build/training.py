@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
 from trimtab.build.keeping import build_checkpoints, build_keeper, checkpoint_bytes
+from trimtab.build.optimizer import optimizer_of
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
@@ -16,8 +17,6 @@ from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside
 from trimtab.log import say_once
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss, build_loss, own_loss
-from trimtab.optim.build import build_optimizer
-from trimtab.optim.groups import decay_groups
 from trimtab.optim.schedules import build_schedule
 from trimtab.randomness import set_seed
 from trimtab.recipe.plan import Plan
@@ -48,7 +47,6 @@ def build_trainer(
 ) -> Trainer:
     """Put every part into the loop."""
     settings, task = recipe.train, data.task
-    unfreezes = any(until != "always" for until in settings.freeze.values())
     own_metrics = metrics or {}
     budget = budget_in_bytes(recipe.memory.budget, engine.device)
     cap = cap_memory(engine.device, budget, memory_outside(engine.device))
@@ -57,19 +55,7 @@ def build_trainer(
     leave_out_unused(loaded.model, freezing, train_loss, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(loaded.model)
-    optimizer = build_optimizer(
-        plan.optimizer,
-        decay_groups(
-            model, settings.weight_decay, decay_embeddings=settings.decay_embeddings, include_frozen=unfreezes
-        ),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        momentum=settings.momentum,
-        device=engine.device,
-        rounds_stochastically=plan.precision == "bf16-pure",
-        rounding_seed=recipe.seed,
-    )
+    optimizer = optimizer_of(recipe, model, plan.optimizer, plan.precision, engine.device)
     d_model = getattr(getattr(model.config, "encoder", model.config), "hidden_size", None)
     scheduler = build_schedule(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model

@@ -64,25 +64,6 @@ def window_gradients(
     return StepResult(loss_sum, sum(weights), norm, num_tokens)
 
 
-def train_step(
-    engine: Engine,
-    model: torch.nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    loss: Loss,
-    micro_batches: Iterable[dict[str, torch.Tensor]],
-    num_micro_batches: int,
-    max_grad_norm: float | None,
-    leaves_out_nonfinite: bool = False,
-) -> StepResult:
-    """A whole step: `window_gradients`, and `take_step` with them. The loop calls these two by themselves."""
-    result = window_gradients(
-        engine, model, loss, micro_batches, num_micro_batches, max_grad_norm, leaves_out_nonfinite
-    )
-    take_step(optimizer, scheduler, result)
-    return result
-
-
 def take_step(optimizer: Any, scheduler: Any, result: StepResult) -> None:
     """One step of optimizer and schedule with the gradients of a window, unless it is to be left out.
 
