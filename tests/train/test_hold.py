@@ -407,7 +407,9 @@ class EvaluationFaults:
         build = Evaluator.__init__
 
         def init(evaluator, engine, loader, loss, make_metrics, own=None):
-            build(evaluator, engine, loader, self._failing(loss), lambda: self._metrics(make_metrics()), own)
+            if loader is None:  # a plan looks at an evaluation without memory
+                return build(evaluator, engine, loader, loss, make_metrics, own)
+            return build(evaluator, engine, loader, self._failing(loss), lambda: self._metrics(make_metrics()), own)
 
         monkeypatch.setattr(Evaluator, "__init__", init)
 

@@ -28,6 +28,11 @@ def choose_optimizer(recipe: Recipe, device: torch.device) -> str:
     return "paged-adamw8bit" if is_qlora and device.type == "cuda" else "adamw"
 
 
+def loads_kernels(kernels: str, optimizer: str, adapter: str) -> bool:
+    """Whether kernels of Triton or bitsandbytes are loaded, which take memory of the GPU beside the allocator's."""
+    return kernels == "liger" or "8bit" in optimizer or adapter.startswith("qlora")
+
+
 def describe_adapter(recipe: Recipe) -> str:
     """The adapter in a few words."""
     adapter = adapter_settings(recipe)

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.build.batches import train_batches
-from trimtab.build.levers import SMALL_LOGITS_BYTES, choose_optimizer, spelled
+from trimtab.build.levers import SMALL_LOGITS_BYTES, choose_optimizer, loads_kernels, spelled
 from trimtab.build.model import adapter_settings, add_adapter_of
 from trimtab.build.parts import Tokens
 from trimtab.build.targets import Target
 from trimtab.build.tracing import BatchShape, Choice, StepTracer
+from trimtab.data.tokens import TokenDataset
 from trimtab.errors import LossError, RecipeError
 from trimtab.hardware.extras import has_package
 from trimtab.log import unheard
@@ -119,6 +120,10 @@ class Lengths(Protocol):
         """The largest micro-batch of so many rows."""
         ...
 
+    def eval_shape(self, rows: int) -> BatchShape | None:
+        """The largest batch of an evaluation of so many rows; None where nothing is held out."""
+        ...
+
     def share(self, rows: int) -> float:
         """The tokens, padding included, that a mean micro-batch has of the largest one's."""
         ...
@@ -141,6 +146,10 @@ class OneLength:
         """All of one length: nothing is padded."""
         return BatchShape(rows, self.longest, target_length=self.longest if self.has_targets else None)
 
+    def eval_shape(self, rows: int) -> BatchShape | None:
+        """Held-out rows are as long as the others."""
+        return self.shape(rows)
+
     def share(self, rows: int) -> float:
         """All are alike."""
         return 1.0
@@ -159,16 +168,24 @@ class LengthsOfData:
         self._shares: dict[int, float] = {}
         self.num_rows: int | None = len(tokens.train)
         self.longest = int(self._lengths.max())
-        self._is_uneven = bool((self._lengths != self.longest).any())
-        at = tokens.train.offsets.get("labels")
-        has_targets = task.model_kind == "seq2seq-lm" and at is not None
-        self._target = max(end - start for start, end in zip(at, at[1:], strict=False)) if has_targets and at else None
+        self._has_targets = task.model_kind == "seq2seq-lm"
         self._num_labels = int(task.head().get("num_labels") or 1)
 
     def shape(self, rows: int) -> BatchShape:
         """As long as the longest row; padded wherever some micro-batch may be."""
-        is_padded = self._is_uneven and rows > 1
-        return BatchShape(rows, self.longest, is_padded, self._target, self._num_labels)
+        return self._largest(self._tokens.train, rows)
+
+    def eval_shape(self, rows: int) -> BatchShape | None:
+        """The same of held-out rows; of those that are trained on, where a few batches are to be learnt by heart."""
+        held_out = self._tokens.train if self._recipe.limits.overfit_batches else self._tokens.eval
+        return None if held_out is None or not len(held_out) else self._largest(held_out, min(rows, len(held_out)))
+
+    def _largest(self, tokens: TokenDataset, rows: int) -> BatchShape:
+        longest = max(tokens.lengths)
+        is_padded = rows > 1 and any(length != longest for length in tokens.lengths)
+        at = tokens.offsets.get("labels") if self._has_targets else None
+        target = max(end - start for start, end in zip(at, at[1:], strict=False)) if at else None
+        return BatchShape(rows, longest, is_padded, target, self._num_labels)
 
     def share(self, rows: int) -> float:
         """From the first batches of the first epoch."""
@@ -329,20 +346,43 @@ class Planner:
         num_micro = min(2, math.ceil((batch_size or self.batch_size) / candidate.rows))
         key = candidate, shape, num_micro
         if key not in self._predictions:
-            precision = "bf16" if candidate.adapter in ("lora", "qlora") and self.precision == "bf16-pure" else None
-            choice = Choice(
-                precision or self.precision,
-                candidate.optimizer,
-                candidate.loss,
-                candidate.kernels,
-                read_value(candidate.recomputed),
-                candidate.offload,
-            )
             with unheard():
-                trace = self._tracer(candidate.adapter).trace(choice, shape, num_micro)
-            has_kernels = candidate.kernels == "liger" or "8bit" in candidate.optimizer or candidate.adapter == "qlora"
-            self._predictions[key] = self.target.as_here(predict(trace, with_kernels=has_kernels))
+                trace = self._tracer(candidate.adapter).trace(self._choice(candidate), shape, num_micro)
+            self._predictions[key] = self._predicted(candidate, trace)
         return self._predictions[key]
+
+    def evaluation(self, candidate: Candidate) -> tuple[int, Prediction] | None:
+        """The most held-out rows at once that fit beside what a candidate keeps, and what they take.
+
+        Not more than the recipe says, and one where nothing fits; None where nothing is held out.
+        """
+        known = self.recipe.evaluate.batch_size or max(candidate.rows * self._num_processes, 8)
+        rows, found = math.ceil(known / self._num_processes), None
+        while found is None or (rows > 1 and not self.target.fits(found, SPARE)):
+            rows = rows if found is None else math.ceil(rows / 2)
+            shape = self.lengths.eval_shape(rows)
+            if shape is None:
+                return None
+            rows = shape.rows
+            with unheard():
+                trace = self._tracer(candidate.adapter).trace_evaluation(self._choice(candidate), shape)
+            found = self._predicted(candidate, trace)
+        return rows, found
+
+    def _choice(self, candidate: Candidate) -> Choice:
+        is_mixed = candidate.adapter in ("lora", "qlora") and self.precision == "bf16-pure"
+        return Choice(
+            "bf16" if is_mixed else self.precision,
+            candidate.optimizer,
+            candidate.loss,
+            candidate.kernels,
+            read_value(candidate.recomputed),
+            candidate.offload,
+        )
+
+    def _predicted(self, candidate: Candidate, trace: Trace) -> Prediction:
+        has_kernels = loads_kernels(candidate.kernels, candidate.optimizer, candidate.adapter)
+        return self.target.as_here(predict(trace, with_kernels=has_kernels))
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """What a candidate takes; None where the model does not allow it."""
@@ -360,8 +400,11 @@ class Planner:
 
     def needed_bytes(self, row: Row) -> int:
         """The smallest limit of the allocator under which a row runs."""
-        found = self.prediction(row.candidate)
-        return found.allocated if self.target.is_cpu else found.needed
+        return self.limit_of(self.prediction(row.candidate))
+
+    def limit_of(self, prediction: Prediction) -> int:
+        """The smallest limit under which something predicted runs; on a CPU no allocator of blocks stands between."""
+        return prediction.allocated if self.target.is_cpu else prediction.needed
 
     def _step_seconds(self, trace: Trace, rows: int) -> float:
         num_micro, share = math.ceil(self.batch_size / rows), self.lengths.share(rows)

@@ -127,7 +127,7 @@ def _levers_of(stored: Plan) -> Candidate:
 def _outlook_of(stored: Plan) -> Outlook | None:
     names = Outlook.__dataclass_fields__
     values: dict[str, Any] = {name: getattr(stored, name) for name in names}
-    return None if None in values.values() else Outlook(**values)
+    return None if values["predicted_peak_bytes"] is None else Outlook(**values)
 
 
 def _with_levers(recipe: Recipe, levers: Candidate | None) -> Recipe:
@@ -180,14 +180,17 @@ def _chosen(planner: Planner) -> tuple[Candidate, Outlook]:
 
 
 def _outlook(planner: Planner, row: Row) -> Outlook:
+    """What a run takes: a step, or an evaluation where that needs more."""
     estimate, needed = row.estimate, planner.needed_bytes(row)
-    return Outlook(
-        planner.target.budget_bytes,
-        estimate.allocated_bytes,
-        needed + estimate.outside_bytes,
-        estimate.step_s,
-        dict(estimate.parts),
-    )
+    peak, parts, rows, eval_peak = estimate.allocated_bytes, estimate.parts, None, None
+    evaluation = planner.evaluation(row.candidate)
+    if evaluation is not None:
+        rows, found = evaluation
+        eval_peak, needed = found.allocated, max(needed, planner.limit_of(found))
+        if eval_peak > peak:
+            peak, parts = eval_peak, found.parts
+    total = needed + estimate.outside_bytes
+    return Outlook(planner.target.budget_bytes, peak, total, estimate.step_s, dict(parts), rows, eval_peak)
 
 
 # ---------------------------------------------------------------------- what does not fit

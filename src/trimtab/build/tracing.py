@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 
 from trimtab.build.model import adapter_settings, add_adapter_of, source_of
 from trimtab.build.optimizer import optimizer_of
+from trimtab.data.metrics import Metrics
 from trimtab.data.tasks.base import Task
 from trimtab.engine import Engine
 from trimtab.model.attention import flash_runs, repeat_heads
@@ -25,6 +27,7 @@ from trimtab.planner.shortening import Shortened, shorten, stacks_of
 from trimtab.planner.stand_ins import kernels_stood_in, quantization_tensors, quantize, use_liger
 from trimtab.planner.trace import Owner, Recorder, Trace
 from trimtab.recipe.schema import Recipe
+from trimtab.train.evaluate import Evaluator
 from trimtab.train.step import take_step, window_gradients
 from trimtab.units import parse_every
 
@@ -101,10 +104,13 @@ class StepTracer:
         def evaluate(parts: _Parts) -> None:
             parts.recorder.is_timing = True
             parts.recorder.mark("step")
-            loss = build_loss(self._task.loss_kind, shifts_labels=self._task.shifts_labels, how=choice.loss)
-            parts.model.eval()
-            with torch.no_grad():
-                loss(parts.model, _batch(self._task, batch, parts.recorder))
+            kind, shifts = self._task.loss_kind, self._task.shifts_labels
+            num_labels = int(self._task.head().get("num_labels") or 0)
+            loss = build_loss(kind, shifts_labels=shifts, how=choice.loss)
+            metrics = partial(Metrics, kind, num_labels=num_labels, shifts_labels=shifts)
+            Evaluator(parts.engine, None, loss, metrics).try_batch(
+                parts.model, _batch(self._task, batch, parts.recorder)
+            )
 
         return self._whole_from_part(choice, batch, evaluate, whole)
 

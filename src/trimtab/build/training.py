@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
 from trimtab.build.keeping import build_checkpoints, build_keeper, checkpoint_bytes
+from trimtab.build.levers import loads_kernels
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.metrics import higher_is_better
@@ -18,6 +19,7 @@ from trimtab.log import say_once
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss, build_loss, own_loss
 from trimtab.optim.schedules import build_schedule
+from trimtab.planner.memory import usually_outside
 from trimtab.randomness import set_seed
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
@@ -49,7 +51,9 @@ def build_trainer(
     settings, task = recipe.train, data.task
     own_metrics = metrics or {}
     budget = budget_in_bytes(recipe.memory.budget, engine.device)
-    cap = cap_memory(engine.device, budget, memory_outside(engine.device))
+    outside = usually_outside(loads_kernels(plan.kernels, plan.optimizer, plan.adapter))
+    # what is outside now grows with the first steps
+    cap = cap_memory(engine.device, budget, max(outside, memory_outside(engine.device)))
     train_loss = _the_loss(task, loss, settings.label_smoothing, plan.loss)
     engine.will_train(freezing.released_later())
     leave_out_unused(loaded.model, freezing, train_loss, task, tokens, engine)
@@ -165,7 +169,9 @@ def _build_evaluator(
     # held-out loss and perplexity are those of the true labels, whatever the training smooths; own metrics read logits
     how = "plain" if own_metrics else plan.loss
     loss = _the_loss(task, own, 0.0, how, counts_hits="token_accuracy" in names)
-    return Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
+    evaluator = Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
+    evaluator.num_rows = plan.eval_micro_batch
+    return evaluator
 
 
 def _stopping_metric(recipe: Recipe) -> str | None:

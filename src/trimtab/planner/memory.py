@@ -83,9 +83,14 @@ def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
         allocated=peak,
         parts=_parts(trace, position),
         stage=_stage_at(trace, position),
-        outside=CONTEXT_BYTES + (KERNELS_BYTES if with_kernels else 0),
+        outside=usually_outside(with_kernels),
         trace=trace,
     )
+
+
+def usually_outside(with_kernels: bool) -> int:
+    """What a process holds of a GPU besides the allocator's, once its steps run: the context and loaded kernels."""
+    return CONTEXT_BYTES + (KERNELS_BYTES if with_kernels else 0)
 
 
 def _peak(events: Sequence[Event]) -> tuple[int, int]:

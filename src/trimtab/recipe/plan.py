@@ -16,6 +16,8 @@ class Outlook:
     predicted_total_bytes: int
     predicted_step_s: float
     predicted_parts: Mapping[str, int]
+    eval_micro_batch: int | None = None
+    predicted_eval_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Plan:
         predicted_total_bytes: What the device needs for that.
         predicted_step_s: Seconds of an optimizer step.
         predicted_parts: The peak by anatomy.
+        eval_micro_batch: Held-out rows that one process has at once, at most; None is not decided here.
+        predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
     """
 
     device: str
@@ -58,6 +62,8 @@ class Plan:
     predicted_total_bytes: int | None = None
     predicted_step_s: float | None = None
     predicted_parts: Mapping[str, int] = field(default_factory=dict)
+    eval_micro_batch: int | None = None
+    predicted_eval_peak_bytes: int | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -67,6 +67,7 @@ class Hold:
         self._preflight = Preflight(engine, model, loss, batches, self._transaction, released_later, max_grad_norm)
         self._looks_ahead, self._predicted = looks_ahead, predicted_peak_bytes
         self._foreseen: Peak | None = None  # by the look ahead
+        self._foreseen_evaluation = Peak(0, 0)
         self.cap = cap
 
     # ------------------------------------------------------------------ before the first step
@@ -88,7 +89,8 @@ class Hold:
             while isinstance(found, OutOfMemory):
                 tell(self._shrink(found, "before the first step"))
                 found = self._preflight.train()
-            self._foreseen = found | self._look_at_evaluation()
+            self._foreseen_evaluation = self._look_at_evaluation()
+            self._foreseen = found | self._foreseen_evaluation
         tell(f"the largest batches need {self._in_words(self._foreseen)}")
 
     def _preallocate(self) -> None:
@@ -166,6 +168,8 @@ class Hold:
             numbers["predicted_peak_bytes"] = self._predicted
         if self._foreseen is not None:
             numbers["preflight_peak_bytes"] = self._foreseen.allocated_bytes
+            if self._evaluator is not None:
+                numbers["preflight_eval_peak_bytes"] = self._foreseen_evaluation.allocated_bytes
         return numbers
 
     def last_words(self) -> str:

@@ -1,0 +1,233 @@
+"""Plans under their budget on a GPU: recipes with budgets drawn at random, 20 steps each, capped.
+
+    python benchmarks/planner/hold.py OUT.json [--budgets 2] [--only TEXT] [--seconds 500]
+
+For each recipe the smallest plan is predicted without the GPU, and budgets are drawn between what it needs and twice
+that. Then `trimtab.fit` plans and trains with that budget, in a process of its own. What counts: no run is out of
+memory, no step is taken back, and allocator and context together stay within the budget.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plain_rows import BERT, DISTILBERT, GEMMA, GPT2, LLAMA, MODERNBERT, QWEN, ROBERTA, T5
+
+MIB, GIB = 2**20, 2**30
+WIDE = LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "tie_word_embeddings": False}
+WORDS = ["the", "film", "was", "a", "story", "about", "this", "cast", "very", "long", "and", "nothing", "happened"]
+NUM_STEPS, SEED = 20, 7
+
+
+def spec(config: dict[str, Any], task: str, rows: int, length: int, **more: Any) -> dict[str, Any]:
+    """A recipe without its data; `train`, `memory` and `adapter` as in a recipe."""
+    return {"config": config, "task": task, "rows": rows, "length": length, "train": {}, "memory": {}, **more}
+
+
+RECIPES = {
+    "bert, classify": spec(BERT, "classify", 64, 384),
+    "roberta, regress, fp32": spec(ROBERTA, "regress", 32, 256, train={"precision": "fp32"}),
+    "distilbert, classify, fp16": spec(DISTILBERT, "classify", 64, 256, train={"precision": "fp16"}),
+    "modernbert, masked-lm": spec(MODERNBERT, "masked-lm", 32, 512),
+    "gpt2, causal-lm": spec(GPT2, "causal-lm", 16, 1024),
+    "qwen 0.6B, causal-lm, tf32": spec(QWEN, "causal-lm", 8, 512, train={"precision": "tf32"}),
+    "gemma 0.3B, causal-lm, 8 bits allowed": spec(GEMMA, "causal-lm", 16, 512, memory={"allow": ["8bit"]}),
+    "t5, seq2seq": spec(T5, "seq2seq", 32, 256),
+    "llama 1B, causal-lm": spec(LLAMA, "causal-lm", 8, 1024),
+    "llama 1B, causal-lm, bf16-pure, adagrad": spec(
+        LLAMA, "causal-lm", 8, 1024, train={"precision": "bf16-pure", "optimizer": "adagrad"}
+    ),
+    "llama 1B, lora": spec(LLAMA, "causal-lm", 16, 1024, adapter="lora"),
+    "llama 8B of 8 layers, qlora": spec(WIDE, "causal-lm", 16, 1024, adapter="qlora"),
+}
+
+
+def rows_of(task: str, num_rows: int, longest: int) -> list[dict[str, Any]]:
+    """Rows of all lengths; some of them as long as any."""
+    draw = random.Random(0)
+    found: list[dict[str, Any]] = []
+    for number in range(num_rows):
+        length = longest if number % 10 == 0 else draw.randint(longest // 8, longest)
+        text = " ".join(draw.choices(WORDS, k=length))
+        found.append(
+            {
+                "classify": {"text": text, "label": ("good", "bad")[number % 2]},
+                "regress": {"text": text, "label": draw.random()},
+                "seq2seq": {"source": text, "target": text[: len(text) // 4]},
+            }.get(task, {"text": text})
+        )
+    return found
+
+
+def recipe_of(one: dict[str, Any], budget: int | None, out: str) -> Any:
+    """The recipe with its data."""
+    from trimtab import Recipe
+
+    task, longest = one["task"], one["length"]
+    columns = {"seq2seq": {"text": "source", "target": "target"}, "classify": {"text": "text", "label": "label"}}
+    columns["regress"] = columns["classify"]
+    data = {
+        "train": rows_of(task, one["rows"] * 12, longest),
+        "eval": rows_of(task, 24, longest),
+        "max_length": longest,
+        **columns.get(task, {"text": "text"}),
+    }
+    train = {"batch_size": one["rows"], "max_steps": NUM_STEPS, "lr": 1e-5, "log_every": 1, **one["train"]}
+    return Recipe(
+        model={"config": one["config"], "tokenizer": "train"},
+        task=task,
+        data=data,
+        train=train,
+        adapter=one.get("adapter", "none"),
+        memory={"budget": None if budget is None else str(budget), **one["memory"]},
+        checkpoint={"every": None},
+        out=out,
+    )
+
+
+def smallest_total(recipe: Any) -> int:
+    """What the smallest plan needs of an H200."""
+    from trimtab.build.planning import LengthsOfData, Planner
+    from trimtab.build.settling import _Rows
+    from trimtab.build.targets import known_target
+
+    rows = _Rows(recipe)
+    planner = Planner(
+        recipe, rows.data.task, known_target("h200", None), LengthsOfData(recipe, rows.tokens, rows.data.task)
+    )
+    *_, last = planner.space.lever_sets()
+    return planner.prediction(replace(last, rows=planner.space.rows[-1])).total
+
+
+def child() -> None:
+    """Import, predict the smallest plan, wait for a turn, train, and say what was measured."""
+    name, draw = json.loads(sys.stdin.readline())
+    import torch
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import trimtab.run
+    from trimtab.hardware.memory import memory_outside
+    from trimtab.units import format_bytes
+
+    one = RECIPES[name]
+    if one.get("adapter"):
+        import peft  # noqa: F401
+    with tempfile.TemporaryDirectory() as place:
+        smallest = smallest_total(recipe_of(one, None, f"{place}/none"))
+        budget = int(smallest * draw)
+        told: dict[str, Any] = {"recipe": name, "smallest": smallest, "budget": budget}
+        print("ready", flush=True)
+        sys.stdin.readline()
+        began = time.monotonic()
+        try:
+            result = trimtab.run.fit(recipe_of(one, budget, f"{place}/run"), progress="quiet")
+            lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+            last = next(line for line in reversed(lines) if "peak_reserved_bytes" in line)
+            torch.cuda.synchronize()
+            outside = memory_outside(torch.device("cuda", 0))
+            steps = [line["time"] for line in lines if "loss" in line]
+            told |= {
+                "plan": {
+                    key: getattr(result.plan, key)
+                    for key in (
+                        *("micro_batch_size", "optimizer", "gradient_checkpointing", "loss", "kernels", "offload"),
+                        *("predicted_peak_bytes", "predicted_total_bytes", "predicted_eval_peak_bytes"),
+                        *("eval_micro_batch", "predicted_step_s"),
+                    )
+                },
+                "measured": {key: value for key, value in last.items() if key.endswith("bytes")},
+                "outside": outside,
+                "total": last["peak_reserved_bytes"] + outside,
+                "notes": [line["note"] for line in lines if "note" in line],
+                "rows_at_once": result.fit.rows_at_once,
+                "steps": result.fit.step,
+                "step_s": sorted(b - a for a, b in zip(steps, steps[1:], strict=False))[len(steps) // 2],
+            }
+            told["held"] = told["total"] <= budget and not told["notes"] and result.fit.step == NUM_STEPS
+        except Exception as error:
+            told |= {"held": False, "failure": f"{type(error).__name__}: {error}"[:600]}
+        told["seconds"] = round(time.monotonic() - began, 1)
+    peak = format_bytes(told["total"]) if "total" in told else told.get("failure", "")
+    told["words"] = f"{name}: {peak} of {format_bytes(budget)}, smallest {format_bytes(smallest)}"
+    print(json.dumps(told), flush=True)
+
+
+def main() -> None:
+    """Start every process ahead, and give each its turn on the GPU."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--budgets", type=int, default=2, help="of each recipe")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than that")
+    parser.add_argument("--ahead", type=int, default=10, help="processes that are started ahead")
+    options = parser.parse_args()
+    draw, began = random.Random(SEED), time.monotonic()
+    wanted = [(name, draw.uniform(1, 2)) for _ in range(options.budgets) for name in RECIPES]
+    wanted = [one for one in wanted if options.only in one[0]]
+    waiting: list[subprocess.Popen[str]] = []
+    found: list[dict[str, Any]] = []
+    try:
+        for number, one in enumerate(wanted):
+            while len(waiting) < options.ahead and number + len(waiting) < len(wanted):
+                waiting.append(_started(wanted[number + len(waiting)]))
+            if time.monotonic() - began > options.seconds:
+                print(f"no time for {len(wanted) - number} runs")
+                break
+            found.append(_told(waiting.pop(0), one[0]))
+            print(
+                f"{'held' if found[-1]['held'] else 'NOT HELD'} {found[-1].get('words')} "
+                f"{found[-1].get('plan', {}).get('micro_batch_size')} {found[-1].get('notes')}",
+                flush=True,
+            )
+            options.out.write_text(json.dumps(found, indent=1))
+    finally:
+        for process in waiting:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    print(f"{sum(one['held'] for one in found)} of {len(found)} held, {time.monotonic() - began:.0f} s")
+
+
+def _started(wanted: tuple[str, float]) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(wanted) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def _told(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    if said.strip() == "ready":
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        said = process.stdout.readline()
+    process.wait()
+    try:
+        told: dict[str, Any] = json.loads(said)
+        return told
+    except ValueError:
+        return {"recipe": name, "held": False, "failure": f"exit code {process.returncode}: {said[:200]}"}
+
+
+if __name__ == "__main__":
+    child() if "--child" in sys.argv else main()
