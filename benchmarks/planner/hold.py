@@ -102,9 +102,8 @@ def smallest_total(recipe: Any) -> int:
     from trimtab.build.targets import known_target
 
     rows = _Rows(recipe)
-    planner = Planner(
-        recipe, rows.data.task, known_target("h200", None), LengthsOfData(recipe, rows.tokens, rows.data.task)
-    )
+    lengths, target = LengthsOfData(recipe, rows.tokens, rows.data.task), known_target("h200", None)
+    planner = Planner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
     *_, last = planner.space.lever_sets()
     return planner.prediction(replace(last, rows=planner.space.rows[-1])).total
 
@@ -167,13 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--budgets", type=int, default=2, help="of each recipe")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="recipes with one of these words, with | between them")
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than that")
     parser.add_argument("--ahead", type=int, default=10, help="processes that are started ahead")
     options = parser.parse_args()
     draw, began = random.Random(SEED), time.monotonic()
     wanted = [(name, draw.uniform(1, 2)) for _ in range(options.budgets) for name in RECIPES]
-    wanted = [one for one in wanted if options.only in one[0]]
+    wanted = [one for one in wanted if any(words in one[0] for words in options.only.split("|"))]
     waiting: list[subprocess.Popen[str]] = []
     found: list[dict[str, Any]] = []
     try:
@@ -186,7 +185,8 @@ def main() -> None:
             found.append(_told(waiting.pop(0), one[0]))
             print(
                 f"{'held' if found[-1]['held'] else 'NOT HELD'} {found[-1].get('words')} "
-                f"{found[-1].get('plan', {}).get('micro_batch_size')} {found[-1].get('notes')}",
+                f"{found[-1].get('plan', {}).get('micro_batch_size')} {found[-1].get('notes')} "
+                f"{found[-1].get('failure', '')}",
                 flush=True,
             )
             options.out.write_text(json.dumps(found, indent=1))
@@ -202,7 +202,7 @@ def _started(wanted: tuple[str, float]) -> "subprocess.Popen[str]":
         [sys.executable, __file__, "--child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "2"},
@@ -221,12 +221,13 @@ def _told(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
         process.stdin.write("go\n")
         process.stdin.flush()
         said = process.stdout.readline()
-    process.wait()
+    _, complaints = process.communicate()
     try:
         told: dict[str, Any] = json.loads(said)
         return told
     except ValueError:
-        return {"recipe": name, "held": False, "failure": f"exit code {process.returncode}: {said[:200]}"}
+        last = complaints.strip().splitlines()[-1:] or [said[:200]]
+        return {"recipe": name, "held": False, "failure": f"exit code {process.returncode}: {last[0]}"}
 
 
 if __name__ == "__main__":

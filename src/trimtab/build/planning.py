@@ -24,7 +24,7 @@ from trimtab.model.kernels import choose_kernels
 from trimtab.model.linear_cross_entropy import logits_bytes
 from trimtab.model.load import max_positions
 from trimtab.optim.build import QUANTIZED
-from trimtab.planner.memory import Prediction, predict
+from trimtab.planner.memory import Prediction, beside_library_of, predict
 from trimtab.planner.search import Candidate, Estimate, Ladder, Row, Space, largest, search
 from trimtab.planner.shortening import stacks_of
 from trimtab.planner.time import step_seconds
@@ -219,6 +219,7 @@ class Planner:
         num_processes: Over which a batch is spread.
         has_chunks: Whether the loss can be computed in chunks, as far as the task allows.
         is_here: The run itself follows on this machine: only what is installed is a choice.
+        tokenizer: The run's, which the model is fitted to.
     """
 
     def __init__(
@@ -231,9 +232,11 @@ class Planner:
         num_processes: int = 1,
         has_chunks: bool = True,
         is_here: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         self.recipe, self.task, self.target, self.lengths = recipe, task, target, lengths
         self._num_processes, self._has_chunks, self._is_here = num_processes, has_chunks, is_here
+        self._tokenizer = tokenizer
         self._tracers: dict[str, StepTracer] = {}
         self._predictions: dict[tuple[Candidate, BatchShape, int], Prediction] = {}
         self.precision = target.precision(recipe.train.precision)
@@ -327,7 +330,7 @@ class Planner:
     def _tracer(self, adapter: str) -> StepTracer:
         if adapter not in self._tracers:
             task: Any = self.task
-            self._tracers[adapter] = StepTracer(self._variant(adapter), task, self.target.gpu)
+            self._tracers[adapter] = StepTracer(self._variant(adapter), task, self.target.gpu, self._tokenizer)
         return self._tracers[adapter]
 
     def prediction(
@@ -366,7 +369,7 @@ class Planner:
             rows = shape.rows
             with unheard():
                 trace = self._tracer(candidate.adapter).trace_evaluation(self._choice(candidate), shape)
-            found = self._predicted(candidate, trace)
+            found = self._predicted(candidate, beside_library_of(trace, self.prediction(candidate).trace))
         return rows, found
 
     def _choice(self, candidate: Candidate) -> Choice:

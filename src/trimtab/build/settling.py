@@ -164,7 +164,14 @@ def _planner(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine:
             has_chunks = check_head(loaded.model, batch) is None
     lengths = LengthsOfData(recipe, tokens, task, engine.num_processes)
     return Planner(
-        recipe, task, target, lengths, num_processes=engine.num_processes, has_chunks=has_chunks, is_here=True
+        recipe,
+        task,
+        target,
+        lengths,
+        num_processes=engine.num_processes,
+        has_chunks=has_chunks,
+        is_here=True,
+        tokenizer=loaded.tokenizer,
     )
 
 
@@ -299,7 +306,7 @@ def survey(
         lengths = LengthsOfData(recipe, rows.tokens, task)
     else:
         lengths = OneLength(int(length or 0), has_targets=task.model_kind == "seq2seq-lm")
-    planner = Planner(recipe, task, target, lengths)
+    planner = Planner(recipe, task, target, lengths, tokenizer=None if rows is None else rows.tokenizer)
     limit = planner.max_positions()
     if length is not None and limit is not None and length > limit:
         raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
@@ -320,7 +327,9 @@ class _Rows:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self.data = build_data(recipe)
-        self.tokens = build_tokens(recipe, self.data, build_skeleton(recipe, self.data))
+        skeleton = build_skeleton(recipe, self.data)
+        self.tokenizer = skeleton.tokenizer
+        self.tokens = build_tokens(recipe, self.data, skeleton)
 
     def batches(self, micro_batch: int) -> Any:
         """Which rows come together."""

@@ -8,11 +8,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 
+import trimtab.engine
 from trimtab.build.model import adapter_settings, add_adapter_of, source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.data.metrics import Metrics
 from trimtab.data.tasks.base import Task
+from trimtab.distributed.world import SoloWorld
 from trimtab.engine import Engine
 from trimtab.model.attention import flash_runs, repeat_heads
 from trimtab.model.freeze import Freezing
@@ -70,10 +73,11 @@ class StepTracer:
         recipe: The recipe; what a `Choice` says goes before it.
         task: Its task.
         gpu: The device that is stood in for.
+        tokenizer: That of the run, which the model is fitted to; None is that of the model as it comes.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, gpu: Gpu) -> None:
-        self._recipe, self._task, self._gpu = recipe, task, gpu
+    def __init__(self, recipe: Recipe, task: Task, gpu: Gpu, tokenizer: Any = None) -> None:
+        self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
 
     def trace(self, choice: Choice, batch: BatchShape, num_micro: int = 1, *, whole: bool = False) -> Trace:
@@ -133,7 +137,7 @@ class StepTracer:
                 source.model,
                 task.model_kind,
                 task.head(),
-                None,
+                self._tokenizer,
                 trust_remote_code=source.trust_remote_code,
                 dtype=dtype,
             )
@@ -214,7 +218,7 @@ class StepTracer:
             return recorder.trace()
 
     def _build(self, choice: Choice, short: Shortened, recorder: Recorder) -> "_Parts":
-        engine = Engine("no" if choice.precision == "fp32" else choice.precision, device="meta")
+        engine = engine_to_trace("no" if choice.precision == "fp32" else choice.precision)
         model = self._prepared(short, choice, engine)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         recorder.vocab_size = None if head is None else int(head.weight.shape[0])
@@ -229,6 +233,12 @@ class StepTracer:
             how=choice.loss,
         )
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
+
+
+def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
+    """An engine for tensors without data, of one process: the others of a run do not trace."""
+    with mock.patch.object(trimtab.engine, "find_world", return_value=SoloWorld()):
+        return Engine(precision, num_micro, device="meta")
 
 
 @dataclass(frozen=True)
@@ -311,7 +321,7 @@ def _batch(task: Task, batch: BatchShape, recorder: Recorder) -> dict[str, torch
 
 @contextlib.contextmanager
 def _staged(recorder: Recorder, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Tell the recorder when backward and the optimizer run."""
+    """Tell the recorder when backward and the optimizer run, and when something is computed again."""
     backward, step = torch.Tensor.backward, optimizer.step
 
     def in_backward(*args: Any, **kwargs: Any) -> Any:
@@ -322,6 +332,20 @@ def _staged(recorder: Recorder, optimizer: torch.optim.Optimizer) -> Iterator[No
         with recorder.during("optimizer"):
             return step(*args, **kwargs)
 
+    class Again(torch.utils.checkpoint._recomputation_hook):
+        def __enter__(self) -> None:
+            self._noted = recorder.recomputing()
+            self._noted.__enter__()
+            super().__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            super().__exit__(*error)
+            self._noted.__exit__(None, None, None)
+
     in_optimizer._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedules look whether steps are counted
-    with mock.patch.object(torch.Tensor, "backward", in_backward), mock.patch.object(optimizer, "step", in_optimizer):
+    with (
+        mock.patch.object(torch.Tensor, "backward", in_backward),
+        mock.patch.object(optimizer, "step", in_optimizer),
+        mock.patch.object(torch.utils.checkpoint, "_recomputation_hook", Again),
+    ):
         yield

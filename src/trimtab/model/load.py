@@ -142,7 +142,7 @@ def load_skeleton(
             name = source if isinstance(source, str) else "model.config"
             raise _no_head(name, config, kind, error) from error
         if tokenizer is not None:
-            _set_token_ids(model, tokenizer)
+            _fit_to_tokenizer(model, tokenizer)
     return model
 
 

@@ -4,6 +4,7 @@ Facts of torch 2.11 to 2.13, each held by a measured row in tests/planner.
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -190,12 +191,17 @@ def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **option
     return left.new_empty((left.shape[0], right.shape[1]))
 
 
+def _addmm_into(*tensors: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    return out  # with another format of the result, which the meta kernel of torch 2.11 takes for a number
+
+
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.gelu_backward.default: _like_second,
     aten.native_dropout.default: _native_dropout,
     aten.addmm.default: _addmm,
+    aten.addmm.dtype_out: _addmm_into,
     aten._fused_adamw_: _nothing,
     aten._fused_adam_: _nothing,
     aten._fused_sgd_: _nothing,
@@ -228,12 +234,10 @@ def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
         if gpu.flash and query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-        if not grouped and query.shape[-1] % 4 == 0:
+        learns_mask = attn_mask is not None and attn_mask.requires_grad  # as the position biases of T5 do
+        if not grouped and not learns_mask and query.shape[-1] % 4 == 0:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, trains)
-        result: torch.Tensor = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-        return result
+        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
     return attention
 
@@ -256,6 +260,9 @@ def _flash(
     return result[..., :width]
 
 
+_MASK_ALIGNMENT = 8  # of the rows of a mask, in elements: others are copied
+
+
 def _efficient(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -269,10 +276,50 @@ def _efficient(
     if mask is not None:
         if mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), 0.0)
+        if mask.stride(-1) != 1 or any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+            length = mask.shape[-1]
+            mask = functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     result: torch.Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, trains, dropout_p, is_causal, scale=scale
     )[0]
+    return result
+
+
+def _math(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention without a kernel of its own, as torch composes it on a GPU.
+
+    On meta torch composes another: the mask is not added in place, and a dropped element costs more than a byte. The
+    operations are aten's, so that autocast, which is off in there, leaves them alone.
+    """
+    dtype, width = query.dtype, query.shape[-1]
+    if dtype in _HALF:
+        query, key, value = (x.float() for x in (query, key, value))
+    root = math.sqrt(scale or 1 / math.sqrt(width))
+    query = aten.mul.Tensor(query, root)
+    if is_causal:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), 0.0)
+    num_groups = query.shape[-3] // key.shape[-3]
+    if num_groups > 1:
+        key, value = (aten.repeat_interleave.self_int(x, num_groups, -3) for x in (key, value))
+    scores = aten.matmul(query, aten.mul.Tensor(key.transpose(-2, -1), root))
+    if mask is not None:
+        scores = aten.add_.Tensor(scores, mask)
+    scores = aten._safe_softmax(scores, -1)
+    if dropout_p:
+        scores = aten.native_dropout(scores, dropout_p, True)[0]
+    result: torch.Tensor = aten.matmul(scores, value).to(dtype)
+    scores.to(dtype)  # torch returns it, too
     return result
 
 

@@ -1,7 +1,7 @@
 """What a step needs of memory: the peak of its trace, split by anatomy, and what the allocator makes of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.planner.allocator import Replay, replay, round_size, runs_under
@@ -86,6 +86,18 @@ def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
         outside=usually_outside(with_kernels),
         trace=trace,
     )
+
+
+def beside_library_of(trace: Trace, other: Trace) -> Trace:
+    """A trace with the work memory that libraries have kept since another one, which came before."""
+    known = {birth.op for birth in trace.births.values() if birth.part == "library"}
+    kept = [birth for birth in other.births.values() if birth.part == "library" and birth.op not in known]
+    first = 1 + max(trace.births, default=0)
+    births = {first + number: birth for number, birth in enumerate(kept)}
+    events = tuple(Event(storage, birth.size) for storage, birth in births.items())
+    later = len(events)
+    marks = tuple(replace(mark, event=mark.event + later) for mark in trace.marks)
+    return replace(trace, events=(*events, *trace.events), births={**births, **trace.births}, marks=marks)
 
 
 def usually_outside(with_kernels: bool) -> int:

@@ -16,46 +16,54 @@ from trimtab.planner.trace import Op
 class Calibration:
     """How far real steps stay behind what a device could do. Each number can be fitted to measured steps by itself.
 
-    The defaults were fitted to 29 steps on an H200 (BERT to a Llama of 1B, torch 2.11), with `product` and `attention`
-    held: half of those predictions are within 7% of the measured time, the worst is off by a third.
+    The defaults were fitted to 29 steps of plain transformers code (BERT to a Llama of 1B) and to 18 steps of trimtab
+    (Llamas of 1B and 8B), measured on H200s with torch 2.11; docs/planner.md says how close they come.
 
     Attributes:
         product: Share of a data sheet's rate that large matrix products reach. Clocks drop under load, and tiles do not
             fill the processors evenly: three quarters is usual.
         fp32_product: The same for fp32 without tensor cores.
+        tf32_product: The same for tf32.
         measured_product: Share of a rate that was measured on the device: products of a step are less even than the
             large square one that was measured.
         attention: Share of the rate that attention kernels reach: between its products they compute exponentials, and
             backward recomputes what forward did not keep.
         traffic: Share of the bandwidth that operations reach which only move memory. A copy reaches 0.8 to 0.9; steps
             are full of small tensors and of strides.
+        measured_traffic: Share of a bandwidth that was measured on the device.
         kernel_s: Seconds from the start of a kernel to the first of its work, which nothing hides.
         forward_host: How many times `Device.host_op_s` the host takes for an operation of the forward: Python of the
             model, dispatch, what autograd notes down, and the views in between, which are no operations of their own.
         backward_host: The same in backward, which is C++ alone.
         recompute_host: The same for what backward computes again: a forward, with Python's hooks for each tensor kept.
         optimizer_host: The same in the optimizer; fused and foreach forms launch few operations for many tensors.
+        bitsandbytes_host: The same in an optimizer of bitsandbytes, which takes parameters one by one in Python.
     """
 
-    product: float = 0.75
-    fp32_product: float = 0.64
-    measured_product: float = 0.90
+    product: float = 0.78
+    fp32_product: float = 0.70
+    tf32_product: float = 0.39
+    measured_product: float = 0.92
     attention: float = 0.45
-    traffic: float = 0.60
+    traffic: float = 0.70
+    measured_traffic: float = 0.80
     kernel_s: float = 3e-6
-    forward_host: float = 10.0
-    backward_host: float = 5.8
-    recompute_host: float = 26.0
-    optimizer_host: float = 2.0
+    forward_host: float = 8.0
+    backward_host: float = 1.3
+    recompute_host: float = 19.0
+    optimizer_host: float = 5.0
+    bitsandbytes_host: float = 47.0
 
-    def host_ops(self, stage: str) -> float:
-        """How many times `Device.host_op_s` an operation of a stage takes the host."""
+    def host_ops(self, op: Op) -> float:
+        """How many times `Device.host_op_s` an operation takes the host."""
+        if op.name.startswith("bitsandbytes"):
+            return self.bitsandbytes_host
         return {
             "forward": self.forward_host,
             "backward": self.backward_host,
             "recompute": self.recompute_host,
             "optimizer": self.optimizer_host,
-        }[stage]
+        }[op.stage]
 
 
 CALIBRATION = Calibration()
@@ -103,7 +111,7 @@ def step_seconds(
     for op in ops:
         compute, traffic = op_seconds(op, device, tf32=tf32, calibration=calibration)
         work = max(compute, traffic) + (0.0 if device.is_cpu else calibration.kernel_s)
-        launch = 0.0 if captured else calibration.host_ops(op.stage) * device.host_op_s
+        launch = 0.0 if captured else calibration.host_ops(op) * device.host_op_s
         launched += launch
         began = finished
         # a CPU launches and computes by turns; the queue of any other device is filled while it works
@@ -121,13 +129,16 @@ def op_seconds(
     """Seconds of one operation if its arithmetic alone counted, and if its memory traffic alone did."""
     dtype = "tf32" if tf32 and op.dtype == "fp32" else op.dtype
     compute = op.flops / (device.rate(dtype) * _share_of_rate(op, dtype, device, calibration)) if op.flops else 0.0
-    return compute, op.moved / (device.bandwidth * calibration.traffic)
+    traffic = calibration.measured_traffic if device.is_measured else calibration.traffic
+    return compute, op.moved / (device.bandwidth * traffic)
 
 
 def _share_of_rate(op: Op, dtype: str, device: Device, calibration: Calibration) -> float:
     if "attention" in op.name:
         return calibration.attention
+    is_tf32 = dtype == "tf32" and device.tf32 is not None
     if device.is_measured:
-        return calibration.measured_product
-    without_tensor_cores = dtype == "fp32" or (dtype == "tf32" and device.tf32 is None)
-    return calibration.fp32_product if without_tensor_cores else calibration.product
+        return calibration.measured_product * (calibration.tf32_product / calibration.product if is_tf32 else 1.0)
+    if is_tf32:
+        return calibration.tf32_product
+    return calibration.fp32_product if dtype in ("fp32", "tf32") else calibration.product

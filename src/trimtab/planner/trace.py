@@ -127,6 +127,7 @@ class Recorder(TorchDispatchMode):
         self._living: dict[int, int] = {}  # address of a storage, and its number; -1 is not on the device
         self._kept: set[str] = set()
         self._library: list[Event] = []
+        self._is_recomputing = False
         self._num_storages = 0
         self._is_on_host = self._is_paused = False
         self._part: str | None = None
@@ -164,7 +165,8 @@ class Recorder(TorchDispatchMode):
     @property
     def stage(self) -> str:
         """One of "forward", "backward", "recompute" and "optimizer"."""
-        return "recompute" if self._stage == "backward" and torch.is_grad_enabled() else self._stage
+        again = torch.is_grad_enabled() or self._is_recomputing  # functions of one's own compute without autograd
+        return "recompute" if self._stage == "backward" and again else self._stage
 
     @property
     def is_in_backward(self) -> bool:
@@ -182,6 +184,15 @@ class Recorder(TorchDispatchMode):
             self._stage = before
             self.enter("", None)
             self.mark(f"{stage} ends")
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """What a forward has done is done again."""
+        before, self._is_recomputing = self._is_recomputing, True
+        try:
+            yield
+        finally:
+            self._is_recomputing = before
 
     def mark(self, name: str) -> None:
         """Give this moment a name."""
@@ -279,7 +290,7 @@ class Recorder(TorchDispatchMode):
             is_new = self._bear(tensor, self._part or self.stage, name, owner) or is_new
         for number in temporary:
             self.events.append(Event(number, 0))
-        if self.is_timing and (is_new or temporary or name.endswith("_")):
+        if self.is_timing and (is_new or temporary or func._schema.is_mutable):
             tensors = [tensor for tensor in _tensors(args) if tensor.is_meta]
             flops, dtype = _flops(func, args, out)
             self.ops.append(Op(name, self.stage, flops, sum(map(_nbytes, (*tensors, *outs))), dtype))
@@ -379,6 +390,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
+_TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     # an expanded tensor is read once
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
@@ -386,10 +400,24 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
     """Multiplications and additions of a product, and its format; 0 of everything else."""
-    count = flop_registry.get(func._overloadpacket)
+    name = func._overloadpacket.__name__
     first = next(_tensors(args), None)
-    if count is None or first is None:
-        return 0, "fp32" if first is None else _NAMES.get(first.dtype, "fp32")
-    if func._overloadpacket.__name__ in ("addmm", "baddbmm"):
-        first = next(_tensors(args[1:]), first)
-    return int(count(*args, out_val=out)), _NAMES.get(first.dtype, "fp32")
+    if first is None:
+        return 0, "fp32"
+    dtype = _NAMES.get(first.dtype, "fp32")
+    if "attention" in name:
+        return _flops_of_attention(*args[1:4]) * 5 // 2 if "backward" in name else _flops_of_attention(*args[:3]), dtype
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0, dtype
+    num_tensors = _TENSORS_OF_PRODUCTS.get(name)
+    if num_tensors is not None:
+        args = args[:num_tensors]  # a format may follow
+        dtype = _NAMES.get(args[-1].dtype, "fp32")
+    return int(count(*args, out_val=out)), dtype
+
+
+def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Of its two products; backward has five. Heads of keys may be fewer than those of queries."""
+    pairs = query.numel() // query.shape[-1] * key.shape[-2]
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
