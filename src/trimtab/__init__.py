@@ -6,6 +6,8 @@ Nothing heavy is imported here: each public name brings its module when it is fi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trimtab.hardware.budget import BudgetKeeper, register_keeper
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -19,6 +21,7 @@ _HOMES = {
     "plan": "trimtab.run",
     "launch": "trimtab.distributed.notebook",
     "load": "trimtab.inference.load",
+    "best_model": "trimtab.inference.load",
 }
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "Recipe",
     "TrimtabError",
     "__version__",
+    "best_model",
     "fit",
     "launch",
     "load",
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from trimtab.distributed.world import DistributedType
     from trimtab.engine import Engine
     from trimtab.errors import TrimtabError
-    from trimtab.inference.load import load
+    from trimtab.inference.load import best_model, load
     from trimtab.randomness import set_seed
     from trimtab.recipe.schema import Recipe
     from trimtab.run import fit, plan, resume
@@ -53,6 +57,16 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _keep_budget(*args: Any) -> BudgetKeeper:
+    """The planner of own loops, imported when an engine is given a budget."""
+    from trimtab.build.own_loop import OwnLoop
+
+    return OwnLoop(*args)
+
+
+register_keeper(_keep_budget)
 
 
 def __dir__() -> list[str]:

@@ -37,7 +37,8 @@ from trimtab.distributed.join import find_world
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import DistributedType
 from trimtab.errors import LossError, PrepareError, RecipeError, UserError
-from trimtab.hardware.inventory import find_device
+from trimtab.hardware.budget import keeper_of
+from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.log import say_once
 from trimtab.model.precision import Precision
 from trimtab.optim.accumulation import Accumulation
@@ -58,7 +59,8 @@ class Engine:
 
     Args:
         mixed_precision: "no", "fp16" or "bf16"; the two always mean mixed, with fp32 weights. Also "bf16-pure" (give it
-            an optimizer that rounds stochastically) and "tf32", which is a setting of the whole process.
+            an optimizer that rounds stochastically), "tf32", which is a setting of the whole process, and "auto": what
+            the device does natively.
         gradient_accumulation_steps: Micro-batches for each optimizer step inside `accumulate`.
         device: Where to compute; None finds an accelerator, else takes the CPU.
         seed: Seeds every random number generator, if given.
@@ -75,6 +77,10 @@ class Engine:
         project_config: Accelerate's ProjectConfiguration, for its project_dir.
         kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of
             InitProcessGroupKwargs.
+        memory_budget: What the process may use of the device, such as "8GiB"; "auto" is what is free. `prepare`, given
+            model, optimizer and loader, predicts the step, recomputes blocks in backward where it has to, and says so.
+        memory_allow: What may be chosen for its sake although it changes results a little: "8bit", the optimizer's
+            state in 8 bits.
     """
 
     def __init__(
@@ -95,6 +101,8 @@ class Engine:
         gradient_accumulation_plugin: Any = None,
         project_config: Any = None,
         kwargs_handlers: Sequence[Any] | None = None,
+        memory_budget: str | int | None = None,
+        memory_allow: Sequence[str] = (),
     ) -> None:
         self._splits_batches = splits_batches(dataloader_config, split_batches)
         handlers = read_handlers(kwargs_handlers, find_unused_parameters)
@@ -103,6 +111,8 @@ class Engine:
         self.project_dir = project_folder(project_dir, project_config)
         self.trackers = build_trackers(log_with, self.project_dir)
         self._world = find_world(place, self.device, handlers.data_parallel, handlers.timeout_s)
+        if mixed_precision == "auto":
+            mixed_precision = native_precision(self.device).replace("fp32", "no")
         self._precision = Precision(mixed_precision, self.device)
         self._scaler: Scaler = NoScaler()
         if self._precision.needs_loss_scaling:
@@ -114,6 +124,7 @@ class Engine:
         self._moves_models = device_placement
         self._follow_optimizer = step_scheduler_with_optimizer
         self._active_loaders = ActiveLoaders()
+        self._budget = keeper_of(memory_budget, memory_allow, self.device)
         self._models: list[torch.nn.Module] = []
         self._train_later: list[torch.nn.Parameter] = []
         self._frozen: list[FrozenBase] = []  # of each model, what did not train when it came
@@ -143,6 +154,7 @@ class Engine:
         moves = device_placement or [self._moves_models] * len(parts)
         if len(moves) != len(parts):
             raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one for each part")
+        parts = self._budget.settle(self, parts, self._splits_batches)
         prepared: list[Any] = list(parts)
         # schedulers last: they look for the optimizers that they drive
         for position in sorted(range(len(parts)), key=lambda i: kinds[i] == "scheduler"):
@@ -152,7 +164,8 @@ class Engine:
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare one model."""
-        return self._prepare_model(model, self._moves_models)
+        prepared: torch.nn.Module = self.prepare(model)
+        return prepared
 
     def prepare_data_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
         """Prepare one loader."""

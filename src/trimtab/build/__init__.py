@@ -6,6 +6,8 @@ from trimtab.build.model import build_freezing, build_model, build_skeleton, pla
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.build.plan import build_plan
 from trimtab.build.settling import Survey, settle, stored_plan, survey
+from trimtab.build.tracked_model import find_tracked_model, with_model_here
+from trimtab.build.tracking import build_companion, sync_run
 from trimtab.build.training import build_trainer
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "Loaded",
     "Survey",
     "Tokens",
+    "build_companion",
     "build_data",
     "build_engine",
     "build_freezing",
@@ -22,9 +25,12 @@ __all__ = [
     "build_tokens",
     "build_trainer",
     "compare_processes",
+    "find_tracked_model",
     "place_model",
     "run_name",
     "settle",
     "stored_plan",
     "survey",
+    "sync_run",
+    "with_model_here",
 ]

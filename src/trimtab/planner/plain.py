@@ -1,11 +1,13 @@
 """One step of a plain transformers loop, traced: what benchmarks/planner/plain_rows.py does on a GPU, without one.
 
-Nothing of trimtab's step is in it. It is there to hold the tracer against measurements that anybody can repeat.
+`trace_plain_step` has nothing of trimtab's step in it: it holds the tracer against measurements that anybody can
+repeat. `trace_loop` is the part of it that knows neither model nor step, and traces the loops of users as well.
 """
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +16,28 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.planner.blocks import NotPeriodic, extend, watch_blocks
 from trimtab.planner.cuda import CudaRules, Gpu, as_on_cuda
 from trimtab.planner.shortening import Shortened, shorten, stacks_of
+from trimtab.planner.stand_ins import kernels_stood_in
 from trimtab.planner.trace import Owner, Recorder, Trace
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NUM_STEPS = 2  # the state of optimizers is born in the first
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a loop has on a model without weights.
+
+    Attributes:
+        model: The model.
+        optimizer: The optimizer itself, not a prepared one.
+        step: One step of the loop, `zero_grad` included; it tells the recorder when backward and the optimizer run,
+            and which gradients there are.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], None]
 
 
 def trace_plain_step(
@@ -52,24 +71,51 @@ def trace_plain_step(
         gpu: The device that is stood in for; an H200 by default.
         whole: Trace every block, also those that are like others.
     """
-    gpu = gpu or Gpu()
     skeleton = _skeleton(config, head, torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+    batch = _batch(skeleton, rows, length, mask, target_length)
 
-    def traced(short: Shortened) -> Trace:
+    def build(short: Shortened, recorder: Recorder) -> Loop:
         model = short.model.train()
         model.config.use_cache = False
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        recorder = Recorder(CudaRules(gpu), lambda tensor: _answer(tensor, mask))
-        with as_on_cuda(gpu), quiet_transformers():
-            _record(
-                recorder, model, _batch(model, rows, length, mask, target_length), precision, optimizer, implementation
-            )
+        return _plain_loop(recorder, model, batch, precision, optimizer, implementation)
+
+    return trace_loop(skeleton, build, batch, gpu=gpu, is_padded=mask == "padded", whole=whole)
+
+
+def trace_loop(
+    skeleton: Any,
+    build: Callable[[Shortened, Recorder], Loop],
+    batch: Mapping[str, Any],
+    *,
+    gpu: Gpu | None = None,
+    is_padded: bool = False,
+    mark: Callable[[int], Any] = lambda _: None,
+    whole: bool = False,
+) -> Trace:
+    """The second of two steps of a loop, with everything that was there before it.
+
+    Args:
+        skeleton: The model, on meta; it stays as it is.
+        build: Makes the loop for a copy of the model that may have fewer blocks.
+        batch: What the loop's steps are given, on meta.
+        gpu: The device that is stood in for; an H200 by default.
+        is_padded: Whether some of the batch is padding: attention then takes another way.
+        mark: What the loop does to a block, by its number counted through all stacks; blocks that differ in it differ.
+        whole: Trace every block, also those that are like others.
+    """
+    gpu = gpu or Gpu()
+
+    def traced(short: Shortened) -> Trace:
+        recorder = Recorder(CudaRules(gpu), lambda tensor: _answer(tensor, is_padded))
+        with as_on_cuda(gpu), kernels_stood_in(recorder, gpu.capability), quiet_transformers():
+            _record(recorder, build(short, recorder), batch)
         return recorder.trace()
 
     if not whole:
         try:
-            short = shorten(skeleton)
+            short = shorten(skeleton, mark)
             return extend(traced(short), short.repeats)
         except NotPeriodic:
             pass
@@ -85,9 +131,9 @@ def _skeleton(config: Mapping[str, Any], head: str, dtype: torch.dtype) -> Any:
         return getattr(transformers, head).from_config(made, dtype=dtype)
 
 
-def _answer(tensor: torch.Tensor, mask: str) -> Any:
+def _answer(tensor: torch.Tensor, is_padded: bool) -> Any:
     if tensor.dtype is torch.bool:
-        return mask != "padded"  # "is all of the mask set?"
+        return not is_padded  # "is all of the mask set?"
     return 0.0 if tensor.is_floating_point() else 0
 
 
@@ -105,37 +151,47 @@ def _batch(model: Any, rows: int, length: int, mask: str, target_length: int | N
     return batch
 
 
-def _record(
-    recorder: Recorder, model: Any, batch: dict[str, torch.Tensor], precision: str, optimizer_name: str, form: str
-) -> None:
+def _plain_loop(
+    recorder: Recorder, model: Any, batch: Mapping[str, Any], precision: str, optimizer_name: str, form: str
+) -> Loop:
     """The loop of plain_rows.py."""
+    optimizer = getattr(torch.optim, OPTIMIZERS[optimizer_name])(model.parameters(), lr=1e-5, **{form: True})
+    dtype = _AUTOCAST.get(precision)
+    scale: list[torch.Tensor] = []
+
+    def step() -> None:
+        if precision == "fp16" and not scale:
+            scale.extend(_scale())
+        with torch.autocast("cuda", dtype=dtype) if dtype else contextlib.nullcontext():
+            loss = model(**batch).loss
+        with recorder.during("backward"):
+            (loss * scale[0] if scale else loss).backward()
+        recorder.adopt_gradients(model.parameters())
+        with recorder.during("optimizer"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(model, optimizer, step)
+
+
+def _record(recorder: Recorder, loop: Loop, batch: Mapping[str, Any]) -> None:
+    model, optimizer = loop.model, loop.optimizer
     output = model.get_output_embeddings()
     recorder.vocab_size = None if output is None else int(output.weight.shape[0])
     stacks = [blocks for _, blocks in stacks_of(model)]
     watch_blocks(stacks, recorder)
-    optimizer = getattr(torch.optim, OPTIMIZERS[optimizer_name])(model.parameters(), lr=1e-5, **{form: True})
     visits = _Visits(recorder, stacks)
     visits.adopt(((tensor, [tensor]) for tensor in (*model.parameters(), *model.buffers())), "weights")
     # Adagrad makes its state with itself
     visits.adopt(((parameter, optimizer.state[parameter].values()) for parameter in list(optimizer.state)), "state")
     visits.watch_state_of(optimizer)
-    recorder.adopt(batch.values(), "inputs")
-    dtype = _AUTOCAST.get(precision)
+    recorder.adopt((value for value in batch.values() if isinstance(value, torch.Tensor)), "inputs")
     recorder.is_timing = False
     with recorder:
-        scale = _scale() if precision == "fp16" else None
         for number in range(_NUM_STEPS):
             recorder.is_timing = number == _NUM_STEPS - 1
             recorder.mark(f"step {number}")
-            with torch.autocast("cuda", dtype=dtype) if dtype else contextlib.nullcontext():
-                loss = model(**batch).loss
-            with recorder.during("backward"):
-                (loss if scale is None else loss * scale[0]).backward()
-            recorder.adopt_gradients(model.parameters())
-            with recorder.during("optimizer"):
-                optimizer.step()
-            optimizer.zero_grad()
-            del loss
+            loop.step()
         recorder.mark("end")
         recorder.enter("", None)
 
@@ -166,17 +222,20 @@ class _Visits:
         self.leave()
 
     def watch_state_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """See which parameter's state is made in the first step."""
+        """See which parameter's state is made in the first step; torch's optimizers make it in `_init_group`."""
         optimizer.state = _State(lambda parameter: self.visit(parameter, "state"), optimizer.state)
-        make: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
+        name = "_fresh_state" if hasattr(optimizer, "_fresh_state") else "_init_group"
+        make: Callable[..., Any] | None = getattr(optimizer, name, None)
+        if make is None:
+            return
 
         def seen(*args: Any, **kwargs: Any) -> Any:
             with self._recorder.born_as("state"):
-                made = make(*args, **kwargs)
+                made = make(*args, **kwargs)  # of a parameter, or of a group
             self.leave()
             return made
 
-        optimizer._init_group = seen  # type: ignore[attr-defined]
+        setattr(optimizer, name, seen)
 
     def visit(self, tensor: torch.Tensor, kind: str) -> None:
         """This parameter or buffer is looked at."""

@@ -1,0 +1,170 @@
+"""The largest batch that a DataLoader of the user's will give, looked at without iterating it.
+
+Rows are read from its dataset and put through its `collate_fn`. Its sampler is not touched, and every generator that
+reading or collating draws from is put back: the loop sees the batches that it would have seen.
+"""
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trimtab.randomness import host_randomness_kept
+
+_MOST_ROWS_READ = 512
+
+
+class NoBatch(Exception):
+    """A batch cannot be known before the loop asks for it; says why."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """What a model will be given.
+
+    Attributes:
+        inputs: The batch, its tensors on meta.
+        rows: How many there are in it.
+        length: Tokens of each, padding included; None where rows have no length.
+        is_padded: Whether some batches have padding.
+        origin: Which rows these are, in words.
+    """
+
+    inputs: dict[str, Any]
+    rows: int
+    length: int | None
+    is_padded: bool
+    origin: str
+
+    def resized(self, *, rows: int | None = None, length: int | None = None) -> "LargestBatch":
+        """The same with fewer rows, or shorter ones."""
+        new_rows, new_length = rows or self.rows, length or self.length
+
+        def of(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                return value
+            shape = [new_rows if value.shape[0] == self.rows else value.shape[0], *value.shape[1:]]
+            if len(shape) > 1 and shape[1] == self.length and new_length is not None:
+                shape[1] = new_length
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+
+        inputs = {name: of(value) for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs, rows=new_rows, length=new_length)
+
+    def __str__(self) -> str:
+        of = "" if self.length is None else f" of {self.length} tokens"
+        return f"{self.rows} row{'s' if self.rows != 1 else ''}{of}: {self.origin}"
+
+
+def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
+    """The batch of a loader with the longest rows among those that are looked at.
+
+    Args:
+        loader: The loader; it stays as it is.
+        num_parts: Among how many processes a batch is divided.
+
+    Raises:
+        NoBatch: It cannot be known, or is not what a model takes by name.
+    """
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise NoBatch("the loader reads a stream, whose rows are not known before they come")
+    with host_randomness_kept():
+        dataset, collate = _with_own_generators(dataset), _with_own_generators(loader.collate_fn)
+        if loader.batch_sampler is None:  # rows come one by one, or the dataset makes batches
+            return _seen(collate(dataset[0]), 1, None, "the first that the dataset gives")
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        if not isinstance(size, int):
+            raise NoBatch(f"the loader's {type(loader.batch_sampler).__name__} does not say how large batches are")
+        total = len(dataset)
+        if not total:
+            raise NoBatch("the loader has no rows")
+        count = min(-(-size // num_parts), total)
+        num_read = min(total, max(_MOST_ROWS_READ, count))
+        rows = _read(dataset, [index * total // num_read for index in range(num_read)])
+        lengths = [_lengths_of(row) for row in rows]
+        chosen = _longest(lengths, count)
+        batch = collate([rows[index] for index in chosen])
+    if not any(lengths):
+        return _seen(batch, count, None, f"the first of {total:,}")
+    of_all = f"all {total:,}" if num_read == total else f"{num_read:,} that were looked at, of {total:,}"
+    is_uneven = count > 1 and any(length != lengths[0] for length in lengths)
+    return _seen(batch, count, is_uneven, f"the longest of {of_all}")
+
+
+def _read(dataset: Any, indices: list[int]) -> list[Any]:
+    if hasattr(dataset, "__getitems__"):  # as DataLoader reads them
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
+def _with_own_generators(thing: Any) -> Any:
+    """A shallow copy whose generators are copies, too; what has none of its own is as it was."""
+    held = getattr(thing, "__dict__", None)
+    if not held or isinstance(thing, type | FunctionType):
+        return thing
+    copies = {name: _copied(value) for name, value in held.items() if _is_generator(value)}
+    if not copies and not hasattr(thing, "seed"):  # with a seed some collators make a generator in their first call
+        return thing
+    other = copy.copy(thing)
+    other.__dict__.update(copies)
+    return other
+
+
+def _is_generator(value: Any) -> bool:
+    is_numpys = type(value).__module__.startswith("numpy.random")
+    return is_numpys or isinstance(value, torch.Generator | random.Random)
+
+
+def _copied(generator: Any) -> Any:
+    return generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
+
+
+def _lengths_of(row: Any) -> dict[Any, int]:
+    """How long each field of a row is; a single number has no length."""
+    if isinstance(row, Mapping):
+        fields = list(row.items())
+    elif isinstance(row, list | tuple):
+        fields = list(enumerate(row))
+    else:
+        return {}
+    return {name: len(value) for name, value in fields if _is_sequence(value)}
+
+
+def _is_sequence(value: Any) -> bool:
+    if hasattr(value, "shape"):
+        return len(value.shape) > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _longest(lengths: Sequence[dict[Any, int]], count: int) -> list[int]:
+    """The positions of the longest rows; the longest of every field is among them, because a batch is padded to it."""
+    names = list(dict.fromkeys(name for row in lengths for name in row))
+    if not names:
+        return list(range(count))
+    first = "input_ids" if "input_ids" in names else names[0]
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index].get(first, 0))
+    needed = [max(order, key=lambda index: lengths[index].get(name, 0)) for name in names]
+    return list(dict.fromkeys([order[0], *needed, *order]))[:count]
+
+
+def _seen(batch: Any, rows: int, is_uneven: bool | None, origin: str) -> LargestBatch:
+    if not isinstance(batch, Mapping) and not hasattr(batch, "items"):
+        raise NoBatch(
+            f"the loader gives a {type(batch).__name__}, which does not say by name what the model is given"
+            " (a collate_fn that returns a dict does)"
+        )
+    values = dict(batch.items())
+    mask = values.get("attention_mask")
+    has_padding = isinstance(mask, torch.Tensor) and bool((mask == 0).any())
+    tokens = values.get("input_ids")
+    length = int(tokens.shape[1]) if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
+    if isinstance(tokens, torch.Tensor) and tokens.dim():
+        rows = int(tokens.shape[0])
+    inputs = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    return LargestBatch(inputs, rows, length, has_padding or bool(is_uneven), origin)
