@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["TRIMTAB_TRACK"] = "none"  # making a store takes seconds; tests of tracking take this away
+os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 import pytest
 import torch

@@ -141,6 +141,7 @@ def test_a_measured_run_keeps_and_does_nothing_else():
         "checkpoint": {"every": None, "best": False},
         "evaluate": {"metric": "f1", "every": "40 steps"},
         "limits": {"eval": 3},
+        "track": "none",
     }
     Recipe(**found)
 

@@ -288,6 +288,7 @@ def shortened(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
     evaluate = {key: value for key, value in values.get("evaluate", {}).items() if key != "at_start"}
     return {
         **{key: value for key, value in values.items() if key not in ("out", "name", "early_stopping", "track")},
+        "track": "none",
         "train": train | {"max_steps": num_steps, "log_every": max(1, num_steps // 20)},
         "checkpoint": {"every": None, "best": False},
         "evaluate": evaluate | {"every": f"{num_steps} steps"},

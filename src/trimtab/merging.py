@@ -29,6 +29,7 @@ from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, max_positions, resolve_source
 from trimtab.model.nf4 import Nf4, quantizable, rounded
 from trimtab.recipe.schema import Recipe
+from trimtab.tracking.registry import local_source
 
 # Measured on the CPU, KL and share of equal answers. LoRA in fp32: 1e-11 or less, 100%; in bf16: a Llama of 260k 1e-4,
 # 99.2%, SmolLM2-135M 3e-3, 97.5%. QLoRA onto the values of 4 bits: as LoRA. QLoRA onto the original base: MiniLM
@@ -75,7 +76,7 @@ def merge(
     """Merge an adapter into its base and write a plain Hugging Face folder.
 
     Args:
-        run: A run, or the folder of an adapter.
+        run: A run, the folder of an adapter, or one on a tracking server (best:EXPERIMENT).
         folder: Where to write; it has to be new or empty.
         onto: "original", the base as it is stored; or, for an adapter that was trained on a base of 4 bits,
             "dequantized", the values that those 4 bits stand for.
@@ -92,7 +93,7 @@ def merge(
     """
     target = Path(folder)
     _check(onto, dtype, num_rows, target)
-    place = resolve_source(str(run), adapters=True)
+    place = resolve_source(local_source(str(run)), adapters=True)
     if not Path(place).is_dir():
         raise ModelError(f"there is no run or folder {run}", "name the folder of a run with an adapter")
     if not is_adapter(place):

@@ -75,6 +75,7 @@ def _shortened(recipe: Recipe) -> dict[str, Any]:
     if values["limits"].get("overfit_batches"):
         values["limits"].pop("eval")
     values.pop("early_stopping", None)
+    values["track"] = "none"
     return {key: value for key, value in values.items() if key not in ("out", "name")}
 
 

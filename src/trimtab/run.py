@@ -9,6 +9,7 @@ from typing import Any
 from trimtab.build import (
     Data,
     Survey,
+    build_companion,
     build_data,
     build_engine,
     build_freezing,
@@ -18,10 +19,12 @@ from trimtab.build import (
     build_tokens,
     build_trainer,
     compare_processes,
+    find_tracked_model,
     place_model,
     settle,
     stored_plan,
     survey,
+    with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
 from trimtab.continuing import Beginning, find_beginning, go_on, recover
@@ -81,10 +84,12 @@ def fit(
         Stopped: After a signal; the state was saved, and the run can go on.
     """
     origins = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
-    recipe = origins.recipe
-    engine = build_engine(recipe, device)
-    beginning = engine.first_decides(lambda: find_beginning(recipe, resume, fresh))
+    asked = origins.recipe
+    engine = build_engine(asked, device)
+    beginning = engine.first_decides(lambda: find_beginning(asked, resume, fresh))
+    tracked = engine.first_decides(lambda: find_tracked_model(asked, beginning.path if beginning.goes_on else None))
     with engine.local_main_process_first():  # what it downloads or tokenizes, the others find in the cache
+        recipe = with_model_here(asked, tracked)
         data = build_data(recipe)
         loaded = build_model(recipe, data, engine)
         tokens = build_tokens(recipe, data, loaded)
@@ -108,7 +113,10 @@ def fit(
             say(line)
         folder.write_text("recipe.yaml", resolved_yaml(origins))
         folder.write_text("plan.json", json.dumps(plan.as_dict(), indent=1))
-        folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position)
+        folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position, trainer.state.step)
+        if tracked is not None:
+            folder.update(model_source=tracked.as_dict())
+        folder.track(build_companion(recipe, plan, tokens, engine, folder, trainer.higher_is_better))
         result = trainer.fit()
         engine.wait_for_everyone()
     except BaseException as error:
@@ -118,7 +126,7 @@ def fit(
         if recipe.limits.fast_dev_run:
             folder.remove()
         raise
-    folder.finish("stopped" if result.interruption else "finished", step=result.step)
+    folder.finish("stopped" if result.interruption else "finished", **result.summary())
     show.finish(f"{result.stop_reason} after {result.step} steps: {folder.path}")
     if recipe.limits.fast_dev_run:
         with engine.busy("trying the model out"):

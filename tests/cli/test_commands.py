@@ -28,6 +28,7 @@ ROWS = reviews(24)
 # Every command and every option: the surface grows on purpose, or not at all.
 SHARED = ["--data", "--eval", "--model", "--task"]
 SURFACE = {
+    "best": ["--json", "--metric", "--uri", "EXPERIMENT"],
     "check": ["--device", "--resume", "--schema", "--set", "RECIPE"],
     "checkpoints": ["RUN"],
     "compare": [
@@ -53,7 +54,10 @@ SURFACE = {
     ],
     "predict": ["--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--text", "FILE", "MODEL"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
+    "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],
+    "track sync": ["--to", "RUN"],
+    "ui": ["--port", "ROOT"],
     "train": [
         *SHARED,
         *("--batch-size", "--device", "--epochs", "--fast-dev-run", "--fresh", "--json", "--label", "--limit-eval"),
@@ -269,7 +273,7 @@ def test_time_limit_in_this_process(trimtab, bert):
         (("--model", "BERT", "--data", "reviews.csv", "--set", "adapter=lorra"), "did you mean lora?"),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=8G"), "may be 8GiB or 8GB"),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=900TiB"), "and cpu has"),
-        (("--model", "BERT", "--data", "reviews.csv", "--set", "track.uri=local"), "not supported yet"),
+        (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.padding=none"), "not supported yet"),
         (("--model", "BERT", "--data", "reviews.csv", "--out", "reviews.csv"), "is not empty"),
         (("--model", "BERT", "--data", "reviews.csv", "--quiet", "--json"), "both given"),
         (("nowhere.yaml",), "there is no recipe nowhere.yaml"),

@@ -235,7 +235,7 @@ def test_sources(tmp_path):
     with pytest.raises(ModelError, match="name .*model"):
         resolve_source(str(tmp_path))
     for text, problem in {
-        "best:imdb": "not supported yet",
+        "best:imdb": "is on a tracking server",
         str(tmp_path / "nowhere"): "there is no folder",
         "./nowhere": "there is no folder",
         str(tmp_path / "x.gguf"): "there is no file",

@@ -251,3 +251,13 @@ def test_the_json_schema():
     for section in [schema, *schema["$defs"].values()]:
         for name, field in section["properties"].items():
             assert field.get("description"), name
+
+
+def test_a_bare_word_for_track_is_its_uri(recipe_file):
+    loaded = load_recipe(recipe_file, {}, [])
+    assert (loaded.recipe.track.uri, loaded.origins["track.uri"]) == ("none", "recipe.yaml:9")
+    loaded = load_recipe(recipe_file, {}, ["track.experiment=mine"])
+    assert (loaded.recipe.track.uri, loaded.recipe.track.experiment) == ("none", "mine")
+    loaded = load_recipe(recipe_file, {}, ["track.experiment=mine", "track=local"])
+    assert (loaded.recipe.track.uri, loaded.recipe.track.experiment) == ("local", None)
+    assert loaded.origins["track.uri"] == "--set"

@@ -115,7 +115,10 @@ def test_keys_that_are_not_text(values):
         ({"train": {"batchSize": 4}}, "train.batchSize: found 4; no such key; did you mean train.batch_size?"),
         ({"train": {"epoch": 3}}, "train.epoch: found 3; no such key; did you mean train.epochs?"),
         ({"evalute": {"every": 5}}, "evalute: found {every: 5}; no such key; did you mean evaluate?"),
-        ({"track": {"zzz": 1}}, "track.zzz: found 1; no such key; allowed in track: uri, experiment"),
+        (
+            {"track": {"zzz": 1}},
+            "track.zzz: found 1; no such key; allowed in track: uri, experiment, log_model, register_as",
+        ),
         ({"model": {"nam": "x"}}, "model.nam: found 'x'; no such key; did you mean model.name?"),
         ({"train": {"patience": 3}}, "train.patience: found 3; no such key here; write early_stopping.patience: 3"),
     ],
@@ -172,7 +175,6 @@ def test_wrong_values(values, parts):
     ("section", "values"),
     [
         ("memory", {"padding": "none"}),
-        ("track", {"uri": "local"}),
     ],
 )
 def test_what_is_not_there_yet_is_refused(section, values):

@@ -202,13 +202,51 @@ def test_what_is_refused(key, value):
         value_at(key, value)
 
 
+@pytest.mark.parametrize(
+    ("written", "uri"),
+    [
+        (None, "local"),
+        ({}, "local"),
+        ("none", "none"),
+        ("off", "none"),
+        (False, "none"),
+        ("local", "local"),
+        ("http://host:5000", "http://host:5000"),
+        ({"uri": None}, "none"),
+        ({"uri": "Databricks"}, "databricks"),
+        ({"uri": "databricks://profile"}, "databricks://profile"),
+        ({"uri": "sqlite:///runs/mlflow.db"}, "sqlite:///runs/mlflow.db"),
+        ({"uri": "postgresql://user@host/db"}, "postgresql://user@host/db"),
+    ],
+)
+def test_where_a_run_is_tracked(written, uri):
+    assert recipe(track=written).track.uri == uri
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("host:5000", "track.uri: found 'host:5000'; allowed: local | none | databricks, or an address"),
+        ("yes", "track.uri: found 'yes'"),
+        (3, "track.uri: found 3"),
+        ("sqlite://mlflow.db", "too few slashes"),
+        ("http://me:secret@host", "MLFLOW_TRACKING_PASSWORD"),
+        ("postgresql://me:secret@host/db", "MLFLOW_TRACKING_URI"),
+    ],
+)
+def test_addresses_that_are_none(written, words):
+    with pytest.raises(RecipeError) as failure:
+        recipe(track={"uri": written})
+    assert words in str(failure.value)
+
+
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         recipe().seed = 1
 
 
 def test_sections_may_be_empty_or_null():
-    assert recipe(train=None, memory={}, track="none", checkpoint=None) == recipe()
+    assert recipe(train=None, memory={}, track=None, checkpoint=None) == recipe()
     assert recipe(early_stopping={}).early_stopping.patience == 3
 
 

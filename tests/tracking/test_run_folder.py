@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trimtab.errors import CheckpointError, RecipeError
-from trimtab.tracking.run_folder import RunFolder, check_free, default_folder, list_runs
+from trimtab.tracking.attachment import About, Tracking
+from trimtab.tracking.run_folder import RunFolder, check_free, default_folder, how_it_stands, list_runs
 
 
 def status_of(path):
@@ -155,6 +156,98 @@ def test_numbers_that_json_has_no_word_for_become_text(tmp_path):
     lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     assert lines[0]["config"] == {"lr": "Infinity"}
     assert (lines[1]["loss"], lines[1]["norm"], lines[1]["lr"]) == ("NaN", "-Infinity", 0.5)
+
+
+def journal_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def killed_run(path, num_steps=10, saved_at=6):
+    """A run that was killed; gives how far its journal had been written when its state was saved."""
+    folder = RunFolder(path)
+    folder.start({"seed": 1}, num_steps=20)
+    for step in range(1, num_steps + 1):
+        folder.record({"loss": 1 / step, "tokens_per_s": step}, step)
+        if step == saved_at:
+            position = folder.journal_position()
+    folder.finish("failed")
+    return position
+
+
+def note_sent(path, sent):
+    tracking = Tracking(path, About())
+    tracking.at("http://a").sent = sent
+    tracking.write()
+
+
+@pytest.mark.parametrize(("lines_sent", "kept"), [(0, 6), (3, 6), (6, 6), (8, 8), (10, 10), (99, 10)])
+def test_numbers_that_a_server_may_have_stay_and_are_not_written_again(tmp_path, caplog, lines_sent, kept):
+    caplog.set_level("INFO", logger="trimtab")
+    position = killed_run(tmp_path / "run")
+    text = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    lines = text.splitlines(keepends=True)
+    if lines_sent:
+        note_sent(tmp_path / "run", len(b"".join(lines[: lines_sent + 1])) + (1 if lines_sent == 8 else 0))
+    folder = RunFolder(tmp_path / "run", goes_on=True)
+    folder.start({"seed": 1}, 20, position, 6)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b"".join(lines[: kept + 1])
+    for step in range(7, 13):
+        folder.record({"loss": 1 / step, "tokens_per_s": 1_000 + step}, step)
+    folder.finish("finished")
+    assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
+    said = [message for message in caplog.messages if "are kept from the first time" in message]
+    assert said == (
+        [f"numbers of steps 7-{kept} are kept from the first time: the tracking server has them"] * (kept > 6)
+    )
+
+
+def test_other_numbers_of_a_step_that_is_taken_again_are_written(tmp_path):
+    """As after a change of the learning rate: both are true, and both are on the server."""
+    position = killed_run(tmp_path / "run")
+    note_sent(tmp_path / "run", (tmp_path / "run" / "metrics.jsonl").stat().st_size)
+    folder = RunFolder(tmp_path / "run", goes_on=True)
+    folder.start({"seed": 1}, 20, position, 6)
+    folder.record({"loss": 5.0}, 7)
+    folder.finish("finished")
+    assert journal_of(folder.path)[-1] == (7, 5.0)
+    assert len(journal_of(folder.path)) == 11
+
+
+def test_killed_twice(tmp_path):
+    """The second state was saved when the journal already held lines of later steps."""
+    position = killed_run(tmp_path / "run")
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    note_sent(tmp_path / "run", size)
+    for saved_at, until in ((6, 8), (8, 12)):
+        folder = RunFolder(tmp_path / "run", goes_on=True)
+        folder.start({"seed": 1}, 20, position, saved_at)
+        for step in range(saved_at + 1, until + 1):
+            folder.record({"loss": 1 / step, "tokens_per_s": 0}, step)
+        position = folder.journal_position()
+        folder.finish("failed")
+    assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
+
+
+def test_killed_before_any_state_was_saved(tmp_path):
+    killed_run(tmp_path / "run")
+    note_sent(tmp_path / "run", (tmp_path / "run" / "metrics.jsonl").stat().st_size)
+    folder = RunFolder(tmp_path / "run", goes_on=True)
+    folder.start({"seed": 1}, 20)
+    for step in range(1, 13):
+        folder.record({"loss": 1 / step, "tokens_per_s": 0}, step)
+    folder.finish("finished")
+    assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
+    assert json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[0])["config"] == {"seed": 1}
+
+
+def test_how_a_run_stands(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert how_it_stands(folder.path) == ("running", "")
+    (folder.path / "run.lock").unlink()
+    assert how_it_stands(folder.path) == ("killed", "killed: its process ended without a word")
+    folder.finish("failed", error="ValueError: x")
+    assert how_it_stands(folder.path) == ("failed", "ValueError: x")
 
 
 def test_of_two_runs_that_find_the_same_folder_free_one_gets_it(tmp_path, monkeypatch):

@@ -17,9 +17,13 @@ from trimtab.errors import CheckpointError
 from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
+from trimtab.tracking.attachment import TRACKING
 from trimtab.tracking.run_folder import CHECKPOINTS, Folder
 from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.train.loop import Keeper
+
+# tracking.json before the numbers: what it says is sent is then in them
+_MIRRORED = ("recipe.yaml", "plan.json", "run.json", TRACKING, "metrics.jsonl")
 
 
 class BestKeeper:
@@ -125,7 +129,7 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpo
         known = mirror_of(folder.path)  # of a run that came back from its mirror to another place
         if known is not None and Path(settings.mirror).absolute() in known.parents:
             place = known
-        mirror = Mirror(folder.path, place, files=("recipe.yaml", "plan.json", "run.json", "metrics.jsonl"))
+        mirror = Mirror(folder.path, place, files=_MIRRORED)
     shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
     return Checkpoints(engine, shelf, mirror, on_saved=lambda step: folder.update(saved_step=step))
 

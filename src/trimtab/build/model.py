@@ -7,6 +7,7 @@ import torch
 
 from trimtab.build.data import texts_of
 from trimtab.build.parts import Data, Loaded
+from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.log import say
@@ -67,6 +68,7 @@ def build_skeleton(recipe: Recipe, data: Data) -> Loaded:
 
 def source_of(recipe: Recipe) -> _Source:
     """Where the model of a recipe and its tokenizer come from."""
+    recipe = with_model_here(recipe, find_tracked_model(recipe))  # a run has done so before, for all its processes
     found = recipe.model
     if not isinstance(found, ModelSettings):
         return _Source(found, found, False)

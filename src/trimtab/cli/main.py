@@ -19,13 +19,16 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at data as the model sees it.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+track_app = typer.Typer(help="Runs on an MLflow server.", no_args_is_help=True)
+app.add_typer(track_app, name="track")
 
 RecipeFile = Annotated[Path | None, typer.Argument(help="A recipe (YAML). Not needed: flags alone will do.")]
-Model = Annotated[str | None, typer.Option(help="Hub name, folder, or a run.")]
+Model = Annotated[str | None, typer.Option(help="Hub name, folder, a run, or best:EXPERIMENT.")]
 DataSource = Annotated[str | None, typer.Option("--data", help="File, folder, glob or hub name to train on.")]
 EvalSource = Annotated[str | None, typer.Option("--eval", help="Held-out data; split off if left out.")]
 Task = Annotated[str | None, typer.Option(help="classify, regress, causal-lm, chat, seq2seq or masked-lm.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any key of the recipe: --set train.lr=3e-5")]
+Uri = Annotated[str | None, typer.Option(help="Tracking server; MLFLOW_TRACKING_URI, or the store below runs.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
@@ -272,7 +275,7 @@ def data_show(
 
 @app.command()
 def predict(
-    model: Annotated[str, typer.Argument(help="A run, a folder or a hub name.")],
+    model: Annotated[str, typer.Argument(help="A run, a folder, a hub name, or best:EXPERIMENT.")],
     file: Annotated[Path | None, typer.Argument(help="csv, jsonl or txt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write rows with predictions.")] = None,
     text: Annotated[str | None, typer.Option(help="One line of text instead of a file.")] = None,
@@ -336,6 +339,56 @@ def runs(root: Annotated[Path, typer.Argument(help="Where to look.")] = Path("ru
     from trimtab.tracking.run_folder import list_runs
 
     show_runs(list_runs(root), root)
+
+
+@app.command()
+def best(
+    experiment: Annotated[str, typer.Argument(help="Of which runs.")],
+    metric: Annotated[str | None, typer.Option(help="accuracy, f1 …; that by which models were chosen.")] = None,
+    uri: Uri = None,
+    json_lines: Json = False,
+) -> None:
+    """Show the runs of an experiment, the best first."""
+    from trimtab.cli.output import show_ranking
+    from trimtab.tracking.registry import rank_runs
+
+    show_ranking(rank_runs(experiment, metric, uri), as_json=json_lines)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="An experiment (its best model), or models:/NAME@best.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the model: a new folder.")],
+    metric: Annotated[str | None, typer.Option(help="What makes a model of an experiment the best.")] = None,
+    uri: Uri = None,
+) -> None:
+    """Fetch a model from the tracking server, as a Hugging Face folder."""
+    from trimtab.tracking.registry import pull_model
+
+    found = pull_model(model, folder, metric=metric, uri=uri)
+    typer.echo(f"{folder}: {found.words}")
+
+
+@track_app.command("sync")
+def track_sync(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    to: Annotated[str | None, typer.Option(help="Another server: http://…, sqlite:///…, local.")] = None,
+) -> None:
+    """Bring a run's whole history to its tracking server, or to another one; what is there already stays."""
+    from trimtab.build import sync_run
+
+    typer.echo(sync_run(run, to))
+
+
+@app.command()
+def ui(
+    root: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Of the page.")] = 5000,
+) -> None:
+    """Open MLflow's own page on the runs below a folder; Ctrl-C ends it."""
+    from trimtab.tracking.page import serve_page
+
+    raise typer.Exit(serve_page(root, port, typer.echo))
 
 
 @app.command()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimtab.merging import Merged
     from trimtab.proof import Proof
     from trimtab.run import Result
+    from trimtab.tracking.ranking import Ranking
     from trimtab.tracking.run_folder import RunSummary
 
 
@@ -128,6 +129,27 @@ def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
         best = "" if run.best_metric is None else f"{run.metric_name} {run.best_metric:.4f}"
         rows.append((str(run.path), run.state, f"{run.step}/{run.num_steps}", best, format_seconds(run.age_s)))
     show_table(("run", "state", "step", "best", "age"), rows)
+
+
+def show_ranking(ranking: "Ranking", *, as_json: bool) -> None:
+    """The runs of an experiment, the winner marked."""
+    import json
+    import time
+    from dataclasses import asdict
+
+    import typer
+
+    if as_json:
+        for run in ranking.runs:
+            typer.echo(json.dumps({**asdict(run), "metric": ranking.metric, "is_best": run is ranking.winner}))
+        return
+    rows = []
+    for run in ranking.runs:
+        value = "" if run.value is None else f"{run.value:.4f}"
+        age = format_seconds(max(0.0, time.time() - run.started_ms / 1000))
+        mark = "best" if run is ranking.winner else ""
+        rows.append((mark, run.name, value, run.status.lower(), run.model_id or "", age))
+    show_table(("", "run", ranking.metric, "state", "model", "age"), rows)
 
 
 def show_checkpoints(checkpoints: Sequence["Checkpoint"], status: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from trimtab.errors import ModelError
 from trimtab.inference.adapted import kind_of, load_adapted, read_adapter_source, tokenizer_of
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
+from trimtab.tracking.registry import best_name, local_source
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ def load(
     """Load a model and its tokenizer, ready to predict.
 
     Args:
-        source: A run folder (its best model is taken), a folder of a model or of an adapter, a `.gguf` file or a hub
-            name. The base of an adapter is loaded from where it was when the adapter was trained.
+        source: A run folder (its best model is taken), a folder of a model or of an adapter, a `.gguf` file, a hub
+            name, or a model on a tracking server: best:EXPERIMENT, models:/NAME@best. The base of an adapter is loaded
+            from where it was when the adapter was trained.
         device: Where to put it; by default the accelerator, if there is one.
         dtype: In which the weights are held; of a model with an adapter, those of its base. By default fp32, and 4 bits
             under an adapter that was trained on a base of 4 bits.
@@ -63,7 +65,7 @@ def load(
     Raises:
         ModelError: If there is no such model, or it has no head that predicts.
     """
-    name = str(source)
+    name = local_source(str(source))
     folder = resolve_source(name, adapters=True)
     facts = read_facts(folder) if Path(folder).is_dir() else {}
     if device is None:
@@ -80,6 +82,21 @@ def load(
         model, task_name = _whole(name, tokenizer, dtype or torch.float32, trust_remote_code)
     model.to(device)
     return Loaded(model, tokenizer, facts.get("task", task_name), facts)
+
+
+def best_model(experiment: str, metric: str | None = None, *, uri: str | None = None, **options: Any) -> Loaded:
+    """Load the best model of an experiment from its tracking server, ready to predict.
+
+    Args:
+        experiment: Its name.
+        metric: What makes a model the best, such as accuracy; by default that by which the models were chosen.
+        uri: The server; by default MLFLOW_TRACKING_URI, or the store below `runs`.
+        options: Those of `load`.
+
+    Raises:
+        RecipeError: If there is no such experiment or metric, with names that are near.
+    """
+    return load(local_source(best_name(experiment, metric), uri), **options)
 
 
 def _whole(name: str, tokenizer: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, str]:

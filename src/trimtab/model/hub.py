@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.errors import MissingDependency, ModelError, UserError
 from trimtab.hardware.extras import require_extra
 
-_LATER = ("models:/", "best:")
+_ON_A_SERVER = ("models:/", "best:")
 _ADAPTER = "adapter_config.json"
 _MARKS_OF_A_RUN = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
@@ -46,8 +46,8 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
     Raises:
         ModelError: If it is a path that leads to no model.
     """
-    if text.startswith(_LATER):
-        raise ModelError(f"{text!r}: models from a registry are not supported yet in this version", "name a folder")
+    if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line have made folders of them before
+        raise ModelError(f"{text!r} is on a tracking server, not here", f"fetch it: trimtab pull {text} DIR")
     if not text.strip():
         raise ModelError("no model is named", "name a folder that holds config.json, or a name on the hub")
     path = Path(text).expanduser()

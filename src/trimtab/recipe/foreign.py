@@ -169,13 +169,18 @@ def _lightning_time(value: Any) -> Any:
     return value
 
 
+def _tracker(value: Any) -> str:
+    words = {str(word).lower() for word in (value if isinstance(value, list | tuple) else [value])}
+    return "none" if words <= {"none", "false", "no", "off"} else "local"
+
+
 def _model_with(key: str) -> Answer:
     return lambda value, beside: f"write model: {{name: NAME, {key}: {as_yaml(value)}}}"
 
 
 _AUTOMATIC = _none("done by itself")
 _OTHER_FRAMEWORK = _none("it has no counterpart here")
-_TRACKER = _not_yet("track.uri")
+_TRACKER = _to("track.uri", _tracker, "MLflow; local is a store beside the runs")
 _DEVICES = _none("the device is found by itself; --device chooses another")
 _SAVING = _not_yet("checkpoint.every")
 _SUMS = _none("evaluation keeps sums, never all outputs")

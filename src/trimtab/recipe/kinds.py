@@ -237,6 +237,24 @@ def _bare_metric(value: str) -> str:
     return value
 
 
+def _tracking_uri(value: Any) -> str:
+    text = str(value).strip()
+    if value is None or value is False or text.lower() in {"none", "off", "no", "false", "null"}:
+        return "none"
+    if text.lower() in {"local", "databricks", "databricks-uc"}:
+        return text.lower()
+    if not re.fullmatch(r"[a-z][a-z0-9+.\-]*:/{2,3}[^\s/].*", text):
+        raise ValueError
+    if text.startswith("sqlite:") and not text.startswith("sqlite:///"):
+        raise ValueError("has too few slashes: sqlite:///runs/mlflow.db")
+    if re.match(r"[^/]+://[^/@]*:[^/@]+@", text):
+        raise ValueError(
+            "has a password, which would be written into files: set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI with uri: local"
+        )
+    return text
+
+
 _COLUMN_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 
 Interval = Annotated[str, _parsed(_interval), _one_of("string", "integer"), Allowed(EVERY_WORDS)]
@@ -306,6 +324,12 @@ FastDevRun = Annotated[
     bool | int, _parsed(_fast_dev_run), _one_of("boolean", "integer"), Allowed("true, false, or a number of steps")
 ]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
+TrackingUri = Annotated[
+    str,
+    _parsed(_tracking_uri),
+    _one_of("string", "boolean", "null"),
+    Allowed("local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"),
+]
 Metric = Annotated[str, AfterValidator(_bare_metric), Allowed("the name of a metric, such as accuracy, f1 or loss")]
 Column = Annotated[str, MinLen(1), Allowed("the name of a column")]
 Text = Annotated[str, MinLen(1), Allowed("text")]

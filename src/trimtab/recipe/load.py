@@ -116,7 +116,9 @@ def recipe_json_schema() -> dict[str, Any]:
     for name, field in Recipe.model_fields.items():
         if is_section(field.annotation):  # an empty section is one whose keys are all commented out
             reference = {"$ref": schema["properties"][name]["$ref"]}
-            schema["properties"][name] = {"description": field.description, "anyOf": [reference, {"type": "null"}]}
+            words = [{"type": ["string", "boolean"]}] if name == "track" else []  # `track: none`
+            kinds = [reference, {"type": "null"}, *words]
+            schema["properties"][name] = {"description": field.description, "anyOf": kinds}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "trimtab recipe"}
 
 
@@ -131,6 +133,7 @@ class _Layers:
     def add_file(self, path: Path) -> None:
         document = read_yaml(_text_of(path), str(path))
         self.values, self.origins = document.values, document.places
+        self._spell_out_track()
         for dotted, place, first_line in document.duplicates:
             text = f"given twice, first in line {first_line}; keep one of them"
             self.mistakes.append(Mistake(tuple(dotted.split(".")), text, place=place))
@@ -158,9 +161,17 @@ class _Layers:
         holder[name] = value
         self.origins = {old: place for old, place in self.origins.items() if not f"{old}.".startswith(f"{dotted}.")}
         self.origins[dotted] = origin
+        self._spell_out_track()
         leaf = dotted.removesuffix(f".{name}")
         if leaf in _KEYS and _KEYS[leaf].section is None:  # an entry of train.freeze changes the whole
             self.origins[leaf] = origin
+
+    def _spell_out_track(self) -> None:
+        """`track: none`, or an address, is short for its uri."""
+        word = self.values.get("track")
+        if word is not None and not isinstance(word, Mapping):
+            self.values["track"] = {"uri": word}
+            self.origins["track.uri"] = self.origins.get("track", "default")
 
     def _holder(self, dotted: str) -> tuple[dict[str, Any] | None, str]:
         """The mapping that a key stands in, made where it is missing, and the key's name in it."""

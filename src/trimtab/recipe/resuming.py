@@ -23,7 +23,10 @@ _HARMLESS = {
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.mirror",
+    "track.uri",
     "track.experiment",
+    "track.log_model",
+    "track.register_as",
 }
 # mappings of the user's own keys, or that may be a word as well: compared as one value
 _WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas", "memory.gradient_checkpointing")

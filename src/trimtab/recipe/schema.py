@@ -41,6 +41,7 @@ from trimtab.recipe.kinds import (
     Targets,
     Text,
     Texts,
+    TrackingUri,
     Until,
     Warmup,
     tidy,
@@ -319,10 +320,19 @@ class EarlyStoppingSettings(Section):
 class TrackSettings(Section):
     """Where metrics go besides the run's own folder."""
 
-    uri: Annotated[Literal["none"], Later()] = Field(default="none", description="Tracking server. Not supported yet.")
+    uri: TrackingUri = Field(
+        default="local",
+        description="local = an MLflow store beside the runs (runs/mlflow.db), or MLFLOW_TRACKING_URI where that is "
+        "set; or an MLflow server's address; none. `track: none` is the same as {uri: none}.",
+    )
     experiment: FolderName | None = Field(
         default=None,
         description="Runs of one experiment lie together: runs/EXPERIMENT/NAME; null = named after the data.",
+    )
+    log_model: bool = Field(default=True, description="Whether the best model goes to the tracking server, too.")
+    register_as: FolderName | None = Field(
+        default=None,
+        description="Register the best model under this name; it gets the alias `best` if it beats the one before.",
     )
 
 
@@ -354,8 +364,8 @@ class Recipe(Section):
         def __init__(self, **values: Any) -> None: ...
 
     model: ModelName | ModelSettings = Field(
-        description="Hub name, folder or run of a pretrained model; "
-        "or {config: {...}, tokenizer: ...} to start from scratch."
+        description="Hub name, folder or run of a pretrained model; one on the tracking server: best:EXPERIMENT, "
+        "models:/NAME@best; or {config: {...}, tokenizer: ...} to start from scratch."
     )
     task: TaskName | None = Field(
         default=None, description="What the model learns; null = guessed from the data, and said."
@@ -380,6 +390,11 @@ class Recipe(Section):
     )
     name: FolderName | None = Field(default=None, description="Name of the run; null = the next number.")
     out: Text | None = Field(default=None, description="Folder of the run; null = runs/EXPERIMENT/NAME.")
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _bare_uri(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, Mapping | TrackSettings) else {"uri": value}
 
     @model_validator(mode="wrap")
     @classmethod

@@ -5,13 +5,15 @@ import errno
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from trimtab.errors import RecipeError
 from trimtab.log import say, say_once
+
+JOURNAL = "metrics.jsonl"
+_OF_THE_MOMENT = {"time", "tokens_per_s"}  # what is another number each time that a step is taken
 
 
 class Tracker(Protocol):
@@ -42,22 +44,38 @@ class Journal:
         self._folder = folder
         self._file: Any = None
         self._waiting: list[str] = []  # lines for which there was no room
+        self._known: Counter[str] = Counter()  # lines of steps that are taken again
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
         """Open the file and write the config as its first line."""
         folder = self._folder / project_name
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("ab", buffering=0)
+        self._file = (folder / JOURNAL).open("ab", buffering=0)
         self._write({"config": config or {}})
 
-    def go_on(self, position: int) -> None:
-        """Open the file of a run that goes on; lines after `position` bytes are of steps that are taken again."""
-        path = self._folder / "metrics.jsonl"
+    def go_on(self, position: int, step: int = 0, sent: int = 0) -> None:
+        """Open the file of a run that goes on. Lines after `position` bytes are of steps that are taken again.
+
+        Those that a server may have stay, and are not written a second time: its record and this one are the same.
+
+        Args:
+            position: How far the file had been written when the state was saved that the run goes on from.
+            step: The step of that state.
+            sent: How far a server may have the file.
+        """
+        path = self._folder / JOURNAL
         self._file = path.open("ab", buffering=0)
-        if path.stat().st_size < position:
+        size = path.stat().st_size
+        if size < position:
             say(f"{path} has lost its last lines: numbers of steps before this one are missing")
-        elif path.stat().st_size > position:
-            self._file.truncate(_line_end(path, position))
+        end = _line_end(path, max(position, min(sent, size)))
+        if size > end:
+            self._file.truncate(end)
+        again = _steps_again(path, position, step) if sent else []
+        self._known = Counter(text for text, _ in again)
+        if again:
+            first, last = min(number for _, number in again), max(number for _, number in again)
+            say(f"numbers of steps {first:,}-{last:,} are kept from the first time: the tracking server has them")
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         """Write a line."""
@@ -71,6 +89,9 @@ class Journal:
             text = json.dumps(whole, default=_plain, allow_nan=False)
         except ValueError:  # JSON has no word for NaN and infinity: they become text
             text = json.dumps(json.loads(json.dumps(whole, default=_plain), parse_constant=str))
+        if self._known and self._known[lasting := _lasting(json.loads(text))]:
+            self._known[lasting] -= 1
+            return
         self._waiting.append(text + "\n")
         self.flush()
 
@@ -103,16 +124,45 @@ class Journal:
             self._file = None
 
 
+def first_line_end(path: Path) -> int | None:
+    """The end of the config, with which a journal begins; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            return len(file.readline()) or None
+    except FileNotFoundError:
+        return None
+
+
 def _line_end(path: Path, position: int) -> int:
     """The end of the last whole line up to a position: somebody may have edited the file."""
     with path.open("rb") as file:
         return file.read(position).rfind(b"\n") + 1
 
 
+def _steps_again(path: Path, position: int, step: int) -> list[tuple[str, int]]:
+    """Lines of steps that are taken again, and their steps: written after the state, or kept by an earlier resume."""
+    found, end = [], 0
+    with path.open("rb") as file:
+        for text in file:
+            end += len(text)
+            try:
+                line = json.loads(text)
+                number = line.get("step")
+                if number is not None and (end > position or number > step):
+                    found.append((_lasting(line), number))
+            except (ValueError, AttributeError, TypeError):
+                continue
+    return found
+
+
+def _lasting(line: dict[str, Any]) -> str:
+    """What is the same in a line when its step is taken again, bit for bit."""
+    return json.dumps({key: value for key, value in line.items() if key not in _OF_THE_MOMENT}, sort_keys=True)
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return value.item() if hasattr(value, "item") else str(value)
+    """A tensor or an array as lists, a number of theirs as a number; torch is not imported for that."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def build_trackers(log_with: Any, folder: Path | None) -> list[Tracker]:

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.folder import clear_leftovers
-from trimtab.checkpoint.lock import LOCK, RunLock
+from trimtab.checkpoint.lock import LOCK, RunLock, lock_holder
 from trimtab.errors import RecipeError
 from trimtab.log import say_once
-from trimtab.tracking.journal import Journal
+from trimtab.tracking.attachment import is_tracked, sent_of, shipping
+from trimtab.tracking.companion import Companion, NoCompanion
+from trimtab.tracking.journal import JOURNAL, Journal, first_line_end
 
 CHECKPOINTS = "checkpoints"
 _STATUS = "run.json"
 _BEAT_S = 60.0
 SILENT_S = 1800.0  # after which a run on another host is taken to be over
-_JOURNAL = "metrics.jsonl"
+_SHIPPER_ENDS_S = 30.0  # one whose run was killed sees that in a second, and ends what it was about
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class RunFolder:
                 clear_leftovers(place)
         self._status |= {"path": str(path), "state": "running"} | ({} if job is None else {"job": job})
         self._journal = Journal(path)
+        self._companion: Companion = NoCompanion()
         if not goes_on:
             self._claim(before)
 
@@ -101,20 +104,31 @@ class RunFolder:
         beside.write_text(text, encoding="utf-8")
         beside.replace(self.path / name)
 
-    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None) -> None:
+    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
         """The run begins, or goes on.
 
         Args:
             config: The recipe.
             num_steps: How many steps it will have.
             journal_position: Numbers beyond are of steps that are taken again; None begins a new journal.
+            step: The step that it goes on from.
         """
-        if journal_position is None:
-            (self.path / _JOURNAL).unlink(missing_ok=True)
-            self._journal.start(".", config)
-        else:
-            self._journal.go_on(journal_position)
+        # whatever still ships the numbers of a run that was killed must have ended before they are cut
+        with shipping(self.path, _SHIPPER_ENDS_S) if is_tracked(self.path) else contextlib.nullcontext():
+            sent = sent_of(self.path)
+            if journal_position is None and sent:
+                journal_position = first_line_end(self.path / JOURNAL)
+            if journal_position is None:
+                (self.path / JOURNAL).unlink(missing_ok=True)
+                self._journal.start(".", config)
+            else:
+                self._journal.go_on(journal_position, step, sent)
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
+
+    def track(self, companion: Companion) -> None:
+        """Let the numbers be brought to a tracking server, until the run is over."""
+        self._companion = companion
+        companion.start()
 
     def record(self, values: dict[str, Any], step: int) -> None:
         """Write numbers of a step."""
@@ -133,13 +147,14 @@ class RunFolder:
     def journal_position(self) -> int:
         """How many bytes of numbers have been written; what waited for room on the disk is written first."""
         self._journal.flush()
-        path = self.path / _JOURNAL
+        path = self.path / JOURNAL
         return path.stat().st_size if path.exists() else 0
 
     def finish(self, state: str, **facts: Any) -> None:
         """The run is over."""
         self._journal.finish()
         self.update(state=state, **facts)
+        self._companion.finish()
         self._let_go()
 
     def give_up(self) -> None:
@@ -177,7 +192,10 @@ class FollowedFolder:
     def write_text(self, name: str, text: str) -> None:
         """The first process does that."""
 
-    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None) -> None:
+    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
+        """The first process does that."""
+
+    def track(self, companion: Companion) -> None:
         """The first process does that."""
 
     def record(self, values: dict[str, Any], step: int) -> None:
@@ -216,6 +234,19 @@ def read_status(path: Path) -> dict[str, Any] | None:
         return status if isinstance(status, dict) and "state" in status else None
     except (OSError, ValueError):
         return None
+
+
+def how_it_stands(path: Path) -> tuple[str, str]:
+    """Whether a run is running, finished, stopped, failed or killed, and why it failed, as far as one can tell here."""
+    status = read_status(path) or {}
+    state, reason = status.get("state", "failed"), status.get("error", "")
+    if state != "running":
+        return state, reason
+    holder = lock_holder(path)
+    is_alive = holder is not None and (
+        holder.state == "running" or (holder.state == "elsewhere" and holder.silent_s < SILENT_S)
+    )
+    return ("running", "") if is_alive else ("killed", "killed: its process ended without a word")
 
 
 def unfinished_run(home: Path, job: str | None = None) -> Path | None:

@@ -106,6 +106,11 @@ class FitResult:
     save_failure: str | None = None  # why there is no checkpoint of the last step
     rows_at_once: int | None = None  # that went through the model in the end, over all processes
 
+    def summary(self) -> dict[str, Any]:
+        """What is worth keeping beside the numbers of the steps."""
+        names = ("step", "train_seconds", "num_tokens", "num_skipped", "peak_memory_bytes")
+        return {name: getattr(self, name) for name in names} | {"stop_reason": self.interruption or self.stop_reason}
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -421,6 +426,11 @@ class Trainer:
     def schedule(self) -> Any:
         """The learning-rate schedule itself."""
         return self._scheduler.scheduler
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the metric that chooses the best model is better."""
+        return self._best.higher_is_better
 
     def end_as_saved(self) -> None:
         """If the state that was loaded is the last one of a run which somebody wanted to end: end it."""

@@ -1,0 +1,139 @@
+"""What accompanies a run to its tracking server, and what is said of the run there."""
+
+import getpass
+import sys
+from pathlib import Path
+
+import torch
+
+from trimtab import __version__
+from trimtab.build.data import run_name
+from trimtab.build.parts import Tokens
+from trimtab.data.metrics import higher_is_better
+from trimtab.engine import Engine
+from trimtab.errors import RecipeError, TrimtabError, UserError
+from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.log import say
+from trimtab.recipe.load import load_recipe
+from trimtab.recipe.plan import Plan
+from trimtab.recipe.schema import Recipe
+from trimtab.tracking.attachment import About, Tracking, shipping
+from trimtab.tracking.companion import Companion, MlflowCompanion, NoCompanion
+from trimtab.tracking.mlflow_server import mlflow_settings, trouble_of
+from trimtab.tracking.run_folder import Folder, FollowedFolder, read_status
+from trimtab.tracking.shipper import flat_params, ship_all
+from trimtab.tracking.uri import tracking_uri, without_password
+
+
+def build_companion(
+    recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, is_more_better: bool
+) -> Companion:
+    """What brings a run's numbers to its tracking server; of several processes only the first one has one.
+
+    Args:
+        recipe: The recipe.
+        plan: What was decided.
+        tokens: The rows, for what they are known by.
+        engine: Where it trains.
+        folder: The run's folder.
+        is_more_better: The direction of the metric that chooses the best model.
+    """
+    uri = tracking_uri(recipe.track.uri, folder.path)
+    if uri is None or recipe.limits.fast_dev_run or isinstance(folder, FollowedFolder):
+        return NoCompanion()
+    about = _about(recipe, folder.path)
+    about.tags |= _facts(plan, tokens, engine)
+    about.metric, about.higher_is_better = plan.metric, is_more_better
+    return MlflowCompanion(folder.path, uri, about)
+
+
+def _about(recipe: Recipe, folder: Path) -> About:
+    return About(
+        name=folder.absolute().name,
+        experiment=run_name(recipe),
+        params=flat_params(recipe.model_dump(mode="json")),
+        tags={"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.user": _user(), "trimtab.folder": str(folder)},
+        log_model=recipe.track.log_model,
+        register=recipe.track.register_as,
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container without names
+        return "not known"
+
+
+def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
+    """Hardware, versions, data, and what was predicted."""
+    found = describe_surroundings(str(engine.device), torch.get_num_threads())
+    facts = {
+        "trimtab.hardware": found["hardware"],
+        "trimtab.versions": f"trimtab {__version__}, {found['versions']}",
+        "trimtab.data.train": tokens.train.likeness(),
+    }
+    if tokens.eval is not None:
+        facts["trimtab.data.eval"] = tokens.eval.likeness()
+    predicted = {name: value for name, value in plan.as_dict().items() if name.startswith("predicted_")}
+    return facts | {f"trimtab.{name}": str(value) for name, value in predicted.items() if value}
+
+
+def sync_run(folder: Path, to: str | None = None) -> str:
+    """Bring everything that a run's folder holds to its tracking server, or to another one.
+
+    Args:
+        folder: The run's folder.
+        to: The server; by default the one it went to last, else that of its recipe.
+
+    Returns:
+        A line on where it is now.
+
+    Raises:
+        RecipeError: There is no run, or no server is known.
+        TrimtabError: The server could not be reached, or did not take everything.
+    """
+    if read_status(folder) is None:
+        raise RecipeError(f"{folder} is no run", "pass a run's folder; trimtab runs lists them")
+    recipe = load_recipe(folder / "recipe.yaml", {}, []).recipe
+    with mlflow_settings(), shipping(folder, patience_s=5.0):
+        tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))
+        uri = _server_of(tracking, recipe, folder) if to is None else tracking_uri(to, folder)
+        if uri is None:
+            raise RecipeError(f"{folder} is not tracked", "name a server: --to http://…, or --to local")
+        try:
+            troubles = ship_all(tracking, uri, say)
+        except TrimtabError:
+            raise
+        except Exception as error:
+            trouble = trouble_of(error, uri)
+            if trouble.cure:
+                raise UserError(trouble.words, trouble.cure) from error
+            raise TrimtabError(str(trouble)) from error
+    if troubles:
+        raise TrimtabError(f"not everything could be sent: {'; '.join(map(str, troubles))}")
+    at = tracking.at(uri)
+    return f"{folder} is on {at.uri}: experiment {at.experiment}, run {at.run_id}, {at.status}"
+
+
+def _about_before(recipe: Recipe, folder: Path) -> About:
+    """Of a run that was not tracked when it was trained: what its folder still tells."""
+    about = _about(recipe, folder)
+    status = read_status(folder) or {}
+    about.started_ms = int(status.get("started", 0) * 1000)
+    about.metric = status.get("metric_name")
+    if about.metric is not None:
+        try:
+            about.higher_is_better = higher_is_better(about.metric)
+        except RecipeError:  # one of the user's own, whose function is not here
+            about.register = None
+    return about
+
+
+def _server_of(tracking: Tracking, recipe: Recipe, folder: Path) -> str | None:
+    """The server that a run went to last; its password, if it has one, is that of the environment's address."""
+    of_recipe = tracking_uri(recipe.track.uri, folder)
+    if not tracking.attachments:
+        return of_recipe
+    last = tracking.attachments[-1].uri
+    return of_recipe if of_recipe is not None and without_password(of_recipe) == last else last

@@ -1,0 +1,64 @@
+"""What MLflow loads, by the name of this module, to serve a model that its own loader cannot: `trimtab.load` does.
+
+See `trimtab.tracking.mlflow_folder`, which decides which models those are.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import DataError
+from trimtab.inference.classify import classify_texts, regress_texts
+from trimtab.inference.generate import generate_texts
+from trimtab.inference.load import Loaded, load
+from trimtab.tracking.mlflow_folder import MODEL
+
+_PAIR = ("text", "text_pair")
+
+
+class Served:
+    """A model as MLflow asks it: a table of texts in, a table of labels and scores, or a list of texts, out.
+
+    Args:
+        loaded: The model.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+
+    def predict(self, data: Any, params: Mapping[str, Any] | None = None) -> Any:
+        """Answer for every row.
+
+        Args:
+            data: A data frame with one column of texts, or with the columns `text` and `text_pair`; or a list.
+            params: max_new_tokens, of a model that writes.
+        """
+        import pandas  # type: ignore[import-untyped]
+
+        texts = _texts(data)
+        task = self._loaded.task_name
+        if task == "classify":
+            found = classify_texts(self._loaded, texts)
+            labels = [one.label if isinstance(one.label, str) else "; ".join(one.label) for one in found]
+            return pandas.DataFrame({"label": labels, "score": [one.score for one in found]})
+        if task == "regress":
+            values = regress_texts(self._loaded, texts)
+            return pandas.DataFrame({"label": "value", "score": values})
+        return generate_texts(self._loaded, texts, int((params or {}).get("max_new_tokens", 128)))
+
+
+def _texts(data: Any) -> list[Any]:
+    if isinstance(data, str):
+        return [data]
+    if not hasattr(data, "columns"):
+        return list(data)
+    if set(_PAIR) <= set(data.columns):
+        return list(zip(data[_PAIR[0]], data[_PAIR[1]], strict=True))
+    if len(data.columns) != 1:
+        raise DataError(f"the columns are {', '.join(map(str, data.columns))}", "send one column of texts")
+    return [str(text) for text in data.iloc[:, 0]]
+
+
+def _load_pyfunc(path: str) -> Served:
+    """The name that MLflow calls, with the folder of its model."""
+    return Served(load(Path(path) / MODEL))

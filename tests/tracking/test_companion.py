@@ -1,0 +1,198 @@
+"""Real trainings with the process beside them: it ships, it ends, and a kill or a dead server costs nothing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of, wait_until
+
+from tiny_runs import lines_of, reviews, write_csv
+from trimtab import Recipe, fit
+from trimtab.build import sync_run
+from trimtab.run import resume
+from trimtab.tracking import companion
+from trimtab.tracking.attachment import About
+from trimtab.tracking.companion import MlflowCompanion
+from trimtab.tracking.run_folder import RunFolder
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy
+    pytest.mark.usefixtures("own_folder", "tracked"),
+]
+
+KILLED = """
+import json, os, signal, sys, time
+from pathlib import Path
+from trimtab import Recipe, fit
+
+class Killer:
+    def on_step(self, state):
+        if state.step == 10:  # once the server has numbers of steps after the last saved state, which is that of step 6
+            size = (Path(sys.argv[2]) / "metrics.jsonl").stat().st_size
+            tracking, deadline, acked = Path(sys.argv[2]) / "tracking.json", time.time() + 60, 0
+            while acked < size:
+                assert time.time() < deadline
+                time.sleep(0.05)
+                servers = json.loads(tracking.read_text())["servers"] if tracking.exists() else []
+                acked = max((server["acked"] for server in servers), default=0)
+            os.kill(os.getpid(), int(sys.argv[3]))
+
+fit(Recipe(**json.loads(sys.argv[1])), callbacks=[Killer()], progress="quiet")
+"""
+
+
+@pytest.fixture
+def recipe(own_folder, tiny, empty_store):
+    """A short training below `runs`, where a store is already."""
+    Path("runs").mkdir()
+    shutil.copy(empty_store, "runs/mlflow.db")
+    data = str(write_csv(Path("reviews.csv"), reviews(100)))
+
+    def make(**changes):
+        settings = {
+            "model": tiny.folder("bert"),
+            "data": {"train": data},
+            "train": {"max_steps": 12, "log_every": 1, "batch_size": 4},
+            "checkpoint": {"every": "6 steps"},
+            "evaluate": {"every": "4 steps"},
+            "track": {"experiment": "mine", "log_model": False},
+        }
+        return settings | changes
+
+    return make
+
+
+STORE = Path("runs/mlflow.db")
+
+
+def the_run():
+    (run,) = runs_on(STORE)
+    return run
+
+
+def test_a_training_is_tracked(recipe, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    result = fit(Recipe(**recipe(track={"experiment": "mine", "register_as": "reviews"})), progress="quiet")
+    run = the_run()
+    assert (run["status"], run["name"], run["id"]) == ("FINISHED", "001", run_id_of(result.folder))
+    assert rows_on(STORE, run["id"]) == rows_in(result.folder)
+    assert len(rows_in(result.folder)) > 60
+    assert run["params"]["train.max_steps"] == "12"
+    assert run["tags"]["trimtab.num_tokens"] == str(result.fit.num_tokens)
+    assert "rows, crc32" in run["tags"]["trimtab.data.train"]
+    assert "torch" in run["tags"]["trimtab.versions"]
+    assert len(list(Path("runs/mlartifacts/models").glob("*/artifacts/MLmodel"))) == 1
+    assert not (result.folder / "tracking.log").exists()
+    assert not [line for line in caplog.messages if line.startswith("tracking:") or "track sync" in line]
+
+
+def test_killed_and_resumed_it_is_one_run(recipe):
+    """Numbers of steps that are taken again are on the server already: they are neither lost nor there twice."""
+    whole = fit(Recipe(**recipe(track="none", out="whole")), progress="quiet")
+    settings = recipe()
+    folder = Path("runs/mine/001")
+    command = [sys.executable, "-c", KILLED, json.dumps(settings), str(folder), str(int(signal.SIGKILL))]
+    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+    wait_until(lambda: the_run()["status"] == "FAILED")  # closed by the process that was left alone
+    run = the_run()
+    assert run["tags"]["trimtab.error"].startswith("killed")
+    assert max(line["step"] for line in lines_of(folder)) == 10
+    kept = (folder / "metrics.jsonl").read_bytes()
+    result = resume(folder, progress="quiet")
+    assert result.fit.step == 12
+    after = the_run()
+    assert (after["id"], after["status"]) == (run["id"], "FINISHED")
+    assert "trimtab.error" not in after["tags"]
+    assert rows_on(STORE, run["id"]) == rows_in(folder)
+    assert (folder / "metrics.jsonl").read_bytes().startswith(kept)
+    assert set(Counter((line["step"], *sorted(line)) for line in lines_of(folder)).values()) == {1}
+    same = [
+        [{k: v for k, v in line.items() if k not in ("time", "tokens_per_s")} for line in lines_of(run)]
+        for run in (whole.folder, folder)
+    ]
+    assert same[0] == same[1]
+
+
+def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monkeypatch):
+    monkeypatch.setattr(companion, "_END_S", 1.0)
+    caplog.set_level("INFO", logger="trimtab")
+    uri = f"http://127.0.0.1:{free_port()}"
+
+    class Patient:
+        def on_step(self, state):
+            if state.step == 3:
+                wait_until(lambda: any(line.startswith("tracking: ") for line in caplog.messages), 60)
+
+    settings = recipe(track={"uri": uri, "log_model": False})
+    result = fit(Recipe(**settings), progress="quiet", callbacks=[Patient()])
+    assert result.fit.step == 12
+    said = [line for line in caplog.messages if uri in line]
+    assert said[0] == f"tracking: {uri}: Connection refused; training goes on, its numbers wait in the run's folder"
+    assert re.fullmatch(rf"\d+ lines of numbers and .+ wait for {uri}: trimtab track sync runs/reviews/001", said[-1])
+    assert len(said) <= 3  # and perhaps one that it is sending what is left
+    assert sync_run(result.folder, f"sqlite:///{store}").endswith("FINISHED")
+    assert rows_on(store, run_id_of(result.folder)) == rows_in(result.folder)
+
+
+def test_a_training_that_fails(recipe):
+    class Broken:
+        def on_step(self, state):
+            if state.step == 3:
+                raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fit(Recipe(**recipe()), progress="quiet", callbacks=[Broken()])
+    run = the_run()
+    assert (run["status"], run["tags"]["trimtab.error"]) == ("FAILED", "ValueError: broken")
+    assert rows_on(STORE, run["id"]) == rows_in(Path("runs/mine/001"))
+
+
+@pytest.mark.slow
+def test_a_training_that_is_asked_to_stop(recipe):
+    command = [sys.executable, "-c", KILLED, json.dumps(recipe()), "runs/mine/001", str(int(signal.SIGTERM))]
+    assert subprocess.run(command, capture_output=True).returncode == 75
+    assert the_run()["status"] == "KILLED"
+    resume(Path("runs/mine/001"), progress="quiet")
+    run = the_run()
+    assert run["status"] == "FINISHED"
+    assert rows_on(STORE, run["id"]) == rows_in(Path("runs/mine/001"))
+
+
+@pytest.mark.slow
+def test_resumed_with_another_server_the_whole_history_is_there(recipe, server):
+    fit(Recipe(**recipe()), progress="quiet")
+    resume(Path("runs/mine/001"), progress="quiet", sets=[f"track.uri={server.uri}", "train.max_steps=16"])
+    folder = Path("runs/mine/001")
+    assert len(tracking_of(folder)["servers"]) == 2
+    assert rows_on(server.store, run_id_of(folder)) == rows_in(folder)
+    assert max(line["step"] for line in lines_of(folder)) == 16
+
+
+def test_nothing_is_tracked_where_nothing_is_wanted(recipe):
+    fit(Recipe(**recipe(track="none")), progress="quiet")
+    fit(Recipe(**recipe(limits={"fast_dev_run": True})), progress="quiet")
+    assert runs_on(STORE) == []
+    assert not list(Path("runs").rglob("tracking.*"))
+
+
+def test_nobody_waits_for_it_to_start_and_its_end_is_said(tmp_path, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    folder = RunFolder(tmp_path / "run")
+    folder.start({}, 1)
+    beside = MlflowCompanion(folder.path, "sqlite:////proc/nowhere/mlflow.db", About(name="run"), end_s=1.0)
+    began = time.monotonic()
+    folder.track(beside)
+    assert time.monotonic() - began < 1.0
+    os.kill(beside._process.pid, signal.SIGKILL)
+    wait_until(lambda: any("tracking has ended by itself" in line for line in caplog.messages))
+    folder.record({"loss": 1.0}, 1)
+    folder.finish("finished")
+    assert any("trimtab track sync" in line for line in caplog.messages)

@@ -1,0 +1,165 @@
+"""`trimtab track sync` and `trimtab ui`: a run's whole history on any server, and MLflow's page on it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of
+
+from trimtab.cli.main import main
+from trimtab.tracking.run_folder import RunFolder
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy
+    pytest.mark.usefixtures("own_folder"),
+]
+
+
+@pytest.fixture
+def trimtab(monkeypatch, capsys):
+    """Runs a command in this process: its code, what it wrote, what it complained about."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capsys.readouterr()
+        return ending.value.code or 0, out, err
+
+    return run
+
+
+def make_run(path, num_lines=50, state="finished", track="none", **facts):
+    """A run as a training leaves it."""
+    folder = RunFolder(path)
+    (path / "recipe.yaml").write_text(f"model: tiny\ndata: {{train: reviews.csv}}\ntrack: {track}\n")
+    (path / "plan.json").write_text("{}")
+    folder.start({"model": "tiny", "train": {"lr": 0.1}}, num_lines)
+    for step in range(1, num_lines + 1):
+        folder.record({"loss": 1 / step, "eval_accuracy": step / 100}, step)
+    if state != "running":
+        folder.finish(state, step=num_lines, **facts)
+    return folder
+
+
+def test_from_one_server_to_another(trimtab, store, server):
+    run = make_run(Path("runs/mine/001"), 1_500).path
+    code, out, _ = trimtab("track", "sync", run, "--to", f"sqlite:///{store}")
+    assert code == 0
+    assert f"run {run_id_of(run)}, FINISHED" in out
+    first = run_id_of(run)
+    assert rows_on(store, first) == rows_in(run)
+    assert len(rows_in(run)) == 3_000
+    assert trimtab("track", "sync", run, "--to", server.uri)[0] == 0
+    second = run_id_of(run)
+    assert rows_on(server.store, second) == rows_in(run)
+    (there,) = [one for one in runs_on(server.store) if one["id"] == second]
+    (here,) = runs_on(store)
+    assert (there["status"], there["name"]) == ("FINISHED", "001")
+    assert there["params"] == here["params"]
+    assert there["params"]["data.train"] == "reviews.csv"
+    assert there["tags"]["trimtab.run"] == here["tags"]["trimtab.run"]
+    files = sorted(path.name for path in server.folder.glob(f"files/*/{second}/artifacts/*"))
+    assert files == ["metrics.jsonl", "plan.json", "recipe.yaml"]
+    assert trimtab("track", "sync", run)[0] == 0  # to the one used last; all is there, and stays so once
+    assert [one["uri"] for one in tracking_of(run)["servers"]] == [f"sqlite:///{store}", server.uri]
+    assert rows_on(server.store, second) == rows_in(run)
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "error"),
+    [
+        ("finished", "FINISHED", None),
+        ("stopped", "KILLED", None),
+        ("failed", "FAILED", "ValueError: x"),
+        ("killed", "FAILED", "killed: its process ended without a word"),
+        ("running", "RUNNING", None),
+    ],
+)
+def test_how_it_ended(trimtab, store, state, status, error):
+    facts = {"error": error} if state == "failed" else {}
+    folder = make_run(Path("runs/mine/001"), 3, "running" if state == "killed" else state, **facts)
+    if state == "killed":
+        (folder.path / "run.lock").unlink()  # the process that held it is dead
+    assert trimtab("track", "sync", folder.path, "--to", f"sqlite:///{store}")[0] == 0
+    (run,) = runs_on(store)
+    assert (run["status"], run["tags"].get("trimtab.error")) == (status, error)
+    assert rows_on(store, run["id"]) == rows_in(folder.path)
+    if state == "running":
+        folder.finish("finished")
+        assert trimtab("track", "sync", folder.path)[0] == 0
+        assert runs_on(store)[0]["status"] == "FINISHED"
+
+
+def test_the_local_store(trimtab, empty_store, tracked):
+    shutil.copy(empty_store, Path("runs").mkdir() or Path("runs/mlflow.db"))
+    run = make_run(Path("runs/mine/001"), 3, track="local").path
+    assert trimtab("track", "sync", run)[0] == 0
+    (found,) = runs_on(Path("runs/mlflow.db"))
+    assert rows_on(Path("runs/mlflow.db"), found["id"]) == rows_in(run)
+    assert Path("runs/mlartifacts", found["id"], "artifacts/recipe.yaml").is_file()
+
+
+def test_mistakes_and_outages(trimtab, proxy):
+    run = make_run(Path("runs/mine/001"), 3).path
+    code, _, err = trimtab("track", "sync", "nowhere")
+    assert (code, "nowhere is no run" in err) == (2, True)
+    code, _, err = trimtab("track", "sync", run)
+    assert (code, "is not tracked" in err, "--to" in err) == (2, True, True)
+    proxy.mode = "401"
+    code, _, err = trimtab("track", "sync", run, "--to", proxy.uri)
+    assert (code, "MLFLOW_TRACKING_TOKEN" in err) == (2, True)
+    proxy.mode = "500"
+    code, _, err = trimtab("track", "sync", run, "--to", proxy.uri)
+    assert (code, err.startswith(f"error: {proxy.uri}: ")) == (1, True)
+    code, _, err = trimtab("track", "sync", run, "--to", f"http://127.0.0.1:{free_port()}")
+    assert (code, "Connection refused" in err) == (1, True)
+    code, _, err = trimtab("ui", "nowhere")
+    assert (code, "no tracked runs below nowhere" in err) == (2, True)
+    assert "Traceback" not in err
+
+
+def test_the_page_of_a_server_is_its_own(trimtab, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
+    code, out, _ = trimtab("ui")
+    assert (code, "http://host:5000" in out) == (0, True)
+
+
+@pytest.mark.slow
+def test_the_page(trimtab, empty_store, tracked):
+    """MLflow's own, with the run and its files."""
+    shutil.copy(empty_store, Path("runs").mkdir() or Path("runs/mlflow.db"))
+    run = make_run(Path("runs/mine/001"), 3, track="local").path
+    assert trimtab("track", "sync", run)[0] == 0
+    port = free_port()
+    command = [sys.executable, "-m", "trimtab", "ui", str(run), "--port", str(port)]  # a run's folder will do
+    page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert url in page.stdout.readline()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=2):
+                    break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        with urllib.request.urlopen(
+            f"{url}/get-artifact?path=recipe.yaml&run_uuid={run_id_of(run)}", timeout=20
+        ) as got:
+            assert got.read() == (run / "recipe.yaml").read_bytes()
+        with urllib.request.urlopen(f"{url}/api/2.0/mlflow/runs/get?run_id={run_id_of(run)}", timeout=20) as got:
+            assert json.load(got)["run"]["info"]["status"] == "FINISHED"
+    finally:
+        page.send_signal(signal.SIGINT)
+        code = page.wait(30)
+        page.stdout.close()
+    assert code == 0
