@@ -9,6 +9,7 @@ trimtab (`trimtab compare` with the recipes of benchmarks/memory), those of `h20
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -99,6 +100,7 @@ class Outcome:
     reserved: int | None = None  # this and what follows: where the allocator was replayed
     reserved_default: int | None = None  # without expandable segments
     needed: int | None = None
+    step_s: float | None = None  # on an H200 whose host is as fast as it was; where that was measured
 
 
 class Predictor:
@@ -122,7 +124,9 @@ class Predictor:
         if found is None or (with_replay and found.needed is None):
             trace = self._trace(row)
             prediction = predict(trace)
-            found = Outcome(prediction.allocated, dict(prediction.parts), prediction.stage)
+            found = Outcome(
+                prediction.allocated, dict(prediction.parts), prediction.stage, step_s=_seconds(row, trace.ops)
+            )
             if with_replay:
                 again = replay(trace.events)
                 found = replace(
@@ -170,6 +174,26 @@ class Predictor:
         num_micro = -(-values["batch_size"] // values["micro_batch_size"])
         with _as_measured(tracing, values):
             return self._tracers[key].trace(choice, shape, num_micro)
+
+
+def _seconds(row: Row, ops: Any) -> float | None:
+    from trimtab.hardware.catalog import CATALOG
+    from trimtab.planner.time import step_seconds
+
+    host_op_s = row.measured.get("host_op_s")
+    if host_op_s is None:
+        return None
+    device = replace(CATALOG["h200"], host_op_s=host_op_s)
+    return step_seconds(ops, device, tf32=row.values["precision"] == "tf32").seconds
+
+
+def order(pairs: list[tuple[float, float]]) -> float:
+    """Kendall's τ: how far two measures agree on which of two is larger, over all pairs."""
+    signs = [
+        (one[0] > other[0]) - (one[0] < other[0]) == (one[1] > other[1]) - (one[1] < other[1])
+        for one, other in itertools.combinations(pairs, 2)
+    ]
+    return 2 * sum(signs) / len(signs) - 1
 
 
 _NOT_OF_THE_STEP = ("measured", "name", "table", "cap", "changes")
@@ -289,22 +313,51 @@ def described(found: list[dict[str, Any]]) -> str:
     lines += ["", *(f"- {name}: {100 * figure:+.2f}%, because {why}." for name, (figure, why) in KNOWN.items())]
     missing = [said for said in found if "not_predicted" in said]
     lines += [f"- {said['row']}: not predicted, because {said['not_predicted']}." for said in missing]
-    lines += ["", *_needed(found), "", *_cpu(found)]
+    lines += ["", *_needed(found), "", *_times(found), "", *_cpu(found)]
     return "\n".join(lines) + "\n"
 
 
 def _needed(found: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "The smallest limit under which a step runs, as a multiple of its allocated peak (expandable segments):",
+        "The smallest limit under which a step runs (expandable segments), MiB; those of `plain` rows were sought in "
+        "steps of 16 MiB, those of `design` rows in steps of half a percent of the peak and more:",
         "",
-        "| row | measured | predicted |",
-        "|---|---|---|",
+        "| row | measured | predicted | error |",
+        "|---|---|---|---|",
     ]
     for said in found:
-        ratio = said["measured"].get("needed_ratio")
-        if ratio is not None:
-            predicted = said["predicted"]
-            lines.append(f"| {said['row']} | {ratio} | {predicted['needed'] / predicted['allocated']:.4f} |")
+        limit = measured_limit(said["measured"])
+        if limit is not None:
+            needed = said["predicted"]["needed"]
+            lines.append(
+                f"| {said['row']} | {limit / MIB:,.0f} | {needed / MIB:,.0f} | {100 * (needed / limit - 1):+.2f}% |"
+            )
+    return lines
+
+
+def measured_limit(measured: dict[str, Any]) -> float | None:
+    """The smallest limit under which a step ran, where that was sought."""
+    if "needed" in measured:
+        return float(measured["needed"])
+    return measured["needed_ratio"] * measured["allocated"] if "needed_ratio" in measured else None
+
+
+def _times(found: list[dict[str, Any]]) -> list[str]:
+    timed = [said for said in found if said.get("predicted", {}).get("step_s") is not None]
+    lines = [
+        "Seconds of a step of trimtab, where the speed of the host was measured beside it:",
+        "",
+        "| row | measured ms | predicted ms | error |",
+        "|---|---|---|---|",
+    ]
+    for said in timed:
+        measured, predicted = said["measured"]["step_s"], said["predicted"]["step_s"]
+        off = f"{100 * (predicted / measured - 1):+.0f}%"
+        lines.append(f"| {said['row']} | {1e3 * measured:.1f} | {1e3 * predicted:.1f} | {off} |")
+    for name, of_it in (("1 × 2048", lambda row: "ladder" in row), ("4 × 2048", lambda row: "4 x" in row)):
+        pairs = [(said["measured"]["step_s"], said["predicted"]["step_s"]) for said in timed if of_it(said["row"])]
+        close = sum(abs(predicted / measured - 1) <= 0.25 for measured, predicted in pairs)
+        lines += ["", f"{name}: Kendall's τ {order(pairs):.2f}; {close} of {len(pairs)} within 25%."]
     return lines
 
 

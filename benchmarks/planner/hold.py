@@ -1,6 +1,7 @@
 """Plans under their budget on a GPU: recipes with budgets drawn at random, 20 steps each, capped.
 
     python benchmarks/planner/hold.py OUT.json [--budgets 2] [--only TEXT] [--seconds 500]
+    python benchmarks/planner/hold.py --publish OUT.json …
 
 For each recipe the smallest plan is predicted without the GPU, and budgets are drawn between what it needs and twice
 that. Then `trimtab.fit` plans and trains with that budget, in a process of its own. What counts: no run is out of
@@ -95,17 +96,33 @@ def recipe_of(one: dict[str, Any], budget: int | None, out: str) -> Any:
     )
 
 
-def smallest_total(recipe: Any) -> int:
-    """What the smallest plan needs of an H200."""
+def planner_of(recipe: Any) -> Any:
+    """What `fit` asks on an H200, without one."""
     from trimtab.build.planning import LengthsOfData, Planner
     from trimtab.build.settling import _Rows
     from trimtab.build.targets import known_target
 
     rows = _Rows(recipe)
     lengths, target = LengthsOfData(recipe, rows.tokens, rows.data.task), known_target("h200", None)
-    planner = Planner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
+    return Planner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
+
+
+def smallest_total(planner: Any) -> int:
+    """What the smallest plan needs: every lever, and one row at once, or all, which need no gradients from before."""
     *_, last = planner.space.lever_sets()
-    return planner.prediction(replace(last, rows=planner.space.rows[-1])).total
+    ends = (planner.space.rows[0], planner.space.rows[-1])
+    return min(planner.prediction(replace(last, rows=rows)).total for rows in ends)
+
+
+def predicted(run: dict[str, Any]) -> tuple[int, int]:
+    """The peaks of a run's steps and evaluations, from the levers that it had."""
+    from trimtab.planner.search import Candidate
+
+    one, plan = RECIPES[run["recipe"]], run["plan"]
+    planner = planner_of(recipe_of(one, run["budget"], "nowhere"))
+    levers = ("micro_batch_size", "loss", "optimizer", "offload", "gradient_checkpointing", "kernels")
+    candidate = Candidate(*(plan[lever] for lever in levers), one.get("adapter", "none"))
+    return planner.prediction(candidate).allocated, planner.evaluation(candidate)[1].allocated
 
 
 def child() -> None:
@@ -122,7 +139,7 @@ def child() -> None:
     if one.get("adapter"):
         import peft  # noqa: F401
     with tempfile.TemporaryDirectory() as place:
-        smallest = smallest_total(recipe_of(one, None, f"{place}/none"))
+        smallest = smallest_total(planner_of(recipe_of(one, None, f"{place}/none")))
         budget = int(smallest * draw)
         told: dict[str, Any] = {"recipe": name, "smallest": smallest, "budget": budget}
         print("ready", flush=True)
@@ -164,12 +181,16 @@ def child() -> None:
 def main() -> None:
     """Start every process ahead, and give each its turn on the GPU."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="+")
+    parser.add_argument("--publish", action="store_true", help="no runs: those of the files become the result")
     parser.add_argument("--budgets", type=int, default=2, help="of each recipe")
     parser.add_argument("--only", default="", help="recipes with one of these words, with | between them")
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than that")
     parser.add_argument("--ahead", type=int, default=10, help="processes that are started ahead")
     options = parser.parse_args()
+    if options.publish:
+        publish_runs([run for path in options.out for run in json.loads(path.read_text())])
+        return
     draw, began = random.Random(SEED), time.monotonic()
     wanted = [(name, draw.uniform(1, 2)) for _ in range(options.budgets) for name in RECIPES]
     wanted = [one for one in wanted if any(words in one[0] for words in options.only.split("|"))]
@@ -189,12 +210,44 @@ def main() -> None:
                 f"{found[-1].get('failure', '')}",
                 flush=True,
             )
-            options.out.write_text(json.dumps(found, indent=1))
+            options.out[0].write_text(json.dumps(found, indent=1))
     finally:
         for process in waiting:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     print(f"{sum(one['held'] for one in found)} of {len(found)} held, {time.monotonic() - began:.0f} s")
+
+
+def publish_runs(runs: list[dict[str, Any]]) -> None:
+    """The table of the runs that were made, with what is predicted today of each."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from record import publish
+
+    lines = [
+        "- measured on: NVIDIA H200s, torch 2.11.0, transformers 5.17.0",
+        f"- {sum(run['held'] for run in runs)} of {len(runs)} runs of {len({run['recipe'] for run in runs})} recipes "
+        f"held their budget: {NUM_STEPS} steps, no step taken back, and the peak of allocator and context within it",
+        "",
+        "MiB. *Used* is the peak of the allocator with what is outside of it; peaks are those of tensors. Predictions "
+        "are those of the code that is here, made without a GPU.",
+        "",
+        "| recipe | budget | used | plan | steps, measured | predicted | evaluation, measured | predicted |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        plan, measured = run["plan"], run["measured"]
+        words = [f"micro-batch {plan['micro_batch_size']}"]
+        words += [f"recompute {plan['gradient_checkpointing']}"] if plan["gradient_checkpointing"] != "none" else []
+        words += [f"loss {plan['loss']}"] if plan["loss"] != "plain" else []
+        words += [plan["optimizer"]] if plan["optimizer"] != "adamw" else []
+        peaks = predicted(run)
+        lines.append(
+            f"| {run['recipe']} | {run['budget'] / MIB:,.0f} | {run['total'] / MIB:,.0f} | {', '.join(words)} | "
+            f"{measured['peak_memory_bytes'] / MIB:,.1f} | {peaks[0] / MIB:,.1f} | "
+            f"{measured['preflight_eval_peak_bytes'] / MIB:,.1f} | {peaks[1] / MIB:,.1f} |"
+        )
+    result = Path(__file__).parents[1] / "results" / "planner-hold.md"
+    publish({"runs": runs}, "\n".join(lines) + "\n", "Plans under their budget", result, save=True)
 
 
 def _started(wanted: tuple[str, float]) -> "subprocess.Popen[str]":

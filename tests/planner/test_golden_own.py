@@ -45,6 +45,16 @@ def test_most_are_right_to_a_thousandth(predictor):
     assert sum(off <= 0.001 for off in errors) >= 0.9 * len(errors)
 
 
+@pytest.mark.parametrize(("table", "agreement", "num_close"), [("ladder", 0.85, 15), ("4 x 2048", 0.65, 10)])
+def test_the_faster_step_is_known(table, agreement, num_close, predictor):
+    """Two machines that measured the same ladder agree with each other to 0.88; near ties are many."""
+    rows = [row for row in PREDICTED if row.values["table"] == table and "host_op_s" in row.measured]
+    pairs = [(row.measured["step_s"], predictor.predict(row).step_s) for row in rows]
+    assert len(pairs) >= 10
+    assert accuracy.order(pairs) >= agreement
+    assert sum(abs(predicted / measured - 1) <= 0.25 for measured, predicted in pairs) >= num_close
+
+
 @pytest.mark.parametrize("name", accuracy.NOT_PREDICTED)
 def test_what_cannot_be_predicted_says_so(name, predictor):
     if importlib.util.find_spec("liger_kernel"):

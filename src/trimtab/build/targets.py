@@ -12,6 +12,8 @@ from trimtab.planner.cuda import Gpu
 from trimtab.planner.memory import Prediction
 from trimtab.units import format_bytes, parse_bytes
 
+_ROCM = {"mi300x"}
+_NOT_CUDA = "figures are those of CUDA's kernels and work memory: those of ROCm were never compared"
 # torch computes attention on the CPU without a matrix of all pairs, as its kernel for old GPUs does
 _LIKE_A_CPU = Gpu(capability=(7, 5), flash=False)
 
@@ -86,7 +88,7 @@ def known_target(name: str, budget: str | None) -> Target:
         return target_here("cpu", budget)
     device = find(name)
     assert device.capability is not None
-    gpu = Gpu(capability=device.capability, flash=device.flash)
+    gpu = Gpu(device.capability, device.flash, device.num_multiprocessors, device.threads_per_multiprocessor)
     whole = device.memory_bytes
     budget_bytes = whole if budget in (None, "auto") else parse_bytes(str(budget))
     if budget_bytes > whole:
@@ -94,7 +96,7 @@ def known_target(name: str, budget: str | None) -> Target:
             f"a {device.name} has {format_bytes(whole)}, less than {format_bytes(budget_bytes)}",
             f"--memory {whole // 2**30}GiB, or leave it out",
         )
-    return Target(device.name, device, gpu, budget_bytes)
+    return Target(device.name, device, gpu, budget_bytes, note=_NOT_CUDA if device.name in _ROCM else "")
 
 
 def target_here(requested: str | torch.device | None = None, budget: str | None = None) -> Target:

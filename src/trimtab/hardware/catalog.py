@@ -38,6 +38,7 @@ class Device:
         flash: Whether the flash attention kernel runs on it.
         host_op_s: Seconds that the host takes to launch a small operation without autograd.
         is_measured: The rates were reached on the device itself, and are not those of a data sheet.
+        num_multiprocessors: Of the GPU, which work memory of some kernels grows with; 0 is not known.
     """
 
     name: str
@@ -52,6 +53,12 @@ class Device:
     flash: bool
     host_op_s: float = HOST_OP_S
     is_measured: bool = False
+    num_multiprocessors: int = 0
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """The most that one holds at once; it follows from the generation."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
 
     @property
     def is_cpu(self) -> bool:
@@ -78,6 +85,7 @@ def _gpu(
     tf32: float | None,
     fp16: float,
     capability: tuple[int, int],
+    num_multiprocessors: int,
 ) -> Device:
     """A row in the units of data sheets: GiB, GB/s and TFLOP/s. bf16 is as fast as fp16 from Ampere on."""
     ampere = capability >= (8, 0)  # AMD's numbers start at 9
@@ -93,42 +101,43 @@ def _gpu(
         capability=capability,
         native_bf16=ampere,
         flash=ampere,
+        num_multiprocessors=num_multiprocessors,
     )
 
 
 _ROWS = (
-    #    name          GiB    GB/s   fp32   tf32   fp16   capability
-    _gpu("p100", 15.89, 732, 9.3, None, 9.3, (6, 0)),  # no tensor cores: with fp32 accumulation fp16 is no faster
-    _gpu("v100", 15.77, 900, 15.7, None, 125, (7, 0)),
-    _gpu("v100-32gb", 31.74, 900, 15.7, None, 125, (7, 0)),
-    _gpu("t4", 14.74, 320, 8.1, None, 65, (7, 5)),
-    _gpu("rtx-2060", 5.79, 336, 6.5, None, 25.8, (7, 5)),
-    _gpu("rtx-2070", 7.78, 448, 7.5, None, 29.9, (7, 5)),
-    _gpu("rtx-2080", 7.78, 448, 10.1, None, 40.3, (7, 5)),
-    _gpu("rtx-2080-ti", 10.76, 616, 13.4, None, 53.8, (7, 5)),
-    _gpu("a100-40gb", 39.39, 1555, 19.5, 156, 312, (8, 0)),
-    _gpu("a100", 79.15, 2039, 19.5, 156, 312, (8, 0)),
-    _gpu("a10", 22.19, 600, 31.2, 62.5, 125, (8, 6)),
-    _gpu("a10g", 22.19, 600, 35, 35, 70, (8, 6)),
-    _gpu("rtx-a6000", 47.53, 768, 38.7, 77.4, 154.8, (8, 6)),
-    _gpu("rtx-3060", 11.76, 360, 12.7, 12.7, 25.5, (8, 6)),
-    _gpu("rtx-3070", 7.78, 448, 20.3, 20.3, 40.6, (8, 6)),
-    _gpu("rtx-3080", 9.77, 760, 29.8, 29.8, 59.5, (8, 6)),
-    _gpu("rtx-3090", 23.69, 936, 35.6, 35.6, 71.2, (8, 6)),
-    _gpu("l4", 22.16, 300, 30.3, 60.5, 121, (8, 9)),
-    _gpu("l40s", 44.40, 864, 91.6, 183, 362, (8, 9)),
-    _gpu("rtx-4060", 7.63, 272, 15.1, 15.1, 30.2, (8, 9)),
-    _gpu("rtx-4060-ti", 15.59, 288, 22.1, 22.1, 44.1, (8, 9)),
-    _gpu("rtx-4070", 11.72, 504, 29.1, 29.1, 58.3, (8, 9)),
-    _gpu("rtx-4080", 15.70, 717, 48.7, 48.7, 97.5, (8, 9)),
-    _gpu("rtx-4090", 23.64, 1008, 82.6, 82.6, 165.2, (8, 9)),
-    _gpu("h100-pcie", 79.11, 2039, 51.2, 378, 756, (9, 0)),
-    _gpu("h100", 79.11, 3350, 66.9, 495, 989, (9, 0)),
-    _gpu("h200", 139.81, 4800, 66.9, 495, 989, (9, 0)),
-    _gpu("rtx-5070-ti", 15.46, 896, 43.9, 43.9, 87.9, (12, 0)),
-    _gpu("rtx-5080", 15.46, 960, 56.3, 56.3, 112.6, (12, 0)),
-    _gpu("rtx-5090", 31.36, 1792, 104.8, 104.8, 209.5, (12, 0)),
-    _gpu("mi300x", 191.69, 5300, 163.4, 653.7, 1307.4, (9, 4)),
+    #    name          GiB    GB/s   fp32   tf32   fp16   capability   multiprocessors
+    _gpu("p100", 15.89, 732, 9.3, None, 9.3, (6, 0), 56),  # no tensor cores: with fp32 accumulation fp16 is no faster
+    _gpu("v100", 15.77, 900, 15.7, None, 125, (7, 0), 80),
+    _gpu("v100-32gb", 31.74, 900, 15.7, None, 125, (7, 0), 80),
+    _gpu("t4", 14.74, 320, 8.1, None, 65, (7, 5), 40),
+    _gpu("rtx-2060", 5.79, 336, 6.5, None, 25.8, (7, 5), 30),
+    _gpu("rtx-2070", 7.78, 448, 7.5, None, 29.9, (7, 5), 36),
+    _gpu("rtx-2080", 7.78, 448, 10.1, None, 40.3, (7, 5), 46),
+    _gpu("rtx-2080-ti", 10.76, 616, 13.4, None, 53.8, (7, 5), 68),
+    _gpu("a100-40gb", 39.39, 1555, 19.5, 156, 312, (8, 0), 108),
+    _gpu("a100", 79.15, 2039, 19.5, 156, 312, (8, 0), 108),
+    _gpu("a10", 22.19, 600, 31.2, 62.5, 125, (8, 6), 72),
+    _gpu("a10g", 22.19, 600, 35, 35, 70, (8, 6), 80),
+    _gpu("rtx-a6000", 47.53, 768, 38.7, 77.4, 154.8, (8, 6), 84),
+    _gpu("rtx-3060", 11.76, 360, 12.7, 12.7, 25.5, (8, 6), 28),
+    _gpu("rtx-3070", 7.78, 448, 20.3, 20.3, 40.6, (8, 6), 46),
+    _gpu("rtx-3080", 9.77, 760, 29.8, 29.8, 59.5, (8, 6), 68),
+    _gpu("rtx-3090", 23.69, 936, 35.6, 35.6, 71.2, (8, 6), 82),
+    _gpu("l4", 22.16, 300, 30.3, 60.5, 121, (8, 9), 58),
+    _gpu("l40s", 44.40, 864, 91.6, 183, 362, (8, 9), 142),
+    _gpu("rtx-4060", 7.63, 272, 15.1, 15.1, 30.2, (8, 9), 24),
+    _gpu("rtx-4060-ti", 15.59, 288, 22.1, 22.1, 44.1, (8, 9), 34),
+    _gpu("rtx-4070", 11.72, 504, 29.1, 29.1, 58.3, (8, 9), 46),
+    _gpu("rtx-4080", 15.70, 717, 48.7, 48.7, 97.5, (8, 9), 76),
+    _gpu("rtx-4090", 23.64, 1008, 82.6, 82.6, 165.2, (8, 9), 128),
+    _gpu("h100-pcie", 79.11, 2039, 51.2, 378, 756, (9, 0), 114),
+    _gpu("h100", 79.11, 3350, 66.9, 495, 989, (9, 0), 132),
+    _gpu("h200", 139.81, 4800, 66.9, 495, 989, (9, 0), 132),
+    _gpu("rtx-5070-ti", 15.46, 896, 43.9, 43.9, 87.9, (12, 0), 70),
+    _gpu("rtx-5080", 15.46, 960, 56.3, 56.3, 112.6, (12, 0), 84),
+    _gpu("rtx-5090", 31.36, 1792, 104.8, 104.8, 209.5, (12, 0), 170),
+    _gpu("mi300x", 191.69, 5300, 163.4, 653.7, 1307.4, (9, 4), 304),
     # a desktop processor of eight cores with AVX2; bf16 and fp16 autocast were 12 to 16 times slower than fp32
     Device("cpu", 16 * GIB, 40e9, 0.6e12, None, 0.04e12, 0.04e12, None, native_bf16=False, flash=False),
 )
@@ -229,6 +238,7 @@ def measure_device(device: str | torch.device | None = None) -> Device:
             flash=inventory.flash_attention,
             host_op_s=_host_op_seconds(device),
             is_measured=True,
+            num_multiprocessors=known.num_multiprocessors if known is not None else 0,
         )
 
 
