@@ -5,6 +5,7 @@ import json
 import pytest
 
 import trimtab
+import trimtab.train.evaluate
 from tiny_runs import reviews, write_csv
 from trimtab.build import settling
 from trimtab.build.planning import LengthsOfData, OneLength, Planner, named_task
@@ -201,3 +202,108 @@ def test_lengths_of_data(tiny, own_folder):
     steps = -(-len(all_lengths) // 8)
     assert lengths.share(1) == pytest.approx(real * len(all_lengths) / (steps * 8))
     assert lengths.share(8) >= lengths.share(1)
+
+
+# ---------------------------------------------------------------------- evaluations, the host, other processes
+
+
+def test_an_evaluation_is_cut_to_what_fits():
+    """Plain logits of 64 rows of 512 tokens alone are 4 GiB in fp32."""
+    made = recipe(memory={"loss": "plain"}, evaluate={"batch_size": 64})
+    all_rows, found = planner(made, "a100").evaluation(Candidate(1))
+    assert all_rows == 64
+    assert found.allocated > 4 * GIB
+    tight = planner(made, "a100", "3GiB")
+    rows, smaller = tight.evaluation(Candidate(1))
+    assert rows in (8, 16, 32)
+    assert smaller.total <= 3 * GIB
+    assert smaller.allocated < found.allocated / 2
+    outlook = settling._outlook(tight, tight.choose().chosen)
+    assert outlook.eval_micro_batch == rows
+    assert outlook.predicted_peak_bytes >= outlook.predicted_eval_peak_bytes
+
+
+def test_evaluations_begin_with_what_was_planned(train, monkeypatch):
+    sizes = []
+    real = settling.Planner.evaluation
+
+    def few(planner, candidate):
+        return 2, real(planner, candidate)[1]
+
+    monkeypatch.setattr(settling.Planner, "evaluation", few)
+    cut = trimtab.train.evaluate.cut_rows
+    monkeypatch.setattr("trimtab.train.evaluate.cut_rows", lambda batch, rows: sizes.append(rows) or cut(batch, rows))
+    held = train("held", memory={"budget": "auto"})
+    assert held.plan.eval_micro_batch == 2
+    assert set(sizes) == {2}
+    assert held.fit.metrics["accuracy"] == train("plain").fit.metrics["accuracy"]
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(tiny, own_folder):
+    """A new tokenizer is small, and a model from a config that names no size follows it."""
+    rows = write_csv(own_folder / "reviews.csv", reviews(40))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = trimtab.Recipe(
+        model={"config": {"model_type": "bert", **shape}, "tokenizer": "train"},
+        data={"train": str(rows)},
+        train={"max_steps": 1},
+        out=str(own_folder / "run"),
+    )
+    found = settling.survey(made, gpu="t4", thorough=False).plan
+    result = trimtab.fit(made, progress="quiet", device="cpu")
+    assert found.num_parameters == result.plan.num_parameters
+
+
+def test_a_tokenizer_that_outgrew_its_model(tiny):
+    from transformers import AutoTokenizer
+
+    from trimtab.model.load import load_skeleton
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder("bert"))
+    before = load_skeleton(tiny.folder("bert"), "sequence-classification", {}, tokenizer)
+    tokenizer.add_tokens([f"word{number}" for number in range(1000)])
+    after = load_skeleton(tiny.folder("bert"), "sequence-classification", {}, tokenizer)
+    rows = [len(model.get_input_embeddings().weight) for model in (before, after)]
+    assert rows[1] == len(tokenizer) > rows[0]
+    assert after.get_input_embeddings().weight.is_meta
+
+
+def test_only_one_process_traces(monkeypatch):
+    """A world of several would wait for the others, which do not trace."""
+
+    def others(*parts):
+        raise AssertionError("the other processes were asked")
+
+    monkeypatch.setattr("trimtab.engine.find_world", others)
+    assert planner(recipe()).prediction(Candidate(1)).allocated > 0
+
+
+def test_the_host_is_planned_for_too():
+    found = settling.survey(recipe(), gpu="t4", length=128, thorough=False)
+    plan = found.plan
+    weights = 4 * plan.num_parameters
+    assert plan.predicted_host_bytes > 3 * weights, "a snapshot of weights and both moments"
+    assert plan.predicted_disk_bytes == pytest.approx(3 * 3 * weights + 2 * weights, rel=0.01)
+    (line,) = found.besides()
+    assert line.startswith("Besides: evaluations of ")
+    unsaved = settling.survey(recipe(checkpoint={"every": None}), gpu="t4", length=128, thorough=False).plan
+    assert unsaved.predicted_disk_bytes == pytest.approx(2 * weights, rel=0.01)
+
+
+def test_a_learnt_mask_takes_the_plain_kernel():
+    """No kernel gives the gradient of a mask, so that T5, whose position biases are learnt, holds all pairs."""
+    import torch
+
+    from trimtab.planner.cuda import CudaRules, Gpu, as_on_cuda
+    from trimtab.planner.trace import Recorder
+
+    def peak(learns):
+        recorder = Recorder(CudaRules(Gpu()), lambda tensor: 0)
+        query = torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.empty(1, 4, 64, 64, device="meta", dtype=torch.bfloat16, requires_grad=learns)
+        with as_on_cuda(Gpu()), recorder:
+            torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum().backward()
+        return {op.name for op in recorder.trace().ops}
+
+    assert any("efficient" in name for name in peak(False))
+    assert not any("efficient" in name for name in peak(True))

@@ -21,6 +21,7 @@ from trimtab.tracking.attachment import TRACKING
 from trimtab.tracking.run_folder import CHECKPOINTS, Folder
 from trimtab.train.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.train.loop import Keeper
+from trimtab.train.stopping import Best
 
 # tracking.json before the numbers: what it says is sent is then in them
 _MIRRORED = ("recipe.yaml", "plan.json", "run.json", TRACKING, "metrics.jsonl")
@@ -30,9 +31,9 @@ class BestKeeper:
     """Writes the best model as a plain Hugging Face folder, and the numbers into the run's journal."""
 
     def __init__(
-        self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], metric: str
+        self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], best: Best
     ) -> None:
-        self._folder, self._loaded, self._card, self._metric = folder, loaded, card, metric
+        self._folder, self._loaded, self._card, self._best = folder, loaded, card, best
         self._tokens = tokens
         self._export = PatientExport(folder.best, engine.unwrap_model(loaded.model), loaded.tokenizer)
         self._facts: dict[str, Any] = {}
@@ -44,9 +45,13 @@ class BestKeeper:
 
     def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
         """Write the model beside the one before, then take its place."""
-        value = metrics.get(self._metric)
-        best = value if value is not None and math.isfinite(value) else None
-        self._facts = {"metric_name": self._metric, "best_metric": best, "best_step": step}
+        value = metrics.get(self._best.metric)
+        self._facts = {
+            "metric_name": self._best.metric,
+            "higher_is_better": self._best.higher_is_better,
+            "best_metric": value if value is not None and math.isfinite(value) else None,
+            "best_step": step,
+        }
         return self._written(self._export.write({**self._card, "step": step, "metrics": metrics}))
 
     def write_waiting(self) -> str | None:
@@ -109,12 +114,12 @@ class NoKeeper:
 
 
 def build_keeper(
-    folder: Folder, engine: Engine, loaded: Loaded, tokens: Tokens, card: dict[str, Any], metric: str
+    folder: Folder, engine: Engine, loaded: Loaded, tokens: Tokens, card: dict[str, Any], best: Best
 ) -> Keeper:
     """What keeps the best model; of several processes only the first one does."""
     if not engine.is_main_process:
         return NoKeeper(folder)
-    return BestKeeper(folder, engine, loaded, tokens.train, card, metric)
+    return BestKeeper(folder, engine, loaded, tokens.train, card, best)
 
 
 def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpoints | NoCheckpoints:

@@ -24,6 +24,7 @@ from trimtab.model.kernels import choose_kernels
 from trimtab.model.linear_cross_entropy import logits_bytes
 from trimtab.model.load import max_positions
 from trimtab.optim.build import QUANTIZED
+from trimtab.planner.host import HostPrediction, predict_host
 from trimtab.planner.memory import Prediction, beside_library_of, predict
 from trimtab.planner.search import Candidate, Estimate, Ladder, Row, Space, largest, search
 from trimtab.planner.shortening import stacks_of
@@ -386,6 +387,22 @@ class Planner:
     def _predicted(self, candidate: Candidate, trace: Trace) -> Prediction:
         has_kernels = loads_kernels(candidate.kernels, candidate.optimizer, candidate.adapter)
         return self.target.as_here(predict(trace, with_kernels=has_kernels))
+
+    def host(self, candidate: Candidate) -> HostPrediction:
+        """What a candidate takes of the host's memory and of the disk, at most."""
+        skeleton = self._tracer(candidate.adapter).skeleton()
+        loaded = sum(weight.nbytes for weight in skeleton.state_dict().values())
+        is_half = candidate.adapter != "none" or self.precision == "bf16-pure"
+        embeddings = skeleton.get_input_embeddings().weight.nbytes if candidate.offload == "embeddings" else 0
+        return predict_host(
+            self.prediction(candidate).trace,
+            loaded_bytes=loaded // 2 if is_half else loaded,
+            is_streamed=candidate.adapter == "qlora",
+            is_paged=candidate.optimizer.startswith("paged"),
+            embedding_bytes=embeddings // 2 if is_half else embeddings,
+            keeps=0 if self.recipe.checkpoint.every is None else self.recipe.checkpoint.keep,
+            is_adapter=candidate.adapter != "none",
+        )
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """What a candidate takes; None where the model does not allow it."""

@@ -197,7 +197,10 @@ def _outlook(planner: Planner, row: Row) -> Outlook:
         if eval_peak > peak:
             peak, parts = eval_peak, found.parts
     total = needed + estimate.outside_bytes
-    return Outlook(planner.target.budget_bytes, peak, total, estimate.step_s, dict(parts), rows, eval_peak)
+    host = None if planner.target.is_cpu else planner.host(row.candidate)
+    memory, disk = (None, None) if host is None else (host.memory, host.disk)
+    budget = planner.target.budget_bytes
+    return Outlook(budget, peak, total, estimate.step_s, dict(parts), rows, eval_peak, memory, disk)
 
 
 # ---------------------------------------------------------------------- what does not fit
@@ -259,6 +262,20 @@ class Survey:
     def shown(self) -> list[Rung]:
         """The rungs that are worth a line."""
         return shown(self.rungs)
+
+    def besides(self) -> list[str]:
+        """What the chosen plan takes when it does not train."""
+        plan = self.plan
+        if plan is None or plan.predicted_host_bytes is None or plan.predicted_disk_bytes is None:
+            return []
+        words = [
+            f"host memory at most {format_bytes(plan.predicted_host_bytes)}",
+            f"disk at most {format_bytes(plan.predicted_disk_bytes)}",
+        ]
+        if plan.predicted_eval_peak_bytes is not None:
+            peak = format_bytes(plan.predicted_eval_peak_bytes)
+            words.insert(0, f"evaluations of {plan.eval_micro_batch} rows at once need {peak}")
+        return ["Besides: " + "; ".join(words) + "."]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

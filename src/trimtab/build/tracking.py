@@ -9,7 +9,6 @@ import torch
 from trimtab import __version__
 from trimtab.build.data import run_name
 from trimtab.build.parts import Tokens
-from trimtab.data.metrics import higher_is_better
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.hardware.surroundings import describe_surroundings
@@ -48,7 +47,9 @@ def build_companion(
 
 
 def _about(recipe: Recipe, folder: Path) -> About:
+    known = (read_status(folder) or {}).get("id")  # so that a folder which has lost tracking.json finds its run again
     return About(
+        **({} if known is None else {"run": known}),
         name=folder.absolute().name,
         experiment=run_name(recipe),
         params=flat_params(recipe.model_dump(mode="json")),
@@ -122,11 +123,6 @@ def _about_before(recipe: Recipe, folder: Path) -> About:
     status = read_status(folder) or {}
     about.started_ms = int(status.get("started", 0) * 1000)
     about.metric = status.get("metric_name")
-    if about.metric is not None:
-        try:
-            about.higher_is_better = higher_is_better(about.metric)
-        except RecipeError:  # one of the user's own, whose function is not here
-            about.register = None
     return about
 
 

@@ -115,7 +115,7 @@ def build_trainer(
         early_stopping=_build_stopping(recipe, plan, own_metrics),
         freezing=freezing,
         hold=hold,
-        keeper=build_keeper(folder, engine, loaded, tokens, card, plan.metric),
+        keeper=build_keeper(folder, engine, loaded, tokens, card, best),
         checkpoints=checkpoints,
         progress=progress,
         callbacks=callbacks,

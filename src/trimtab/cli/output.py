@@ -112,7 +112,7 @@ def show_plans(survey: "Survey", *, as_json: bool) -> None:
     typer.echo(f"{target.name}, {format_bytes(target.budget_bytes)}, {survey.precision}, {survey.optimizer}\n")
     show_table(*table(rungs, target.budget_bytes, survey.optimizer))
     typer.echo(f"\n{legend(rungs)}")
-    for line in (survey.why, target.note):
+    for line in (survey.why, *survey.besides(), target.note):
         if line:
             typer.echo(line)
 

@@ -62,7 +62,7 @@ def predict_host(
         is_streamed: Whether weights go to the device one by one, as 4-bit ones do.
         is_paged: Whether optimizer state lives in memory that the driver pages.
         embedding_bytes: Embeddings that stay on the host.
-        keeps: Checkpoints that are kept.
+        keeps: Checkpoints that are kept; none where none is written.
         is_adapter: Whether only the adapter is handed over.
     """
     trained = sum(trace.births[storage].size for storage in trace.gradients)
@@ -76,5 +76,5 @@ def predict_host(
         snapshot=saved,
         checkpoint=saved,
         model=trained if is_adapter else loaded_bytes,
-        num_checkpoints=keeps + _SPARE_CHECKPOINTS,
+        num_checkpoints=keeps + _SPARE_CHECKPOINTS if keeps else 0,
     )

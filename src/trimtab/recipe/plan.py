@@ -18,6 +18,8 @@ class Outlook:
     predicted_parts: Mapping[str, int]
     eval_micro_batch: int | None = None
     predicted_eval_peak_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    predicted_disk_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Plan:
         predicted_parts: The peak by anatomy.
         eval_micro_batch: Held-out rows that one process has at once, at most; None is not decided here.
         predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
+        predicted_host_bytes: Memory of the host, at most: while loading, or while a state is saved.
+        predicted_disk_bytes: Of the disk, at most: checkpoints and the best model.
     """
 
     device: str
@@ -64,6 +68,8 @@ class Plan:
     predicted_parts: Mapping[str, int] = field(default_factory=dict)
     eval_micro_batch: int | None = None
     predicted_eval_peak_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    predicted_disk_bytes: int | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -113,8 +119,15 @@ class Plan:
             return []
         return [
             f"predicted: {format_bytes(self.predicted_total_bytes)} of {format_bytes(self.budget_bytes)}, "
-            f"{format_seconds(self.predicted_step_s)} a step"
+            f"{format_seconds(self.predicted_step_s)} a step{self.beside()}"
         ]
+
+    def beside(self) -> str:
+        """What it takes of the host, if that was predicted."""
+        if self.predicted_host_bytes is None or self.predicted_disk_bytes is None:
+            return ""
+        host, disk = format_bytes(self.predicted_host_bytes), format_bytes(self.predicted_disk_bytes)
+        return f"; at most {host} of the host's memory, {disk} of disk"
 
 
 def _millions(count: int) -> str:

@@ -29,6 +29,7 @@ class Attachment:
         run_id: MLflow's name of the run; None before it was made.
         sent: End, in bytes of metrics.jsonl, of what the server may have: noted before it is sent.
         acked: End of what it has for certain.
+        ahead_since_ms: Since when the server may know more than this folder, which came back from an older copy.
         params: Whether the recipe is there.
         artifacts: Checksums of the files that are there, by name.
         status: MLflow's word, as it was set last.
@@ -40,13 +41,14 @@ class Attachment:
     run_id: str | None = None
     sent: int = 0
     acked: int = 0
+    ahead_since_ms: int | None = None
     params: bool = False
     artifacts: dict[str, str] = field(default_factory=dict)
     status: str = ""
 
     def forget(self) -> None:
         """The server no longer knows the run: everything is sent anew, into a new one."""
-        self.experiment_id = self.run_id = None
+        self.experiment_id = self.run_id = self.ahead_since_ms = None
         self.acked, self.params, self.artifacts, self.status = 0, False, {}, ""
 
 

@@ -43,7 +43,7 @@ def log_best_model(
     register: str | None = None,
     metric: str,
     value: float | None,
-    higher_is_better: bool,
+    higher_is_better: bool | None,
     tell: Callable[[str], None] = say,
 ) -> str | None:
     """Log a model with its run, and register it. What is there already is not sent again.
@@ -56,7 +56,7 @@ def log_best_model(
         register: The name under which a version is registered; None registers nothing.
         metric: By which it was chosen.
         value: Of that metric; None where nothing was evaluated.
-        higher_is_better: Whether more of the metric is better.
+        higher_is_better: Whether more of the metric is better; None where nobody knows, and it cannot be the best.
         tell: Takes lines for the user.
 
     Returns:
@@ -67,7 +67,7 @@ def log_best_model(
     facts = read_facts(folder)
     tags = {
         METRIC: metric,
-        HIGHER_IS_BETTER: str(higher_is_better).lower(),
+        **({} if higher_is_better is None else {HIGHER_IS_BETTER: str(higher_is_better).lower()}),
         **({} if value is None or not math.isfinite(value) else {VALUE: repr(float(value))}),
     }
     about_step = {METRICS: json.dumps(facts.get("metrics") or {})[:_MAX_TAG], STEP: str(facts.get("step", ""))}
@@ -165,7 +165,8 @@ def _register(client: "MlflowClient", name: str, model: Any, run_id: str, tags: 
         return f"{which} is registered, {reason}"
     if not is_best:
         client.set_registered_model_alias(name, ALIAS, version.version)
-    return f"{which} is {ALIAS} ({tags[METRIC]} {float(tags[VALUE]):.4g})"
+    value = f" ({tags[METRIC]} {float(tags[VALUE]):.4g})" if VALUE in tags else ""  # else somebody has chosen it
+    return f"{which} is {ALIAS}{value}"
 
 
 def model_id_of(version: Any) -> str | None:
@@ -178,6 +179,8 @@ def _why_not(tags: Mapping[str, str], current: Any) -> str | None:
     """Why a version does not get the alias; None if it does."""
     if VALUE not in tags:
         return f"without the alias {ALIAS}: nothing was evaluated"
+    if HIGHER_IS_BETTER not in tags:
+        return f"without the alias {ALIAS}: nobody knows whether more {tags[METRIC]} is better"
     if current is None:
         return None
     there, metric = current.tags, tags[METRIC]

@@ -13,7 +13,7 @@ from trimtab.errors import RecipeError
 from trimtab.log import say, say_once
 
 JOURNAL = "metrics.jsonl"
-_OF_THE_MOMENT = {"time", "tokens_per_s"}  # what is another number each time that a step is taken
+OF_THE_MOMENT = {"time", "tokens_per_s"}  # what is another number each time that a step is taken
 
 
 class Tracker(Protocol):
@@ -157,7 +157,7 @@ def _steps_again(path: Path, position: int, step: int) -> list[tuple[str, int]]:
 
 def _lasting(line: dict[str, Any]) -> str:
     """What is the same in a line when its step is taken again, bit for bit."""
-    return json.dumps({key: value for key, value in line.items() if key not in _OF_THE_MOMENT}, sort_keys=True)
+    return json.dumps({key: value for key, value in line.items() if key not in OF_THE_MOMENT}, sort_keys=True)
 
 
 def _plain(value: Any) -> Any:

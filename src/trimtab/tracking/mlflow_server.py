@@ -167,6 +167,16 @@ class MlflowServer:
             refused += _each_that_is_taken(send, part)
         return refused
 
+    def newest_rows(self, run_id: str) -> list[Row]:
+        """The newest number of each metric."""
+        found = self.client.get_run(run_id).data.to_proto().metrics
+        return [Row(one.key, one.value, one.timestamp, one.step) for one in found]
+
+    def history(self, run_id: str, key: str) -> list[Row]:
+        """Every number of a metric."""
+        found = self.client.get_metric_history(run_id, key)
+        return [Row(one.key, one.value, one.timestamp, one.step) for one in found]
+
     def log_params(self, run_id: str, params: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """Write parameters that are not there yet; MLflow never changes one.
 

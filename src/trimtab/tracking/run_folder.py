@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class RunFolder:
         # for those who look from another host: a run may be silent for long, with large steps
         threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True).start()
         self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
-        self._status: dict[str, Any] = {"step": 0, "num_steps": 0, "started": time.time()}
+        self._status: dict[str, Any] = {"id": uuid.uuid4().hex, "step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
         if goes_on:
             self._status |= before or {}

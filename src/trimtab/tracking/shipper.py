@@ -9,14 +9,16 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, RecipeError
+from trimtab.tracking.ahead import RowsAhead, look_ahead
 from trimtab.tracking.attachment import TRACKING, About, Tracking, shipping
 from trimtab.tracking.journal import JOURNAL
+from trimtab.tracking.lines import MAX_READ_BYTES, rows_of, whole_lines
 from trimtab.tracking.mlflow_server import MAX_METRICS, MlflowServer, Row, Trouble, trouble_of, valid_key
 from trimtab.tracking.run_folder import how_it_stands, read_status
 from trimtab.tracking.uri import without_password
@@ -26,7 +28,6 @@ _STATUSES = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", 
 _FIRST_FILES = ("recipe.yaml", "plan.json")
 _LAST_FILES = (JOURNAL, "report.html", "*.png", "bad-rows-*.jsonl")
 _MODEL = "best"
-_NOT_NUMBERS = {"time", "step"}
 _SUMMARY = (  # of run.json, which become tags
     "step",
     "stop_reason",
@@ -38,7 +39,6 @@ _SUMMARY = (  # of run.json, which become tags
     "num_skipped",
     "peak_memory_bytes",
 )
-_MAX_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Shipment:
         self._is_attached = False
         self._is_described = False
         self._renamed: set[str] = set()
+        self._ahead = RowsAhead()
 
     def ship_numbers(self) -> bool:
         """Send the next lines of the journal; the first time also what is known of the run.
@@ -84,22 +85,25 @@ class Shipment:
         if not self._is_described:
             self._describe(server, run_id)
         end, rows, is_full = self._at.acked, list[Row](), False
-        for text, line_end in _whole_lines(self._folder / JOURNAL, self._at.acked):
+        ahead = self._ahead.copy()  # what is found counts once the server has answered
+        for text, line_end in whole_lines(self._folder / JOURNAL, self._at.acked):
             found = self._rows(text)
             is_full = bool(rows) and len(rows) + len(found) > MAX_METRICS
             if is_full:
                 break
-            rows, end = rows + found, line_end
+            rows, end = rows + ahead.without(found), line_end
         if end == self._at.acked:
             return False
-        is_full = is_full or end - self._at.acked >= _MAX_READ_BYTES // 2
+        is_full = is_full or end - self._at.acked >= MAX_READ_BYTES // 2
         self._at.sent = max(end, self._at.sent)  # first: whoever resumes after a kill must know that it may be there
         self._tracking.write()
         refused = server.log_rows(run_id, rows) if rows else []
         if refused:
             names = ", ".join(sorted({row.key for row in refused}))
             self._tell(f"{len(refused)} numbers are not taken by the tracking server: {names}")
-        self._at.acked = end
+        self._at.acked, self._ahead = end, ahead
+        if not ahead:
+            self._at.ahead_since_ms = None
         self._tracking.write()
         return is_full
 
@@ -171,7 +175,12 @@ class Shipment:
             self._server.set_status(at.run_id, "RUNNING")
             at.status = "RUNNING"
         size = (self._folder / JOURNAL).stat().st_size
-        at.acked = min(at.acked, size)  # a journal that has lost its end
+        at.acked, at.sent = min(at.acked, size), min(at.sent, size)  # a journal that has lost its end
+        is_news = at.ahead_since_ms is None
+        self._ahead = look_ahead(self._server, at.run_id, self._folder, at)
+        if self._ahead and is_news:
+            first, last = self._ahead.steps[0], self._ahead.steps[-1]
+            self._tell(f"{at.uri} has numbers of steps {first:,}-{last:,} already: they are not sent a second time")
         self._tracking.write()
         self._is_attached = True
         return self._server, at.run_id
@@ -228,60 +237,37 @@ class Shipment:
             register=about.register,
             metric=metric,
             value=value if isinstance(value, int | float) else None,
-            higher_is_better=metric != "loss" if about.higher_is_better is None else about.higher_is_better,
+            higher_is_better=_rises(metric, about, read_status(self._folder) or {}),
+            tell=self._tell,
         )
+
+
+def _rises(metric: str, about: About, status: Mapping[str, Any]) -> bool | None:
+    """Whether more of a metric is better; None of one that the user has made, if the run did not say it."""
+    from trimtab.data.metrics import higher_is_better  # and torch, for which nobody waits before the end
+
+    if about.higher_is_better is not None:
+        return about.higher_is_better
+    if status.get("metric_name") == metric and status.get("higher_is_better") is not None:
+        return bool(status["higher_is_better"])
+    try:
+        return higher_is_better(metric)
+    except RecipeError:
+        return None
 
 
 def what_waits(tracking: Tracking, uri: str, *, with_model: bool) -> Waiting:
     """What a server does not have yet of a run that is over."""
     at = tracking.at(uri)
-    num_lines = sum(1 for text, _ in _whole_lines(tracking.folder / JOURNAL, at.acked, whole=True) if rows_of(text))
+    num_lines = sum(1 for text, _ in whole_lines(tracking.folder / JOURNAL, at.acked, whole=True) if rows_of(text))
     files = _files(tracking.folder, is_over=True, with_model=with_model and tracking.about.log_model)
     missing = [path.name for path in files if at.artifacts.get(path.name) != _mark(path)]
     return Waiting(num_lines, tuple("the best model" if name == _MODEL else name for name in missing))
 
 
-def rows_of(text: bytes) -> list[Row]:
-    """The numbers of a line of the journal. Notes and other texts are none; those that JSON has no word for are."""
-    try:
-        line = json.loads(text)
-        moment = round(line["time"] * 1000)
-        step = line.get("step") or 0
-    except (ValueError, LookupError, TypeError, AttributeError):  # not ours, or damaged
-        return []
-    if "config" in line and "step" not in line:
-        return []
-    values = {key: value for key, value in line.items() if key not in _NOT_NUMBERS}
-    return [Row(key, value, moment, step) for key, value in _numbers(values)]
-
-
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}/")
-        elif type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity"):
-            yield f"{prefix}{key}", float(value)
-
-
-def _whole_lines(path: Path, start: int, *, whole: bool = False) -> Iterator[tuple[bytes, int]]:
-    """Lines of a file from an offset on, each with the offset of its end; one that is being written is none yet."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            text = file.read() if whole else file.read(_MAX_READ_BYTES)
-            if not whole and b"\n" not in text:
-                text += file.readline()
-    except FileNotFoundError:
-        return
-    for line in text.splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            start += len(line)
-            yield line, start
-
-
 def _params_of_journal(path: Path) -> dict[str, str]:
     """The recipe that a journal begins with, for a run that was not tracked when it was trained."""
-    first = next((text for text, _ in _whole_lines(path, 0)), b"{}")
+    first = next((text for text, _ in whole_lines(path, 0)), b"{}")
     try:
         return flat_params(json.loads(first).get("config") or {})
     except (ValueError, AttributeError):
