@@ -326,7 +326,7 @@ def _needed(found: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|",
     ]
     for said in found:
-        limit = measured_limit(said["measured"])
+        limit = measured_limit(said)
         if limit is not None:
             needed = said["predicted"]["needed"]
             lines.append(
@@ -335,11 +335,13 @@ def _needed(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def measured_limit(measured: dict[str, Any]) -> float | None:
-    """The smallest limit under which a step ran, where that was sought."""
+def measured_limit(said: dict[str, Any]) -> float | None:
+    """The smallest limit under which a step ran, where that was sought: in bytes, or as a multiple of the peak."""
+    measured = said["measured"]
     if "needed" in measured:
         return float(measured["needed"])
-    return measured["needed_ratio"] * measured["allocated"] if "needed_ratio" in measured else None
+    peak = measured.get("allocated", said.get("predicted", {}).get("allocated"))
+    return float(measured["needed_ratio"] * peak) if "needed_ratio" in measured else None
 
 
 def _times(found: list[dict[str, Any]]) -> list[str]:
