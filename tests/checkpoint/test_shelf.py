@@ -253,6 +253,7 @@ def test_killed_at_any_moment_the_newest_is_valid(tmp_path, killer, caplog):
     while not (tmp_path / "done").exists():
         server.kill_after(0.3)
     shelf, caught = Shelf(tmp_path / "run" / "checkpoints"), 0
+    most = 4  # the best, the last two, and the next one
     for _ in range(10):
         server.kill_after(chance.uniform(0.02, 0.1))
         newest = shelf.newest()
@@ -260,7 +261,8 @@ def test_killed_at_any_moment_the_newest_is_valid(tmp_path, killer, caplog):
         opened = shelf.open()
         assert (decode(opened.trees["a"], opened.tensor_reader("a"))["x"] == newest.step).all()
         assert 1 in steps(shelf), "the best one is gone"
-        assert 2 <= len(steps(shelf)) <= 5
+        assert 2 <= len(steps(shelf)) <= most
+        most = max(4, len(steps(shelf)) + 1)  # a writer that is killed before it tidies up leaves one more
         mirrored = Shelf(tmp_path / "mirror" / "checkpoints")
         assert all(checkpoint.is_valid for checkpoint in mirrored.checkpoints(checksums=True))
         caught += any(path.name.startswith(".") for path in shelf.folder.iterdir())

@@ -148,18 +148,18 @@ def run_script(*arguments, cwd):
     return subprocess.run([str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-def test_exit_code_0_and_json_lines(own_folder, bert):
+def test_exit_code_0_and_json_lines(own_folder, bert, fork_server):
     write_csv(own_folder / "reviews.csv", ROWS)
     arguments = ("--model", bert, "--data", "reviews.csv", "--max-steps", 2, "--device", "cpu", "--out", "run")
-    done = run_script("train", *arguments, "--json", cwd=own_folder)
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+    done = fork_server.start_command("train", *map(str, arguments), "--json")
+    assert done.wait() == 0, done.err
+    events = [json.loads(line) for line in done.out.splitlines()]
     assert [event["event"] for event in events] == ["start", "step", "step", "evaluation", "finish"]
     assert events[1].keys() >= {"step", "loss", "lr", "tokens_per_s", "memory_bytes", "num_skipped", "seconds_left"}
     assert events[3]["metrics"].keys() == {"loss", "accuracy", "f1"}
     assert events[-1] == {"event": "finish", "summary": "finished after 2 steps: run", "failed": False}
-    assert "task classify" in done.stderr  # what is said goes beside the lines, not between them
-    assert all(line.startswith("trimtab: ") for line in done.stderr.splitlines())
+    assert "task classify" in done.err  # what is said goes beside the lines, not between them
+    assert all(line.startswith("trimtab: ") for line in done.err.splitlines())
 
 
 def test_python_m_is_the_command_line(own_folder):
@@ -167,11 +167,11 @@ def test_python_m_is_the_command_line(own_folder):
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "trimtab", "")
 
 
-def test_exit_code_75_and_silence(own_folder, bert):
+def test_exit_code_75_and_silence(own_folder, bert, fork_server):
     write_csv(own_folder / "reviews.csv", ROWS)
     arguments = ("--model", bert, "--data", "reviews.csv", "--max-time", "0.001s", "--device", "cpu", "--out", "run")
-    done = run_script("train", *arguments, "--quiet", cwd=own_folder)
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+    done = fork_server.start_command("train", *arguments, "--quiet")
+    assert (done.wait(), done.out, done.err) == (75, "", "")
     status = json.loads((own_folder / "run" / "run.json").read_text())
     assert (status["state"], status["step"]) == ("stopped", 1)
     assert (own_folder / "run" / "best" / "model.safetensors").is_file()

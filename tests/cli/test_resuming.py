@@ -4,9 +4,7 @@ import json
 import logging
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,20 +50,13 @@ def numbers(run: str) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in ("time", "tokens_per_s")} for line in lines_of(Path(run))]
 
 
-def test_from_a_kill_to_a_longer_run(trimtab, own_folder):
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "trimtab", "train", "recipe.yaml", "--quiet", "--set", "train.epochs=2000"]
-    )
+def test_from_a_kill_to_a_longer_run(trimtab, own_folder, fork_server):
+    killed = fork_server.start_command("train", "recipe.yaml", "--quiet", "--set", "train.epochs=2000")
     try:
-        deadline = time.monotonic() + 120
-        while json.loads(text(own_folder / "run/run.json") or "{}").get("saved_step", 0) < 8:
-            assert time.monotonic() < deadline
-            assert killed.poll() is None
-            time.sleep(0.02)
-        killed.send_signal(signal.SIGKILL)
-        assert killed.wait(30) == -signal.SIGKILL
+        killed.wait_until(lambda: json.loads(text(own_folder / "run/run.json") or "{}").get("saved_step", 0) >= 8, 120)
     finally:
         killed.kill()
+    assert killed.wait() == -signal.SIGKILL
     code, _, err = trimtab("train", "recipe.yaml", "--quiet")
     assert code == 2
     assert re.search(
@@ -121,14 +112,18 @@ def test_stopped_resumed_extended_replaced(trimtab, own_folder):
     assert (code, "nowhere is no folder" in err) == (2, True)
 
 
-def test_the_proof(trimtab):
+@pytest.mark.parametrize("start", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+def test_the_proof(trimtab, fork_server, monkeypatch, start):
+    if start == "forked":  # three processes that need not import everything; the kill is a real one
+        monkeypatch.setattr("trimtab.proof.subprocess.run", fork_server.run_python)
     code, out, err = trimtab("check", "recipe.yaml", "--resume")
     assert code == 0, err
     assert re.search(r"equal: killed, resumed from step 3, .* all \d\d+ tensors .* all \d+ lines", out)
 
 
-def test_a_recipe_that_cannot_be_proven(trimtab):
+def test_a_recipe_that_cannot_be_proven(trimtab, fork_server, monkeypatch):
     """The mistake is found in another process, and comes as one message all the same."""
+    monkeypatch.setattr("trimtab.proof.subprocess.run", fork_server.run_python)
     code, out, err = trimtab("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
     assert code == 2, out + err
     assert "nothing" in err

@@ -3,7 +3,6 @@
 Leaves the gradients of one batch, of which each process has its share, in FOLDER/RANK.pt.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -51,7 +50,3 @@ def main(folder: Path) -> None:
             found[way, how] = gradients(DistributedDataParallel(a_model(), **settings), share, how)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

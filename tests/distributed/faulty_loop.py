@@ -61,17 +61,13 @@ def other_data(folder):
     fit(Recipe(**recipe, train={"epochs": 1}, out=str(folder / "run")), device="cpu", progress="quiet")
 
 
-def main(what: str, folder: Path) -> None:
+def main(what: str, folder: str) -> None:
     torch.set_num_threads(1)
     try:
         if what.startswith("other"):
-            globals()[what](folder)
+            globals()[what](Path(folder))
         else:
-            train(Engine(cpu=True), folder, globals()[what])
+            train(Engine(cpu=True), Path(folder), globals()[what])
     except TrimtabError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,37 +1,80 @@
-"""Starts a script of these tests in several processes, with torchrun, and says what went wrong where one failed."""
+"""Starts a function of these tests in several processes that find each other, as a cluster or torchrun does it."""
 
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from forked import Child, ForkServer
 
 HERE = Path(__file__).parent
 
 
-def environment() -> dict[str, str]:
-    folders = os.pathsep.join([str(HERE), str(HERE.parent)])
-    return os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+def start_together(server: ForkServer, function: str, num_processes: int, **arguments: Any) -> list[Child]:
+    """Processes that run a function, MODULE:NAME, started as a cluster starts them.
+
+    Args:
+        server: Starts them.
+        function: What each runs.
+        num_processes: How many.
+        arguments: Of the function.
+    """
+    port = str(free_port())
+    started = []
+    for rank in range(num_processes):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(num_processes), "LOCAL_RANK": str(rank)}
+        place |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(server.start(function, environment=place, **arguments))
+    return started
 
 
-def run_together(script: ModuleType, folder: Path, num_processes: int, *, timeout: float = 240) -> str:
-    """Run `script` with the folder as its argument in several processes; every one has to succeed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    return _run([*command, str(script.__file__), str(folder)], timeout)
+def run_together(server: ForkServer, script: ModuleType, folder: Path, num_processes: int) -> None:
+    """Run `main` of a script with the folder as its argument in several processes; every one has to succeed."""
+    _finish(start_together(server, "launching:run_main", num_processes, script=script.__name__, folder=str(folder)))
 
 
-def run_alone(script: ModuleType, folder: Path, *, timeout: float = 240) -> str:
+def run_alone(server: ForkServer, script: ModuleType, folder: Path) -> None:
     """The same in one process."""
-    return _run([sys.executable, str(script.__file__), str(folder)], timeout)
+    _finish([server.start("launching:run_main", script=script.__name__, folder=str(folder))])
 
 
-def _run(command: list[str], timeout: float) -> str:
+def run_main(script: str, folder: str) -> None:
+    """What each of the processes does."""
+    __import__(script)
+    sys.modules[script].main(Path(folder))
+
+
+def _finish(started: list[Child], timeout: float = 240) -> None:
+    end = time.monotonic() + timeout
+    try:
+        while None in (codes := [child.poll() for child in started]):
+            assert time.monotonic() < end, "not done in time"
+            assert all(code in (None, 0) for code in codes), codes
+            time.sleep(0.01)
+        assert not any(codes), codes
+    except AssertionError as error:
+        for child in started:
+            child.kill()
+        raise AssertionError("\n\n".join([str(error), *(child.said[-3000:] for child in started)])) from None
+
+
+def run_by_torchrun(script: ModuleType, folder: Path, num_processes: int) -> None:
+    """The same by the real torchrun, in processes that have nothing in common."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    search = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+        [*command, str(script.__file__), str(folder)],
+        env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 def free_port() -> int:

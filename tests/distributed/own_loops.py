@@ -1,7 +1,6 @@
-"""Loops that one, two and three processes run in the same way: each gives what a test compares. Run by torchrun."""
+"""Loops that one, two and three processes run in the same way: each gives what a test compares."""
 
 import random
-import sys
 from pathlib import Path
 
 import torch
@@ -186,7 +185,3 @@ def main(folder: Path) -> None:
         results[name] = loop()
     engine = Engine(cpu=True)
     torch.save(results, folder / f"{engine.num_processes}-{engine.process_index}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

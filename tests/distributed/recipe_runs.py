@@ -1,8 +1,7 @@
-"""Recipes that one, two and three processes run in the same way. Run by torchrun, or by itself."""
+"""Recipes that one, two and three processes run in the same way."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -50,7 +49,3 @@ def main(folder: Path) -> None:
     assert (result.best / "config.json").exists()
     dev = fit(Recipe(**recipe, limits={"fast_dev_run": True}), device="cpu", progress="quiet")
     assert not dev.folder.exists() or num_processes > 1
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

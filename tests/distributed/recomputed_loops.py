@@ -1,6 +1,5 @@
-"""Loops with and without gradient checkpointing, to be compared. Run by torchrun, or alone."""
+"""Loops with and without gradient checkpointing, to be compared."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from trimtab import Engine
 from trimtab.model.gradient_checkpointing import blocks_of, checkpoint_layers
 
 KINDS = ["none", "all", "ops", {"every": 2}, {"layers": [-1]}]
-NUM_ROWS = 16
+NUM_ROWS = 8
 
 
 def a_model(dropout: float) -> nn.Module:
@@ -72,7 +71,3 @@ def main(folder: Path) -> None:
     found = {name: {str(which): train(which, **settings) for which in KINDS} for name, settings in SETTINGS.items()}
     engine = Engine(cpu=True)
     torch.save(found, folder / f"{engine.num_processes}-{engine.process_index}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -5,8 +5,8 @@ import torch
 from launching import run_together
 
 
-def test_gradients_are_those_of_the_whole_batch(tmp_path):
-    run_together(chunked_loops, tmp_path, 2)
+def test_gradients_are_those_of_the_whole_batch(fork_server, tmp_path):
+    run_together(fork_server, chunked_loops, tmp_path, 2)
     alone = chunked_loops.gradients(chunked_loops.a_model(), chunked_loops.rows(), "plain")
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert len(found[0]) == 6

@@ -4,57 +4,52 @@ The processes are started as a cluster does it, without torchrun, which would en
 """
 
 import signal
-import subprocess
-import sys
 import time
 
-import faulty_loop
 import pytest
-from launching import environment, free_port
+from launching import start_together
 
 from tiny_runs import reviews, write_csv
 
 
-def start(what, folder, num_processes=2):
-    """All processes; they write what they say into files."""
-    port = str(free_port())
+@pytest.fixture
+def start(fork_server, tmp_path):
+    """Starts the processes of a fault; none is left behind."""
     started = []
-    for rank in range(num_processes):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(num_processes), "LOCAL_RANK": str(rank)}
-        place |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with (folder / f"said-{rank}").open("w") as said:
-            command = [sys.executable, faulty_loop.__file__, what, str(folder)]
-            started.append(subprocess.Popen(command, env=environment() | place, stdout=said, stderr=said))
-    return started
+
+    def start(what):
+        started[:] = start_together(fork_server, "faulty_loop:main", 2, what=what, folder=str(tmp_path))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
-def outcome(started, folder, timeout):
+def outcome(started, timeout=60):
     """For each process its exit code and what it said."""
-    try:
-        codes = [process.wait(timeout) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(code, (folder / f"said-{rank}").read_text()) for rank, code in enumerate(codes)]
+    codes = [process.wait(timeout) for process in started]
+    return [(code, process.said) for code, process in zip(codes, started, strict=True)]
 
 
-def test_a_killed_process_is_named(tmp_path):
-    (code, said), (killed, _) = outcome(start("killed", tmp_path), tmp_path, 60)
+def test_a_killed_process_is_named(start):
+    (code, said), (killed, _) = outcome(start("killed"))
     assert killed == -signal.SIGKILL
     assert code == 1
     assert "PeerError: rank 1" in said
     assert "it last did: batch 6 of epoch 0" in said
 
 
-def test_a_failed_process_is_named_with_its_reason(tmp_path):
-    (code, said), (_, other) = outcome(start("failing", tmp_path), tmp_path, 60)
+def test_a_failed_process_is_named_with_its_reason(start):
+    (code, said), (_, other) = outcome(start("failing"))
     assert "ValueError: a bad row" in other
     assert code == 1
     assert "rank 1 failed: ValueError: a bad row" in said
 
 
-def test_saving_on_one_process_is_an_error(tmp_path):
-    (code, said), (other_code, other) = outcome(start("saves_alone", tmp_path), tmp_path, 60)
+def test_saving_on_one_process_is_an_error(start, tmp_path):
+    (code, said), (other_code, other) = outcome(start("saves_alone"))
     assert code == 1
     assert "save_state" in said
     assert "rank 1" in said
@@ -65,16 +60,11 @@ def test_saving_on_one_process_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sleeping_process_is_named(tmp_path):
-    started = start("asleep", tmp_path)
+def test_a_sleeping_process_is_named(start):
     began = time.monotonic()
-    try:
-        assert started[0].wait(60) == 1
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    said = (tmp_path / "said-0").read_text()
+    started = start("asleep")
+    assert started[0].wait() == 1
+    said = started[0].said
     assert "rank 1" in said
     assert "faulty_loop.py" in said
     assert time.monotonic() - began < 30 + 15  # of which the start of two processes
@@ -90,9 +80,9 @@ def data(tiny, tmp_path):
     return tmp_path
 
 
-def test_a_process_with_another_recipe_or_other_data_is_named(data):
+def test_a_process_with_another_recipe_or_other_data_is_named(start, data):
     for what, message in (("other_recipe", "rank 1 has train.lr 0.002, others 0.001"), ("other_data", "rank 1 has")):
-        for code, said in outcome(start(what, data), data, 90):
+        for code, said in outcome(start(what)):
             assert code == 2, said
             assert f"the processes differ in {what.removeprefix('other_')}" in said
             assert message in said

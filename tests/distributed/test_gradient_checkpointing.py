@@ -7,11 +7,11 @@ from launching import run_alone, run_together
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(fork_server, tmp_path_factory):
     """What each process found, by (number of processes, rank)."""
     folder = tmp_path_factory.mktemp("recomputed")
-    run_alone(recomputed_loops, folder)
-    run_together(recomputed_loops, folder, 2)
+    run_alone(fork_server, recomputed_loops, folder)
+    run_together(fork_server, recomputed_loops, folder, 2)
     return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count, rank in [(1, 0), (2, 0), (2, 1)]}
 
 

@@ -28,15 +28,20 @@ SCRIPT = [sys.executable, "-m", "trimtab", "launch"]
 
 # Meets the others under a name of its own for each attempt: torchrun keeps one store for all of them.
 TOGETHER = """
-import os, sys, time, datetime, torch, torch.distributed as dist
+import os, sys, time
 rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+if "--fail-once" in sys.argv and attempt == 0:  # before it takes the time to import torch
+    if rank == size - 1:
+        open("failed", "w").close()
+        os._exit(9)
+    while not os.path.exists("failed"):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os._exit(1)
+import torch, torch.distributed as dist
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 store = dist.PrefixStore(f"attempt-{attempt}", store)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-if "--fail-once" in sys.argv and attempt == 0:
-    if rank < size - 1:
-        time.sleep(0.3)
-    os._exit(9 if rank == size - 1 else 1)
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 print(f"rank {rank} of {size}, attempt {attempt}, total {total.item()}, {os.environ['OMP_NUM_THREADS']} threads")

@@ -4,16 +4,16 @@ import own_loops
 import pytest
 import torch
 import verbs
-from launching import run_alone, run_together
+from launching import run_alone, run_by_torchrun, run_together
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(fork_server, tmp_path_factory):
     """What each process of each number of processes found, by (number, rank)."""
     folder = tmp_path_factory.mktemp("loops")
-    run_alone(own_loops, folder)
+    run_alone(fork_server, own_loops, folder)
     for num_processes in (2, 3):
-        run_together(own_loops, folder, num_processes)
+        run_together(fork_server, own_loops, folder, num_processes)
     return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count in (1, 2, 3) for rank in range(count)}
 
 
@@ -52,6 +52,9 @@ def test_overflow_of_one_process_is_skipped_by_all(results):
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_every_verb(tmp_path, num_processes):
-    run_together(verbs, tmp_path, num_processes)
+def test_every_verb(fork_server, tmp_path, num_processes):
+    if num_processes == 2:
+        run_by_torchrun(verbs, tmp_path, num_processes)  # once the real one
+    else:
+        run_together(fork_server, verbs, tmp_path, num_processes)
     assert {path.name for path in tmp_path.glob("done-*")} == {f"done-{rank}" for rank in range(num_processes)}

@@ -11,13 +11,13 @@ from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
+def runs(fork_server, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
     write_csv(folder / "reviews.csv", reviews(90))
     models = {name: tiny.folder(name, **NO_DROPOUT[name]) for name in ("bert", "gpt2")}
     (folder / "models.json").write_text(json.dumps(models))
-    run_alone(recipe_runs, folder)
-    run_together(recipe_runs, folder, 3)
+    run_alone(fork_server, recipe_runs, folder)
+    run_together(fork_server, recipe_runs, folder, 3)
     return folder
 
 

@@ -5,36 +5,51 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from launching import start_together
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(path: Path) -> str:
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_own_loop_is_five_lines_away_and_prints_the_same():
+def test_own_loop_is_five_lines_away_and_prints_the_same(fork_server):
     plain, ours = EXAMPLES / "own_loop.py", EXAMPLES / "own_loop_trimtab.py"
     lines = [path.read_text().splitlines() for path in (plain, ours)]
     added = [line for line in difflib.ndiff(*lines) if line.startswith("+ ") and line[2:].strip()]
     assert 0 < len(added) <= 5, added
-    first, second = run(plain), run(ours)
-    assert first == second
-    assert "accuracy" in first
+    running = [fork_server.start_script(path, is_one_voice=False) for path in (plain, ours)]
+    for child in running:
+        assert child.wait() == 0, child.err
+    assert running[0].out == running[1].out
+    assert "accuracy" in running[0].out
 
 
-def test_the_readme_runs_it_on_two_processes():
-    command = "trimtab launch --processes 2 examples/own_loop_trimtab.py"
-    assert command in (EXAMPLES.parent / "README.md").read_text()
-    program = Path(sys.executable).with_name("trimtab")
-    done = subprocess.run(
-        [str(program), *command.split()[1:]], cwd=EXAMPLES.parent, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+COMMAND = "trimtab launch --processes 2 examples/own_loop_trimtab.py"
+
+
+def assert_learnt(said):
+    lines = said.splitlines()
     assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"], "one voice"
     assert float(lines[-1].split()[-1]) > 0.9
+
+
+def test_it_runs_on_two_processes(fork_server):
+    """Which the README starts with `trimtab launch`; how that starts scripts is seen in tests/distributed."""
+    assert COMMAND in (EXAMPLES.parent / "README.md").read_text()
+    path = str(EXAMPLES / "own_loop_trimtab.py")
+    running = start_together(fork_server, "fork_server:run_script", 2, is_one_voice=False, path=path, words=[])
+    for child in running:
+        assert child.wait() == 0, [child.err for child in running]
+    assert_learnt(running[0].out)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme():
+    program = Path(sys.executable).with_name("trimtab")
+    done = subprocess.run(
+        [str(program), *COMMAND.split()[1:]], cwd=EXAMPLES.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert_learnt(done.stdout)
 
 
 def test_no_example_is_forgotten():

@@ -1,13 +1,7 @@
 """Starts runs in processes that can be killed, and compares how runs end: bit for bit."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +10,9 @@ import torch
 from launching import free_port
 from safetensors.torch import load_file
 
+from forked import Child, ForkServer
 from tiny_runs import lines_of
 
-HERE = Path(__file__).parent
 # Everything that has a state takes part: accumulation, warmup, a part that thaws, dropout, early stopping, logs that
 # fall between saves, evaluations that do too, and a last batch that is smaller.
 STANDARD: dict[str, dict[str, Any]] = {
@@ -40,99 +34,6 @@ NUM_STEPS = 40
 
 
 @dataclass
-class Child:
-    """A process that trains."""
-
-    server: "ForkServer"
-    pid: int
-    said_in: Path
-    code: int | None = None
-
-    @property
-    def said(self) -> str:
-        return self.said_in.read_text(errors="replace") if self.said_in.exists() else ""
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; to a process that has not been waited for, so that the number is still its own."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            self.code = self.server.ask({"do": "poll", "pid": self.pid})
-        return self.code
-
-    def wait(self, timeout: float = 60) -> int:
-        """The exit code; minus the signal's number if one ended it."""
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > end:
-                self.kill()
-                raise AssertionError(f"process {self.pid} does not end: {self.said[-3000:]}")
-            time.sleep(0.005)
-        assert self.code is not None
-        return self.code
-
-    def wait_until(self, happened: Callable[[], Any], timeout: float = 30) -> None:
-        """Until something can be seen from outside, or the process ends."""
-        end = time.monotonic() + timeout
-        while not happened():
-            assert self.poll() is None, self.said[-3000:]
-            assert time.monotonic() < end, self.said[-3000:]
-            time.sleep(0.0005)
-
-
-class ForkServer:
-    """The process that starts the others.
-
-    Args:
-        folder: For its cache, and for what its children say.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._num_children = 0
-        search = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": search, "TRIMTAB_CACHE": str(folder / "cache")}
-        with (folder / "server.err").open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "fork_server.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
-            )
-        assert self._answer() == "ready"
-
-    def start(self, function: str, *, environment: dict[str, str] | None = None, **arguments: Any) -> Child:
-        """A new process that runs a function of `faulty_runs.py`."""
-        self._num_children += 1
-        said = self._folder / f"said-{self._num_children}"
-        child = {"function": function, "arguments": arguments, "said": str(said), "environment": environment or {}}
-        return Child(self, self.ask({"do": "start", "child": child}), said)
-
-    def ask(self, order: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, (self._folder / "server.err").read_text()[-4000:]
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        assert self._process.wait(30) == 0, (self._folder / "server.err").read_text()[-4000:]
-        self._process.stdout.close()
-
-
-@dataclass
 class Stage:
     """What all tests of a worker share: the server, models, rows, and a run that nobody has disturbed."""
 
@@ -143,10 +44,15 @@ class Stage:
     num_runs: int = 0
     undisturbed: dict[str, Path] = field(default_factory=dict)
 
+    def start(self, function: str, *, environment: dict[str, str] | None = None, **arguments: Any) -> Child:
+        """A new process that runs a function of `faulty_runs.py`."""
+        environment = {"TRIMTAB_CACHE": str(self.folder / "cache"), **(environment or {})}
+        return self.server.start(f"faulty_runs:{function}", environment=environment, **arguments)
+
     def make_models(self, wanted: dict[str, dict[str, Any]]) -> None:
         """Make tiny models, in a process that has what is needed for it."""
         to = self.folder / f"models-{'-'.join(wanted)}.json"
-        made = self.server.start("make_models", root=str(to.with_suffix("")), wanted=wanted, to=str(to))
+        made = self.start("make_models", root=str(to.with_suffix("")), wanted=wanted, to=str(to))
         assert made.wait() == 0, made.said
         self.models |= json.loads(to.read_text())
 
@@ -165,7 +71,7 @@ class Stage:
 
     def train(self, recipe: dict[str, Any], **arguments: Any) -> Child:
         """A process that trains; `faulty_runs.train` tells what it can be told."""
-        return self.server.start("train", recipe=recipe, **arguments)
+        return self.start("train", recipe=recipe, **arguments)
 
     def train_together(
         self,

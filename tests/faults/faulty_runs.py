@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.models.bert.modeling_bert  # noqa: F401  imported once, before the forks
-import transformers.models.bert.tokenization_bert  # noqa: F401
 from torch import nn
 
-import trimtab.inference.load  # noqa: F401
 from tiny_runs import TinyModels
 from trimtab import Recipe, fit
 from trimtab.errors import TrimtabError

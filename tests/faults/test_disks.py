@@ -184,7 +184,7 @@ def test_of_several_that_resume_at_once_one_goes_on(stage, killed, tmp_path, num
 def test_a_model_that_waited_for_room_is_the_one_of_its_time(stage, tmp_path, name, kind):
     """Byte for byte, also where weights are tied; what was trained since then is not in it."""
     stage.make_models({name: {"name": name}})
-    child = stage.server.start("export_without_room", model=stage.models[name], kind=kind, folder=str(tmp_path))
+    child = stage.start("export_without_room", model=stage.models[name], kind=kind, folder=str(tmp_path))
     assert child.wait() == 0, child.said
     assert "it waits in memory" in child.said
     at_once, waited = tmp_path / "at-once", tmp_path / "waited"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from fault_stage import (
-    HERE,
     NUM_STEPS,
     assert_same_end,
     draw,
@@ -25,6 +24,8 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from tiny_runs import lines_of
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,28 @@ spec.loader.exec_module(accuracy)
 
 ROWS = [row for row in accuracy.golden_rows() if row.file == "h200-own"]
 PREDICTED = [row for row in ROWS if row.name not in accuracy.NOT_PREDICTED]
+# Each of their choices is made by other rows too, so they are left to the slow run of the tests.
+SLOW = {
+    "own 1B, ladder: tf32",
+    "own 1B, ladder: loss chunked + kernels",
+    "own 1B, ladder: … + recompute all",
+    "own 1B, ladder: … + adamw8bit",
+    "own 1B, optimizers: adam",
+    "own 1B, optimizers: adam8bit",
+    "own 1B, optimizers: adagrad8bit",
+    "own 8B, ladder: full, bf16",
+    "own 8B, ladder: full, bf16-pure, adamw8bit",
+    "own 8B, ladder: loss chunked",
+    "own 8B, ladder: kernels liger",
+    "own 8B, ladder: recompute ops",
+    "own 8B, ladder: recompute all",
+    "own 8B, ladder: qlora",
+    "own 8B, ladder: loss chunked + kernels + recompute all",
+    "own 8B, ladder: … + qlora, paged-adamw8bit",
+    "own 8B, ladder: … + embeddings on the host",
+    "own 8B, 4 x 2048: embeddings on the device",
+    "own 8B, 4 x 2048: embeddings on the host",
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +48,12 @@ def error(row, outcome):
     return outcome.allocated / row.measured["allocated"] - 1
 
 
-@pytest.mark.parametrize("row", PREDICTED, ids=lambda row: row.name.replace("…", "and"))
+def marked(row):
+    marks = [pytest.mark.slow] if row.name in SLOW else []
+    return pytest.param(row, id=row.name.replace("…", "and"), marks=marks)
+
+
+@pytest.mark.parametrize("row", [marked(row) for row in PREDICTED])
 def test_the_peak_is_the_measured_one(row, predictor):
     outcome = predictor.predict(row)
     off = error(row, outcome)
@@ -38,14 +65,20 @@ def test_the_peak_is_the_measured_one(row, predictor):
     assert sum(outcome.parts.values()) == outcome.allocated
 
 
-def test_most_are_right_to_a_thousandth(predictor):
-    errors = [abs(error(row, predictor.predict(row))) for row in PREDICTED]
-    assert len(errors) >= 43
+@pytest.mark.parametrize("left_out", [SLOW, pytest.param(set(), marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_most_are_right_to_a_thousandth(predictor, left_out):
+    rows = [row for row in PREDICTED if row.name not in left_out]
+    errors = [abs(error(row, predictor.predict(row))) for row in rows]
+    assert len(errors) >= 43 - len(left_out)
+    assert left_out <= {row.name for row in PREDICTED}
     assert statistics.median(errors) <= 0.005
-    assert sum(off <= 0.001 for off in errors) >= 0.9 * len(errors)
+    assert sum(off > 0.001 for off in errors) <= 0.1 * len(PREDICTED)
 
 
-@pytest.mark.parametrize(("table", "agreement", "num_close"), [("ladder", 0.85, 15), ("4 x 2048", 0.65, 10)])
+@pytest.mark.parametrize(
+    ("table", "agreement", "num_close"),
+    [pytest.param("ladder", 0.85, 15, marks=pytest.mark.slow), ("4 x 2048", 0.65, 10)],
+)
 def test_the_faster_step_is_known(table, agreement, num_close, predictor):
     """Two machines that measured the same ladder agree with each other to 0.88; near ties are many."""
     rows = [row for row in PREDICTED if row.values["table"] == table and "host_op_s" in row.measured]
