@@ -47,7 +47,7 @@ from trimtab.optim.gradients import Gradients
 from trimtab.optim.prepared import PreparedOptimizer, PreparedScheduler, optimizers_of
 from trimtab.optim.scaling import NoScaler, Scaler
 from trimtab.randomness import diverge, set_seed
-from trimtab.tracking.journal import build_trackers
+from trimtab.tracking.trackers import build_trackers, set_up
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Engine:
         cpu: The same as device="cpu".
         device_placement: Whether `prepare` moves models and batches to the device.
         step_scheduler_with_optimizer: Whether a prepared scheduler waits for real optimizer steps.
-        log_with: "journal", a tracker object, or a list of these; None tracks nothing.
+        log_with: "mlflow", "journal", an object with start, log and finish, or a list of these; None tracks nothing.
         project_dir: Where trackers write.
         split_batches: Whether a loader's batch size is that of all processes together, which it is if left out; False
             lets every process take whole batches.
@@ -628,14 +628,23 @@ class Engine:
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a run in every tracker that `log_with` named."""
-        _refuse_tracker_settings("init_kwargs", init_kwargs)
+        """Begin a run in every tracker that `log_with` named.
+
+        Args:
+            project_name: Runs of one project stand together; it is MLflow's experiment.
+            config: What the run was set to, once.
+            init_kwargs: Settings by a tracker's name: {"mlflow": {"run_name": …, "uri": …, "parent": …, "resume": …}},
+                see `trimtab.tracking.mlflow_tracker.MlflowTracker.set_up`.
+        """
+        set_up(self.trackers, init_kwargs)
         for tracker in self.trackers if self.is_main_process else []:
             tracker.start(project_name, config)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Hand values to every tracker."""
-        _refuse_tracker_settings("log_kwargs", log_kwargs)
+        if log_kwargs:
+            names = ", ".join(sorted(log_kwargs))
+            raise RecipeError(f"log_kwargs has settings for {names}, which no tracker here takes", "leave it out")
         for tracker in self.trackers if self.is_main_process else []:
             tracker.log(values, step)
 
@@ -699,14 +708,6 @@ def _kind_of(part: Any, position: int) -> str:
 def _placed_by_its_loader(model: torch.nn.Module) -> bool:
     """Quantized or spread models are where they must be; `.to` would fail or undo it."""
     return bool(getattr(model, "hf_device_map", None)) or bool(getattr(model, "is_quantized", False))
-
-
-def _refuse_tracker_settings(name: str, settings: dict[str, Any] | None) -> None:
-    if settings:
-        raise RecipeError(
-            f"{name} has settings for {', '.join(sorted(settings))}, which no tracker here takes",
-            "leave it out, or give log_with a tracker object of your own that is set up already",
-        )
 
 
 def _numbered(name: str, index: int) -> str:

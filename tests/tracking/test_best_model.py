@@ -289,6 +289,9 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
     assert tags.pop("trimtab.model_id").startswith("m-")
     assert tags == {"trimtab.metric": "loss", "trimtab.value": "1.5", "trimtab.higher_is_better": "false"}
 
+    assert best_after(register="stories", value=1.0, metric="joy", rises=None) == 3
+    assert "nobody knows whether more joy is better" in caplog.text
+
     models.client.set_registered_model_alias("reviews", "best", "1")  # somebody's choice, of unknown worth
     assert best_after(value=0.95) == 1
     assert "whose accuracy is not known" in caplog.text

@@ -1,5 +1,6 @@
 """Real trainings with the process beside them: it ships, it ends, and a kill or a dead server costs nothing."""
 
+import ast
 import json
 import os
 import re
@@ -90,6 +91,8 @@ def test_a_training_is_tracked(recipe, caplog):
     assert "rows, crc32" in run["tags"]["trimtab.data.train"]
     assert "torch" in run["tags"]["trimtab.versions"]
     assert len(list(Path("runs/mlartifacts/models").glob("*/artifacts/MLmodel"))) == 1
+    assert any(line.startswith("reviews: version 1 is best") for line in caplog.messages)
+    assert json.loads((result.folder / "run.json").read_text())["higher_is_better"] is True
     assert not (result.folder / "tracking.log").exists()
     assert not [line for line in caplog.messages if line.startswith("tracking:") or "track sync" in line]
 
@@ -101,7 +104,7 @@ def test_killed_and_resumed_it_is_one_run(recipe):
     folder = Path("runs/mine/001")
     command = [sys.executable, "-c", KILLED, json.dumps(settings), str(folder), str(int(signal.SIGKILL))]
     assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
-    wait_until(lambda: the_run()["status"] == "FAILED")  # closed by the process that was left alone
+    wait_until(lambda: the_run()["status"] == "FAILED", 60)  # closed by the process that was left alone
     run = the_run()
     assert run["tags"]["trimtab.error"].startswith("killed")
     assert max(line["step"] for line in lines_of(folder)) == 10
@@ -164,6 +167,34 @@ def test_a_training_that_is_asked_to_stop(recipe):
     run = the_run()
     assert run["status"] == "FINISHED"
     assert rows_on(STORE, run["id"]) == rows_in(Path("runs/mine/001"))
+
+
+@pytest.mark.slow
+def test_a_run_that_comes_back_from_its_mirror_is_still_one_run(recipe):
+    """Its folder is lost, and with it what it knew of the server, which has more steps than the mirror."""
+    settings = recipe(checkpoint={"every": "6 steps", "mirror": "drive"})
+    folder = Path("runs/mine/001")
+    command = [sys.executable, "-c", KILLED, json.dumps(settings), str(folder), str(int(signal.SIGKILL))]
+    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+    wait_until(lambda: the_run()["status"] == "FAILED")
+    run_id = the_run()["id"]
+    first = numbers_of(rows_on(STORE, run_id))
+    assert max(step for _, step, _ in first) == 10
+    shutil.rmtree(folder)
+    result = resume(Path("drive/mine/001"), progress="quiet")
+    assert result.folder == folder
+    assert max(line["step"] for line in lines_of(Path("drive/mine/001"))) == 12
+    assert (the_run()["id"], the_run()["status"]) == (run_id, "FINISHED")
+    there = numbers_of(rows_on(STORE, run_id))
+    assert there == numbers_of(rows_in(folder))
+    assert set(Counter((key, step) for key, step, _ in there).values()) == {1}
+    assert set(first) < set(there)
+
+
+def numbers_of(rows):
+    """Rows without the moment at which they were written."""
+    found = [ast.literal_eval(row) for row in rows]
+    return sorted((key, step, None if key == "tokens_per_s" else value) for key, step, _, value in found)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """A run is brought to a server, whatever the server does: afterwards it has exactly the rows of metrics.jsonl."""
 
+import ast
 import contextlib
+import shutil
 import sqlite3
 import threading
 import time
@@ -10,11 +12,13 @@ from mlflow_servers import Proxy, acked_of, free_port, rows_in, rows_on, run_id_
 
 from small_disk import mounted
 from trimtab.tracking import ship_process
+from trimtab.tracking.ahead import RowsAhead
 from trimtab.tracking.attachment import About, Tracking
-from trimtab.tracking.mlflow_server import mlflow_settings
+from trimtab.tracking.lines import rows_of
+from trimtab.tracking.mlflow_server import Row, mlflow_settings
 from trimtab.tracking.run_folder import RunFolder
 from trimtab.tracking.ship_process import Patience, ship
-from trimtab.tracking.shipper import flat_params, rows_of, what_waits
+from trimtab.tracking.shipper import _rises, flat_params, what_waits
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own use of sqlalchemy
 
@@ -25,6 +29,7 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(ship_process, "_EVERY_S", 0.1)
     monkeypatch.setattr(ship_process, "_FIRST_WAIT_S", 0.1)
     monkeypatch.setattr(ship_process, "_LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr(ship_process, "_DYING_S", 0.2)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
 
 
@@ -326,6 +331,85 @@ def test_a_server_that_has_lost_the_run(make_run, store):
     run.write(20)
     assert run.end().check(store)["id"] != first
     assert len(rows_in(run.path)) == 80
+
+
+@pytest.mark.parametrize("knows", ["how far it was", "nothing"])
+def test_a_folder_that_comes_back_from_an_older_copy(make_run, store, tmp_path, knows):
+    """The server has steps that the copy does not have. They are taken again, twice, and are there once."""
+    run = make_run(f"sqlite:///{store}").ship()
+
+    def write(num_lines):
+        for _ in range(num_lines):
+            run.step += 1
+            speed = {"tokens_per_s": time.monotonic()} if run.step % 2 else {}
+            run.folder.record({"loss": 1 / run.step, "norm": float("inf"), **speed}, run.step)
+        run.folder.record({"eval_loss": float("nan")}, run.step)
+
+    def go_on_from(copy):
+        run.ears.tell(is_orphan=True)
+        run._thread.join(30)
+        run.folder._journal.finish()
+        run.folder._let_go()
+        shutil.rmtree(run.path)
+        shutil.copytree(copy, run.path)
+        run.folder = RunFolder(run.path, goes_on=True)
+        run.step = 10
+        run.folder.start({}, 1_000, position, run.step)
+        run.ship()
+
+    write(10)
+    position = (run.path / "metrics.jsonl").stat().st_size
+    wait_until(run.acked)
+    write(4)
+    wait_until(run.acked)
+    shutil.copytree(run.path, tmp_path / "copy")
+    if knows == "nothing":
+        (tmp_path / "copy" / "tracking.json").unlink()
+    write(10)
+    wait_until(run.acked)
+    go_on_from(tmp_path / "copy")
+    write(4)
+    write(5)  # of 10 that the server has
+    wait_until(run.acked)
+    first = 1 if knows == "nothing" else 15
+    assert run.mouth.lines == [f"{run.uri} has numbers of steps {first}-24 already: they are not sent a second time"]
+    shutil.copytree(run.path, tmp_path / "later")
+    go_on_from(tmp_path / "later")
+    write(4)
+    write(10)
+    write(5)
+    run.end()
+    assert (len(runs_on(store)), tracking_of(run.path)["servers"][0]["ahead_since_ms"]) == (1, None)
+    there, here = ([ast.literal_eval(row)[:2] for row in rows] for rows in (stored(run, store), rows_in(run.path)))
+    assert sorted(there) == sorted(set(there))
+    assert sorted(there) == sorted(set(here))
+
+
+def stored(run, store):
+    return rows_on(store, run_id_of(run.path))
+
+
+def test_other_numbers_of_steps_that_are_taken_again_are_sent():
+    ahead = RowsAhead([Row("loss", 1.0, 10, 1), Row("lr", 0.1, 10, 1), Row("tokens_per_s", 7, 10, 1)])
+    other = [Row("loss", 2.0, 20, 1), Row("lr", 0.2, 20, 1), Row("tokens_per_s", 9, 20, 1)]
+    assert ahead.without(other) == other
+    assert ahead.without([Row("loss", 1.0, 30, 1), Row("lr", 0.2, 30, 1), Row("tokens_per_s", 8, 30, 1)]) == [
+        Row("lr", 0.2, 30, 1)
+    ]
+    assert ahead.without([Row("loss", 1.0, 40, 1)]) == [Row("loss", 1.0, 40, 1)], "it was there once"
+    assert ahead.steps == [1]
+    assert ahead
+    assert not RowsAhead()
+
+
+def test_whether_more_is_better():
+    assert _rises("accuracy", About(), {})
+    assert not _rises("mse", About(), {})
+    assert not _rises("perplexity", About(), {})
+    assert _rises("joy", About(), {}) is None
+    assert _rises("joy", About(), {"metric_name": "joy", "higher_is_better": False}) is False
+    assert _rises("joy", About(), {"metric_name": "other", "higher_is_better": False}) is None
+    assert _rises("joy", About(higher_is_better=True), {"metric_name": "joy", "higher_is_better": False})
 
 
 def test_what_a_line_says():

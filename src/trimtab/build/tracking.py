@@ -1,7 +1,5 @@
 """What accompanies a run to its tracking server, and what is said of the run there."""
 
-import getpass
-import sys
 from pathlib import Path
 
 import torch
@@ -19,7 +17,8 @@ from trimtab.recipe.schema import Recipe
 from trimtab.tracking.attachment import About, Tracking, shipping
 from trimtab.tracking.companion import Companion, MlflowCompanion, NoCompanion
 from trimtab.tracking.mlflow_server import mlflow_settings, trouble_of
-from trimtab.tracking.run_folder import Folder, FollowedFolder, read_status
+from trimtab.tracking.origin import origin_tags
+from trimtab.tracking.run_folder import Folder, FollowedFolder, is_own_loop, read_status
 from trimtab.tracking.shipper import flat_params, ship_all
 from trimtab.tracking.uri import tracking_uri, without_password
 
@@ -53,17 +52,10 @@ def _about(recipe: Recipe, folder: Path) -> About:
         name=folder.absolute().name,
         experiment=run_name(recipe),
         params=flat_params(recipe.model_dump(mode="json")),
-        tags={"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.user": _user(), "trimtab.folder": str(folder)},
+        tags=origin_tags(folder),
         log_model=recipe.track.log_model,
         register=recipe.track.register_as,
     )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container without names
-        return "not known"
 
 
 def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
@@ -96,10 +88,11 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     """
     if read_status(folder) is None:
         raise RecipeError(f"{folder} is no run", "pass a run's folder; trimtab runs lists them")
-    recipe = load_recipe(folder / "recipe.yaml", {}, []).recipe
+    recipe = None if is_own_loop(read_status(folder) or {}) else load_recipe(folder / "recipe.yaml", {}, []).recipe
     with mlflow_settings(), shipping(folder, patience_s=5.0):
         tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))
-        uri = _server_of(tracking, recipe, folder) if to is None else tracking_uri(to, folder)
+        place = folder if recipe is not None else folder.absolute().parent  # loops have one store for all projects
+        uri = _server_of(tracking, recipe, place) if to is None else tracking_uri(to, place)
         if uri is None:
             raise RecipeError(f"{folder} is not tracked", "name a server: --to http://…, or --to local")
         try:
@@ -117,18 +110,22 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     return f"{folder} is on {at.uri}: experiment {at.experiment}, run {at.run_id}, {at.status}"
 
 
-def _about_before(recipe: Recipe, folder: Path) -> About:
+def _about_before(recipe: Recipe | None, folder: Path) -> About:
     """Of a run that was not tracked when it was trained: what its folder still tells."""
-    about = _about(recipe, folder)
     status = read_status(folder) or {}
+    if recipe is None:  # a loop of the user's own: ROOT/PROJECT/NAME
+        path = folder.absolute()
+        about = About(run=status["id"], name=path.name, experiment=path.parent.name, tags=origin_tags(folder))
+    else:
+        about = _about(recipe, folder)
     about.started_ms = int(status.get("started", 0) * 1000)
     about.metric = status.get("metric_name")
     return about
 
 
-def _server_of(tracking: Tracking, recipe: Recipe, folder: Path) -> str | None:
+def _server_of(tracking: Tracking, recipe: Recipe | None, place: Path) -> str | None:
     """The server that a run went to last; its password, if it has one, is that of the environment's address."""
-    of_recipe = tracking_uri(recipe.track.uri, folder)
+    of_recipe = tracking_uri("local" if recipe is None else recipe.track.uri, place)
     if not tracking.attachments:
         return of_recipe
     last = tracking.attachments[-1].uri

@@ -243,7 +243,7 @@ def _tracking_uri(value: Any) -> str:
         return "none"
     if text.lower() in {"local", "databricks", "databricks-uc"}:
         return text.lower()
-    if not re.fullmatch(r"[a-z][a-z0-9+.\-]*:/{2,3}[^\s/].*", text):
+    if not re.fullmatch(r"[a-z][a-z0-9+.\-]*:/{2,4}[^\s/].*", text):
         raise ValueError
     if text.startswith("sqlite:") and not text.startswith("sqlite:///"):
         raise ValueError("has too few slashes: sqlite:///runs/mlflow.db")

@@ -49,7 +49,7 @@ class RowsAhead:
 
         A line whose numbers are all others, as of a run that goes on with another learning rate, is sent whole.
         """
-        if True:
+        if not self._marks:
             return list(rows)
         lasting = [row for row in rows if row.key not in OF_THE_MOMENT]
         new = {id(row) for row in lasting if not self._take(_mark(row))}

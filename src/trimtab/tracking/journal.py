@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a tracker takes the config once and values as they come. The journal is a file of lines."""
+"""The journal: a run's config once, and its numbers as they come, a line each, in a file that others read."""
 
 import contextlib
 import errno
@@ -7,28 +7,13 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.errors import RecipeError
 from trimtab.log import say, say_once
 
 JOURNAL = "metrics.jsonl"
 OF_THE_MOMENT = {"time", "tokens_per_s"}  # what is another number each time that a step is taken
-
-
-class Tracker(Protocol):
-    """Takes the numbers of a run."""
-
-    name: str
-
-    def start(self, project_name: str, config: dict[str, Any] | None) -> None:
-        """A run begins."""
-
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Values at a step."""
-
-    def finish(self) -> None:
-        """The run is over."""
 
 
 class Journal:
@@ -47,7 +32,8 @@ class Journal:
         self._known: Counter[str] = Counter()  # lines of steps that are taken again
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
-        """Open the file and write the config as its first line."""
+        """Open the file and write the config as its first line; a run that is still open is over."""
+        self.finish()
         folder = self._folder / project_name
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / JOURNAL).open("ab", buffering=0)
@@ -77,6 +63,13 @@ class Journal:
             first, last = min(number for _, number in again), max(number for _, number in again)
             say(f"numbers of steps {first:,}-{last:,} are kept from the first time: the tracking server has them")
 
+    def go_on_after_all(self) -> None:
+        """Open the file of a run that goes on from a place that is not known; lines that it has are not repeated."""
+        path = self._folder / JOURNAL
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(_line_end(path, path.stat().st_size))
+        self._known = Counter(text for text, _ in _steps_again(path, 0, 0))
+
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         """Write a line."""
         if self._file is None:
@@ -86,9 +79,9 @@ class Journal:
     def _write(self, line: dict[str, Any]) -> None:
         whole = {"time": round(time.time(), 3), **line}
         try:
-            text = json.dumps(whole, default=_plain, allow_nan=False)
+            text = json.dumps(whole, default=plain, allow_nan=False)
         except ValueError:  # JSON has no word for NaN and infinity: they become text
-            text = json.dumps(json.loads(json.dumps(whole, default=_plain), parse_constant=str))
+            text = json.dumps(json.loads(json.dumps(whole, default=plain), parse_constant=str))
         if self._known and self._known[lasting := _lasting(json.loads(text))]:
             self._known[lasting] -= 1
             return
@@ -160,24 +153,6 @@ def _lasting(line: dict[str, Any]) -> str:
     return json.dumps({key: value for key, value in line.items() if key not in OF_THE_MOMENT}, sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A tensor or an array as lists, a number of theirs as a number; torch is not imported for that."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def build_trackers(log_with: Any, folder: Path | None) -> list[Tracker]:
-    """The trackers that `log_with` names: "journal", "all", a tracker object, or a list of these."""
-    if log_with is None:
-        return []
-    trackers: list[Tracker] = []
-    for choice in log_with if isinstance(log_with, list | tuple) else [log_with]:
-        if not isinstance(choice, str) and all(hasattr(choice, verb) for verb in ("start", "log", "finish")):
-            trackers.append(choice)
-        elif choice in ("journal", "all"):
-            trackers.append(Journal(folder or Path(".")))
-        else:
-            raise RecipeError(
-                f"log_with={choice!r} is not known",
-                'use "journal" (a metrics.jsonl file), or an object with start, log and finish',
-            )
-    return trackers

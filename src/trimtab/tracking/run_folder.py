@@ -126,15 +126,22 @@ class RunFolder:
                 self._journal.go_on(journal_position, step, sent)
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
 
+    def go_on(self) -> None:
+        """A loop of the user's own goes on, nobody knows where: lines that are the same as before are not repeated."""
+        with shipping(self.path, _SHIPPER_ENDS_S) if is_tracked(self.path) else contextlib.nullcontext():
+            self._journal.go_on_after_all()
+        self.update(pid=os.getpid(), host=socket.gethostname())
+
     def track(self, companion: Companion) -> None:
         """Let the numbers be brought to a tracking server, until the run is over."""
         self._companion = companion
         companion.start()
 
-    def record(self, values: dict[str, Any], step: int) -> None:
-        """Write numbers of a step."""
+    def record(self, values: dict[str, Any], step: int | None) -> None:
+        """Write numbers of a step, or of none."""
         self._journal.log(values, step)
-        self.update(step=step)
+        if step is not None:
+            self.update(step=step)
 
     def update(self, **facts: Any) -> None:
         """Note how far the run is."""
@@ -237,6 +244,11 @@ def read_status(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def is_own_loop(status: dict[str, Any]) -> bool:
+    """Whether a run is that of a loop of the user's own, which no recipe can go on with."""
+    return bool(status.get("own_loop"))
+
+
 def how_it_stands(path: Path) -> tuple[str, str]:
     """Whether a run is running, finished, stopped, failed or killed, and why it failed, as far as one can tell here."""
     status = read_status(path) or {}
@@ -255,7 +267,9 @@ def unfinished_run(home: Path, job: str | None = None) -> Path | None:
     found = []
     for status in home.glob(f"*/{_STATUS}"):
         run = read_status(status.parent)
-        if run is not None and run["state"] != "finished" and job in (None, run.get("job")):
+        if run is None or is_own_loop(run):
+            continue
+        if run["state"] != "finished" and job in (None, run.get("job")):
             found.append((run.get("started", 0.0), status.parent))
     return max(found)[1] if found else None
 

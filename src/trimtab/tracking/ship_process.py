@@ -19,7 +19,8 @@ from trimtab.tracking.uri import without_password
 
 _EVERY_S = 2.0  # between two batches
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # after a failure
-_ORPHAN_S = 10.0
+_ORPHAN_S = 25.0  # less than a run that goes on waits for it
+_DYING_S = 4.0  # a process closes its pipes a moment before it counts as dead
 
 
 class Ears:
@@ -186,6 +187,12 @@ def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None
         mouth(**({"progress": True} if now != progress else {"trouble": True}))
         progress = now
         ears.wait(wait_s)
+    with contextlib.suppress(Exception):  # its last lines, for which nobody may come back
+        while shipment.ship_numbers():
+            pass
+    end = time.monotonic() + _DYING_S
+    while how_it_stands(folder)[0] == "running" and time.monotonic() < end:
+        time.sleep(0.05)
     with contextlib.suppress(Exception):
         shipment.close()
 

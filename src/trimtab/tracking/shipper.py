@@ -6,8 +6,6 @@ Everything is read from the folder, so that it can be done beside the training, 
 import contextlib
 import hashlib
 import json
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from trimtab.tracking.attachment import TRACKING, About, Tracking, shipping
 from trimtab.tracking.journal import JOURNAL
 from trimtab.tracking.lines import MAX_READ_BYTES, rows_of, whole_lines
 from trimtab.tracking.mlflow_server import MAX_METRICS, MlflowServer, Row, Trouble, trouble_of, valid_key
+from trimtab.tracking.origin import commit_tags
 from trimtab.tracking.run_folder import how_it_stands, read_status
 from trimtab.tracking.uri import without_password
 
@@ -346,19 +345,3 @@ def close_killed(folders: Iterable[Path], uri: str) -> None:
             continue
         with contextlib.suppress(CheckpointError), shipping(folder, patience_s=0.0):
             Shipment(tracking, uri, lambda text: None).close()
-
-
-def commit_tags(folder: Path) -> dict[str, str]:
-    """The commit of the repository that a folder lies in, under MLflow's name for it."""
-
-    def git(*words: str) -> str:
-        if shutil.which("git") is None:
-            return ""
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "HEAD")
-    if not commit:
-        return {}
-    is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
-    return {"mlflow.source.git.commit": commit, "trimtab.uncommitted_changes": str(is_changed).lower()}
