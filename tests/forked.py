@@ -78,6 +78,8 @@ class ForkServer:
         folder: For what its children say.
     """
 
+    PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT  # it can stand in the place of that module: see `run`
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._num_children = 0
@@ -134,9 +136,9 @@ class ForkServer:
         """As `trimtab WORDS…`."""
         return self.start("fork_server:run_command", words=words, is_one_voice=False, **options)
 
-    def run_python(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Stands in the place of `subprocess.run` for `python -m MODULE WORDS…` whose two outputs are one text."""
-        assert options == {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        assert options == {"stdout": self.PIPE, "stderr": self.STDOUT, "text": True}
         assert command[:2] == [sys.executable, "-m"]
         child = self.start("fork_server:run_module", module=command[2], words=command[3:])
         return subprocess.CompletedProcess(command, child.wait(), child.said)

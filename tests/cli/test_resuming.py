@@ -115,7 +115,7 @@ def test_stopped_resumed_extended_replaced(trimtab, own_folder):
 @pytest.mark.parametrize("start", ["forked", pytest.param("started", marks=pytest.mark.slow)])
 def test_the_proof(trimtab, fork_server, monkeypatch, start):
     if start == "forked":  # three processes that need not import everything; the kill is a real one
-        monkeypatch.setattr("trimtab.proof.subprocess.run", fork_server.run_python)
+        monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
     code, out, err = trimtab("check", "recipe.yaml", "--resume")
     assert code == 0, err
     assert re.search(r"equal: killed, resumed from step 3, .* all \d\d+ tensors .* all \d+ lines", out)
@@ -123,7 +123,7 @@ def test_the_proof(trimtab, fork_server, monkeypatch, start):
 
 def test_a_recipe_that_cannot_be_proven(trimtab, fork_server, monkeypatch):
     """The mistake is found in another process, and comes as one message all the same."""
-    monkeypatch.setattr("trimtab.proof.subprocess.run", fork_server.run_python)
+    monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
     code, out, err = trimtab("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
     assert code == 2, out + err
     assert "nothing" in err

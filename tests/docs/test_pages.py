@@ -45,7 +45,7 @@ def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
     """In this process; what starts others really does, but for `check --resume`, which needs three of them."""
     from trimtab.cli.main import app
 
-    monkeypatch.setattr("trimtab.proof.subprocess.run", fork_server.run_python)
+    monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
     commands = [line.partition("#")[0].strip() for _, block in blocks("sh") for line in block.splitlines()]
     commands = [command for command in commands if command]
     assert len(commands) >= 9
