@@ -1,6 +1,7 @@
 """Shared by all tests: one thread a process, no hub, and nothing left behind."""
 
 import gc
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,10 +46,17 @@ def set_aside() -> None:
 
 @pytest.fixture(autouse=True)
 def _reproducible_and_clean():
-    """Every test starts from one seed; what it does to the environment or the default dtype is an error."""
+    """Every test starts from one seed; what it does to the environment or the default dtype is an error.
+
+    The command line, called in this process, sets for good how loud the log is: that is taken back.
+    """
     torch.manual_seed(0)
     environment = dict(os.environ)
+    log = logging.getLogger("trimtab")
+    loudness = (log.level, log.disabled, log.propagate, log.handlers[:])
     yield
+    log.setLevel(loudness[0])
+    log.disabled, log.propagate, log.handlers[:] = loudness[1:]
     changed = {key for key in environment.keys() | os.environ.keys() if environment.get(key) != os.environ.get(key)}
     own_of_torch = {key for key in changed if key.startswith(("KMP_", "TORCHINDUCTOR_"))}
     assert changed - own_of_torch <= {"PYTEST_CURRENT_TEST"}, changed

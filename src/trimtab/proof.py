@@ -20,11 +20,11 @@ from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
+from trimtab.tracking.journal import OF_THE_MOMENT
 from trimtab.tracking.run_folder import CHECKPOINTS
 
 _SAVED_AT, _KILLED_AT, _NUM_STEPS = 3, 5, 8
 _WRITTEN_WITHIN_S = 300.0
-_NOT_COMPARED = {"time", "tokens_per_s"}
 _REFUSED = "refused.json"  # a mistake of the user, from the process that found it
 
 
@@ -172,7 +172,7 @@ def _tensor_difference(label: str, one: Any, other: Any) -> str:
 
 def _lines(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
-    return [{key: value for key, value in line.items() if key not in _NOT_COMPARED} for line in lines]
+    return [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import yaml
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab.cli.main import main
 from trimtab.log import logger
+from trimtab.tracking.journal import OF_THE_MOMENT
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def trimtab(own_folder, tiny, monkeypatch, capsys, caplog):
 
 
 def numbers(run: str) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in ("time", "tokens_per_s")} for line in lines_of(Path(run))]
+    return [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(Path(run))]
 
 
 def test_from_a_kill_to_a_longer_run(trimtab, own_folder, fork_server):

@@ -53,7 +53,7 @@ def monitors(monkeypatch):
     for monitor in pair:
         monitor.stop()
         monitor.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trimtab-")]
+    assert not [thread for thread in threading.enumerate() if thread.name in ("trimtab-monitor", "trimtab-last-words")]
 
 
 def both(first, second):

@@ -217,6 +217,7 @@ def test_what_is_refused(key, value):
         ({"uri": "databricks://profile"}, "databricks://profile"),
         ({"uri": "sqlite:///runs/mlflow.db"}, "sqlite:///runs/mlflow.db"),
         ({"uri": "postgresql://user@host/db"}, "postgresql://user@host/db"),
+        ({"uri": "mysql+pymysql://user@host/db"}, "mysql+pymysql://user@host/db"),
     ],
 )
 def test_where_a_run_is_tracked(written, uri):
@@ -229,6 +230,8 @@ def test_where_a_run_is_tracked(written, uri):
         ("host:5000", "track.uri: found 'host:5000'; allowed: local | none | databricks, or an address"),
         ("yes", "track.uri: found 'yes'"),
         (3, "track.uri: found 3"),
+        ("htp://host:5000", "is no address that MLflow knows: http:// is"),
+        ("redis://host:5000", "is no address that MLflow knows; allowed"),
         ("sqlite://mlflow.db", "too few slashes"),
         ("http://me:secret@host", "MLFLOW_TRACKING_PASSWORD"),
         ("postgresql://me:secret@host/db", "MLFLOW_TRACKING_URI"),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import Stopped
+from trimtab.tracking.journal import OF_THE_MOMENT
 
 CASES = {
     "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}},
@@ -78,4 +79,4 @@ def tensors(folder):
 
 
 def numbers(run):
-    return [{k: v for k, v in line.items() if k not in ("time", "tokens_per_s")} for line in lines_of(Path(run))]
+    return [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(Path(run))]

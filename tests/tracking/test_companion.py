@@ -18,10 +18,12 @@ from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, trac
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.build import sync_run
+from trimtab.errors import TrimtabError
 from trimtab.run import resume
 from trimtab.tracking import companion
 from trimtab.tracking.attachment import About
 from trimtab.tracking.companion import MlflowCompanion
+from trimtab.tracking.journal import OF_THE_MOMENT
 from trimtab.tracking.run_folder import RunFolder
 
 pytestmark = [
@@ -118,29 +120,36 @@ def test_killed_and_resumed_it_is_one_run(recipe):
     assert (folder / "metrics.jsonl").read_bytes().startswith(kept)
     assert set(Counter((line["step"], *sorted(line)) for line in lines_of(folder)).values()) == {1}
     same = [
-        [{k: v for k, v in line.items() if k not in ("time", "tokens_per_s")} for line in lines_of(run)]
+        [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(run)]
         for run in (whole.folder, folder)
     ]
     assert same[0] == same[1]
 
 
 def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monkeypatch):
-    monkeypatch.setattr(companion, "_END_S", 1.0)
+    monkeypatch.setattr(companion, "_END_S", 60.0)  # which is for a server that was there
     caplog.set_level("INFO", logger="trimtab")
     uri = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
 
     class Patient:
         def on_step(self, state):
             if state.step == 3:
                 wait_until(lambda: any(line.startswith("tracking: ") for line in caplog.messages), 60)
+            self.last = time.monotonic()
 
-    settings = recipe(track={"uri": uri, "log_model": False})
-    result = fit(Recipe(**settings), progress="quiet", callbacks=[Patient()])
+    patient = Patient()
+    settings = recipe(track={"uri": "local", "log_model": False})
+    result = fit(Recipe(**settings), progress="quiet", callbacks=[patient])
+    assert time.monotonic() - patient.last < 30.0
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert result.fit.step == 12
     said = [line for line in caplog.messages if uri in line]
     assert said[0] == f"tracking: {uri}: Connection refused; training goes on, its numbers wait in the run's folder"
     assert re.fullmatch(rf"\d+ lines of numbers and .+ wait for {uri}: trimtab track sync runs/reviews/001", said[-1])
     assert len(said) <= 3  # and perhaps one that it is sending what is left
+    with pytest.raises(TrimtabError, match=uri):
+        sync_run(result.folder)  # knows which server was meant
     assert sync_run(result.folder, f"sqlite:///{store}").endswith("FINISHED")
     assert rows_on(store, run_id_of(result.folder)) == rows_in(result.folder)
 

@@ -1,5 +1,6 @@
 """A run's folder: what is written into it, who may use it, and how runs are listed."""
 
+import errno
 import json
 import os
 import socket
@@ -239,6 +240,36 @@ def test_killed_before_any_state_was_saved(tmp_path):
     folder.finish("finished")
     assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
     assert json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[0])["config"] == {"seed": 1}
+
+
+def test_how_far_it_is_is_written_once_in_a_while_and_at_the_end(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    folder.start({}, num_steps=9)
+    for step in (1, 2, 3):
+        folder.record({"loss": 1.0}, step)
+    assert status_of(folder.path)["step"] == 0
+    monkeypatch.setattr("trimtab.tracking.run_folder._STEP_WRITTEN_EVERY_S", 0.0)
+    folder.record({"loss": 1.0}, 4)
+    assert status_of(folder.path)["step"] == 4
+    monkeypatch.undo()
+    folder.record({"loss": 1.0}, 5)
+    folder.finish("finished")
+    assert status_of(folder.path)["step"] == 5
+
+
+def test_a_disk_without_room_for_it_ends_no_run(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    folder = RunFolder(tmp_path / "run")
+
+    def full(name, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder, "write_text", full)
+    folder.update(num_steps=3)
+    assert caplog.messages == [f"{folder.path / 'run.json'} cannot be written: No space left on device"]
+    monkeypatch.undo()
+    folder.finish("finished")
+    assert status_of(folder.path)["num_steps"] == 3
 
 
 def test_how_a_run_stands(tmp_path):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trimtab.tracking.ranking import Ranking
     from trimtab.tracking.run_folder import RunSummary
 
+_WIDEST = 10_000  # of a table that goes into a file or a program: a line of it is a row
+
 
 def progress_mode(quiet: bool, json_lines: bool) -> str:
     """What the flags mean for the progress display; a quiet run has no lines about guesses and plans either."""
@@ -47,7 +49,8 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stder
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(stderr=to_stderr).print(table)
+    console = Console(stderr=to_stderr)
+    console.print(table, width=None if console.is_terminal else _WIDEST)
 
 
 def show_result(result: "Result") -> None:

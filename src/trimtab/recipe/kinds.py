@@ -6,6 +6,8 @@ Amounts with a unit stay words ("3h", "500 steps"), checked and in one spelling,
 import os
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
@@ -27,6 +29,18 @@ from trimtab.units import (
     seconds_as_words,
 )
 
+_MLFLOW_STORES = (
+    "http",
+    "https",
+    "sqlite",
+    "databricks",
+    "databricks-uc",
+    "uc",
+    "file",
+    "postgresql",
+    "mysql",
+    "mssql",
+)
 _SMALLEST_BUDGET = 2**20  # "8" for 8GiB is a slip of the pen
 
 
@@ -243,8 +257,12 @@ def _tracking_uri(value: Any) -> str:
         return "none"
     if text.lower() in {"local", "databricks", "databricks-uc"}:
         return text.lower()
-    if not re.fullmatch(r"[a-z][a-z0-9+.\-]*:/{2,4}[^\s/].*", text):
+    found = re.fullmatch(r"([a-z][a-z0-9.\-]*)(?:\+\w+)?:/{2,4}[^\s/].*", text)
+    if found is None:
         raise ValueError
+    if found[1] not in {*_MLFLOW_STORES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}:
+        near = get_close_matches(found[1], _MLFLOW_STORES, n=1)
+        raise ValueError(f"is no address that MLflow knows{f': {near[0]}:// is' if near else ''}")
     if text.startswith("sqlite:") and not text.startswith("sqlite:///"):
         raise ValueError("has too few slashes: sqlite:///runs/mlflow.db")
     if re.match(r"[^/]+://[^/@]*:[^/@]+@", text):

@@ -22,6 +22,7 @@ from trimtab.tracking.uri import sqlite_file, without_password
 
 _END_S = 10.0  # without any progress, after which a run that is over does not wait for its server
 _END_OF_FILE_S = 60.0  # a sqlite file cannot be away: it is being made, or another run is writing
+_NEVER_THERE = 2  # tries at the end, of a server that has not answered once
 _SAID_AFTER_S = 2.0
 _UPLOAD_S = 3600.0  # a file is on its way, and mlflow itself gives up on a server that does not answer
 _LOG = "tracking.log"
@@ -129,7 +130,8 @@ class MlflowCompanion:
                     message = json.loads(line)
                     if "say" in message:
                         say(message["say"])
-                    self._heard.put(message)
+                    if self._is_ending:  # before that nobody waits
+                        self._heard.put(message)
         self._heard.put({"ended": True})
         if not self._is_ending:
             say(f"tracking has ended by itself, see {self._folder / _LOG}; the numbers are safe in {self._folder}")
@@ -138,6 +140,7 @@ class MlflowCompanion:
         """Until it is done, or nothing has gone forward for a while."""
         began = last = time.monotonic()
         is_uploading = is_said = False
+        num_in_vain = 0
         while True:
             now = time.monotonic()
             end = now + _UPLOAD_S if is_uploading else last + self._end_s
@@ -154,6 +157,9 @@ class MlflowCompanion:
             is_uploading = "upload" in message or (is_uploading and "say" in message)
             if "progress" in message:
                 last = time.monotonic()
+            num_in_vain += "trouble" in message and not message["was_there"]
+            if num_in_vain >= _NEVER_THERE:
+                return
 
     def _last_words(self) -> None:
         from trimtab.tracking.shipper import what_waits

@@ -13,7 +13,14 @@ from trimtab.errors import RecipeError
 from trimtab.log import say, say_once
 
 JOURNAL = "metrics.jsonl"
-OF_THE_MOMENT = {"time", "tokens_per_s"}  # what is another number each time that a step is taken
+OF_THE_MOMENT = {  # what is another number each time that a step is taken
+    "time",
+    "tokens_per_s",
+    "peak_memory_bytes",
+    "peak_reserved_bytes",
+    "preflight_peak_bytes",
+    "preflight_eval_peak_bytes",
+}
 
 
 class Journal:

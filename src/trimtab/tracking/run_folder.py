@@ -23,6 +23,7 @@ from trimtab.tracking.journal import JOURNAL, Journal, first_line_end
 CHECKPOINTS = "checkpoints"
 _STATUS = "run.json"
 _BEAT_S = 60.0
+_STEP_WRITTEN_EVERY_S = 1.0
 SILENT_S = 1800.0  # after which a run on another host is taken to be over
 _SHIPPER_ENDS_S = 30.0  # one whose run was killed sees that in a second, and ends what it was about
 
@@ -141,7 +142,14 @@ class RunFolder:
         """Write numbers of a step, or of none."""
         self._journal.log(values, step)
         if step is not None:
-            self.update(step=step)
+            self._note_step(step)
+
+    def _note_step(self, step: int) -> None:
+        """For `trimtab runs`; the numbers themselves are in the journal, so that once in a while is enough."""
+        with self._writing:
+            self._status["step"] = step
+        if time.time() - self._status.get("updated", 0.0) >= _STEP_WRITTEN_EVERY_S:
+            self.update()
 
     def update(self, **facts: Any) -> None:
         """Note how far the run is."""

@@ -150,10 +150,10 @@ def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None
         ears: Tell how the training stands.
         mouth: Tells the training how the shipping stands.
     """
+    tracking = open_tracking(folder, about, uri)
     import mlflow  # noqa: F401  # seconds, in which the training may have ended already
 
     mouth(progress=True)
-    tracking = open_tracking(folder, about)
     shipment = Shipment(tracking, uri, mouth.say, on_upload=lambda: mouth(upload=True))
     server = Patience(
         mouth.say, "training goes on, its numbers wait in the run's folder", f"{without_password(uri)} is back"
@@ -184,7 +184,7 @@ def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None
             server.note([trouble])
             wait_s = min(server.wait_s, _EVERY_S) if is_over else server.wait_s
         now = shipment.progress()
-        mouth(**({"progress": True} if now != progress else {"trouble": True}))
+        mouth(**({"progress": True} if now != progress else {"trouble": True, "was_there": shipment.is_attached}))
         progress = now
         ears.wait(wait_s)
     with contextlib.suppress(Exception):  # its last lines, for which nobody may come back

@@ -60,6 +60,9 @@ class Shipment:
         uri: The server.
         tell: Takes a line for the user.
         on_upload: Called before a file is sent, which may take long.
+
+    Attributes:
+        is_attached: Whether the server has answered, and the run is there.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Shipment:
         self._folder = tracking.folder
         self._at = tracking.at(uri)
         self._server: MlflowServer | None = None
-        self._is_attached = False
+        self.is_attached = False
         self._is_described = False
         self._renamed: set[str] = set()
         self._ahead = RowsAhead()
@@ -162,7 +165,7 @@ class Shipment:
         if self._server is None:
             self._server = MlflowServer(self._uri)
         about, at = self._tracking.about, self._at
-        if self._is_attached and at.run_id is not None:
+        if self.is_attached and at.run_id is not None:
             return self._server, at.run_id
         if at.run_id is not None and not self._is_there(at.run_id):
             at.forget()
@@ -181,7 +184,7 @@ class Shipment:
             first, last = self._ahead.steps[0], self._ahead.steps[-1]
             self._tell(f"{at.uri} has numbers of steps {first:,}-{last:,} already: they are not sent a second time")
         self._tracking.write()
-        self._is_attached = True
+        self.is_attached = True
         return self._server, at.run_id
 
     def _is_there(self, run_id: str) -> bool:
@@ -200,7 +203,7 @@ class Shipment:
 
     def start_anew(self) -> None:
         """The server has lost the run while it was written to: look again."""
-        self._is_attached = self._is_described = False
+        self.is_attached = self._is_described = False
 
     def _describe(self, server: MlflowServer, run_id: str) -> None:
         about = self._tracking.about
@@ -300,8 +303,11 @@ def _mark(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_tracking(folder: Path, about: About) -> Tracking:
-    """What a folder says of its tracking, with what is known now; the name of a run and its beginning stay."""
+def open_tracking(folder: Path, about: About, uri: str) -> Tracking:
+    """What a folder says of its tracking, with what is known now; the name of a run and its beginning stay.
+
+    The server is written down before it is reached: `track sync` has to know which one was meant.
+    """
     found = Tracking.read(folder)
     tags = {**about.tags, **commit_tags(Path.cwd())}
     if found is None:
@@ -315,6 +321,7 @@ def open_tracking(folder: Path, about: About) -> Tracking:
             parent=about.parent or before.parent,
             tags=before.tags | tags,
         )
+    found.at(uri)
     found.write()
     return found
 

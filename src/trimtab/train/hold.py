@@ -159,9 +159,7 @@ class Hold:
     # ------------------------------------------------------------------ the end, and going on
 
     def measured(self) -> dict[str, int]:
-        """Peaks of the run, beside what was foretold and foreseen; nothing where neither was."""
-        if self._predicted is None and self._foreseen is None:
-            return {}
+        """Peaks of the run, beside what was foretold and foreseen."""
         device = self._engine.device
         numbers = {"peak_memory_bytes": peak_memory(device), "peak_reserved_bytes": peak_reserved(device)}
         if self._predicted is not None:
@@ -173,7 +171,9 @@ class Hold:
         return numbers
 
     def last_words(self) -> str:
-        """What the run needed, in a line."""
+        """What the run needed, in a line; nothing where it was neither foretold nor foreseen."""
+        if self._predicted is None and self._foreseen is None:
+            return ""
         device = self._engine.device
         return f"memory: {self._in_words(Peak(peak_memory(device), peak_reserved(device)))}"
 

@@ -243,10 +243,10 @@ class Trainer:
         self._write_waiting()
         if self.state.step < self._schedule.num_steps and self.state.stop_reason == "finished":
             self.state.stop_reason = "callback"
-        measured = self._hold.measured()
-        if measured:
-            self._keeper.record(measured, self.state.step)
-            self._progress.note(self._hold.last_words())
+        self._keeper.record(self._hold.measured(), self.state.step)
+        words = self._hold.last_words()
+        if words:
+            self._progress.note(words)
 
     def _one_step(self, micro_batches: Iterator[dict[str, torch.Tensor]], num_micro_batches: int) -> bool:
         """One optimizer step; True where memory ran out in it, and it has to be done again in smaller pieces."""
