@@ -160,9 +160,10 @@ def test_the_folder_of_a_run(bert, own_folder):
     first = json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert first["config"]["seed"] == 3
     lines = lines_of(result.folder)
-    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 3]
     assert all(line.keys() >= {"loss", "lr", "grad_norm", "tokens_per_s"} for line in lines[:3])
     assert lines[3]["eval_accuracy"] == result.fit.metrics["accuracy"]
+    assert lines[4]["peak_memory_bytes"] > 0
 
 
 def test_the_names_of_runs(bert, own_folder):

@@ -288,6 +288,18 @@ class Engine:
 
         return undo
 
+    def agreeing(self) -> AbstractContextManager[None]:
+        """A context for one window that all processes end, or none: each one's host waits for the others twice."""
+        return self._gradients.agreeing()
+
+    def give_up_window(self) -> bool:
+        """This process could not end a window inside `agreeing`: the others get `OthersGaveUp`, and go no further.
+
+        Returns:
+            Whether they do; not where the gradients of the window had been exchanged already.
+        """
+        return self._gradients.give_up()
+
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """A context in which operations run in the engine's precision, for computation outside the model's forward."""
         return self._precision.autocast(enabled)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,8 +56,9 @@ class DataParallel(DistributedDataParallel):
         super().__init__(module, init_sync=init_sync, **settings)
         self._training = _what_trains(module)
         orders_buckets_later = not (self._options.find_unused_parameters or self._options.static_graph)
-        if orders_buckets_later and dist.get_world_size() > 2:
+        if orders_buckets_later:
             self._settle_buckets()
+        self.can_give_up = orders_buckets_later and not has_statistics
         self._awaits_backward = False
         self._num_forwards = 0  # since the last exchange
         self._was_shared = False  # that exchange answered for several forwards
@@ -68,7 +68,7 @@ class DataParallel(DistributedDataParallel):
         """Let torch order its buckets now, and not after the first step.
 
         The order of a sum over three and more processes depends on the bucket: a resumed run, whose first step comes
-        later, would round that step in another way.
+        later, would round that step in another way. Nor has a forward to wait for the other processes then.
         """
         trained = list(self._exchanged().values())
         held = [parameter.grad for parameter in trained]
@@ -121,6 +121,26 @@ class DataParallel(DistributedDataParallel):
             _Nothing.apply(*trained).backward()  # type: ignore[no-untyped-call]
         self._awaits_backward = False
 
+    def begin_exchange(self) -> None:
+        """Note what is needed to give up in the middle of the backward that comes now."""
+        self._ready_before = self.reducer.get_backward_stats()
+
+    def give_up_exchange(self) -> None:
+        """Answer with zeros for what a backward that has failed did not come to: the others wait for it."""
+        if self._awaits_backward:
+            moments = zip(self._ready_before, self.reducer.get_backward_stats(), strict=True)
+            is_ready = [before != now for before, now in moments]
+            left = [p for p, ready in zip(self._exchanged().values(), is_ready, strict=True) if not ready]
+            if left:
+                _Nothing.apply(*left).backward()  # type: ignore[no-untyped-call]
+
+    def start_over(self) -> None:
+        """Every process has given up a window: none waits for a backward that does not come any more."""
+        self.reducer._reset_state()
+        self._settle_buckets()
+        self._awaits_backward = False
+        self._num_forwards = 0
+
     def backward_done(self) -> None:
         """Gradients have been exchanged, if this model had a part in the loss. See whether all of them were.
 
@@ -170,7 +190,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
 
 
 def _what_trains(module: torch.nn.Module) -> list[bool]:

@@ -185,6 +185,13 @@ class GroupWorld:
         except (TypeError, ValueError) as error:
             raise RecipeError(f"split_between_processes: {error}", "pass lists, tuples or tensors") from error
 
+    def anyone(self, flag: bool) -> bool:
+        """Whether any process says so. The hosts wait for each other, their devices for nobody."""
+        said = torch.tensor(int(flag), dtype=torch.int32, device=self._host)
+        with self.exchanging("agree"):
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return bool(said)
+
     @contextmanager
     def exchanging(self, verb: str) -> Iterator[None]:
         """A context in which this process needs the others; one that is gone becomes a `PeerError` that names it."""

@@ -76,6 +76,9 @@ class World(Protocol):
     def split(self, inputs: Any, apply_padding: bool = False) -> Any:
         """This process's share of a list, tuple, dict of lists or tensor."""
 
+    def anyone(self, flag: bool) -> bool:
+        """Whether any process says so. The hosts wait for each other, their devices for nobody."""
+
     def exchanging(self, verb: str) -> AbstractContextManager[Any]:
         """A context in which this process needs the others; one that is gone becomes a `PeerError` that names it."""
 
@@ -138,6 +141,10 @@ class SoloWorld:
     def split(self, inputs: Any, apply_padding: bool = False) -> Any:
         """All of it."""
         return inputs
+
+    def anyone(self, flag: bool) -> bool:
+        """The flag itself."""
+        return flag
 
     def exchanging(self, verb: str) -> AbstractContextManager[Any]:
         """Nobody is needed."""

@@ -46,6 +46,7 @@ class Accumulation:
         self._total: Weight = 0.0
         self._expected: Weight | None = None  # E for weighted losses, fixed by the first one
         self._weighted: bool | None = None
+        self._owed: tuple[Weight, torch.device] | None = None  # what the other processes wait for
 
     @property
     def num_steps(self) -> int:
@@ -101,6 +102,10 @@ class Accumulation:
         """An optimizer has stepped: a plain loop's next backward begins a new window."""
         self._stepped = True
 
+    def needs_others(self, weight: Weight | None) -> bool:
+        """Whether the backward that comes now exchanges something with other processes."""
+        return self.sync or (weight is not None and self._expected is None)
+
     def share(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor | None:
         """What a micro-batch contributes: its loss times its share of the window, or None if that is nothing at all."""
         weighted = weight is not None
@@ -122,14 +127,26 @@ class Accumulation:
         if self._alone:
             if num_processes == 1:
                 return _nothing_if_weightless(loss, weight)
-            total = self._world.total(weight, loss.device)
+            total = self._summed(weight, loss.device)
             return _nothing_if_weightless(loss * _ratio(weight, total, num_processes), weight)
         if self._expected is None:
-            self._expected = _first_expectation(self._world.total(weight, loss.device), self.num_steps)
+            self._expected = _first_expectation(self._summed(weight, loss.device), self.num_steps)
         elif isinstance(self._expected, torch.Tensor) and self._expected.device != loss.device:
             self._expected = self._expected.to(loss.device)  # from a checkpoint: a host number divides in other bits
         self._count(weight)
         return _nothing_if_weightless(loss * (weight * num_processes / self._expected), weight)
+
+    def _summed(self, weight: Weight, device: torch.device) -> Weight:
+        """The sum over the processes."""
+        self._owed = weight, device
+        total = self._world.total(weight, device)
+        self._owed = None
+        return total
+
+    def settle(self) -> None:
+        """Take part in a sum that the other processes wait for, if this one has failed just before it."""
+        if self._owed is not None:
+            self._summed(*self._owed)
 
     def _count(self, weight: Weight) -> None:
         """Several losses of one micro-batch share its weight: the first one counts."""

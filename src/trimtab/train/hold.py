@@ -129,9 +129,9 @@ class Hold:
             the size of the micro-batches, which the loader has to be asked for again.
 
         Raises:
-            DoesNotFit: It was one row, or several processes are in the middle of a step together.
+            DoesNotFit: It was one row, or other processes have gone on already.
         """
-        result = self._transaction.attempt(work)
+        result = self._transaction.attempt(work, together=self._engine.use_distributed)
         return self._shrink(result, f"at step {step}") if isinstance(result, OutOfMemory) else result
 
     def _shrink(self, failure: OutOfMemory, where: str) -> str:
@@ -139,11 +139,11 @@ class Hold:
         sampler, num_processes = self._sampler, self._engine.num_processes
         before = min(sampler.micro_batch_size, sampler.batch_size, len(sampler.lengths))
         after = -(-before // 2)
-        if num_processes > 1 and where.startswith("at step"):
+        if failure.is_too_late:
             rows = max(1, after // num_processes)
             raise DoesNotFit(
-                f"{failure} {where} on process {self._engine.process_index}: {num_processes} processes cannot take a "
-                f"step back together\n  cure: go on with memory.micro_batch: {rows}"
+                f"{failure} {where} on process {self._engine.process_index}, after gradients were exchanged: the other "
+                f"processes cannot take that back\n  cure: go on with memory.micro_batch: {rows}"
             )
         if before <= num_processes:
             raise DoesNotFit(f"{failure} {where} with one row at once\n  cure: {_CURES}")

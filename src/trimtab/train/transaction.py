@@ -6,13 +6,15 @@ these are noted beforehand, beside torch's own generators (5 kB on the host, and
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from trimtab.engine import Engine
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory, wanted_words
+from trimtab.optim.gradients import OthersGaveUp
 from trimtab.randomness import (
     RandomState,
     host_random_state,
@@ -29,8 +31,12 @@ class OutOfMemory:
     """Memory ran out, and everything is as it was before."""
 
     wanted: str = ""  # what was asked for in vain, if that is known
+    is_elsewhere: bool = False  # on another process
+    is_too_late: bool = False  # other processes have gone on
 
     def __str__(self) -> str:
+        if self.is_elsewhere:
+            return "out of memory on another process"
         return f"out of memory ({self.wanted} were needed)" if self.wanted else "out of memory"
 
 
@@ -47,11 +53,19 @@ class Transaction:
         self._buffers = _ChangingBuffers(model)
         self._random = _DrawnGenerators()
 
-    def attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
-        """What `work` gives; or, where memory ran out in it, that, and everything as it was before."""
+    def attempt(self, work: Callable[[], T], *, together: bool = False) -> T | OutOfMemory:
+        """What `work` gives; or, where memory ran out in it, that, and everything as it was before.
+
+        Args:
+            work: A window, or something that needs no other process.
+            together: Whether it is a window of several processes: if one takes it back, all do.
+        """
         undo = self._undo_point()
         try:
-            result = work()
+            with self._engine.agreeing() if together else nullcontext():
+                result = work()
+        except OthersGaveUp:
+            failure = OutOfMemory(is_elsewhere=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -61,6 +75,8 @@ class Transaction:
             self._random.seen()
             return result
         # here and not above: as long as the exception is handled, its traceback holds the activations
+        if together and not failure.is_elsewhere and not self._engine.give_up_window():
+            failure = replace(failure, is_too_late=True)
         undo()
         release_cached_memory(self._engine.device)
         return failure
