@@ -293,10 +293,10 @@ class Engine:
         return self._gradients.agreeing()
 
     def give_up_window(self) -> bool:
-        """This process could not end a window inside `agreeing`: the others get `OthersGaveUp`, and go no further.
+        """A window inside `agreeing` has failed here or, with `OthersGaveUp`, elsewhere: no process goes further.
 
         Returns:
-            Whether they do; not where the gradients of the window had been exchanged already.
+            Whether that is so; not where the gradients of the window had been exchanged already.
         """
         return self._gradients.give_up()
 

@@ -14,7 +14,6 @@ import trimtab.train.loop
 from trimtab import Recipe, fit
 from trimtab.errors import DoesNotFit, PeerError
 from trimtab.optim.accumulation import Accumulation
-from trimtab.optim.gradients import Gradients
 from trimtab.train.loop import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -24,6 +23,7 @@ LEVERS = {
     "micro-batches": {"memory": {"micro_batch": 2}},
     "fp16": {"train": {"precision": "fp16"}, "memory": {"micro_batch": 2}},
     "recomputed": {"memory": {"gradient_checkpointing": "all"}},
+    "unfrozen": {"train": {"freeze": {"base": "1 steps"}}, "memory": {"micro_batch": 2}},
     "lora": {"adapter": {"kind": "lora", "rank": 2}},
 }
 
@@ -67,17 +67,7 @@ class Faults:
             self.num_until_exchanged.append(mode.num_operations)
             return correction(*arguments)
 
-        start_over = Gradients._start_over
-
-        def without_faults(gradients):  # of a process that hears of the other's failure before its own
-            mode.at = None
-            start_over(gradients)
-
-        with (
-            RunsOut(self._at.get(self.num_calls)) as mode,
-            patch.object(Accumulation, "correction", noted),
-            patch.object(Gradients, "_start_over", without_faults),
-        ):
+        with RunsOut(self._at.get(self.num_calls)) as mode, patch.object(Accumulation, "correction", noted):
             return window_gradients(*parts, **options)
 
 
@@ -185,7 +175,7 @@ def too_late(runs: Runs) -> None:
     counted, clipped = Faults({}), {"train": {"max_grad_norm": 0.1}}
     runs.train(counted, **clipped)
     at = {2: counted.num_until_exchanged[1] + 2} if RANK == 1 else {}
-    words = "at step 2 on process 1, after gradients were exchanged"
+    words = "at step 2 on process 1, too late for the other processes"
     with pytest.raises(DoesNotFit, match=words) if RANK == 1 else pytest.raises(PeerError):
         runs.train(Faults(at), **clipped)
 

@@ -27,6 +27,7 @@ from trimtab.planner.search import Candidate, Ladder, Row
 from trimtab.recipe.plan import Outlook, Plan
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
+from trimtab.train.collection import no_collections
 from trimtab.units import format_bytes, parse_bytes
 
 # ---------------------------------------------------------------------- before a run
@@ -175,6 +176,7 @@ def _planner(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine:
     )
 
 
+@no_collections()
 def _chosen(planner: Planner) -> tuple[Candidate, Outlook]:
     """What a run takes: the fastest that fits, or the smallest where that may still go."""
     target, ladder = planner.target, planner.choose()
@@ -291,6 +293,7 @@ class Survey:
         }
 
 
+@no_collections()
 def survey(
     recipe: Recipe,
     *,

@@ -89,7 +89,7 @@ class Mirror:
         """Bring the mirror up to date on a thread of its own, so that a slow drive holds up nobody."""
         with self._lock:
             self._wanted = True
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 # a daemon, because a drive that hangs must not keep the process from ending; a kill does no harm
                 self._thread = threading.Thread(target=self._serve, name="trimtab-mirror", daemon=True)
                 self._thread.start()
@@ -101,11 +101,14 @@ class Mirror:
             Whether the mirror is up to date; False also if the time is over.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        while (thread := self._thread) is not None:
+        while True:
+            with self._lock:  # in which a thread is started
+                thread = self._thread
+            if thread is None or not thread.is_alive():
+                return not self.problem
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
             if end is not None and time.monotonic() >= end and thread.is_alive():
                 return False
-        return not self.problem
 
     def _serve(self) -> None:
         while True:

@@ -50,7 +50,9 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stder
     for row in rows:
         table.add_row(*row)
     console = Console(stderr=to_stderr)
-    console.print(table, width=None if console.is_terminal else _WIDEST)
+    if not console.is_terminal:
+        console.width = _WIDEST
+    console.print(table)
 
 
 def show_result(result: "Result") -> None:

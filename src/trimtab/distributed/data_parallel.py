@@ -88,17 +88,26 @@ class DataParallel(DistributedDataParallel):
                 raise
             return getattr(super().__getattr__("module"), name)
 
+    def follow_what_trains(self) -> None:
+        """Exchange other gradients from now on, if something was frozen or began to train. All processes do."""
+        if self._training != _what_trains(self.module):
+            is_exchanging = self.require_backward_grad_sync
+            self._wrap(self.module, init_sync=False)
+            self.require_backward_grad_sync = is_exchanging
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
         if torch.is_grad_enabled():
-            if self._training != _what_trains(self.module):
-                self._wrap(self.module, init_sync=False)  # something was frozen or began to train
+            self.follow_what_trains()
             self._awaits_backward = self.require_backward_grad_sync
             self._num_forwards += 1
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # its first forwards, and those with batch norms, need the other processes
-            raise self._explain(error) from error
+            explained = self._explain(error)
+            if explained is error:  # not again `from` itself: that would keep all activations in a circle
+                raise
+            raise explained from error
 
     def _exchanged(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients the processes exchange."""
@@ -136,6 +145,7 @@ class DataParallel(DistributedDataParallel):
 
     def start_over(self) -> None:
         """Every process has given up a window: none waits for a backward that does not come any more."""
+        self.zero_grad(set_to_none=True)  # else the old buckets would be there beside the new ones
         self.reducer._reset_state()
         self._settle_buckets()
         self._awaits_backward = False

@@ -122,8 +122,10 @@ class Accumulation:
                 return None
             share = loss if self._row_share == 1.0 else loss * self._row_share
             return share if self._alone or self._window_length == 1 else share / self._window_length
-        weight = _checked(weight, loss.device) if self._row_share else 0.0
         num_processes = self._world.num_processes
+        if num_processes > 1 and (self._alone or self._expected is None):
+            self._owed = 0.0, loss.device  # should even a single number find no room
+        weight = _checked(weight, loss.device) if self._row_share else 0.0
         if self._alone:
             if num_processes == 1:
                 return _nothing_if_weightless(loss, weight)

@@ -29,6 +29,7 @@ class Agreement(Enum):
     SOUGHT = 1
     EXCHANGING = 2  # gradients are on their way
     REACHED = 3
+    REFUSED = 4  # by another process
 
 
 class Gradients:
@@ -115,6 +116,9 @@ class Gradients:
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """A context for one window that processes end together, or not at all; where it fails, `give_up` comes next."""
+        self._agreement = Agreement.NONE
+        for model in self._connected:
+            model.follow_what_trains()
         can_give_up = bool(self._connected) and all(model.can_give_up for model in self._connected)
         self._agreement = Agreement.SOUGHT if can_give_up else Agreement.NONE
         yield
@@ -127,33 +131,32 @@ class Gradients:
 
     def _agree(self) -> None:
         if self._world.anyone(False):
-            self._start_over()
+            self._agreement = Agreement.REFUSED
             raise OthersGaveUp
 
-    def _start_over(self) -> None:
-        self._agreement = Agreement.NONE
-        with self._world.exchanging("start over"):
-            for model in self._connected:
-                model.start_over()
-
     def give_up(self) -> bool:
-        """This process cannot end the window that it is in.
+        """This process cannot end the window that it is in, or has heard that another cannot.
 
         The others hear of it where they need this one the next time: before the first numbers are exchanged, or after
         the gradients were, for which this process then answers with zeros.
 
         Returns:
-            Whether they have heard of it, and give up, too: not where the window's gradients had been exchanged.
+            Whether all give up: not where the window's gradients had been exchanged, or where the models do not allow
+            it.
         """
-        if self._agreement not in (Agreement.SOUGHT, Agreement.EXCHANGING):
+        agreement, self._agreement = self._agreement, Agreement.NONE
+        if agreement in (Agreement.NONE, Agreement.REACHED):
             return False
-        self._accumulation.settle()
-        if self._agreement is Agreement.EXCHANGING:
-            with self._world.exchanging("backward"):
-                for model in self._connected:
-                    model.give_up_exchange()
-        self._world.anyone(True)
-        self._start_over()
+        if agreement is not Agreement.REFUSED:
+            self._accumulation.settle()
+            if agreement is Agreement.EXCHANGING:
+                with self._world.exchanging("backward"):
+                    for model in self._connected:
+                        model.give_up_exchange()
+            self._world.anyone(True)
+        with self._world.exchanging("start over"):
+            for model in self._connected:
+                model.start_over()
         return True
 
     @property

@@ -66,7 +66,7 @@ def replay(events: Iterable[Event]) -> Replay:
     return Replay(
         allocated_peak=plain.allocated_peak,
         reserved_peak=plain.reserved_peak,
-        needed=_smallest_cap(events, plain.allocated_peak),
+        needed=smallest_cap(events, plain.allocated_peak),
         peak_at=peak_at,
         allocated_peak_fixed=fixed.allocated_peak,
         reserved_peak_fixed=fixed.reserved_peak,
@@ -399,7 +399,7 @@ def _shortfall(events: Sequence[Event], cap: int) -> int:
     return 0
 
 
-def _smallest_cap(events: Sequence[Event], allocated_peak: int) -> int:
+def smallest_cap(events: Sequence[Event], allocated_peak: int) -> int:
     """The smallest limit that the events run under: one that succeeds, where one step less fails.
 
     A failure says which limit would have let its request through: the next one to try, unless the strides, which

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trimtab.planner.allocator import Replay, replay, round_size, runs_under
+from trimtab.planner.allocator import replay, round_size, runs_under, smallest_cap
 from trimtab.planner.trace import Event, Trace
 
 MIB = 2**20
@@ -43,18 +43,14 @@ class Prediction:
     trace: Trace
 
     @cached_property
-    def _replay(self) -> Replay:
-        return replay(self.trace.events)
-
-    @property
     def needed(self) -> int:
         """The smallest limit of the allocator under which the step runs, with expandable segments."""
-        return self._replay.needed
+        return smallest_cap(self.trace.events, _peak(self.trace.events)[0])
 
-    @property
+    @cached_property
     def reserved(self) -> int:
         """What the allocator takes where memory is plentiful, with expandable segments."""
-        return self._replay.reserved_peak
+        return replay(self.trace.events).reserved_peak
 
     @property
     def total(self) -> int:

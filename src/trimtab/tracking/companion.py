@@ -157,7 +157,8 @@ class MlflowCompanion:
             is_uploading = "upload" in message or (is_uploading and "say" in message)
             if "progress" in message:
                 last = time.monotonic()
-            num_in_vain += "trouble" in message and not message["was_there"]
+            # a file is not away: it is locked, or being made
+            num_in_vain += "trouble" in message and not message["was_there"] and sqlite_file(self._uri) is None
             if num_in_vain >= _NEVER_THERE:
                 return
 

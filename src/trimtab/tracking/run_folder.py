@@ -67,6 +67,7 @@ class RunFolder:
         # for those who look from another host: a run may be silent for long, with large steps
         threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True).start()
         self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
+        self._written_at = 0.0
         self._status: dict[str, Any] = {"id": uuid.uuid4().hex, "step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
         if goes_on:
@@ -148,12 +149,13 @@ class RunFolder:
         """For `trimtab runs`; the numbers themselves are in the journal, so that once in a while is enough."""
         with self._writing:
             self._status["step"] = step
-        if time.time() - self._status.get("updated", 0.0) >= _STEP_WRITTEN_EVERY_S:
+        if time.monotonic() - self._written_at >= _STEP_WRITTEN_EVERY_S:
             self.update()
 
     def update(self, **facts: Any) -> None:
         """Note how far the run is."""
         with self._writing:
+            self._written_at = time.monotonic()
             self._status.update(facts, updated=time.time())
             try:
                 self.write_text(_STATUS, json.dumps(self._status))

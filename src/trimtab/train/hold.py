@@ -142,8 +142,8 @@ class Hold:
         if failure.is_too_late:
             rows = max(1, after // num_processes)
             raise DoesNotFit(
-                f"{failure} {where} on process {self._engine.process_index}, after gradients were exchanged: the other "
-                f"processes cannot take that back\n  cure: go on with memory.micro_batch: {rows}"
+                f"{failure} {where} on process {self._engine.process_index}, too late for the other processes to take "
+                f"the step back\n  cure: go on with memory.micro_batch: {rows}"
             )
         if before <= num_processes:
             raise DoesNotFit(f"{failure} {where} with one row at once\n  cure: {_CURES}")

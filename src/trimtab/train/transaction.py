@@ -32,7 +32,7 @@ class OutOfMemory:
 
     wanted: str = ""  # what was asked for in vain, if that is known
     is_elsewhere: bool = False  # on another process
-    is_too_late: bool = False  # other processes have gone on
+    is_too_late: bool = False  # other processes may have gone on
 
     def __str__(self) -> str:
         if self.is_elsewhere:
@@ -75,11 +75,21 @@ class Transaction:
             self._random.seen()
             return result
         # here and not above: as long as the exception is handled, its traceback holds the activations
-        if together and not failure.is_elsewhere and not self._engine.give_up_window():
-            failure = replace(failure, is_too_late=True)
+        if together:
+            release_cached_memory(self._engine.device)
+            failure = self._give_up(failure)
         undo()
         release_cached_memory(self._engine.device)
         return failure
+
+    def _give_up(self, failure: OutOfMemory) -> OutOfMemory:
+        try:
+            is_too_late = not self._engine.give_up_window()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_too_late = True
+        return replace(failure, is_too_late=is_too_late)
 
     def rehearse(self, work: Callable[[], T]) -> T | OutOfMemory:
         """What `work` gives, or that memory ran out in it; everything is as it was before in any case."""
