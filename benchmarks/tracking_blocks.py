@@ -27,9 +27,9 @@ NUM_WARM_UP = 20
 PROTOCOL = (
     "The model and rows of tracking.py, a loop with `Engine(log_with='mlflow')`, one process, one thread. Stretches of "
     "steps take turns: in one each step's loss, gradient norm, learning rate and epoch are logged; in the other "
-    "nothing is, and the process that ships is stopped. A pair is two neighbours, in an order that is drawn; its ratio is that "
-    "of the mean wall time (CPU time of the training process) of a step. Shown are the median of the pairs and the 95% "
-    "interval of the median by bootstrap. `in the logger` is the time of the logging call, a step."
+    "nothing is, and the process that ships is stopped. A pair is two neighbours, in an order that is drawn; its ratio "
+    "is that of the mean wall time (CPU time of the training process) of a step. Shown are the median of the pairs and "
+    "the 95% interval of the median by bootstrap. `in the logger` is the time of the logging call, a step."
 )
 
 
@@ -112,8 +112,8 @@ def markdown(report):
 
 def main():
     parser = argparse.ArgumentParser(description="What tracking costs a step, by stretches of one run.")
-    parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--length", type=int, default=16, help="steps of a stretch: some seconds")
+    parser.add_argument("--pairs", type=int, default=120)
+    parser.add_argument("--length", type=int, default=2, help="steps of a stretch; few, as machines drift")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/tracking-blocks.json and .md")
     arguments = parser.parse_args()
     os.environ.pop("TRIMTAB_TRACK", None)
