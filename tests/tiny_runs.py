@@ -107,3 +107,17 @@ class TinyModels:
                 tok.save_pretrained(folder)
             self._folders[key] = str(folder)
         return self._folders[key]
+
+
+class Watch:
+    """Keeps the weights after each step."""
+
+    def __init__(self):
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_step(self, state):
+        self.weights.append({name: value.clone() for name, value in state.model.state_dict().items()})
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

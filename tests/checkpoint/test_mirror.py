@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 
@@ -346,6 +347,17 @@ def test_waiting_tells_of_a_failure(run, tmp_path):
     mirror.sync_soon()
     assert not mirror.wait()
     assert mirror.problem
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_is_not_waited_for(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Mirror, "sync", lambda mirror: sys.exit())  # no Exception: nobody catches it
+    mirror = Mirror(run.folder, tmp_path / "m")
+    mirror.sync_soon()
+    assert not mirror.wait()
+    monkeypatch.undo()
+    mirror.sync_soon()  # another one
+    assert mirror.wait()
 
 
 def test_a_fault_of_ours_reaches_no_run(run, tmp_path, monkeypatch, caplog):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.cli.main import app, main
+from trimtab.cli.output import show_table
 
 SCRIPT = Path(sys.executable).with_name("trimtab")
 ROWS = reviews(24)
@@ -357,6 +358,11 @@ def test_runs(trimtab, trained):
     assert rows.keys() == {"trained", "killed"}
     assert rows["trained"][1:4] == ["finished", "2/2", "accuracy"]
     assert rows["killed"][1:3] == ["killed", "1/2"]
+
+
+def test_a_table_in_a_pipe_has_a_line_for_each_row(capsys):
+    show_table(("run", "model"), [("a" * 60, "m-" + "b" * 60)])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["a" * 60, "m-" + "b" * 60]
 
 
 def test_doctor(trimtab):

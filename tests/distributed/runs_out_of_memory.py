@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab.train.loop
+from tiny_runs import Watch, same_bits
 from trimtab import Recipe, fit
 from trimtab.errors import DoesNotFit, PeerError
 from trimtab.optim.accumulation import Accumulation
@@ -69,18 +70,6 @@ class Faults:
 
         with RunsOut(self._at.get(self.num_calls)) as mode, patch.object(Accumulation, "correction", noted):
             return window_gradients(*parts, **options)
-
-
-class Watch:
-    def __init__(self):
-        self.weights = []
-
-    def on_step(self, state):
-        self.weights.append({name: value.clone() for name, value in state.model.state_dict().items()})
-
-
-def same_bits(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 class Runs:

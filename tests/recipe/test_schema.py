@@ -231,6 +231,8 @@ def test_where_a_run_is_tracked(written, uri):
         ("yes", "track.uri: found 'yes'"),
         (3, "track.uri: found 3"),
         ("htp://host:5000", "is no address that MLflow knows: http:// is"),
+        ("databricks-uc", "track.uri: found 'databricks-uc'"),
+        ("file:///runs", "is no address that MLflow knows"),
         ("redis://host:5000", "is no address that MLflow knows; allowed"),
         ("sqlite://mlflow.db", "too few slashes"),
         ("http://me:secret@host", "MLFLOW_TRACKING_PASSWORD"),

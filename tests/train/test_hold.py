@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab.train.loop
-from tiny_runs import NO_DROPOUT, lines_of, reviews
+from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, same_bits
 from trimtab import Recipe, fit
 from trimtab.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
@@ -59,18 +59,6 @@ class Faults:
                 return window_gradients(*parts, **options)
             finally:
                 self.num_operations.append(mode.num_operations)
-
-
-class Watch:
-    def __init__(self):
-        self.weights = []
-
-    def on_step(self, state):
-        self.weights.append({name: value.clone() for name, value in state.model.state_dict().items()})
-
-
-def same_bits(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture

@@ -102,10 +102,11 @@ class Mirror:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            with self._lock:  # in which a thread is started
+            with self._lock:  # in which a thread is started, and takes its leave
                 thread = self._thread
-            if thread is None or not thread.is_alive():
-                return not self.problem
+                has_died = thread is not None and not thread.is_alive()
+            if thread is None or has_died:
+                return not has_died and not self.problem
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
             if end is not None and time.monotonic() >= end and thread.is_alive():
                 return False

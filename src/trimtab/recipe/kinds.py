@@ -29,18 +29,8 @@ from trimtab.units import (
     seconds_as_words,
 )
 
-_MLFLOW_STORES = (
-    "http",
-    "https",
-    "sqlite",
-    "databricks",
-    "databricks-uc",
-    "uc",
-    "file",
-    "postgresql",
-    "mysql",
-    "mssql",
-)
+# not those of Unity Catalog, which hold models alone, nor file:, which mlflow 3 refuses
+_MLFLOW_STORES = ("http", "https", "sqlite", "databricks", "postgresql", "mysql", "mssql")
 _SMALLEST_BUDGET = 2**20  # "8" for 8GiB is a slip of the pen
 
 
@@ -255,7 +245,7 @@ def _tracking_uri(value: Any) -> str:
     text = str(value).strip()
     if value is None or value is False or text.lower() in {"none", "off", "no", "false", "null"}:
         return "none"
-    if text.lower() in {"local", "databricks", "databricks-uc"}:
+    if text.lower() in {"local", "databricks"}:
         return text.lower()
     found = re.fullmatch(r"([a-z][a-z0-9.\-]*)(?:\+\w+)?:/{2,4}[^\s/].*", text)
     if found is None:
