@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def predicted(run: dict[str, Any]) -> tuple[int, int]:
     from trimtab.planner.search import Candidate
 
     one, plan = RECIPES[run["recipe"]], run["plan"]
-    planner = planner_of(recipe_of(one, run["budget"], "nowhere"))
+    recipe = recipe_of(one, run["budget"], "nowhere")
+    evaluate = recipe.evaluate.model_copy(update={"batch_size": plan["eval_micro_batch"]})
+    planner = planner_of(recipe.model_copy(update={"evaluate": evaluate}))
     levers = ("micro_batch_size", "loss", "optimizer", "offload", "gradient_checkpointing", "kernels")
     candidate = Candidate(*(plan[lever] for lever in levers), one.get("adapter", "none"))
     return planner.prediction(candidate).allocated, planner.evaluation(candidate)[1].allocated
@@ -229,7 +232,7 @@ def publish_runs(runs: list[dict[str, Any]]) -> None:
         f"held their budget: {NUM_STEPS} steps, no step taken back, and the peak of allocator and context within it",
         "",
         "MiB. *Used* is the peak of the allocator with what is outside of it; peaks are those of tensors. Predictions "
-        "are those of the code that is here, made without a GPU.",
+        f"are those of the code that is here, made without a GPU, with transformers {version('transformers')}.",
         "",
         "| recipe | budget | used | plan | steps, measured | predicted | evaluation, measured | predicted |",
         "|---|---|---|---|---|---|---|---|",

@@ -51,7 +51,7 @@ class Chosen:
     Attributes:
         recomputed: Which blocks, as a recipe writes it.
         is_8bit: Whether the optimizer's state is in 8 bits.
-        allocated_bytes: The predicted peak of what tensors take.
+        allocated_bytes: The predicted peak of what tensors take, with those that were there before.
         total_bytes: What the device needs by that prediction.
     """
 
@@ -142,7 +142,8 @@ class OwnLoop:
                     raise DoesNotFit(problem)
                 say(f"memory_budget: {problem}\nfigures of a CPU are estimates: that smallest plan is taken")
         total = predictions.total(found)
-        chosen = Chosen(candidate.recomputed, candidate.optimizer.endswith("8bit"), found.allocated, total)
+        allocated = found.allocated + predictions.other_bytes
+        chosen = Chosen(candidate.recomputed, candidate.optimizer.endswith("8bit"), allocated, total)
         asked = f"{step.precision.replace('no', 'fp32')}, {candidate.optimizer}, {batch}"
         before = "" if len(tried) == 1 else f"; {_words(tried[0][0])} it would be {gib(predictions.total(tried[0][1]))}"
         say(
@@ -236,7 +237,7 @@ class _Predictions:
     """What candidates take, each traced once."""
 
     def __init__(self, step: OwnStep, target: Target, other_bytes: int) -> None:
-        self.step, self.target, self._other_bytes = step, target, other_bytes
+        self.step, self.target, self.other_bytes = step, target, other_bytes
         self._known: dict[Any, Prediction] = {}
 
     def of(self, candidate: Candidate, batch: LargestBatch, precision: str | None = None) -> Prediction:
@@ -248,7 +249,7 @@ class _Predictions:
                 trace = self.step.trace(batch, read_value(candidate.recomputed), is_8bit=is_8bit, precision=precision)
             self._known[key] = predict(trace, with_kernels=is_8bit)
         found = self.target.as_here(self._known[key])
-        return replace(found, outside=found.outside + self._other_bytes)
+        return replace(found, outside=found.outside + self.other_bytes)
 
     def total(self, prediction: Prediction) -> int:
         """All that the device needs; no allocator of blocks stands between on a CPU."""

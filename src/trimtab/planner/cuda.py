@@ -139,8 +139,8 @@ def _power_below(number: int) -> int:
 
 
 def _safe_softmax(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """A softmax, a mask of what was minus infinity, and a copy in which rows of nothing else are zero."""
-    return [out.numel() * out.element_size(), args[0].numel()]
+    """A mask of what was minus infinity: rows of nothing else become zero."""
+    return [args[0].numel()]
 
 
 def _softmax_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
@@ -234,8 +234,9 @@ def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
         if gpu.flash and query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-        learns_mask = attn_mask is not None and attn_mask.requires_grad  # as the position biases of T5 do
-        if not grouped and not learns_mask and query.shape[-1] % 4 == 0:
+        # T5's position biases learn, and lie the wrong way round in memory if nobody copies them
+        plain_mask = attn_mask is None or (not attn_mask.requires_grad and attn_mask.stride(-1) == 1)
+        if not grouped and plain_mask and query.shape[-1] % 4 == 0:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, trains)
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
@@ -276,7 +277,7 @@ def _efficient(
     if mask is not None:
         if mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), 0.0)
-        if mask.stride(-1) != 1 or any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+        if any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
             length = mask.shape[-1]
             mask = functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -303,6 +304,7 @@ def _math(
     dtype, width = query.dtype, query.shape[-1]
     if dtype in _HALF:
         query, key, value = (x.float() for x in (query, key, value))
+    held: tuple[torch.Tensor, ...] = (query, key, value)  # to the end
     root = math.sqrt(scale or 1 / math.sqrt(width))
     query = aten.mul.Tensor(query, root)
     if is_causal:
@@ -318,8 +320,9 @@ def _math(
     scores = aten._safe_softmax(scores, -1)
     if dropout_p:
         scores = aten.native_dropout(scores, dropout_p, True)[0]
+    held += (scores.to(dtype),)  # which torch returns, too
     result: torch.Tensor = aten.matmul(scores, value).to(dtype)
-    scores.to(dtype)  # torch returns it, too
+    del held
     return result
 
 
