@@ -430,7 +430,7 @@ class Planner:
         num_micro, share = math.ceil(self.batch_size / rows), self.lengths.share(rows)
         device, tf32 = self.target.device, self.precision == "tf32"
         before, again, after = _split(trace.ops)
-        before, again = list(_scaled(before, share)), list(_scaled(again, share))
+        before, again = _scaled(before, share), _scaled(again, share)
         if num_micro == 1 or not again:
             return step_seconds([*before, *again, *after], device, tf32=tf32).seconds
         # the first micro-batches fill the queue of the device; then each takes as long as the one before it
@@ -526,8 +526,13 @@ def _split(ops: Iterable[Op]) -> tuple[list[Op], list[Op], list[Op]]:
     return everything[:second], everything[second : last + 1], everything[last + 1 :]
 
 
-def _scaled(ops: Iterable[Op], share: float) -> Iterator[Op]:
+def _scaled(ops: list[Op], share: float) -> list[Op]:
     """Operations on a micro-batch with fewer tokens: shorter rows, in which attention saves twice."""
+    if share == 1.0:
+        return ops
+    known: dict[int, Op] = {}  # blocks that repeat share their operations
     for op in ops:
-        flops = op.flops * (share**2 if "attention" in op.name else share)
-        yield op._replace(flops=int(flops), moved=int(op.moved * share))
+        if id(op) not in known:
+            flops = op.flops * (share**2 if "attention" in op.name else share)
+            known[id(op)] = op._replace(flops=int(flops), moved=int(op.moved * share))
+    return [known[id(op)] for op in ops]

@@ -209,8 +209,9 @@ class StepTracer:
                     recorder.adopt([tensor], "weights")
             watch_blocks(stacks, recorder)
             with recorder, _staged(recorder, parts.optimizer.optimizer):
-                with recorder.paused(), torch.no_grad():  # some losses try the model out, once
-                    parts.loss(parts.model, _batch(self._task, replace(batch, rows=1, length=8), recorder))
+                if choice.loss != "plain":  # others try the model out, once
+                    with recorder.paused(), torch.no_grad():
+                        parts.loss(parts.model, _batch(self._task, replace(batch, rows=1, length=8), recorder))
                 _make_state(parts.optimizer.optimizer, parts.model, owners, recorder)
                 work(parts)
                 recorder.mark("end")

@@ -12,7 +12,7 @@ import torch
 
 from trimtab.planner.trace import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
 
-_MARGIN = 2  # blocks at each side of the repeated ones that have their own neighbours
+_BEFORE, _AFTER = 1, 2  # blocks at each side of the repeated ones that have other neighbours
 
 
 class NotPeriodic(Exception):  # noqa: N818 (the cure is to trace the whole model)
@@ -46,8 +46,8 @@ def find_repeat(kinds: Sequence[Any]) -> tuple[Repeat, list[int]] | None:
     best: tuple[Repeat, list[int]] | None = None
     for period in range(1, len(kinds) // 2 + 1):
         begin, end = _longest_run(kinds, period)
-        first = begin + max(_MARGIN, period)
-        room = end - first - max(_MARGIN, period)  # blocks that may be the unit or be left out
+        first = begin + max(_BEFORE, period)
+        room = end - first - max(_AFTER, period)  # blocks that may be the unit or be left out
         num_units = room // period
         if num_units < 2:
             continue
@@ -137,10 +137,15 @@ class _Extension:
         self._marks: list[Mark] = []
         self._segments: list[Segment] = []
         self._gradients: set[int] = set()
-        self._numbers: dict[tuple[int, int], int] = {}  # (storage, shift): its number in the new trace
+        self._numbers: dict[tuple[int, int], int] = {}  # (storage, shift) that lives: its number in the new trace
         self._where = self._addresses()
         self._at: dict[tuple[Place, int], int] = {place: storage for storage, place in self._where.items()}
         self._by_place = {segment.place: index for index, segment in enumerate(trace.segments)}
+        self._alone = {  # not of a block that repeats
+            storage
+            for storage, birth in trace.births.items()
+            if birth.owner is None or birth.owner.stack not in repeats
+        }
 
     def made(self) -> Trace:
         trace, marks = self._trace, list(self._trace.marks)
@@ -208,24 +213,37 @@ class _Extension:
         owner = place.owner
         moved = place if owner is None else Place(place.kind, Owner(owner.stack, owner.block + shift), place.number)
         self._segments.append(Segment(moved, len(self._events), len(self._ops)))
+        events, births, gradients = self._trace.events, self._trace.births, self._trace.gradients
+        numbers, written = self._numbers, self._events
         for position in range(first, end):
             while marks and marks[0].event <= position:
-                self._marks.append(Mark(marks.pop(0).name, len(self._events)))
-            event = self._trace.events[position]
-            for key in self._keys(event.storage, owner, shift):
-                self._write(event, key)
+                self._marks.append(Mark(marks.pop(0).name, len(written)))
+            storage, size = events[position]
+            for key in ((storage, 0),) if storage in self._alone else self._keys(storage, owner, shift):
+                if not size:
+                    dying = numbers.pop(key, None)
+                    if dying is None:
+                        raise NotPeriodic("dies before it is born, or twice")
+                    written.append(Event(dying, 0))
+                    continue
+                if key in numbers:
+                    raise NotPeriodic("born twice")
+                number = numbers[key] = len(self._births)
+                birth = births[key[0]]
+                self._births[number] = _moved(birth, key[1]) if key[1] else birth
+                if key[0] in gradients:
+                    self._gradients.add(number)
+                written.append(Event(number, size))
         for position in range(first_op, end_op):
             self._ops += self._scaled(position)
 
     def _keys(self, storage: int, here: Owner | None, shift: int) -> list[tuple[int, int]]:
         """Which storages of the new trace one of the old stands for, seen from a place."""
-        birth = self._trace.births[storage]
-        repeat = None if birth.owner is None else self._repeats.get(birth.owner.stack)
-        if birth.owner is None or repeat is None:
-            return [(storage, 0)]
-        block, last = birth.owner.block, repeat.first + repeat.period - 1
-        whole = repeat.num_more * repeat.period
-        if here is None or here.stack != birth.owner.stack:  # between blocks: all copies of it
+        owner = self._trace.births[storage].owner
+        assert owner is not None
+        repeat, block = self._repeats[owner.stack], owner.block
+        last, whole = repeat.first + repeat.period - 1, repeat.num_more * repeat.period
+        if here is None or here.stack != owner.stack:  # between blocks: all copies of it
             if block > last:
                 return [(storage, whole)]
             if block < repeat.first:
@@ -235,7 +253,7 @@ class _Extension:
             return [(storage, whole)]
         if block < repeat.first and here.block > last:
             return [(storage, 0)]
-        return [self._counterpart(storage, birth.owner, block + shift, repeat)]
+        return [self._counterpart(storage, owner, block + shift, repeat)]
 
     def _counterpart(self, storage: int, owner: Owner, block: int, repeat: Repeat) -> tuple[int, int]:
         """The storage that plays the same part in a block of the whole model."""
@@ -252,26 +270,9 @@ class _Extension:
         if place.owner is None:
             raise NotPeriodic("a storage from between the blocks")
         other = self._at.get((Place(place.kind, Owner(owner.stack, traced), place.number), count))
-        if other is None:
+        if other is None or self._trace.births[other][:3] != self._trace.births[storage][:3]:
             raise NotPeriodic(f"no counterpart in block {traced}")
         return other, block - traced
-
-    def _write(self, event: Event, key: tuple[int, int]) -> None:
-        if event.size:
-            if key in self._numbers:
-                raise NotPeriodic("born twice")
-            number = self._numbers[key] = len(self._births)
-            birth = self._trace.births[key[0]]
-            owner = birth.owner if birth.owner is None else Owner(birth.owner.stack, birth.owner.block + key[1])
-            self._births[number] = birth._replace(owner=owner)
-            if key[0] in self._trace.gradients:
-                self._gradients.add(number)
-            self._events.append(Event(number, event.size))
-            return
-        number_ = self._numbers.get(key)
-        if number_ is None:
-            raise NotPeriodic("dies before it is born")
-        self._events.append(Event(number_, 0))
 
     def _scaled(self, position: int) -> list[Op]:
         """An operation between blocks: as often as there are blocks for it, or with the bytes of all of them."""
@@ -288,3 +289,10 @@ class _Extension:
     def _is_repeated(self, owner: Owner) -> bool:
         repeat = self._repeats.get(owner.stack)
         return repeat is not None and 0 <= owner.block - repeat.first < repeat.period
+
+
+def _moved(birth: Birth, shift: int) -> Birth:
+    """The same of a block further on."""
+    size, part, op, is_wide, owner = birth
+    assert owner is not None
+    return Birth(size, part, op, is_wide, Owner(owner.stack, owner.block + shift))

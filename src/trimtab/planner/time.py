@@ -5,7 +5,7 @@ host launches operations one after the other and the device runs them in that or
 run, so that whichever of the two is slower at a time sets the pace, and what cannot overlap is counted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.hardware.catalog import Device
@@ -89,7 +89,7 @@ class StepTime:
 
 
 def step_seconds(
-    ops: Iterable[Op],
+    ops: Sequence[Op],
     device: Device,
     *,
     tf32: bool = False,
@@ -108,15 +108,24 @@ def step_seconds(
     launched = finished = 0.0
     by_stage: dict[str, float] = {}
     busy = {"compute": 0.0, "bandwidth": 0.0}
+    is_cpu, kernel_s = device.is_cpu, 0.0 if device.is_cpu else calibration.kernel_s
+    known: dict[int, tuple[float, float, str]] = {}  # blocks that repeat share their operations
     for op in ops:
-        compute, traffic = op_seconds(op, device, tf32=tf32, calibration=calibration)
-        work = max(compute, traffic) + (0.0 if device.is_cpu else calibration.kernel_s)
-        launch = 0.0 if captured else calibration.host_ops(op) * device.host_op_s
+        costs = known.get(id(op))
+        if costs is None:
+            compute, traffic = op_seconds(op, device, tf32=tf32, calibration=calibration)
+            launch = 0.0 if captured else calibration.host_ops(op) * device.host_op_s
+            bound = "compute" if compute > traffic else "bandwidth"
+            costs = known[id(op)] = max(compute, traffic) + kernel_s, launch, bound
+        work, launch, bound = costs
         launched += launch
         began = finished
         # a CPU launches and computes by turns; the queue of any other device is filled while it works
-        finished = finished + launch + work if device.is_cpu else max(launched, finished) + work
-        busy["compute" if compute > traffic else "bandwidth"] += work
+        if is_cpu:
+            finished += launch + work
+        else:
+            finished = (launched if launched > finished else finished) + work
+        busy[bound] += work
         by_stage[op.stage] = by_stage.get(op.stage, 0.0) + finished - began
     gpu_seconds = sum(busy.values())
     shares = {**busy, "host": finished - gpu_seconds}

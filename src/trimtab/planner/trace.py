@@ -8,11 +8,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from trimtab.planner.results import run_on_meta
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -255,6 +258,10 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs as much as a small operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _READ and args[0].is_meta:
@@ -262,7 +269,7 @@ class Recorder(TorchDispatchMode):
         if func is _ADD and self._stage == "backward" and self._adds_in_place(args, kwargs):
             func = _ADD_IN_PLACE
         stand_in = self._rules.stand_in(func)
-        out = func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        out = run_on_meta(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
         if not self._is_paused:
             self._observe(func, args, out)
         return out
@@ -274,7 +281,7 @@ class Recorder(TorchDispatchMode):
             self._share_out(tensors)
 
     def _observe(self, func: Any, args: Any, out: Any) -> None:
-        name = str(func._schema.name).replace("::", ".")
+        name, is_mutable = _known(func)
         for label, size in self._rules.kept(func, args, self.is_in_backward):
             if label not in self._kept:
                 self._kept.add(label)
@@ -290,11 +297,12 @@ class Recorder(TorchDispatchMode):
             is_new = self._bear(tensor, self._part or self.stage, name, owner) or is_new
         for number in temporary:
             self.events.append(Event(number, 0))
-        if self.is_timing and (is_new or temporary or func._schema.is_mutable):
+        if self.is_timing and (is_new or temporary or is_mutable):
             tensors = [tensor for tensor in _tensors(args) if tensor.is_meta]
             flops, dtype = _flops(func, args, out)
-            self.ops.append(Op(name, self.stage, flops, sum(map(_nbytes, (*tensors, *outs))), dtype))
-            self._share_out([*tensors, *outs])
+            tensors += outs
+            self.ops.append(Op(name, self.stage, flops, sum(map(_nbytes, tensors)), dtype))
+            self._share_out(tensors)
 
     def _owners_in_lists(self, args: Any, outs: list[torch.Tensor]) -> list[Owner | None]:
         """The block of each result: the one that is at work, or, of a list, that of its item."""
@@ -382,12 +390,20 @@ class Recorder(TorchDispatchMode):
         self._living.clear()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+@cache
+def _known(func: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it writes into what it is given."""
+    return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            found += _tensors(item)
+    return found
 
 
 _TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
@@ -401,10 +417,10 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
     """Multiplications and additions of a product, and its format; 0 of everything else."""
     name = func._overloadpacket.__name__
-    first = next(_tensors(args), None)
-    if first is None:
+    tensors = _tensors(args)
+    if not tensors:
         return 0, "fp32"
-    dtype = _NAMES.get(first.dtype, "fp32")
+    dtype = _NAMES.get(tensors[0].dtype, "fp32")
     if "attention" in name:
         return _flops_of_attention(*args[1:4]) * 5 // 2 if "backward" in name else _flops_of_attention(*args[:3]), dtype
     count = flop_registry.get(func._overloadpacket)

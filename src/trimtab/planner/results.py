@@ -1,0 +1,113 @@
+"""What operations on tensors without data return, remembered.
+
+Many of these operations torch computes in Python, at a fifth of a millisecond each, and the blocks of a model ask for
+the same ones again and again. What they return follows from the shapes, strides and formats that go in: it is computed
+once, and made anew from then on.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+_MOST = 100_000  # of these in a process that plans for a long time
+_known: dict[Any, Any] = {}
+
+
+class _Made(NamedTuple):
+    """A new tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_FIRST = "the first argument, changed in place"
+_UNKNOWN = "has to be computed each time"
+
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation of aten on tensors without data, or do what it did with others like them."""
+    try:
+        key = func, _likeness(args), _likeness(tuple(kwargs.items()))
+        found = _known.get(key)
+    except _NoLikeness:
+        return func(*args, **kwargs)
+    if found is None:
+        return _learn(key, func, args, kwargs)
+    if found is _UNKNOWN:
+        return func(*args, **kwargs)
+    if found is _FIRST:
+        return args[0]
+    if type(found) is _Made:
+        return torch.empty_strided(*found[:2], dtype=found.dtype, device="meta")
+    return tuple(torch.empty_strided(*one[:2], dtype=one.dtype, device="meta") for one in found)
+
+
+class _NoLikeness(Exception):
+    """An argument that nothing is known of."""
+
+
+def _likeness(values: Any) -> Any:
+    """What of some arguments decides about the result."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                raise _NoLikeness
+            found.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, list | tuple):
+            found.append(_likeness(value))
+        elif value is None or isinstance(value, _PLAIN):
+            found.append((type(value), value))
+        else:
+            raise _NoLikeness
+    return tuple(found)
+
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _learn(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute, and remember what is remarkable about the result."""
+    before = _look(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+    held = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+    out = func(*args, **kwargs)
+    if len(_known) >= _MOST:
+        _known.clear()
+    if args and out is args[0]:
+        _known[key] = _FIRST if _look(out) == before else _UNKNOWN
+        return out
+    outs = out if type(out) is tuple else (out,)
+    made = [_made(one, held) for one in outs]
+    if func._schema.is_mutable or None in made:
+        _known[key] = _UNKNOWN
+    else:
+        _known[key] = tuple(made) if type(out) is tuple else made[0]
+    return out
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
+
+
+def _made(one: Any, held: set[int]) -> _Made | None:
+    """How to make a result again; None where it is not simply a new tensor."""
+    if type(one) is not torch.Tensor or not one.is_meta:
+        return None
+    storage = one.untyped_storage()
+    if storage._cdata in held:  # a view, whatever the schema says; or two results in one
+        return None
+    held.add(storage._cdata)
+    made = _Made(tuple(one.shape), one.stride(), one.dtype)
+    again = torch.empty_strided(*made[:2], dtype=one.dtype, device="meta")
+    return made if again.untyped_storage().nbytes() == storage.nbytes() and not one.storage_offset() else None
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
