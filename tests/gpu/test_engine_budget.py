@@ -47,42 +47,41 @@ def parts(length=256, num_rows=128):
 
 
 def train(budget, precision="bf16", allow=(), **shape):
-    """Four steps: what was chosen, the weights, and the peak that was measured; nothing of it stays on the device."""
+    """Four steps: what was chosen, the losses, and the peak that was measured; nothing of it stays on the device."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # else it counts as what lies on the device already, and is predicted again
     torch.cuda.empty_cache()
     engine = Engine(precision, memory_budget=budget, memory_allow=list(allow))
     model, optimizer, loader = engine.prepare(*parts(**shape))
     model.train()
     torch.cuda.reset_peak_memory_stats()
+    losses = []
     for batch in loader:
         outputs = model(**batch)
         engine.backward(outputs.loss)
         engine.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(outputs.loss.item())
     peak = torch.cuda.max_memory_allocated()
     assert torch.cuda.memory_reserved() + memory_outside(engine.device) <= parse_bytes(budget)
-    return (
-        engine._budget.chosen,
-        torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]),
-        peak,
-    )
+    return engine._budget.chosen, losses, peak
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_each_budget_is_held_and_foretold(precision, caplog):
-    """From plenty to just enough: less memory, the same weights."""
+    """From plenty to just enough: less memory, the same losses, but for the order of a GPU's sums."""
     caplog.set_level(logging.INFO, logger="trimtab")
-    chosen, weights, free = train("60GiB", precision)
+    chosen, losses, free = train("60GiB", precision)
     assert chosen.recomputed == "none"
     assert chosen.allocated_bytes == pytest.approx(free, rel=0.01)
     outside = usually_outside(with_kernels=False)
     peaks = {"none": free}
-    for share in (0.85, 0.4):
+    for share in (0.85, 0.55):
         chosen, others, peak = train(f"{outside + int(free * share)}B", precision)
         peaks[chosen.recomputed] = peak
         assert chosen.allocated_bytes == pytest.approx(peak, rel=0.01), chosen
-        assert torch.equal(weights, others), chosen
+        assert others == pytest.approx(losses, rel=1e-3), chosen
     assert list(peaks) == ["none", "{every: 2}", "all"]
     assert "at the peak so far; predicted" in caplog.text
 
