@@ -92,7 +92,7 @@ class OverCap(Exception):
 
 def round_size(size: int) -> int:
     """The size of the block that a request gets."""
-    return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
+    return -(-size // ROUNDING) * ROUNDING or ROUNDING
 
 
 def segment_size(size: int) -> int:
@@ -164,7 +164,8 @@ class CachingAllocator:
                 raise OverCap(self.reserved + counted)
         block, added = pool.grow(size)
         self.reserved += added
-        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        if self.reserved > self.reserved_peak:
+            self.reserved_peak = self.reserved
         return block
 
 
