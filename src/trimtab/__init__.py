@@ -19,6 +19,7 @@ _HOMES = {
     "fit": "trimtab.run",
     "resume": "trimtab.run",
     "plan": "trimtab.run",
+    "predict_step_memory": "trimtab.build.predicting",
     "launch": "trimtab.distributed.notebook",
     "load": "trimtab.inference.load",
     "best_model": "trimtab.inference.load",
@@ -35,11 +36,13 @@ __all__ = [
     "launch",
     "load",
     "plan",
+    "predict_step_memory",
     "resume",
     "set_seed",
 ]
 
 if TYPE_CHECKING:
+    from trimtab.build.predicting import predict_step_memory
     from trimtab.distributed.notebook import launch
     from trimtab.distributed.world import DistributedType
     from trimtab.engine import Engine

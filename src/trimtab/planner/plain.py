@@ -40,9 +40,22 @@ class Loop:
     step: Callable[[], None]
 
 
-def trace_plain_step(
-    config: Mapping[str, Any],
-    head: str,
+def trace_plain_step(config: Mapping[str, Any], head: str, rows: int, length: int, **options: Any) -> Trace:
+    """The second of two steps, with everything that was there before it.
+
+    Args:
+        config: Of the model, with its `model_type`.
+        head: The class of transformers that makes the model, such as "AutoModelForCausalLM".
+        rows: Of the batch.
+        length: Tokens of each row.
+        options: As for `trace_plain_model`.
+    """
+    dtype = torch.bfloat16 if options.get("precision") == "bf16-pure" else torch.float32
+    return trace_plain_model(_skeleton(config, head, dtype), rows, length, **options)
+
+
+def trace_plain_model(
+    skeleton: Any,
     rows: int,
     length: int,
     *,
@@ -55,11 +68,10 @@ def trace_plain_step(
     gpu: Gpu | None = None,
     whole: bool = False,
 ) -> Trace:
-    """The second of two steps, with everything that was there before it.
+    """The same of a model that is there, without weights.
 
     Args:
-        config: Of the model, with its `model_type`.
-        head: The class of transformers that makes the model, such as "AutoModelForCausalLM".
+        skeleton: The model, on meta, in the format of its weights.
         rows: Of the batch.
         length: Tokens of each row.
         precision: fp32, tf32, bf16 or fp16 (with autocast), or bf16-pure.
@@ -71,7 +83,6 @@ def trace_plain_step(
         gpu: The device that is stood in for; an H200 by default.
         whole: Trace every block, also those that are like others.
     """
-    skeleton = _skeleton(config, head, torch.bfloat16 if precision == "bf16-pure" else torch.float32)
     batch = _batch(skeleton, rows, length, mask, target_length)
 
     def build(short: Shortened, recorder: Recorder) -> Loop:

@@ -1,0 +1,146 @@
+"""The memory of one step, asked for by its settings alone: no recipe, no data, no GPU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trimtab.build.levers import choose_optimizer, loads_kernels
+from trimtab.build.model import adapter_settings
+from trimtab.build.planning import named_task
+from trimtab.build.targets import Target, known_target
+from trimtab.build.tracing import BatchShape, Choice, StepTracer
+from trimtab.errors import RecipeError
+from trimtab.log import unheard
+from trimtab.planner.memory import Prediction, predict
+from trimtab.planner.plain import OPTIMIZERS, trace_plain_model
+from trimtab.recipe.schema import Recipe
+from trimtab.train.collection import no_collections
+
+_MASKS = ("none", "full", "padded")
+_CODES = ("trimtab", "transformers")
+_IMPLEMENTATIONS = ("fused", "foreach")
+_PLAIN = {"adapter": "none", "loss": "plain", "kernels": "plain", "offload": "none", "num_micro_batches": 1}
+
+
+@no_collections()
+def predict_step_memory(
+    model: str | Mapping[str, Any],
+    task: str,
+    micro_batch: int,
+    length: int,
+    *,
+    gpu: str = "h200",
+    precision: str = "auto",
+    optimizer: str = "auto",
+    adapter: str | Mapping[str, Any] = "none",
+    gradient_checkpointing: Any = "none",
+    loss: str = "plain",
+    kernels: str = "plain",
+    offload: str = "none",
+    mask: str = "none",
+    target_length: int | None = None,
+    num_micro_batches: int = 1,
+    code: str = "trimtab",
+    implementation: str = "fused",
+) -> Prediction:
+    """How much memory a training step takes on a GPU, without one, without weights and without data.
+
+    Args:
+        model: A config as a dict with its `model_type`, or a folder or name that has one.
+        task: As in a recipe: "causal-lm", "classify" …
+        micro_batch: Rows that go through the model at once.
+        length: Tokens of each row.
+        gpu: A device of the catalog, such as "t4" or "RTX 4090".
+        precision: As `train.precision`; "auto" is what the device computes natively.
+        optimizer: As `train.optimizer`.
+        adapter: As in a recipe: "lora", or {"kind": "lora", "rank": 16}.
+        gradient_checkpointing: As `memory.gradient_checkpointing`: "none", "all", {"every": 2} …
+        loss: "plain" or "chunked".
+        kernels: "plain" or "liger".
+        offload: "none" or "embeddings".
+        mask: "padded" where rows of a batch differ in length; "none" and "full" are the same to trimtab's own step.
+        target_length: Tokens to be written, for a model with a decoder of its own; `length` if left out.
+        num_micro_batches: Micro-batches of an optimizer step: from the second on gradients are there already.
+        code: "trimtab" is the step that `fit` takes; "transformers" that of a plain loop: autocast, the model's own
+            loss, one batch, torch's optimizer and transformers' own gradient checkpointing.
+        implementation: Of the optimizer of a plain loop: "fused" or "foreach".
+
+    Raises:
+        RecipeError: Something is not known, or not to be had together.
+    """
+    words = (("mask", mask, _MASKS), ("code", code, _CODES), ("implementation", implementation, _IMPLEMENTATIONS))
+    for name, word, known in words:
+        if word not in known:
+            raise RecipeError(f"{name}={word!r} is not known", f"one of {', '.join(known)}")
+    for name, number in (("micro_batch", micro_batch), ("length", length), ("num_micro_batches", num_micro_batches)):
+        if number < 1:
+            raise RecipeError(f"{name}={number} is no number of anything", f"{name}=1 or more")
+    levers = {"gradient_checkpointing": gradient_checkpointing, "loss": loss, "kernels": kernels, "offload": offload}
+    if "auto" in levers.values():
+        raise RecipeError("'auto' is a plan's to decide, and here the step is given", "use trimtab.plan, or say which")
+    target = known_target(gpu, None)
+    recipe = Recipe.model_validate(
+        {
+            "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
+            "task": task,
+            "data": {"train": "rows.jsonl"},
+            "train": {"precision": precision, "optimizer": optimizer},
+            "adapter": adapter if isinstance(adapter, str) else dict(adapter),
+            "memory": levers,
+        }
+    )
+    writes = named_task(recipe).model_kind == "seq2seq-lm"
+    shape = BatchShape(micro_batch, length, mask == "padded", (target_length or length) if writes else None)
+    if code == "trimtab":
+        return target.as_here(_own_step(recipe, shape, num_micro_batches, target))
+    asked = levers | {"adapter": adapter, "num_micro_batches": num_micro_batches}
+    beyond = [name for name, value in _PLAIN.items() if asked[name] != value]
+    if beyond or gradient_checkpointing not in ("none", "all"):
+        what = ", ".join(beyond) or "gradient checkpointing of some blocks"
+        raise RecipeError(f"a plain loop has no {what}", 'code="trimtab"')
+    return target.as_here(_plain_step(recipe, shape, target, mask, implementation))
+
+
+def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target) -> Prediction:
+    memory, optimizer = recipe.memory, choose_optimizer(recipe, target.torch_device)
+    choice = Choice(
+        target.precision(recipe.train.precision),
+        optimizer,
+        memory.loss,
+        memory.kernels,
+        memory.gradient_checkpointing,
+        memory.offload,
+    )
+    with unheard():
+        trace = _tracer(recipe, target).trace(choice, shape, min(2, num_micro))
+    settings = adapter_settings(recipe)
+    has_kernels = loads_kernels(memory.kernels, optimizer, "none" if settings is None else settings.kind)
+    return predict(trace, with_kernels=has_kernels)
+
+
+def _plain_step(recipe: Recipe, shape: BatchShape, target: Target, mask: str, implementation: str) -> Prediction:
+    optimizer = "adamw" if recipe.train.optimizer == "auto" else recipe.train.optimizer
+    if optimizer not in OPTIMIZERS:
+        raise RecipeError(f"the optimizer {optimizer} is none of a plain loop", f"one of {', '.join(OPTIMIZERS)}")
+    precision = target.precision(recipe.train.precision)
+    skeleton = _tracer(recipe, target).skeleton(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+    with unheard():
+        trace = trace_plain_model(
+            skeleton,
+            shape.rows,
+            shape.length,
+            precision=precision,
+            optimizer=optimizer,
+            implementation=implementation,
+            gradient_checkpointing=recipe.memory.gradient_checkpointing == "all",
+            mask=mask,
+            target_length=shape.target_length,
+            gpu=target.gpu,
+        )
+    return predict(trace)
+
+
+def _tracer(recipe: Recipe, target: Target) -> StepTracer:
+    task: Any = named_task(recipe)
+    return StepTracer(recipe, task, target.gpu)

@@ -1,0 +1,121 @@
+"""The memory of a step from its settings alone: the figures of measured rows, and what cannot be asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from tiny_models import config_of
+from trimtab.errors import RecipeError
+from trimtab.planner.memory import PARTS
+
+GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[2]
+TASKS = {
+    "AutoModelForSequenceClassification": "classify",
+    "AutoModelForCausalLM": "causal-lm",
+    "AutoModelForSeq2SeqLM": "seq2seq",
+    "AutoModelForMaskedLM": "masked-lm",
+}
+
+
+def rows(name):
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))["rows"]
+
+
+PLAIN = [row for row in rows("h200-plain.json") if row["flash"] and row["config"]["model_type"] in ("bert", "t5")][:6]
+
+
+@pytest.mark.parametrize("row", PLAIN, ids=lambda row: f"{row['config']['model_type']}-{row['precision']}")
+def test_a_plain_loop_takes_what_was_measured(row):
+    found = trimtab.predict_step_memory(
+        row["config"],
+        TASKS[row["head"]],
+        row["rows"],
+        row["length"],
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        implementation=row["implementation"],
+        gradient_checkpointing="all" if row["gradient_checkpointing"] else "none",
+        mask=row["mask"],
+        target_length=row["target_length"],
+        code="transformers",
+    )
+    assert found.allocated == pytest.approx(row["measured"]["allocated"], rel=0.01)
+    assert sum(found.parts.values()) == found.allocated
+    assert set(found.parts) == set(PARTS)
+    assert found.allocated <= found.needed <= found.reserved * 1.01
+    assert found.total == found.needed + found.outside
+
+
+@pytest.mark.parametrize("name", ["fp16", "recompute all", "qlora"])
+def test_a_step_of_ours_takes_what_was_measured(name):
+    found = [row for row in rows("h200-own.json") if (row["recipe"], row["name"]) == ("llama-1b.yaml", name)]
+    row = next(row for row in found if row["table"] == "ladder")
+    from trimtab.recipe.load import load_recipe
+
+    recipe = load_recipe(ROOT / "benchmarks" / "memory" / row["recipe"], {}, ["data.train=text.jsonl"]).recipe
+    prediction = trimtab.predict_step_memory(
+        recipe.model.config,
+        "causal-lm",
+        row["micro_batch_size"],
+        row["length"],
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        adapter=row["changes"].get("adapter", "none"),
+        gradient_checkpointing=row["gradient_checkpointing"],
+        loss=row["loss"],
+        kernels=row["kernels"],
+        offload=row["offload"],
+    )
+    assert prediction.allocated == pytest.approx(row["measured"]["allocated"], rel=0.01)
+    heights = [moment.num_bytes for moment in prediction.timeline()]
+    assert max(heights) == prediction.allocated
+    assert {moment.stage for moment in prediction.timeline()} >= {"forward", "backward"}
+
+
+def test_a_folder_with_a_config_is_enough(tiny):
+    found = trimtab.predict_step_memory(tiny.folder("gpt2"), "causal-lm", 4, 64)
+    assert found.parts["weights"] > 0
+
+
+def test_every_setting_counts():
+    """Each moves the figure the way that it should."""
+    config = {"model_type": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 1000}
+
+    def peak(**settings):
+        settings = {"micro_batch": 8, "length": 512, "precision": "bf16"} | settings
+        return trimtab.predict_step_memory(config, "causal-lm", **settings).allocated
+
+    plain = peak()
+    assert peak(micro_batch=16) > plain
+    assert peak(length=1024) > plain
+    assert peak(gradient_checkpointing="all") < plain
+    assert peak(optimizer="sgd") < plain
+    assert peak(adapter={"kind": "lora", "rank": 4}) < plain
+    assert peak(num_micro_batches=2) > plain
+    assert peak(precision="fp32") > plain
+    assert peak(gpu="t4", precision="fp16", mask="padded") > peak(gpu="t4", precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mask": "half"}, "mask='half' is not known"),
+        ({"code": "jax"}, "code='jax' is not known"),
+        ({"implementation": "slow"}, "implementation='slow' is not known"),
+        ({"micro_batch": 0}, "micro_batch=0 is no number"),
+        ({"gpu": "voodoo2"}, "no device is known as 'voodoo2'"),
+        ({"precision": "fp7"}, "train.precision: found 'fp7'"),
+        ({"loss": "auto"}, "'auto' is a plan's to decide"),
+        ({"code": "transformers", "adapter": "lora"}, "a plain loop has no adapter"),
+        ({"code": "transformers", "gradient_checkpointing": {"every": 2}}, "gradient checkpointing of some blocks"),
+        ({"code": "transformers", "optimizer": "adafactor"}, "adafactor is none of a plain loop"),
+        ({"task": "guess"}, "task: found 'guess'"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(settings, words):
+    asked = {"model": config_of("bert"), "task": "classify", "micro_batch": 1, "length": 8} | settings
+    with pytest.raises(RecipeError, match=words.replace("(", r"\(")):
+        trimtab.predict_step_memory(**asked)
