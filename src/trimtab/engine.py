@@ -290,7 +290,7 @@ class Engine:
 
     def agreeing(self) -> AbstractContextManager[None]:
         """A context for one window that all processes end, or none: each one's host waits for the others twice."""
-        return self._gradients.agreeing()
+        return self._gradients.agreement.sought()
 
     def give_up_window(self) -> bool:
         """A window inside `agreeing` has failed here or, with `OthersGaveUp`, elsewhere: no process goes further.
@@ -298,7 +298,7 @@ class Engine:
         Returns:
             Whether that is so; not where the gradients of the window had been exchanged already.
         """
-        return self._gradients.give_up()
+        return self._gradients.agreement.give_up()
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """A context in which operations run in the engine's precision, for computation outside the model's forward."""

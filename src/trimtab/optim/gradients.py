@@ -5,8 +5,6 @@ cut. Should another backward follow without a step, the gradients are brought ba
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
@@ -15,21 +13,8 @@ from trimtab.distributed.data_parallel import DataParallel
 from trimtab.distributed.world import SoloWorld, World
 from trimtab.model.precision import keep_fp32
 from trimtab.optim.accumulation import Accumulation, Weight
+from trimtab.optim.agreement import Agreement
 from trimtab.optim.scaling import NO_OWNER, Scaler
-
-
-class OthersGaveUp(Exception):
-    """Another process cannot end this window; nothing has been changed by it yet but gradients."""
-
-
-class Agreement(Enum):
-    """How far processes have agreed that a window's gradients are there."""
-
-    NONE = 0  # not asked for
-    SOUGHT = 1
-    EXCHANGING = 2  # gradients are on their way
-    REACHED = 3
-    REFUSED = 4  # by another process
 
 
 class Gradients:
@@ -53,7 +38,7 @@ class Gradients:
         self._window = 0
         self._stepped: set[int] = set()  # optimizers that have stepped in this window: their gradients are used up
         self.num_skipped = 0  # steps whose gradients had overflowed, over all optimizers
-        self._agreement = Agreement.NONE
+        self.agreement = Agreement(self._world, self._connected, accumulation)
 
     def watch(self, part: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Take the parameters of a model or an optimizer under care."""
@@ -86,10 +71,7 @@ class Gradients:
         if self._window != accumulation.window:
             self._window = accumulation.window
             self._stepped.clear()
-        if self._agreement is Agreement.SOUGHT and accumulation.needs_others(weight):
-            self._agree()
-            if accumulation.sync:
-                self._begin_exchange()
+        self.agreement.before_backward(weight)
         contribution = accumulation.share(loss, weight)
         if self._connected and accumulation.sync:
             self._backward_with_others(contribution, loss, **kwargs)
@@ -106,58 +88,9 @@ class Gradients:
             else:
                 for model in self._connected:
                     model.answer_with_nothing(loss)
-        if self._agreement is Agreement.EXCHANGING:
-            self._agreement = Agreement.SOUGHT
-            self._agree()
-            self._agreement = Agreement.REACHED
+        self.agreement.after_exchange()
         for model in self._connected:
             model.backward_done()
-
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """A context for one window that processes end together, or not at all; where it fails, `give_up` comes next."""
-        self._agreement = Agreement.NONE
-        for model in self._connected:
-            model.follow_what_trains()
-        can_give_up = bool(self._connected) and all(model.can_give_up for model in self._connected)
-        self._agreement = Agreement.SOUGHT if can_give_up else Agreement.NONE
-        yield
-        self._agreement = Agreement.NONE
-
-    def _begin_exchange(self) -> None:
-        self._agreement = Agreement.EXCHANGING
-        for model in self._connected:
-            model.begin_exchange()
-
-    def _agree(self) -> None:
-        if self._world.anyone(False):
-            self._agreement = Agreement.REFUSED
-            raise OthersGaveUp
-
-    def give_up(self) -> bool:
-        """This process cannot end the window that it is in, or has heard that another cannot.
-
-        The others hear of it where they need this one the next time: before the first numbers are exchanged, or after
-        the gradients were, for which this process then answers with zeros.
-
-        Returns:
-            Whether all give up: not where the window's gradients had been exchanged, or where the models do not allow
-            it.
-        """
-        agreement, self._agreement = self._agreement, Agreement.NONE
-        if agreement in (Agreement.NONE, Agreement.REACHED):
-            return False
-        if agreement is not Agreement.REFUSED:
-            self._accumulation.settle()
-            if agreement is Agreement.EXCHANGING:
-                with self._world.exchanging("backward"):
-                    for model in self._connected:
-                        model.give_up_exchange()
-            self._world.anyone(True)
-        with self._world.exchanging("start over"):
-            for model in self._connected:
-                model.start_over()
-        return True
 
     @property
     def is_scaling(self) -> bool:

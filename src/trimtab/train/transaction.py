@@ -14,7 +14,7 @@ import torch
 
 from trimtab.engine import Engine
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory, wanted_words
-from trimtab.optim.gradients import OthersGaveUp
+from trimtab.optim.agreement import OthersGaveUp
 from trimtab.randomness import (
     RandomState,
     host_random_state,
