@@ -2,13 +2,15 @@
 
 import json
 
+import pytest
 import runs_out_of_memory
 from launching import run_together
 
 from tiny_runs import NO_DROPOUT, reviews, write_csv
 
 
-def test_wherever_it_runs_out_all_processes_take_the_step_back(fork_server, tiny, tmp_path):
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_wherever_it_runs_out_all_processes_take_the_step_back(num_processes, fork_server, tiny, tmp_path):
     write_csv(tmp_path / "reviews.csv", reviews(40))
     (tmp_path / "models.json").write_text(json.dumps({"bert": str(tiny.folder("bert", **NO_DROPOUT["bert"]))}))
-    run_together(fork_server, runs_out_of_memory, tmp_path, 2)
+    run_together(fork_server, runs_out_of_memory, tmp_path, num_processes)
