@@ -28,7 +28,7 @@ _UNKNOWN = "has to be computed each time"
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation of aten on tensors without data, or do what it did with others like them."""
     try:
-        key = func, _likeness(args), _likeness(tuple(kwargs.items()))
+        key = func, torch.get_default_dtype(), _likeness(args), _likeness(kwargs.items())
         found = _known.get(key)
     except _NoLikeness:
         return func(*args, **kwargs)
