@@ -80,6 +80,10 @@ def test_a_folder_with_a_config_is_enough(tiny):
     assert found.parts["weights"] > 0
 
 
+def test_a_decoder_that_classifies_needs_no_tokenizer():
+    assert trimtab.predict_step_memory(config_of("gpt2"), "classify", 4, 16).parts["weights"] > 0
+
+
 def test_every_setting_counts():
     """Each moves the figure the way that it should."""
     config = {"model_type": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 1000}
@@ -106,6 +110,13 @@ def test_every_setting_counts():
         ({"code": "jax"}, "code='jax' is not known"),
         ({"implementation": "slow"}, "implementation='slow' is not known"),
         ({"micro_batch": 0}, "micro_batch=0 is no number"),
+        ({"micro_batch": 2.5}, "micro_batch=2.5 is no number"),
+        ({"length": True}, "length=True is no number"),
+        ({"target_length": 0}, "target_length=0 is no number"),
+        ({"target_length": 8}, "task classify writes nothing"),
+        ({"length": 5000}, "5000 tokens are more than the model's"),
+        ({"offload": "embeddings"}, "the embeddings train"),
+        ({"adapter": None}, "have to be words"),
         ({"gpu": "voodoo2"}, "no device is known as 'voodoo2'"),
         ({"precision": "fp7"}, "train.precision: found 'fp7'"),
         ({"loss": "auto"}, "'auto' is a plan's to decide"),

@@ -75,7 +75,36 @@ def test_what_is_changed_in_place_is_what_was_given():
         tensor = meta(4, 8)
         assert run_on_meta(aten.add_.Tensor, (tensor, meta(4, 8)), {}) is tensor
     for _ in range(3):
+        tensor, other = meta(4, 8), meta(4, 8)
+        run_on_meta(aten.set_.source_Tensor, (tensor, other), {})
+        assert tensor.untyped_storage()._cdata == other.untyped_storage()._cdata, "or have other memory"
+    for _ in range(3):
         assert run_on_meta(aten.resize_.default, (meta(4, 8), [64]), {}).shape == (64,), "and it may have grown"
+
+
+def test_tensors_of_other_kinds_compute_in_their_own_way():
+    class Own(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (4, 8), device="meta")
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return torch.zeros(3)
+
+    run_on_meta(aten.neg.default, (meta(4, 8),), {})
+    assert run_on_meta(aten.neg.default, (Own(),), {}).shape == (3,)
+
+
+def test_the_default_format_counts():
+    run_on_meta(aten.true_divide.Tensor, (meta(4, dtype=torch.int64), 2), {})
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = run_on_meta(aten.true_divide.Tensor, (meta(4, dtype=torch.int64), 2), {})
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype is torch.float64
 
 
 def test_tensors_with_data_are_computed_with():

@@ -12,6 +12,7 @@ from trimtab.build.targets import Target, known_target
 from trimtab.build.tracing import BatchShape, Choice, StepTracer
 from trimtab.errors import RecipeError
 from trimtab.log import unheard
+from trimtab.model.load import max_positions
 from trimtab.planner.memory import Prediction, predict
 from trimtab.planner.plain import OPTIMIZERS, trace_plain_model
 from trimtab.recipe.schema import Recipe
@@ -68,17 +69,24 @@ def predict_step_memory(
 
     Raises:
         RecipeError: Something is not known, or not to be had together.
+        ModelError: There is no such model, or none for that task.
+        MissingDependency: `loss="liger"` without liger-kernel.
     """
     words = (("mask", mask, _MASKS), ("code", code, _CODES), ("implementation", implementation, _IMPLEMENTATIONS))
     for name, word, known in words:
         if word not in known:
             raise RecipeError(f"{name}={word!r} is not known", f"one of {', '.join(known)}")
-    for name, number in (("micro_batch", micro_batch), ("length", length), ("num_micro_batches", num_micro_batches)):
-        if number < 1:
-            raise RecipeError(f"{name}={number} is no number of anything", f"{name}=1 or more")
+    numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
+    if target_length is not None:
+        numbers["target_length"] = target_length
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise RecipeError(f"{name}={number!r} is no number of anything", f"{name}=1 or more")
     levers = {"gradient_checkpointing": gradient_checkpointing, "loss": loss, "kernels": kernels, "offload": offload}
     if "auto" in levers.values():
         raise RecipeError("'auto' is a plan's to decide, and here the step is given", "use trimtab.plan, or say which")
+    if not isinstance(gpu, str) or not isinstance(adapter, str | Mapping):
+        raise RecipeError(f"gpu={gpu!r} and adapter={adapter!r} have to be words", 'such as gpu="t4", adapter="none"')
     target = known_target(gpu, None)
     recipe = Recipe.model_validate(
         {
@@ -91,6 +99,8 @@ def predict_step_memory(
         }
     )
     writes = named_task(recipe).model_kind == "seq2seq-lm"
+    if target_length is not None and not writes:
+        raise RecipeError(f"target_length: task {task} writes nothing", "leave it out")
     shape = BatchShape(micro_batch, length, mask == "padded", (target_length or length) if writes else None)
     if code == "trimtab":
         return target.as_here(_own_step(recipe, shape, num_micro_batches, target))
@@ -113,7 +123,7 @@ def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target)
         memory.offload,
     )
     with unheard():
-        trace = _tracer(recipe, target).trace(choice, shape, min(2, num_micro))
+        trace = _tracer(recipe, target, shape).trace(choice, shape, min(2, num_micro))
     settings = adapter_settings(recipe)
     has_kernels = loads_kernels(memory.kernels, optimizer, "none" if settings is None else settings.kind)
     return predict(trace, with_kernels=has_kernels)
@@ -124,7 +134,7 @@ def _plain_step(recipe: Recipe, shape: BatchShape, target: Target, mask: str, im
     if optimizer not in OPTIMIZERS:
         raise RecipeError(f"the optimizer {optimizer} is none of a plain loop", f"one of {', '.join(OPTIMIZERS)}")
     precision = target.precision(recipe.train.precision)
-    skeleton = _tracer(recipe, target).skeleton(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+    skeleton = _tracer(recipe, target, shape).skeleton(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
     with unheard():
         trace = trace_plain_model(
             skeleton,
@@ -141,6 +151,10 @@ def _plain_step(recipe: Recipe, shape: BatchShape, target: Target, mask: str, im
     return predict(trace)
 
 
-def _tracer(recipe: Recipe, target: Target) -> StepTracer:
+def _tracer(recipe: Recipe, target: Target, shape: BatchShape) -> StepTracer:
     task: Any = named_task(recipe)
-    return StepTracer(recipe, task, target.gpu)
+    tracer = StepTracer(recipe, task, target.gpu)
+    limit, longest = max_positions(tracer.skeleton()), max(shape.length, shape.target_length or 0)
+    if limit is not None and longest > limit:
+        raise RecipeError(f"{longest} tokens are more than the model's {limit} positions", f"at most {limit}")
+    return tracer

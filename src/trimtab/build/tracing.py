@@ -20,6 +20,7 @@ from trimtab.engine import Engine
 from trimtab.model.attention import flash_runs, repeat_heads
 from trimtab.model.freeze import Freezing
 from trimtab.model.gradient_checkpointing import checkpoint_layers, chosen_blocks
+from trimtab.model.host_embedding import check_embeddings_can_leave
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss, build_loss
 from trimtab.optim.preallocation import preallocate_state
@@ -141,6 +142,8 @@ class StepTracer:
                 trust_remote_code=source.trust_remote_code,
                 dtype=dtype,
             )
+            if self._tokenizer is None:
+                _name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
         return self._skeletons[dtype]
 
     # ------------------------------------------------------------------ the model
@@ -181,6 +184,7 @@ class StepTracer:
             model, {name: None if word == "always" else parse_every(word) for name, word in freeze.items()}
         ).apply()
         if choice.offload == "embeddings":
+            check_embeddings_can_leave(model)
             model.get_input_embeddings().weight.is_in_host_memory = True
         if not self._gpu.flash or not flash_runs(self._gpu.capability, engine.compute_dtype):
             repeat_heads(model)
@@ -234,6 +238,13 @@ class StepTracer:
             how=choice.loss,
         )
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
+
+
+def _name_missing_tokens(config: Any, kind: str) -> None:
+    """What a tokenizer would have told the model, and forward asks for; the numbers have no meaning here."""
+    for name, wanting in (("pad_token_id", "sequence-classification"), ("decoder_start_token_id", "seq2seq-lm")):
+        if kind == wanting and getattr(config, name, None) is None:
+            setattr(config, name, 0)
 
 
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:

@@ -32,18 +32,7 @@ def keep_embeddings_on_host(
     """
     bare: Any = model
     table: torch.nn.Embedding = bare.get_input_embeddings()
-    head = bare.get_output_embeddings()
-    if table.weight.requires_grad or any(parameter is table.weight for parameter in trained_later):
-        raise RecipeError(
-            "memory.offload: embeddings: the embeddings train, and what trains is needed on the device",
-            "memory.offload: none, or freeze them (adapter, train.freeze)",
-        )
-    if head is not None and getattr(head, "weight", None) is table.weight:
-        raise RecipeError(
-            f"memory.offload: embeddings: the output layer of this {type(model).__name__} shares its weights with the "
-            "embeddings, and reads all of them in every step",
-            "memory.offload: none",
-        )
+    check_embeddings_can_leave(model, trained_later)
     if device.type == "cpu":
         say("memory.offload: embeddings: the model is in host memory already")
         return 0
@@ -55,6 +44,27 @@ def keep_embeddings_on_host(
     table._host_memory = pinned  # which lives as long as the table
     table.weight.is_in_host_memory = True  # type: ignore[attr-defined]  # who counts memory wants to know
     return num_bytes
+
+
+def check_embeddings_can_leave(model: torch.nn.Module, trained_later: Iterable[torch.nn.Parameter] = ()) -> None:
+    """See that no step needs the table of input embeddings on the device.
+
+    Raises:
+        RecipeError: If the table trains, or is also the output layer.
+    """
+    bare: Any = model
+    table, head = bare.get_input_embeddings(), bare.get_output_embeddings()
+    if table.weight.requires_grad or any(parameter is table.weight for parameter in trained_later):
+        raise RecipeError(
+            "memory.offload: embeddings: the embeddings train, and what trains is needed on the device",
+            "memory.offload: none, or freeze them (adapter, train.freeze)",
+        )
+    if head is not None and getattr(head, "weight", None) is table.weight:
+        raise RecipeError(
+            f"memory.offload: embeddings: the output layer of this {type(model).__name__} shares its weights with the "
+            "embeddings, and reads all of them in every step",
+            "memory.offload: none",
+        )
 
 
 class _Foreign:

@@ -165,6 +165,9 @@ class _Extension:
                 for copy in range(1, repeat.num_more + 1):
                     self._emit_unit(place, repeat, copy)
         self._marks += [Mark(mark.name, len(self._events)) for mark in marks]
+        mortal = {storage for storage, size in trace.events if not size}
+        if any(storage in mortal for storage, _ in self._numbers):
+            raise NotPeriodic("lives on, where it died in what was traced")
         return Trace(
             tuple(self._events),
             self._births,

@@ -52,7 +52,7 @@ def _likeness(values: Any) -> Any:
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            if not value.is_meta:
+            if not value.is_meta or type(value) not in _TENSORS:
                 raise _NoLikeness
             found.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, list | tuple):
@@ -64,6 +64,7 @@ def _likeness(values: Any) -> Any:
     return tuple(found)
 
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others compute in their own way
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -87,7 +88,8 @@ def _learn(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
+    storage = tensor.untyped_storage()
+    return tensor.shape, tensor.stride(), tensor.dtype, storage.nbytes(), storage._cdata
 
 
 def _made(one: Any, held: set[int]) -> _Made | None:

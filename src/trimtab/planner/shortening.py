@@ -1,5 +1,6 @@
 """A model with fewer of its repeated blocks, for tracing."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,8 +70,12 @@ def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     config = getattr(model.config, "text_config", None) or model.config
-    types = getattr(config, "layer_types", None)
-    own = types[number] if types is not None and number < len(types) else None
+    own = tuple(
+        repr(values[number])  # such as the kind of each block, or which of them have no positions
+        for name in sorted(vars(config))
+        if isinstance(values := getattr(config, name, None), list | tuple) and number < len(values)
+        if len(values) == getattr(config, "num_hidden_layers", None)
+    )
     return type(block).__name__, shapes, own, getattr(block, "attention_type", None)
 
 
@@ -100,7 +105,8 @@ def _fit_config(model: Any, lengths: list[int], kept: list[list[int]]) -> None:
         config._trimtab_shortened = True
         types = getattr(config, "layer_types", None)
         if types is not None and len(types) == lengths[0]:
-            config.layer_types = [types[number] for number in kept[0]]
+            with contextlib.suppress(AttributeError):  # Mamba's are all the same, and follow from their number
+                config.layer_types = [types[number] for number in kept[0]]
         if getattr(config, "num_hidden_layers", None) == lengths[0]:
             config.num_hidden_layers = len(kept[0])
     for index, numbers in enumerate(kept):
