@@ -153,15 +153,17 @@ def test_what_lives_longer_than_its_neighbours_is_noticed(monkeypatch):
     def keeping(self, hidden_states, *args, **kwargs):
         out = forward(self, hidden_states, *args, **kwargs)
         kept.append(hidden_states.detach() * 2)
-        del kept[:-2]
+        if len(kept) > 2:
+            del kept[0]
+        if self.self_attn.layer_idx == self.self_attn.config.num_hidden_layers - 1:
+            kept.clear()
         return out
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", keeping)
     config = CONFIGS["llama"] | {"num_hidden_layers": 16}
     derived = trace_plain_step(config, "AutoModelForCausalLM", 8, 64)
-    kept.clear()
     traced = trace_plain_step(config, "AutoModelForCausalLM", 8, 64, whole=True)
-    assert predict(derived).allocated == predict(traced).allocated
+    assert sizes(derived) == sizes(traced)
 
 
 def test_blocks_that_differ_by_a_list_of_the_config():
