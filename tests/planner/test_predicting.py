@@ -7,7 +7,7 @@ import pytest
 
 import trimtab
 from tiny_models import config_of
-from trimtab.errors import RecipeError
+from trimtab.errors import ModelError, RecipeError
 from trimtab.planner.memory import PARTS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,6 +80,15 @@ def test_a_folder_with_a_config_is_enough(tiny):
     assert found.parts["weights"] > 0
 
 
+@pytest.mark.parametrize("code", ["trimtab", "transformers"])
+def test_a_model_that_cannot_be_traced_is_said_so(code):
+    """Its experts get rows by value."""
+    experts = {"num_local_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_attention_heads": 4}
+    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, **experts}
+    with pytest.raises(ModelError, match=r"this step cannot be traced \(RuntimeError"):
+        trimtab.predict_step_memory(config, "causal-lm", 2, 16, precision="bf16", code=code)
+
+
 def test_a_decoder_that_classifies_needs_no_tokenizer():
     assert trimtab.predict_step_memory(config_of("gpt2"), "classify", 4, 16).parts["weights"] > 0
 
@@ -117,6 +126,8 @@ def test_every_setting_counts():
         ({"length": 5000}, "5000 tokens are more than the model's"),
         ({"offload": "embeddings"}, "the embeddings train"),
         ({"adapter": None}, "have to be words"),
+        ({"kernels": "liger"}, "liger has nothing for a BertForSequenceClassification"),
+        ({"implementation": "foreach"}, "implementation is a plain loop's"),
         ({"gpu": "voodoo2"}, "no device is known as 'voodoo2'"),
         ({"precision": "fp7"}, "train.precision: found 'fp7'"),
         ({"loss": "auto"}, "'auto' is a plan's to decide"),

@@ -10,7 +10,7 @@ from trimtab.build.model import adapter_settings
 from trimtab.build.planning import named_task
 from trimtab.build.targets import Target, known_target
 from trimtab.build.tracing import BatchShape, Choice, StepTracer
-from trimtab.errors import RecipeError
+from trimtab.errors import ModelError, RecipeError, TrimtabError
 from trimtab.log import unheard
 from trimtab.model.load import max_positions
 from trimtab.planner.memory import Prediction, predict
@@ -43,7 +43,7 @@ def predict_step_memory(
     target_length: int | None = None,
     num_micro_batches: int = 1,
     code: str = "trimtab",
-    implementation: str = "fused",
+    implementation: str | None = None,
 ) -> Prediction:
     """How much memory a training step takes on a GPU, without one, without weights and without data.
 
@@ -65,51 +65,79 @@ def predict_step_memory(
         num_micro_batches: Micro-batches of an optimizer step: from the second on gradients are there already.
         code: "trimtab" is the step that `fit` takes; "transformers" that of a plain loop: autocast, the model's own
             loss, one batch, torch's optimizer and transformers' own gradient checkpointing.
-        implementation: Of the optimizer of a plain loop: "fused" or "foreach".
+        implementation: Of the optimizer of a plain loop: "fused" (if left out) or "foreach".
 
     Raises:
         RecipeError: Something is not known, or not to be had together.
-        ModelError: There is no such model, or none for that task.
+        ModelError: There is no such model, none for that task, or its step cannot be traced.
         MissingDependency: `loss="liger"` without liger-kernel.
     """
-    words = (("mask", mask, _MASKS), ("code", code, _CODES), ("implementation", implementation, _IMPLEMENTATIONS))
-    for name, word, known in words:
-        if word not in known:
-            raise RecipeError(f"{name}={word!r} is not known", f"one of {', '.join(known)}")
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
-    if target_length is not None:
-        numbers["target_length"] = target_length
-    for name, number in numbers.items():
-        if type(number) is not int or number < 1:
-            raise RecipeError(f"{name}={number!r} is no number of anything", f"{name}=1 or more")
+    _check_words(mask, code, implementation)
+    _check_numbers(numbers if target_length is None else numbers | {"target_length": target_length})
     levers = {"gradient_checkpointing": gradient_checkpointing, "loss": loss, "kernels": kernels, "offload": offload}
     if "auto" in levers.values():
         raise RecipeError("'auto' is a plan's to decide, and here the step is given", "use trimtab.plan, or say which")
     if not isinstance(gpu, str) or not isinstance(adapter, str | Mapping):
         raise RecipeError(f"gpu={gpu!r} and adapter={adapter!r} have to be words", 'such as gpu="t4", adapter="none"')
+    recipe = _recipe(model, task, {"precision": precision, "optimizer": optimizer}, adapter, levers)
     target = known_target(gpu, None)
-    recipe = Recipe.model_validate(
-        {
-            "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
-            "task": task,
-            "data": {"train": "rows.jsonl"},
-            "train": {"precision": precision, "optimizer": optimizer},
-            "adapter": adapter if isinstance(adapter, str) else dict(adapter),
-            "memory": levers,
-        }
-    )
     writes = named_task(recipe).model_kind == "seq2seq-lm"
     if target_length is not None and not writes:
         raise RecipeError(f"target_length: task {task} writes nothing", "leave it out")
     shape = BatchShape(micro_batch, length, mask == "padded", (target_length or length) if writes else None)
-    if code == "trimtab":
-        return target.as_here(_own_step(recipe, shape, num_micro_batches, target))
-    asked = levers | {"adapter": adapter, "num_micro_batches": num_micro_batches}
+    if code == "transformers":
+        _check_plain(levers | {"adapter": adapter, "num_micro_batches": num_micro_batches})
+    try:
+        if code == "trimtab":
+            found = _own_step(recipe, shape, num_micro_batches, target)
+        else:
+            found = _plain_step(recipe, shape, target, mask, implementation or "fused")
+    except TrimtabError:
+        raise
+    except Exception as error:  # models whose forward reads values, or has kernels that meta does not
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"this step cannot be traced ({what})", "measure it: trimtab compare") from error
+    return target.as_here(found)
+
+
+def _check_words(mask: str, code: str, implementation: str | None) -> None:
+    known = [("mask", mask, _MASKS), ("code", code, _CODES)]
+    if implementation is not None:
+        known.append(("implementation", implementation, _IMPLEMENTATIONS))
+    for name, word, words in known:
+        if word not in words:
+            raise RecipeError(f"{name}={word!r} is not known", f"one of {', '.join(words)}")
+    if implementation is not None and code == "trimtab":
+        raise RecipeError("implementation is a plain loop's to choose", 'code="transformers", or leave it out')
+
+
+def _check_numbers(numbers: dict[str, int]) -> None:
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise RecipeError(f"{name}={number!r} is no number of anything", f"{name}=1 or more")
+
+
+def _check_plain(asked: dict[str, Any]) -> None:
     beyond = [name for name, value in _PLAIN.items() if asked[name] != value]
-    if beyond or gradient_checkpointing not in ("none", "all"):
+    if beyond or asked["gradient_checkpointing"] not in ("none", "all"):
         what = ", ".join(beyond) or "gradient checkpointing of some blocks"
         raise RecipeError(f"a plain loop has no {what}", 'code="trimtab"')
-    return target.as_here(_plain_step(recipe, shape, target, mask, implementation))
+
+
+def _recipe(
+    model: str | Mapping[str, Any], task: str, train: dict[str, Any], adapter: Any, levers: dict[str, Any]
+) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
+            "task": task,
+            "data": {"train": "rows.jsonl"},  # which nobody reads
+            "train": train,
+            "adapter": adapter if isinstance(adapter, str) else dict(adapter),
+            "memory": levers,
+        }
+    )
 
 
 def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target) -> Prediction:

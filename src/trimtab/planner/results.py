@@ -71,7 +71,7 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 def _learn(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute, and remember what is remarkable about the result."""
     before = _look(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-    held = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+    held = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
     out = func(*args, **kwargs)
     if len(_known) >= _MOST:
         _known.clear()
@@ -105,11 +105,12 @@ def _made(one: Any, held: set[int]) -> _Made | None:
     return made if again.untyped_storage().nbytes() == storage.nbytes() and not one.storage_offset() else None
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument or a result, and of the lists in it."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, list | tuple):
+        for item in value:
+            found += tensors_in(item)
     return found

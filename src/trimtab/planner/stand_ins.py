@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from trimtab.errors import RecipeError
 from trimtab.model import adapters, linear_cross_entropy, lora_product, nf4, precision
 from trimtab.optim import build, quantized, stochastic_rounding
 from trimtab.planner.trace import Recorder
@@ -192,9 +193,14 @@ def use_liger(model: torch.nn.Module, num_multiprocessors: int) -> None:
         apply: Any = _SiluMul.apply
         return self.down_proj(apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
+    known = 0
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
+            known += 1
             module.forward = MethodType(norm, module)
         elif kind.endswith("MLP") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
+            known += 1
             module.forward = MethodType(gated, module)
+    if not known:
+        raise RecipeError(f"memory.kernels: liger has nothing for a {type(model).__name__}", "plain, or auto")

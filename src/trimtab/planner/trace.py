@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from trimtab.planner.results import run_on_meta
+from trimtab.planner.results import run_on_meta, tensors_in
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         temporary = [
             self._make(size, self.stage, name, False, self._owner) for size in self._rules.temporaries(func, args, out)
         ]
-        outs = [tensor for tensor in _tensors(out) if tensor.is_meta]
+        outs = [tensor for tensor in tensors_in(out) if tensor.is_meta]
         owners = self._owners_in_lists(args, outs)
         is_new = False
         for tensor, owner in zip(outs, owners, strict=True):
@@ -298,7 +298,7 @@ class Recorder(TorchDispatchMode):
         for number in temporary:
             self.events.append(Event(number, 0))
         if self.is_timing and (is_new or temporary or is_mutable):
-            tensors = [tensor for tensor in _tensors(args) if tensor.is_meta]
+            tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
             flops, dtype = _flops(func, args, out)
             tensors += outs
             self.ops.append(Op(name, self.stage, flops, sum(map(_nbytes, tensors)), dtype))
@@ -396,16 +396,6 @@ def _known(func: Any) -> tuple[str, bool]:
     return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    if isinstance(value, list | tuple):
-        for item in value:
-            found += _tensors(item)
-    return found
-
-
 _TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
@@ -417,7 +407,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
     """Multiplications and additions of a product, and its format; 0 of everything else."""
     name = func._overloadpacket.__name__
-    tensors = _tensors(args)
+    tensors = tensors_in(args)
     if not tensors:
         return 0, "fp32"
     dtype = _NAMES.get(tensors[0].dtype, "fp32")
