@@ -397,14 +397,14 @@ class Engine:
         Returns:
             The folder.
         """
-        return save_together(self._world, output_dir, self._parts(), self._accumulation.sync)
+        return save_together(self._world, output_dir, self._parts(), self._gradients.are_same_everywhere)
 
     def capture_state(self) -> dict[str, Encoded] | None:
         """What `save_state` would write, for a writer of one's own: its tensors are the living ones.
 
         Every process calls it; the first one gets the state, the others None.
         """
-        return capture_together(self._world, self._parts(), self._accumulation.sync)
+        return capture_together(self._world, self._parts(), self._gradients.are_same_everywhere)
 
     def load_state(self, input_dir: str | Path | StoredCheckpoint) -> None:
         """Restore what `save_state` wrote, into the same prepared objects; if it does not fit, nothing is changed.

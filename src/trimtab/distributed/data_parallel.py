@@ -61,6 +61,7 @@ class DataParallel(DistributedDataParallel):
         self.can_give_up = orders_buckets_later and not has_statistics
         self._awaits_backward = False
         self._num_forwards = 0  # since the last exchange
+        self.has_own_gradients = False  # a forward since then was one whose gradients are not exchanged by themselves
         self._was_shared = False  # that exchange answered for several forwards
         self._is_checked = False
 
@@ -101,6 +102,7 @@ class DataParallel(DistributedDataParallel):
             self.follow_what_trains()
             self._awaits_backward = self.require_backward_grad_sync
             self._num_forwards += 1
+            self.has_own_gradients |= not self.require_backward_grad_sync
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # its first forwards, and those with batch norms, need the other processes
@@ -150,6 +152,7 @@ class DataParallel(DistributedDataParallel):
         self._settle_buckets()
         self._awaits_backward = False
         self._num_forwards = 0
+        self.has_own_gradients = False
 
     def backward_done(self) -> None:
         """Gradients have been exchanged, if this model had a part in the loss. See whether all of them were.
@@ -169,6 +172,7 @@ class DataParallel(DistributedDataParallel):
             return  # the loss was of another model
         self._awaits_backward, self._is_checked = False, True
         self._was_shared, self._num_forwards = self._num_forwards > 1, 0
+        self.has_own_gradients = False
         if self._options.find_unused_parameters or self._options.static_graph:
             return
         if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
