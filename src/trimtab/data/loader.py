@@ -21,7 +21,7 @@ from trimtab.data.placement import Placement
 from trimtab.data.sharding import NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
-from trimtab.log import say
+from trimtab.log import say, say_once
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
 
 _NOTHING = object()
@@ -158,11 +158,18 @@ class PreparedLoader:
         self._source = self._instrumented(loader)
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A shallow copy of the loader that pins memory and, for map-style data, counts what it issues."""
+        """A shallow copy of the loader that pins memory, keeps order and, for map-style data, counts what it issues."""
         source = copy.copy(loader)
         object.__setattr__(source, "_iterator", None)
         if self._place.pins_memory:
             source.pin_memory = True
+        if loader.num_workers and not loader.in_order:
+            # Which batch a worker finished first cannot be saved, and differs from process to process.
+            say_once(
+                "DataLoader(in_order=False): batches come in the sampler's order all the same, so that a resumed run "
+                "and other processes see each row once"
+            )
+            source.in_order = True
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
