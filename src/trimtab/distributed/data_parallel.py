@@ -5,7 +5,7 @@ process whose micro-batch counts for nothing can answer for its gradients withou
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -154,13 +154,17 @@ class DataParallel(DistributedDataParallel):
         self._num_forwards = 0
         self.has_own_gradients = False
 
-    def backward_done(self) -> None:
+    def backward_done(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> None:
         """Gradients have been exchanged, if this model had a part in the loss. See whether all of them were.
 
         A parameter that takes no part would stop every process at the next forward, with no word about which one.
+
+        Args:
+            loss: What was differentiated.
+            models: All models whose gradients are exchanged.
         """
         if not self._awaits_backward:
-            if self._was_shared and not self._num_forwards:
+            if self._was_shared and not self._num_forwards and self._has_part_in(loss, models):
                 raise LossError(
                     "a second backward came after several forwards: several processes exchange gradients only once",
                     "add the losses and call backward once, or call each backward right after its forward",
@@ -186,6 +190,14 @@ class DataParallel(DistributedDataParallel):
                 f"{len(idle)} parameters take no part in the loss ({shown}), so several processes would wait for them",
                 "Engine(find_unused_parameters=True), or requires_grad_(False) on them before prepare",
             )
+
+    def _has_part_in(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> bool:
+        """Whether a loss depends on this model: on a parameter that none of the others has as well."""
+        own = {id(parameter) for parameter in self._exchanged().values()}
+        for other in models:
+            if other is not self:
+                own -= {id(parameter) for parameter in other.module.parameters()}
+        return not own.isdisjoint(_leaves_of(loss))
 
 
 def leave_out(model: torch.nn.Module, names: list[str]) -> None:

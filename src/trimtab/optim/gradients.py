@@ -100,7 +100,7 @@ class Gradients:
                     model.answer_with_nothing(loss)
         self.agreement.after_exchange()
         for model in self._connected:
-            model.backward_done()
+            model.backward_done(loss, self._connected)
 
     @property
     def is_scaling(self) -> bool:
