@@ -21,6 +21,7 @@ from trimtab.data.placement import Placement
 from trimtab.data.sharding import NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
+from trimtab.errors import CheckpointError
 from trimtab.log import say, say_once
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
 
@@ -522,6 +523,7 @@ class PreparedLoader:
             "num_delivered": 0 if is_over else self.num_delivered,
             "generators": generators,
             "has_workers": self._has_lasting_workers(),
+            "group_size": self._sharding.group_size,
         }
         if self._common is not None:
             place["common"] = self._common
@@ -541,9 +543,22 @@ class PreparedLoader:
             raise ValueError(f"the loader has {len(generators)} generators of its own, the saved one {len(saved)}")
         if self._owner_of_place() is None and "source" in state.get("last_read", {}):
             raise ValueError("the dataset had kept its own place, which this one (or one with workers) does not")
+        state = {**state, **self._counted_in_own_groups(state)}
         self.epoch, self._resume, self._last_read = state["epoch"], state, state.get("last_read")
         for generator, saved_state in zip(generators, saved, strict=True):
             generator.set_state(saved_state)
+
+    def _counted_in_own_groups(self, state: dict[str, Any]) -> dict[str, int]:
+        """Batches delivered, where another number of processes, which took whole batches each, has counted them."""
+        own, theirs = self._sharding.group_size, state.get("group_size", self._sharding.group_size)
+        num_read = state["num_delivered"] * theirs
+        if num_read % own:
+            raise CheckpointError(
+                f"the state was saved after {num_read} batches of an epoch, which {own} processes that take whole "
+                "batches do not come by",
+                f"load it on a number of processes that divides {num_read}, or use Engine(split_batches=True)",
+            )
+        return {"num_delivered": num_read // own, "group_size": own}
 
     def undo_point(self) -> Callable[[], None]:
         """A function that takes `load_state_dict` back; a state dict would start the epoch being iterated again."""
