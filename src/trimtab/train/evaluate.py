@@ -168,7 +168,7 @@ class _Sums:
         if self._functions and not step.logits.numel():
             raise _no_logits(self._functions)
         self.num_added += 1
-        self.metrics.update(step.logits, batch, step.loss_sum(), step.weight, step.hits)
+        self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
         for name, function in self._functions.items():
             self.own[name].append(_sum_and_count(function(step.logits, batch)))
 
