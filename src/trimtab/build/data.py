@@ -53,11 +53,12 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
         say(f"data.max_length {max_length} is more than the model's {limit} positions: {limit} is used")
         max_length = limit
     task = data.task
-    task.bind(loaded.tokenizer, loaded.model.config)
+    config: Any = loaded.model.config
+    task.bind(loaded.tokenizer, config)
     generation = getattr(loaded.model, "generation_config", None)
     if task.model_kind == "seq2seq-lm" and generation is not None:
         # so that generation with the saved model starts with the token that the decoder reads first in training
-        generation.update(**generation_start(loaded.tokenizer, loaded.model.config.model_type))
+        generation.update(**generation_start(loaded.tokenizer, config.model_type))
 
     def encode(rows: Rows) -> TokenDataset:
         key = [task.name, task.settings, rows, loaded.tokenizer, max_length]

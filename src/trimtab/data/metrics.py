@@ -136,11 +136,11 @@ class Metrics:
                 part.sums = part.sums.to(device)
         self._totals[0] += loss_sum.detach()
         self._totals[1] += weight
-        for part in self._counted:
+        for counted in self._counted:
             if logits.numel():
-                part.update(logits.detach(), batch["labels"])
-            elif hits is not None and isinstance(part, _TokenHits):
-                part.add(hits, weight)
+                counted.update(logits.detach(), batch["labels"])
+            elif hits is not None and isinstance(counted, _TokenHits):
+                counted.add(hits, weight)
             else:
                 raise LossError(
                     f"{', '.join(self.names)} cannot all be told without logits, and this loss gives none",
