@@ -105,7 +105,7 @@ def train(
             if not engine.has_no_rows:
                 count = float(weight) if weighted else len(batch["ids"])
                 if count:
-                    window += torch.tensor([float(loss.detach()) * count, count])
+                    window += torch.tensor([float(loss.detach()) * count, count], dtype=window.dtype)
             if engine.sync_gradients:
                 total = engine.reduce(window)
                 losses.append(float(total[0] / total[1]) if total[1] else 0.0)
@@ -166,6 +166,10 @@ LOOPS = {
     "iterable": lambda: train(Engine(cpu=True, seed=5), Shuffled(rows()), epochs=3),
     "unfrozen later": lambda: train(
         Engine(cpu=True), rows(12), model=frozen_at_first(), epochs=3, on_epoch=unfreeze_later
+    ),
+    # rounding is too small here to hide a wrong weight, however long the run is
+    "fp64, 120 steps": lambda: train(
+        Engine(cpu=True, seed=5), rows(), model=Tagger().double(), shuffle=True, epochs=30
     ),
     "overflow": lambda: train(
         Engine(mixed_precision="fp16", cpu=True),

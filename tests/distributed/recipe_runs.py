@@ -11,7 +11,10 @@ from trimtab import Recipe, fit
 # plain SGD: AdamW makes large steps of what rounding leaves of a gradient that should be zero
 COMMON = {"optimizer": "sgd", "lr": 0.2, "epochs": 2, "batch_size": 8, "log_every": 1, "warmup": 2}
 RECIPES = {
-    "classify": {"train": COMMON | {"momentum": 0.5, "weight_decay": 0.01}},
+    "classify": {
+        "train": COMMON | {"momentum": 0.5, "weight_decay": 0.01},
+        "evaluate": {"metric": "auc"},
+    },
     "micro": {"train": COMMON | {"freeze": {"base": "3 steps"}}, "memory": {"micro_batch": 2}, "limits": {"eval": 2}},
     "lm": {"task": "causal-lm", "train": COMMON | {"batch_size": 3}, "memory": {"micro_batch": 1}},
     "overfit": {"train": COMMON, "limits": {"overfit_batches": 2}, "early_stopping": {"metric": "loss", "patience": 2}},

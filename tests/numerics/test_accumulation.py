@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab import Engine
 from trimtab.errors import LossError, RecipeError
+from trimtab.optim.gradients import _multiply
 
 VOCAB, LENGTH, ROWS = 11, 7, 12
 IGNORED = -100
@@ -382,3 +383,41 @@ def test_weights_on_the_device_may_begin_with_nothing(monkeypatch):
     engine.backward(model(torch.ones(1, 1)).mean(), weight=torch.tensor(0))
     engine.backward(model(torch.ones(4, 1)).mean(), weight=torch.tensor(4))
     assert layer.weight.grad.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("factor", [1.003, torch.tensor(1.003)], ids=["on the host", "on the device"])
+def test_gradients_are_not_multiplied_with_a_rounded_factor(monkeypatch, dtype, factor):
+    if isinstance(factor, torch.Tensor):
+        monkeypatch.setattr(torch, "_foreach_mul_", _foreach_mul_as_on_an_accelerator)
+    before = [torch.randn(300, 2).to(dtype), torch.randn(()).to(dtype), torch.randn(7)]
+    after = [gradient.clone() for gradient in before]
+    _multiply(after, factor)
+    for gradient, result in zip(before, after, strict=True):
+        assert torch.equal(result, (gradient.float() * 1.003).to(gradient.dtype))
+
+
+def _foreach_mul_as_on_an_accelerator(tensors, factor):
+    """CUDA's kernels round a factor without dimensions to the dtype of a tensor that has some; the CPU's do not."""
+    for tensor in tensors:
+        tensor.mul_(factor.to(tensor.dtype) if tensor.dim() else factor)
+
+
+def test_token_weights_are_exact_on_bf16_gradients():
+    engine = Engine(device="cpu", gradient_accumulation_steps=3)
+    model, optimizer = engine.prepare(*_a_bf16_linear())
+    plain, _ = _a_bf16_linear()
+    num_tokens = [3, 1000, 7]  # the expected total is that of three micro-batches like the first
+    for count in num_tokens:
+        inputs = torch.randn(4, 32).bfloat16()
+        with engine.accumulate(model):
+            engine.backward(model(inputs).float().square().mean(), weight=count)
+        (plain(inputs).float().square().mean() * (count / (3 * num_tokens[0]))).backward()
+    factor = 3 * num_tokens[0] / sum(num_tokens)
+    assert torch.equal(model.weight.grad, (plain.weight.grad.float() * factor).bfloat16())
+
+
+def _a_bf16_linear():
+    torch.manual_seed(5)
+    model = torch.nn.Linear(32, 32).bfloat16()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)

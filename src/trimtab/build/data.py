@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.sources import Rows, load_rows, split_off
 from trimtab.data.tasks.build import build_task
+from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.log import say
 from trimtab.model.load import max_positions
@@ -52,7 +53,12 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
         say(f"data.max_length {max_length} is more than the model's {limit} positions: {limit} is used")
         max_length = limit
     task = data.task
-    task.bind(loaded.tokenizer, loaded.model.config)
+    config: Any = loaded.model.config
+    task.bind(loaded.tokenizer, config)
+    generation = getattr(loaded.model, "generation_config", None)
+    if task.model_kind == "seq2seq-lm" and generation is not None:
+        # so that generation with the saved model starts with the token that the decoder reads first in training
+        generation.update(**generation_start(loaded.tokenizer, config.model_type))
 
     def encode(rows: Rows) -> TokenDataset:
         key = [task.name, task.settings, rows, loaded.tokenizer, max_length]

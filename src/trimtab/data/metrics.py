@@ -1,17 +1,19 @@
 """Metrics from sums: each batch is added on the device where it was computed, and only the result is read.
 
-Nothing is kept but sums of fixed size, so that an evaluation needs no more memory however many rows it sees, and the
-metrics of several processes are those of the added sums. Logits are [rows, labels], or [rows, length, vocabulary].
+Nothing is kept but sums of fixed size, and for AUC a bounded number of scores, so that an evaluation needs no more
+memory however many rows it sees. Those of several processes are combined. Logits are [rows, labels], or [rows, length,
+vocabulary].
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trimtab.data.ranks import RankedScores
 from trimtab.errors import LossError, RecipeError
 
 _HIGHER_IS_BETTER = {
@@ -83,8 +85,7 @@ class Metrics:
         self._parts: list[_Part] = []
         if set(wanted) & {*_OF_COUNTS, "mcc"}:
             self._parts.append(_Counts(num_labels) if kind == "cross-entropy" else _LabelCounts(num_labels))
-        if "auc" in wanted:
-            self._parts.append(_Ranks(num_labels, one_label=kind == "cross-entropy"))
+        self._areas = _Areas(num_labels, one_label=kind == "cross-entropy") if "auc" in wanted else None
         if kind == "mse" and set(wanted) - {"loss"}:
             self._parts.append(_Moments(max(num_labels, 1)))
         if "token_accuracy" in wanted:
@@ -92,8 +93,20 @@ class Metrics:
 
     @property
     def sums(self) -> list[Tensor]:
-        """All that is kept. Added element by element (in place), those of several processes give the whole."""
+        """All that is kept but scores. Added element by element, those of several processes give the whole."""
         return [self._totals, *(part.sums for part in self._parts)]
+
+    def combine(self, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> None:
+        """Turn what this process has seen into what all of them have seen.
+
+        Args:
+            reduce: Gives the sum of a tensor over the processes.
+            gather: Gives the tensors of all processes, one below the other; their lengths may differ.
+        """
+        for kept in self.sums:
+            kept.copy_(reduce(kept.cpu()))
+        if self._areas is not None:
+            self._areas.ranks.replace(gather(self._areas.ranks.table()))
 
     @torch.no_grad()
     def update(
@@ -104,7 +117,7 @@ class Metrics:
         weight: Tensor | int,
         hits: Tensor | None = None,
     ) -> None:
-        """Add a batch. Nothing is read from the device.
+        """Add a batch. Nothing is read from the device, but for AUC once in about a million scores.
 
         Args:
             logits: What the model gave; empty where its loss was computed without any.
@@ -123,35 +136,43 @@ class Metrics:
                 part.sums = part.sums.to(device)
         self._totals[0] += loss_sum.detach()
         self._totals[1] += weight
-        for part in self._parts:
+        for counted in self._counted:
             if logits.numel():
-                part.update(logits.detach(), batch["labels"])
-            elif hits is not None and isinstance(part, _TokenHits):
-                part.add(hits, weight)
+                counted.update(logits.detach(), batch["labels"])
+            elif hits is not None and isinstance(counted, _TokenHits):
+                counted.add(hits, weight)
             else:
                 raise LossError(
                     f"{', '.join(self.names)} cannot all be told without logits, and this loss gives none",
                     "compute the loss of evaluations plainly (memory.loss: plain), or ask for loss and perplexity",
                 )
 
+    @property
+    def _counted(self) -> list["_Counted"]:
+        return [*self._parts, *([] if self._areas is None else [self._areas])]
+
     def compute(self) -> dict[str, float]:
         """The metrics of everything seen so far; nan where they are not defined."""
         loss_sum, weight = self._totals.tolist()
         values = {"loss": _ratio(loss_sum, weight, empty=math.nan)}
         values["perplexity"] = math.exp(values["loss"]) if not values["loss"] > 700 else math.inf
-        for part in self._parts:
+        for part in self._counted:
             values |= part.values()
         return {name: values[name] for name in self.names}
 
 
-class _Part(Protocol):
-    """Some of the sums, and the metrics that follow from them."""
-
-    sums: Tensor
+class _Counted(Protocol):
+    """What is kept of the rows, and the metrics that follow from it."""
 
     def update(self, logits: Tensor, labels: Tensor) -> None: ...
 
     def values(self) -> dict[str, float]: ...
+
+
+class _Part(_Counted, Protocol):
+    """Some of the sums."""
+
+    sums: Tensor
 
 
 class _Counts:
@@ -206,49 +227,38 @@ class _LabelCounts:
         return averaged | {"accuracy": _ratio(num_right, num_rows, empty=math.nan)}
 
 
-class _Ranks:
-    """The area under the ROC curve from histograms of log-odds; rows of one bin count as ties.
-
-    Bins are 1/4096 wide for two labels and wider for more, at most 1/128: the result is that of exact ranks up to the
-    few pairs that share a bin, and needs no sorting. More than two labels: the mean of each against the rest.
-    """
-
-    _REACH = 32.0  # log-odds beyond are all one bin: e^-32 is below what float32 tells from 0
+class _Areas:
+    """The area under the ROC curve, by log-odds. More than two labels: the mean of each against the rest."""
 
     def __init__(self, num_labels: int, *, one_label: bool) -> None:
         self._one_label = one_label
         self._is_binary = one_label and num_labels == 2
-        num_scores = 1 if self._is_binary else num_labels
-        self._num_bins = 2 ** max(18 - (num_scores - 1).bit_length(), 13)
-        self.sums = torch.zeros(2, num_scores, self._num_bins, dtype=torch.int64)
+        self.ranks = RankedScores(1 if self._is_binary else num_labels)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         scores = self._log_odds(logits.double())
-        bins = ((scores / self._REACH + 1) / 2 * self._num_bins).nan_to_num(0.0)
-        bins = bins.clamp(0, self._num_bins - 1).long()
-        num_scores = bins.shape[1]
         if self._is_binary:
             is_true = labels[:, None]
         elif self._one_label:
-            is_true = (labels[:, None] == torch.arange(num_scores, device=labels.device)).long()
+            is_true = labels[:, None] == torch.arange(scores.shape[1], device=labels.device)
         else:
-            is_true = (labels > 0.5).long()
-        flat = (is_true * num_scores + torch.arange(num_scores, device=bins.device)) * self._num_bins + bins
-        self.sums.view(-1).index_add_(0, flat.flatten(), torch.ones_like(flat).flatten())
+            is_true = labels > 0.5
+        self.ranks.add(scores, is_true)
 
     def _log_odds(self, logits: Tensor) -> Tensor:
         if self._is_binary:
             return logits[:, 1:] - logits[:, :1]
         if not self._one_label:
             return logits
-        log_shares = logits.log_softmax(dim=-1)
-        return log_shares - torch.log1p(-log_shares.exp())
+        # Of the likeliest label the share of the others is not a difference to 1: it may be smaller than 1 can tell.
+        highest, best = logits.max(dim=-1, keepdim=True)
+        shares = (logits - highest).exp()
+        odds = logits - highest - (shares.sum(dim=-1, keepdim=True) - shares).log()
+        others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        return odds.scatter(-1, best, highest - others)
 
     def values(self) -> dict[str, float]:
-        negatives, positives = self.sums.double().cpu()
-        below = negatives.cumsum(dim=-1) - negatives / 2
-        pairs = positives.sum(dim=-1) * negatives.sum(dim=-1)
-        areas = ((positives * below).sum(dim=-1) / pairs)[pairs > 0]
+        areas = self.ranks.areas()
         return {"auc": float(areas.mean()) if len(areas) else math.nan}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.inference.batches import Tokens, padded_batches
 from trimtab.inference.load import Loaded
@@ -110,6 +111,8 @@ def _prompt_tokens(loaded: Loaded, prompt: Prompt, index: int) -> list[int]:
 
 def _settings(loaded: Loaded, max_new_tokens: int, temperature: float) -> Any:
     settings = copy.deepcopy(loaded.model.generation_config)
+    if loaded.facts and loaded.task_name == "seq2seq":  # trained here: the base of an adapter has settings of its own
+        settings.update(**generation_start(loaded.tokenizer, loaded.model.config.model_type))
     settings.max_length = None
     settings.max_new_tokens = max_new_tokens
     settings.pad_token_id = loaded.tokenizer.pad_token_id

@@ -21,6 +21,7 @@ from trimtab.errors import LossError, RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.model.forward import IGNORED, NUM_LABELLED, Batch, bare_model, logits_of, run_model
 from trimtab.model.linear_cross_entropy import Job, Kernel, chunked_cross_entropy, liger_cross_entropy
+from trimtab.model.router_loss import router_loss
 
 _PLAINLY = "memory.loss: plain"
 _SHORT = 32  # positions of the row on which a model is tried
@@ -44,8 +45,10 @@ class HeadLoss:
         self._how = how
         self._job = Job(label_smoothing, counts_hits=counts_hits)
 
-    def __call__(self, model: torch.nn.Module, batch: Batch, labels_BL: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The loss of `batch` summed over the labels, and the number of hits where they are counted.
+    def __call__(
+        self, model: torch.nn.Module, batch: Batch, labels_BL: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The loss of `batch` summed over the labels, the number of hits where they are counted, and the router loss.
 
         Args:
             model: The model, or its wrapper for several processes.
@@ -81,7 +84,7 @@ class HeadLoss:
                 f"{type(bare).__name__} does {notes.steps()} after its head, where it did {steps} before", _PLAINLY
             )
         sums = _opened(outputs, bare)
-        return sums[0], sums[1].detach().long() if self._job.counts_hits else None
+        return sums[0], sums[1].detach().long() if self._job.counts_hits else None, router_loss(model, outputs)
 
 
 def check_head(model: torch.nn.Module, batch: Batch, how: str = "chunked") -> str | None:
@@ -105,7 +108,7 @@ def check_head(model: torch.nn.Module, batch: Batch, how: str = "chunked") -> st
         labels = labels.view_as(row["labels"])
         labels[:, 1:2] = IGNORED
         with _evaluating(bare), torch.no_grad():
-            total, _ = HeadLoss(how)(bare, row, labels)
+            total, _, _ = HeadLoss(how)(bare, row, labels)
             logits, dtype = _plain_logits(bare, head, row)
     except (LossError, RecipeError) as error:
         return error.problem

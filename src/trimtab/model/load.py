@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from trimtab.data.tasks.decoder_start import generation_start, starts_with_last_token
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
 from trimtab.model.hub import Source, as_source, explained, quiet_transformers, resolve_source
@@ -365,13 +366,14 @@ def _of_tokenizer(tokenizer: Any, model_type: str) -> dict[str, int | None]:
         return {}
     # transformers hides pad tokens from the decoder of this kind, so that one cannot stand at the start.
     starts_with_pad = model_type != "encoder-decoder" or tokenizer.bos_token_id is None
+    start = tokenizer.pad_token_id if starts_with_pad else tokenizer.bos_token_id
     return {
         "vocab_size": _num_ids(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "forced_eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.pad_token_id if starts_with_pad else tokenizer.bos_token_id,
+        "decoder_start_token_id": None if starts_with_last_token(model_type) else start,
     }
 
 
@@ -417,7 +419,10 @@ def _set_token_ids(model: Any, tokenizer: Any) -> None:
         config.pad_token_id = pad
         if generation is not None:
             generation.pad_token_id = pad
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+    if starts_with_last_token(config.model_type):
+        if generation is not None and generation.decoder_start_token_id is None:
+            generation.update(**generation_start(tokenizer, config.model_type))
+    elif getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = pad
         if generation is not None and generation.decoder_start_token_id is None:
             generation.decoder_start_token_id = pad

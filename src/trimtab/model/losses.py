@@ -5,7 +5,7 @@ Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 from trimtab.errors import LossError, RecipeError
 from trimtab.model.chunked_loss import HeadLoss
 from trimtab.model.forward import IGNORED, Batch, logits_of, run_model
+from trimtab.model.router_loss import router_loss
 
 OwnLoss = Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]]
 
@@ -23,20 +24,30 @@ class StepLoss:
     """The loss of one batch.
 
     Args:
-        value: The mean over the items, differentiable.
+        value: What is minimised, differentiable: the mean over the items, and the auxiliary loss of the model's routers
+            where it has one.
         weight: How many items (rows or tokens) it stands for; a tensor on the device where it had to be counted there.
         logits: What the model predicted, detached; empty where none were made.
         hits: How many of the items were foretold right, where that was asked for.
+        item_mean: The mean over the items alone, where `value` contains more than that.
     """
 
     value: torch.Tensor
     weight: torch.Tensor | int
     logits: torch.Tensor
     hits: torch.Tensor | None = None
+    item_mean: torch.Tensor | None = None
 
     def loss_sum(self) -> torch.Tensor:
-        """The sum over the items. A batch without any has a NaN mean and a sum of nothing; any other NaN stays."""
-        total = self.value.detach().float() * self.weight
+        """What is minimised, times the number of items: a batch without any adds nothing, any other NaN stays."""
+        return self._times_weight(self.value)
+
+    def item_loss_sum(self) -> torch.Tensor:
+        """The sum over the items alone: for metrics, which do not depend on how rows are cut into batches."""
+        return self._times_weight(self.value if self.item_mean is None else self.item_mean)
+
+    def _times_weight(self, mean: torch.Tensor) -> torch.Tensor:
+        total = mean.detach().float() * self.weight
         if isinstance(self.weight, torch.Tensor):
             return torch.where(self.weight > 0, total, torch.zeros_like(total))
         return total if self.weight else torch.zeros_like(total)
@@ -94,7 +105,8 @@ def own_loss(function: OwnLoss) -> Loss:
 
     Args:
         function: Takes what the model gave (without labels) and the batch (with labels); gives the mean loss of the
-            batch, or the mean and the number of items it stands for. Without that number each row counts as one.
+            batch, or the mean and the number of items it stands for. Without that number each row counts as one. It is
+            the whole loss: auxiliary losses of routers are in what the model gave (`outputs.aux_loss`).
     """
     return _OwnLoss(function)
 
@@ -110,12 +122,13 @@ class _ModelLoss:
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
         _require_labels(batch)
-        logits = logits_of(run_model(model, batch))
+        outputs = run_model(model, batch)
+        logits = logits_of(outputs)
         if logits is None:
             raise LossError(f"{type(model).__name__} gives no logits", "pass a loss function of your own")
         # Half-precision logits would round the sum over classes; fp32 ones are not copied.
-        value, weight = self._measure(logits.float(), batch["labels"])
-        return StepLoss(value, weight, logits.detach())
+        mean, weight = self._measure(logits.float(), batch["labels"])
+        return _with_router_loss(StepLoss(mean, weight, logits.detach()), router_loss(model, outputs))
 
 
 class _HeadLoss:
@@ -128,9 +141,15 @@ class _HeadLoss:
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
         _require_labels(batch)
         labels_BL = _next_tokens(batch["labels"]) if self._shifts_labels else batch["labels"]
-        total, hits = self._loss(model, batch, labels_BL)
+        total, hits, of_routers = self._loss(model, batch, labels_BL)
         weight = (labels_BL != IGNORED).sum()
-        return StepLoss(total / weight.clamp(min=1), weight, torch.empty(0), hits)
+        return _with_router_loss(StepLoss(total / weight.clamp(min=1), weight, torch.empty(0), hits), of_routers)
+
+
+def _with_router_loss(step: StepLoss, of_routers: torch.Tensor | None) -> StepLoss:
+    if of_routers is None:
+        return step
+    return replace(step, value=step.value + of_routers.to(step.value.device), item_mean=step.value.detach())
 
 
 class _OwnLoss:

@@ -194,5 +194,29 @@ def _gradients_of(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
-    if factor is not None:
-        torch._foreach_mul_(gradients, factor)
+    """Multiply in place. A product of a bf16 gradient and the factor is computed in fp32 and rounded once."""
+    if factor is None:
+        return
+    at_once = [gradient for gradient in gradients if not _foreach_rounds(factor, gradient)]
+    if at_once:
+        torch._foreach_mul_(at_once, factor)
+    for gradient in gradients:
+        if _foreach_rounds(factor, gradient):
+            gradient.mul_(_as_operand(factor, gradient))
+
+
+def _foreach_rounds(factor: Weight, gradient: torch.Tensor) -> bool:
+    """Whether `_foreach_mul_` rounds the factor to the dtype of the gradient before it multiplies.
+
+    On the CPU it does so with a number, on accelerators with a tensor without dimensions.
+    """
+    if gradient.dtype in (torch.float32, torch.float64):
+        return False
+    return isinstance(factor, torch.Tensor) or gradient.device.type == "cpu"
+
+
+def _as_operand(factor: Weight, gradient: torch.Tensor) -> Weight:
+    """The factor in a form that `mul_` reads as it is: a number, or a tensor that takes part in type promotion."""
+    if not isinstance(factor, torch.Tensor):
+        return factor
+    return factor.to(gradient.device, non_blocking=True).reshape((1,) * min(gradient.dim(), 1))

@@ -23,9 +23,10 @@ OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 class Metrics(Protocol):
     """Streaming metrics of a task."""
 
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """All that is kept, to be added up over processes in place."""
+    def combine(
+        self, reduce: Callable[[torch.Tensor], torch.Tensor], gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Take in what the other processes have seen, by sums and by concatenated tensors."""
 
     def update(
         self,
@@ -82,8 +83,7 @@ class Evaluator:
                 sums = self._pass(inner, on_batch)
         own_sums = {name: torch.stack(own).sum(0).cpu() if own else torch.zeros(2) for name, own in sums.own.items()}
         if self._engine.use_distributed:
-            for kept in sums.metrics.sums:
-                kept.copy_(self._engine.reduce(kept.cpu()))
+            sums.metrics.combine(self._engine.reduce, self._engine.gather)
             own_sums = self._engine.reduce(own_sums)
         return sums.metrics.compute() | {name: _mean(own) for name, own in own_sums.items()}
 
@@ -168,7 +168,7 @@ class _Sums:
         if self._functions and not step.logits.numel():
             raise _no_logits(self._functions)
         self.num_added += 1
-        self.metrics.update(step.logits, batch, step.loss_sum(), step.weight, step.hits)
+        self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
         for name, function in self._functions.items():
             self.own[name].append(_sum_and_count(function(step.logits, batch)))
 

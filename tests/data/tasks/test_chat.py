@@ -111,6 +111,86 @@ def test_one_and_several_turns_are_learnt_alike(fresh_gpt):
     assert learnt(dataset, fresh_gpt, 0) == learnt(dataset, fresh_gpt, 1)[1:]
 
 
+# Tool calls in the words of Qwen; the line before the first one is left out where the answer has no text.
+_CALLS = (
+    "{% for call in message.tool_calls or [] %}{% if not loop.first or message['content'] %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}"
+)
+CHATML_WITH_TOOLS = CHATML.replace(
+    "message['content'] + '<|im_end|>\n' }}", f"message['content'] }}}}{_CALLS}<|im_end|>\n"
+)
+THINKING_WITH_TOOLS = THINKING.replace("| trim }}", f"| trim }}}}{_CALLS}")
+MARKED_WITH_TOOLS = MARKED.replace(
+    "message['content'] + '<|im_end|>' }}{% endgen", f"message['content'] }}}}{_CALLS}{{{{ '<|im_end|>' }}}}{{% endgen"
+)
+# What is written of a tool call is not marked as part of the answer.
+CALLS_NOT_MARKED = MARKED.replace("{% generation %}", f"{_CALLS}{{% generation %}}")
+
+
+def a_call(city):
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+
+
+WITH_TOOLS = [
+    {"role": "user", "content": "is it fine today ?"},
+    {"role": "assistant", "content": None, "tool_calls": [a_call("paris"), a_call("rome")]},
+    {"role": "tool", "content": "paris: fine"},
+    {"role": "tool", "content": "rome: dull"},
+    {"role": "assistant", "content": "fine in paris"},
+    {"role": "user", "content": "thanks"},
+    {"role": "assistant", "content": "hello", "tool_calls": [a_call("here")]},
+]
+CALLS = {city: json.dumps(a_call(city)["function"]) for city in ("paris", "rome", "here")}
+
+
+@pytest.mark.parametrize(
+    ("template", "thought"),
+    [(CHATML_WITH_TOOLS, ""), (MARKED_WITH_TOOLS, ""), (THINKING_WITH_TOOLS, "<think>\n\n</think>\n\n")],
+    ids=["chatml", "marked", "thinking"],
+)
+def test_tool_calls_are_learnt(fresh_gpt, template, thought):
+    fresh_gpt.chat_template = template
+    _, dataset = encoded([WITH_TOOLS], fresh_gpt)
+    calls = {city: f"<tool_call>{call}</tool_call>" for city, call in CALLS.items()}
+    assert learnt(dataset, fresh_gpt) == [
+        f"{calls['paris']}\n{calls['rome']}<|im_end|>",
+        "fine in paris<|im_end|>",
+        f"{thought}hello\n{calls['here']}<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, CALLS_NOT_MARKED, THINKING, None])
+@pytest.mark.parametrize("content", [None, "let me see"])
+def test_a_template_that_leaves_out_tool_calls_is_refused(fresh_gpt, template, content):
+    """The model would learn to say nothing."""
+    fresh_gpt.chat_template = template
+    conversation = [WITH_TOOLS[0], {**WITH_TOOLS[1], "content": content}]
+    with pytest.raises(DataError) as caught:
+        encoded([TWO_TURNS, conversation], fresh_gpt)
+    assert str(caught.value).startswith("mine.csv, row 2: the chat template leaves out a tool call of message 2")
+    assert "chat_template.jinja" in caught.value.cure
+
+
+def test_a_template_that_writes_only_one_of_several_calls_is_refused(fresh_gpt):
+    fresh_gpt.chat_template = CHATML_WITH_TOOLS.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
+    with pytest.raises(DataError, match="row 1: the chat template leaves out a tool call of message 2"):
+        encoded([WITH_TOOLS], fresh_gpt)
+
+
+@pytest.mark.parametrize("template", [CHATML_WITH_TOOLS, THINKING_WITH_TOOLS, MARKED_WITH_TOOLS])
+def test_a_template_that_leaves_out_results_of_tools_is_refused(fresh_gpt, template):
+    fresh_gpt.chat_template = template.replace("in messages %}", "in messages if message['role'] != 'tool' %}", 1)
+    with pytest.raises(DataError, match="row 1: the chat template leaves out message 3, of the role 'tool'"):
+        encoded([WITH_TOOLS], fresh_gpt)
+
+
+def test_rows_whose_tool_calls_are_left_out_can_be_skipped(fresh_gpt, said):
+    fresh_gpt.chat_template = CHATML
+    _, dataset = encoded([TWO_TURNS, WITH_TOOLS], fresh_gpt, on_bad_rows="skip")
+    assert len(dataset) == 1
+    assert any("tool call" in line for line in said)
+
+
 def test_marks_give_what_transformers_gives(fresh_llama):
     fresh_llama.chat_template = MARKED
     reference = fresh_llama.apply_chat_template(TWO_TURNS, return_assistant_tokens_mask=True)

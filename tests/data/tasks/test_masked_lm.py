@@ -3,10 +3,11 @@
 import pytest
 import torch
 from task_tokenizers import make_rows
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tasks.masked_lm import uniform
-from trimtab.errors import ModelError
+from trimtab.errors import DataError, ModelError
 
 ROWS = make_rows(
     text=["one two three four five six seven eight nine ten " * 4, "a good film", "a bad film and a dull plot"] * 40
@@ -28,6 +29,27 @@ def test_long_texts_become_several_examples(bert, encoded):
         ids = dataset[i]["input_ids"].tolist()
         assert (ids[0], ids[-1]) == (bert.cls_token_id, bert.sep_token_id)
     assert dataset.num_truncated == 0
+
+
+def test_a_slow_tokenizer_gives_the_same_examples(bert, encoded, tmp_path):
+    """It keeps only the beginning of a text that it is told to cut."""
+    words = sorted(bert.get_vocab(), key=bert.get_vocab().get)
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    slow = BertTokenizerLegacy(tmp_path / "vocab.txt", do_lower_case=False)
+    assert not slow.is_fast
+    rows = make_rows(text=[*ROWS.columns["text"][:5], "one " * 14, "one " * 15, "one " * 28, " . "])
+    task = build_task("masked-lm", rows)
+    found, expected = task.encode(rows, slow, 16), task.encode(rows, bert, 16)
+    assert [found[i]["input_ids"].tolist() for i in range(len(found))] == [
+        expected[i]["input_ids"].tolist() for i in range(len(expected))
+    ]
+    assert max(found.lengths) == 16
+    assert found.num_truncated == 0
+
+
+def test_a_length_without_room_for_text(bert):
+    with pytest.raises(DataError, match="max_length 2 leaves no room for text: the tokenizer adds 2 special tokens"):
+        build_task("masked-lm", ROWS).encode(ROWS, bert, 2)
 
 
 def test_a_row_is_masked_alike_in_every_batch(encoded):

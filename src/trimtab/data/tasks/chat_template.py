@@ -5,6 +5,7 @@ the prompt that it gives for generation; and, for templates that write an answer
 place where a placeholder comes out. Each result is checked against the text that is really trained on.
 """
 
+import os.path
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,11 @@ from typing import Any
 from trimtab.data.tasks.messages import BadMessages, Message
 
 Spans = list[tuple[int, int]]
+_USUAL_ROLES = ("system", "developer", "user", "assistant")
+_WITH_TOOLS = (
+    "give the model's folder a chat template that writes tool calls and their results (chat_template.jinja), or remove "
+    "the row"
+)
 _GENERATION_MARK = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 
 
@@ -64,8 +70,10 @@ class Renderer:
         """The text of a conversation and the answers in it.
 
         Raises:
-            BadMessages: If the template refuses the conversation, or the answers cannot be found in what it writes.
+            BadMessages: If the template refuses the conversation or leaves out tool calls or their results, or if the
+                answers cannot be found in what it writes.
         """
+        self._require_tools_written(messages)
         if self._has_marks:
             text, answers = self._by_marks(messages)
         else:
@@ -78,6 +86,41 @@ class Renderer:
             )
         ended = [self._with_end_of_turn(text, start, end) for start, end in answers]
         return Rendered(text, ended, all(self._special_last.search(text[start:end]) for start, end in ended))
+
+    def _require_tools_written(self, messages: list[Message]) -> None:
+        """Refuse what a template drops in silence: an answer that is a tool call would be learnt as an empty one."""
+        for index, message in enumerate(messages):
+            role = message["role"]
+            others = [_without_call(message, number) for number in range(_num_calls(message))]
+            if any(self._is_written_alike(messages, index, other) for other in others):
+                raise BadMessages(
+                    f"the chat template leaves out a tool call of message {index + 1}, so that the model would learn "
+                    "an answer without it",
+                    _WITH_TOOLS,
+                )
+            if role in _USUAL_ROLES or not message["content"]:
+                continue
+            if self._is_written_alike(messages, index, {**message, "content": f"no {message['content']}"}):
+                raise BadMessages(
+                    f"the chat template leaves out message {index + 1}, of the role {role!r}, so that the model would "
+                    "learn answers to what it has not read",
+                    _WITH_TOOLS,
+                )
+
+    def _is_written_alike(self, messages: list[Message], index: int, other: Message) -> bool:
+        """Whether a conversation in which one message is another one comes out the same."""
+        try:
+            changed = self._written(_exchanged(messages, index, other), answers_alone=other["role"] == "assistant")
+        except BadMessages:  # the template looks at what was changed
+            return False
+        return changed == self._written(messages, answers_alone=other["role"] == "assistant")
+
+    def _written(self, messages: list[Message], *, answers_alone: bool) -> list[str]:
+        """The text of a conversation, or where the template marks answers, the text of those."""
+        if not self._has_marks:
+            return [self._text(messages)]
+        text, answers = self._by_marks(messages)
+        return [text[start:end] for start, end in answers] if answers_alone else [text]
 
     def _text(self, messages: list[Message], *, for_generation: bool = False) -> str:
         from jinja2 import TemplateError
@@ -130,14 +173,19 @@ class Renderer:
         return answers
 
     def _by_placeholders(self, messages: list[Message], text: str) -> Spans:
-        """Answers are where placeholders come out in their stead; or nothing, if more than that is different then."""
-        contents = [message["content"] for message in messages if message["role"] == "assistant"]
-        if not all(isinstance(content, str) for content in contents):
+        """Answers are where placeholders come out in their stead; or nothing, if more than that is different then.
+
+        Answers with tool calls are what the template does not write without them.
+        """
+        with_calls = [self._answer_with_calls(messages, i, text) for i, m in enumerate(messages) if _num_calls(m)]
+        is_plain = [message["role"] == "assistant" and not _num_calls(message) for message in messages]
+        contents = [message["content"] for message, plain in zip(messages, is_plain, strict=True) if plain]
+        if None in with_calls or not all(isinstance(content, str) for content in contents):
             return []
         numbers = iter(range(len(contents)))
         replaced = [
-            {**message, "content": f"answer<{next(numbers)}>here"} if message["role"] == "assistant" else message
-            for message in messages
+            {**message, "content": f"answer<{next(numbers)}>here"} if plain else message
+            for message, plain in zip(messages, is_plain, strict=True)
         ]
         around = re.split(r"answer<\d+>here", self._text(replaced))
         for answers in (contents, [content.strip() for content in contents]):
@@ -148,8 +196,19 @@ class Renderer:
                 continue
             ends = [len("".join(pieces[: 2 * number + 2])) for number in range(len(answers))]
             found = [(end - len(answer), end) for end, answer in zip(ends, answers, strict=True)]
-            return self._from_their_prompts(messages, text, found)
+            return self._from_their_prompts(messages, text, sorted([*found, *(s for s in with_calls if s)]))
         return []
+
+    def _answer_with_calls(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
+        """What `text` has more than the same conversation with an empty answer; None where other text differs too."""
+        empty = {key: value for key, value in messages[index].items() if key != "tool_calls"} | {"content": ""}
+        try:
+            without = self._text(_exchanged(messages, index, empty))
+        except BadMessages:
+            return None
+        num_same_at_end = len(os.path.commonprefix([text[::-1], without[::-1]]))
+        start, end = len(without) - num_same_at_end, len(text) - num_same_at_end
+        return (start, end) if start < end and text[:start] == without[:start] else None
 
     def _from_their_prompts(self, messages: list[Message], text: str, answers: Spans) -> Spans:
         """Answers begin where the prompt for generation ends, so that the model learns all that it has to write.
@@ -179,6 +238,24 @@ class Renderer:
             return start, inside.end()
         after = self._special_next.match(text, end)
         return start, after.end() if after is not None else end
+
+
+def _num_calls(message: Message) -> int:
+    calls = message.get("tool_calls") if message["role"] == "assistant" else None
+    return len(calls) if isinstance(calls, list | tuple) else int(bool(calls))
+
+
+def _without_call(message: Message, number: int) -> Message:
+    """An answer with all but one of its tool calls."""
+    calls = message["tool_calls"]
+    others = [call for i, call in enumerate(calls) if i != number] if isinstance(calls, list | tuple) else []
+    return {key: value for key, value in message.items() if key != "tool_calls"} | (
+        {"tool_calls": others} if others else {}
+    )
+
+
+def _exchanged(messages: list[Message], index: int, other: Message) -> list[Message]:
+    return [*messages[:index], other, *messages[index + 1 :]]
 
 
 def _refused(error: Exception) -> BadMessages:

@@ -17,7 +17,7 @@ from trimtab.data.tasks.columns import require
 from trimtab.data.tasks.inputs import EncoderInputs
 from trimtab.data.tasks.padding import IGNORED
 from trimtab.data.tasks.texts import column_texts, text_problem
-from trimtab.data.tasks.tokenizing import ROWS_PER_CALL
+from trimtab.data.tasks.tokenizing import tokenize_in_pieces
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import ModelError
 
@@ -92,15 +92,7 @@ class MaskedLM:
         texts = column_texts(self.usable(rows), self._column)
 
         def examples() -> Iterator[dict[str, Any]]:
-            for start in range(0, len(texts), ROWS_PER_CALL):
-                encoding = tokenizer(
-                    texts[start : start + ROWS_PER_CALL],
-                    truncation=True,
-                    max_length=max_length,
-                    return_overflowing_tokens=True,
-                    return_attention_mask=False,
-                )
-                yield from ({"input_ids": ids} for ids in encoding["input_ids"])
+            yield from ({"input_ids": ids} for ids in tokenize_in_pieces(tokenizer, texts, max_length))
 
         return TokenDataset.from_examples(examples())
 

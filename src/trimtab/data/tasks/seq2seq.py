@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trimtab.data.metrics import Metrics
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Batch, Columns, Problem, without_bad_rows
 from trimtab.data.tasks.columns import require
+from trimtab.data.tasks.decoder_start import shifted_right, starts_with_last_token
 from trimtab.data.tasks.inputs import EncoderInputs
 from trimtab.data.tasks.padding import IGNORED, pad, token_mask
 from trimtab.data.tasks.texts import column_texts, text_problem
@@ -41,6 +41,7 @@ class Seq2Seq:
         self._on_bad_rows = on_bad_rows
         self._inputs = EncoderInputs()
         self._start_id: int | None = None
+        self._starts_with_last_token = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -54,9 +55,12 @@ class Seq2Seq:
     def bind(self, tokenizer: Any, config: Any = None) -> None:
         """Take the pad token, and from the config the token with which the decoder starts.
 
-        Without a config it is the pad token, as in T5; BART and others start with another one.
+        Without a config it is the pad token, as in T5; BART and others start with another one, MBart and PLBart with
+        the last token of the target, which names its language.
         """
         self._inputs.bind(tokenizer, config)
+        if config is not None:
+            self._starts_with_last_token = starts_with_last_token(getattr(config, "model_type", None))
         start_id = getattr(config, "decoder_start_token_id", None)
         if start_id is not None:
             self._start_id = int(start_id)
@@ -91,8 +95,8 @@ class Seq2Seq:
         mask = token_mask(examples, "labels")
         pad_id = self._inputs.pad_id
         read = pad(examples, "labels", pad_id, mask)
-        start = torch.full((len(examples), 1), pad_id if self._start_id is None else self._start_id)
-        batch["decoder_input_ids"] = torch.cat([start, read[:, :-1]], dim=1)
+        start_id = None if self._starts_with_last_token else pad_id if self._start_id is None else self._start_id
+        batch["decoder_input_ids"] = shifted_right(read, mask, start_id)
         batch["labels"] = pad(examples, "labels", IGNORED, mask)
         return batch
 

@@ -52,12 +52,8 @@ def tokenize(
     Raises:
         DataError: If `max_length` leaves no room beside the special tokens.
     """
-    num_special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
-    if max_length is not None and max_length <= num_special:
-        raise DataError(
-            f"max_length {max_length} leaves no room for text: the tokenizer adds {num_special} special tokens",
-            "set data.max_length higher",
-        )
+    if max_length is not None:
+        _room_for_text(tokenizer, max_length, pair=pairs is not None)
     input_ids: list[array[int]] = []
     token_type_ids: list[array[int]] = []
     truncated: list[bool] = []
@@ -69,6 +65,37 @@ def tokenize(
             truncated += _truncated(encoding, max_length)
     tells_apart = any(any(ids) for ids in token_type_ids)
     return Tokenized(input_ids, token_type_ids if tells_apart else None, truncated)
+
+
+def tokenize_in_pieces(tokenizer: Any, texts: Sequence[str], max_length: int) -> Iterator[Sequence[int]]:
+    """Tokenize many texts and cut long ones into pieces of `max_length` tokens, each with its special tokens.
+
+    Raises:
+        DataError: If `max_length` leaves no room beside the special tokens.
+    """
+    room = _room_for_text(tokenizer, max_length, pair=False)
+    settings: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
+    if tokenizer.is_fast:
+        settings |= {"truncation": True, "max_length": max_length, "return_overflowing_tokens": True}
+    else:
+        settings |= {"add_special_tokens": False}  # a slow tokenizer would give the first piece of a text alone
+    for start in range(0, len(texts), ROWS_PER_CALL):
+        for ids in tokenizer(list(texts[start : start + ROWS_PER_CALL]), **settings)["input_ids"]:
+            if tokenizer.is_fast:
+                yield ids
+                continue
+            for first in range(0, max(len(ids), 1), room):
+                yield tokenizer.build_inputs_with_special_tokens(ids[first : first + room])
+
+
+def _room_for_text(tokenizer: Any, max_length: int, *, pair: bool) -> int:
+    num_special = int(tokenizer.num_special_tokens_to_add(pair=pair))
+    if max_length <= num_special:
+        raise DataError(
+            f"max_length {max_length} leaves no room for text: the tokenizer adds {num_special} special tokens",
+            "set data.max_length higher",
+        )
+    return max_length - num_special
 
 
 def _calls(

@@ -1,0 +1,163 @@
+"""Mixture-of-experts models: the auxiliary loss of their routers is part of what is minimised, as in transformers."""
+
+import pytest
+import torch
+
+from tiny_models import TEXTS, batch_of, tokenizer
+from trimtab.data.metrics import Metrics
+from trimtab.engine import Engine
+from trimtab.errors import LossError
+from trimtab.model import router_loss as router_loss_module
+from trimtab.model.chunked_loss import check_head
+from trimtab.model.gradient_checkpointing import checkpoint_layers
+from trimtab.model.hub import quiet_transformers
+from trimtab.model.load import load_model
+from trimtab.model.losses import build_loss
+from trimtab.train.evaluate import Evaluator
+from trimtab.train.step import window_gradients
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+_SMALL |= {"intermediate_size": 48, "max_position_embeddings": 64, "num_experts_per_tok": 2}
+_SHARED = {"moe_intermediate_size": 24, "router_aux_loss_coef": 0.5}
+MODELS = {
+    "mixtral": {**_SMALL, "num_local_experts": 4, "router_aux_loss_coef": 0.5},
+    "qwen2_moe": {**_SMALL, **_SHARED, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**_SMALL, **_SHARED, "num_experts": 4},
+    "olmoe": {**_SMALL, "num_experts": 4, "router_aux_loss_coef": 0.5},
+    "gpt_oss": {**_SMALL, "num_local_experts": 4, "router_aux_loss_coef": 0.5, "head_dim": 16},
+    "jetmoe": {
+        **{key: value for key, value in _SMALL.items() if key != "num_attention_heads"},
+        "kv_channels": 8,
+        "num_local_experts": 4,
+        "aux_loss_coef": 0.5,  # a name of its own
+    },
+}
+_PAIR = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+_PAIR |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+
+
+def a_model(name="mixtral", **changes):
+    torch.manual_seed(3)
+    config = {"model_type": name, "output_router_logits": True, **MODELS[name], **changes}
+    return load_model(config, "causal-lm", {}, tokenizer()).eval()
+
+
+def token_batch(texts=TEXTS):
+    batch = batch_of(texts)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def gradients_of(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, theirs):
+    """Up to a few roundings of values of the size of the largest one."""
+    assert ours.keys() == theirs.keys()
+    size = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=32 * torch.finfo().eps * size, msg=name)
+
+
+@pytest.mark.parametrize("how", ["plain", "chunked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_own_loss_of_the_model(name, how):
+    model, batch = a_model(name), token_batch()
+    step = build_loss("token-cross-entropy", shifts_labels=True, how=how)(model, batch)
+    ours = gradients_of(model, step.value)
+    with quiet_transformers():
+        outputs = model(**batch)
+    theirs = gradients_of(model, outputs.loss)
+    torch.testing.assert_close(step.value, outputs.loss, rtol=16 * torch.finfo().eps, atol=0)
+    assert_same(ours, theirs)
+    tokens_alone = outputs.loss - 0.5 * outputs.aux_loss
+    torch.testing.assert_close(step.item_loss_sum() / step.weight, tokens_alone.detach())
+    assert step.loss_sum() - step.item_loss_sum() > 0.5 * step.weight  # the loss of the routers is at least 1
+
+
+def test_a_head_whose_loss_is_chunked_is_still_recognised():
+    assert check_head(a_model(), token_batch()) is None
+
+
+def test_nothing_is_added_where_the_config_does_not_ask_for_it():
+    model, batch = a_model(output_router_logits=False), token_batch()
+    step = build_loss("token-cross-entropy", shifts_labels=True)(model, batch)
+    assert step.item_mean is None
+    torch.testing.assert_close(step.value, model(**batch).loss, rtol=16 * torch.finfo().eps, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["all", "ops"])
+def test_gradients_reach_the_routers_through_recomputed_layers(mode):
+    model, batch = a_model(), token_batch()
+    loss = build_loss("token-cross-entropy", shifts_labels=True)
+    expected = gradients_of(model.train(), loss(model, batch).value)
+    checkpoint_layers(model, mode)
+    assert_same(gradients_of(model, loss(model, batch).value), expected)
+
+
+def test_micro_batches_weigh_the_loss_of_routers_by_their_tokens():
+    """It is not additive over rows; what is minimised is its mean over the micro-batches, weighted by tokens."""
+    model = a_model().train()
+    parts = [token_batch(TEXTS[:1]), token_batch(TEXTS[1:])]
+    num_tokens = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    with quiet_transformers():
+        losses = [model(**part).loss for part in parts]
+    expected = sum(loss * count for loss, count in zip(losses, num_tokens, strict=True)) / sum(num_tokens)
+    theirs = gradients_of(model, expected)
+    model.zero_grad(set_to_none=True)
+    engine = Engine(device="cpu")
+    model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = build_loss("token-cross-entropy", shifts_labels=True)
+    result = window_gradients(engine, model, loss, parts, len(parts), None)
+    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, theirs)
+    torch.testing.assert_close(result.loss_sum / result.weight, expected.detach())
+
+
+def test_metrics_of_an_evaluation_are_those_of_the_tokens():
+    """However rows are cut into batches."""
+    model, engine = a_model(), Engine(device="cpu")
+    loss = build_loss("token-cross-entropy", shifts_labels=True)
+    found = []
+    for batches in ([token_batch()], [token_batch(TEXTS[:2]), token_batch(TEXTS[2:])]):
+        evaluator = Evaluator(engine, batches, loss, lambda: Metrics("token-cross-entropy", shifts_labels=True))
+        found.append(evaluator.run(model))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    model.config.output_router_logits = False
+    assert found[0]["loss"] == pytest.approx(float(model(**token_batch()).loss.detach()), rel=1e-5)
+
+
+def test_a_model_that_gives_its_router_loss_with_labels_alone_is_refused():
+    config = {**_PAIR, "model_type": "nllb-moe", "num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    model = load_model({**config, "output_router_logits": True}, "seq2seq-lm", {}, tokenizer()).eval()
+    batch = token_batch()
+    batch["decoder_input_ids"] = batch["input_ids"]
+    for how in ("plain", "chunked"):
+        with pytest.raises(LossError, match="NllbMoe.* asks for the auxiliary loss .*\n  cure: output_router_"):
+            build_loss("token-cross-entropy", how=how)(model, batch)
+    model.config.output_router_logits = False
+    assert build_loss("token-cross-entropy")(model, batch).item_mean is None
+
+
+def test_a_loss_without_a_known_coefficient_is_refused():
+    class Unknown(torch.nn.Module):
+        def forward(self, **inputs):
+            return {"logits": torch.zeros(2, 3), "aux_loss": torch.ones(())}
+
+    with pytest.raises(LossError, match="Unknown gives aux_loss, and no coefficient for it in router_aux_loss_coef or"):
+        build_loss("cross-entropy")(Unknown(), {"labels": torch.tensor([0, 1])})
+
+
+def test_where_transformers_adds_nothing_that_is_said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(router_loss_module, "say_once", lines.append)
+    config = {"model_type": "mixtral", "output_router_logits": True, **MODELS["mixtral"]}
+    model = load_model(config, "sequence-classification", {"num_labels": 2}, tokenizer()).eval()
+    batch = {**batch_of(TEXTS), "labels": torch.tensor([0, 1, 0, 1, 1])}
+    step = build_loss("cross-entropy")(model, batch)
+    torch.testing.assert_close(step.value, model(**batch).loss, rtol=16 * torch.finfo().eps, atol=0)
+    assert lines == [
+        "MixtralForSequenceClassification has no auxiliary loss for its routers: output_router_logits changes nothing "
+        "in its training"
+    ]
