@@ -335,7 +335,7 @@ def test_short_forms_and_mappings_laid_over_each_other(tmp_path, file, sets, che
         (
             "adapter: none",
             ["adapter.rank=8"],
-            r"adapter.rank: found 8; adapter is none \(.*r.yaml:3\); .* adapter.kind",
+            r"adapter.rank: found 8; adapter is none \(.*r.yaml:3\); .* set adapter.k",
         ),
         ("", ["adapter=off", "adapter.rank=8"], r"adapter.rank: found 8; adapter is none \(--set\)"),
         ("", ["adapter.rank=8", "adapter=none"], r"adapter: found 'none', and adapter.rank: 8 \(--set\); leave one"),
