@@ -5,7 +5,7 @@ metrics of several processes are those of the added sums. Logits are [rows, labe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Protocol
 
@@ -52,6 +52,25 @@ def higher_is_better(name: str) -> bool:
     if name not in _HIGHER_IS_BETTER:
         raise _no_metric(name, tuple(_HIGHER_IS_BETTER), "")
     return _HIGHER_IS_BETTER[name]
+
+
+def check_own_metrics(metrics: Mapping[str, object]) -> None:
+    """Refuse own metrics that would replace one of ours, and those that cannot be called.
+
+    Raises:
+        RecipeError: With another name.
+    """
+    for name, function in metrics.items():
+        if name in _HIGHER_IS_BETTER:
+            raise RecipeError(
+                f"metrics: {name} is a metric of trimtab, which yours would replace",
+                f"give it another name: metrics={{'my_{name}': …}}; evaluate.metric: {name} needs no function",
+            )
+        if not callable(function):
+            raise RecipeError(
+                f"metrics: {name} is a {type(function).__name__}",
+                "give a function of (logits, batch) with one value a row",
+            )
 
 
 class Metrics:
