@@ -13,7 +13,8 @@ and `data.train` are needed. `trimtab init` writes a commented file, `trimtab ch
 resolved with the origin of every value, `trimtab check --schema` prints the JSON Schema for editors.
 
 Keys that you know from HF Trainer, Accelerate or Lightning are answered with ours. Keys marked "Not supported yet" are
-refused when they are set to anything else: no setting is ever ignored in silence.
+refused when they are set to anything else: no setting is ever ignored in silence. Names of metrics are listed in
+[training.md](training.md#metrics).
 
 | key | allowed | default | what it is |
 |---|---|---|---|

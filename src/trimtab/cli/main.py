@@ -71,14 +71,14 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Rows for each optimizer step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a row; longer ones are cut.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16 or bf16.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, fp16, bf16 or bf16-pure.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run; runs/EXPERIMENT/NAME if left out.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     fast_dev_run: Annotated[bool | None, typer.Option("--fast-dev-run", help="Try everything on a few steps.")] = None,
     overfit_batches: Annotated[int | None, typer.Option(help="Train and evaluate on so many batches only.")] = None,
-    limit_train: Annotated[int | None, typer.Option(help="Batches of an epoch.")] = None,
-    limit_eval: Annotated[int | None, typer.Option(help="Batches of an evaluation.")] = None,
+    limit_train: Annotated[str | None, typer.Option(help="Batches of an epoch: 100, or a share of them: 10%.")] = None,
+    limit_eval: Annotated[str | None, typer.Option(help="Batches of an evaluation: 100, or a share: 10%.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that is there, if there is one.")

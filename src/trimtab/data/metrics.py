@@ -43,6 +43,11 @@ _USUAL = {
 }
 
 
+def metric_names(kind: str) -> tuple[str, ...]:
+    """The metrics that there are for a kind of loss."""
+    return _ALLOWED[kind]
+
+
 def higher_is_better(name: str) -> bool:
     """Whether more of a metric is better.
 
