@@ -85,8 +85,8 @@ def _parse_jsonl(text: str, name: str, bad: BadRows) -> Rows:
         place = f"{name}, line {number}"
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            bad.add(place, f"no JSON ({error})", cure)
+        except (ValueError, RecursionError) as error:
+            bad.add(place, _why_not_json(error), cure)
             continue
         if not isinstance(record, dict):
             bad.add(place, f"a JSON {type(record).__name__} where an object is expected", cure)
@@ -98,6 +98,15 @@ def _parse_jsonl(text: str, name: str, bad: BadRows) -> Rows:
             records.append(record)
             numbers.append(number)
     return from_records(records, name, Places.of(f"{name}, line", numbers))
+
+
+def _why_not_json(error: Exception) -> str:
+    """Python reads no number of thousands of digits, and says how to lift that limit; nobody meant such a number."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error})"
+    if isinstance(error, RecursionError):
+        return "values inside of values, too many levels deep"
+    return "a number of thousands of digits; in quotes it is text"
 
 
 def _has_half_characters(line: str, record: Any) -> bool:
@@ -120,6 +129,8 @@ def _parse_json(text: str, name: str, bad: BadRows) -> Rows:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return _parse_jsonl(text, name, bad)  # many files named .json have an object on each line
         raise DataError(f"{name}, line {error.lineno}: no JSON ({error})", cure) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: {_why_not_json(error)}", cure) from error
     if isinstance(content, dict) and len(content) == 1:
         inner = next(iter(content.values()))
         if isinstance(inner, list) and inner and isinstance(inner[0], dict):
