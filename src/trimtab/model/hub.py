@@ -172,6 +172,11 @@ def explained(
         return MissingDependency(f"{source} needs a package that is not installed: {_first_line(text)}", "install it")
     if "does not recognize this architecture" in text or "model type" in text and "not" in text:
         return ModelError(f"{source}: {_first_line(text)}", "pip install --upgrade transformers")
+    if "UnpicklingError" in kinds:
+        return ModelError(
+            f"the weights of {source} are a pickle that holds more than tensors, and loading it could run any code",
+            "get the model as safetensors",
+        )
     if "SafetensorError" in kinds:
         return ModelError(f"the weights of {source} cannot be read: {_first_line(text)}", "fetch or write them again")
     return ModelError(f"{what}{source} cannot be loaded: {_first_line(text)}", cure)
