@@ -192,7 +192,7 @@ def test_exit_code_2_and_no_traceback(own_folder):
     (own_folder / "recipe.yaml").write_text("model: x\ndata: {train: y}\ntrian: {lr: fast}\nfp16: true\n")
     done = run_script("check", "recipe.yaml", cwd=own_folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: the recipe has 2 problems:\n")
+    assert done.stderr.startswith("error: the recipe has 4 problems:\n")  # there are neither x nor y
     assert "did you mean train" in done.stderr
     assert "train.precision: fp16" in done.stderr
     assert "Traceback" not in done.stderr

@@ -196,7 +196,7 @@ def check(
     ] = False,
     device: Annotated[str | None, typer.Option(help="For --resume: cpu, cuda:1 …; found if left out.")] = None,
 ) -> None:
-    """Validate a recipe and print it resolved, with the origin of every value."""
+    """Validate a recipe, see that what it names is there, and print it with the origin of every value."""
     if schema:
         import json
 
@@ -204,9 +204,10 @@ def check(
 
         typer.echo(json.dumps(recipe_json_schema(), indent=1))
         return
-    from trimtab.recipe.load import resolved_yaml
+    from trimtab.build.recipe_check import missing_parts
+    from trimtab.recipe.load import load_recipe, resolved_yaml
 
-    loaded = _loaded(recipe, sets)
+    loaded = load_recipe(recipe, {}, sets or [], further=missing_parts)
     if not resume:
         typer.echo(resolved_yaml(loaded))
         return

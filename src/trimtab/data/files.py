@@ -25,15 +25,25 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(name.rpartition(".")[2]) if "." in name else None
 
 
+def check_kind(path: Path) -> str:
+    """The kind of a file that can be read.
+
+    Raises:
+        DataError: If it is of no such kind.
+    """
+    kind = kind_of(path)
+    if kind is None:
+        raise DataError(f"{path}: files of this kind cannot be read", f"give one of {', '.join(sorted(_KINDS))}")
+    return kind
+
+
 def read_file(path: Path, bad: BadRows) -> Rows:
     """The rows of one file; numbers in csv and tsv are still text.
 
     Raises:
         DataError: If the file, or a row of it, cannot be read.
     """
-    kind = kind_of(path)
-    if kind is None:
-        raise DataError(f"{path}: files of this kind cannot be read", f"give one of {', '.join(sorted(_KINDS))}")
+    kind = check_kind(path)
     data = _bytes_of(path)
     if kind == "parquet":
         return _parse_parquet(data, str(path))

@@ -35,6 +35,7 @@ _ALLOWED = {
     "mse": ("loss", "mse", "mae", "pearson"),
     "token-cross-entropy": ("loss", "perplexity", "token_accuracy"),
 }
+_KINDS_OF_TASKS = {"classify": ("cross-entropy", "binary-cross-entropy"), "regress": ("mse",)}  # others: of tokens
 _USUAL = {
     "cross-entropy": ("loss", "accuracy", "f1"),
     "binary-cross-entropy": ("loss", "f1", "accuracy"),
@@ -46,6 +47,12 @@ _USUAL = {
 def metric_names(kind: str) -> tuple[str, ...]:
     """The metrics that there are for a kind of loss."""
     return _ALLOWED[kind]
+
+
+def metrics_of_task(task: str | None) -> list[str]:
+    """The metrics that there may be for a task, as far as it is known without its rows; None is any task."""
+    kinds = list(_ALLOWED) if task is None else _KINDS_OF_TASKS.get(task, ("token-cross-entropy",))
+    return list(dict.fromkeys(name for kind in kinds for name in _ALLOWED[kind]))
 
 
 def higher_is_better(name: str) -> bool:

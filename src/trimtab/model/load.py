@@ -35,6 +35,7 @@ from trimtab.model.nf4 import (
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
+    "check_config",
     "grown_rows",
     "load_config",
     "load_model",
@@ -158,6 +159,16 @@ def load_config(source: str, *, trust_remote_code: bool = False) -> Any:
     """The transformers config of a run, a folder, a `.gguf` file or a hub name."""
     with quiet_transformers():
         return _read_config(source, as_source(source), trust_remote_code)
+
+
+def check_config(settings: Mapping[str, Any]) -> None:
+    """See that a model can be made from a config; no weights are made.
+
+    Raises:
+        RecipeError: If it has a setting that there is not, or a value that is not valid.
+    """
+    with quiet_transformers():
+        _config_of(dict(settings), None, "model.config")
 
 
 def newly_initialised(model: torch.nn.Module) -> frozenset[str]:

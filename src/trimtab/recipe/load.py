@@ -5,7 +5,7 @@ Later wins: defaults, file, plain flags, --set.
 
 import difflib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,12 @@ class LoadedRecipe:
 
 
 def load_recipe(
-    path: Path | None, overrides: Mapping[str, Any], sets: Sequence[str], changes: Sequence[str] = ()
+    path: Path | None,
+    overrides: Mapping[str, Any],
+    sets: Sequence[str],
+    changes: Sequence[str] = (),
+    *,
+    further: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
     """Read a recipe and lay the command line over it.
 
@@ -52,6 +57,7 @@ def load_recipe(
         overrides: Values of plain flags by dotted key; None is a flag that was not given.
         sets: Further values as "train.lr=3e-5".
         changes: Values in the same form that replace those of the command line, such as the variants of a comparison.
+        further: Finds more mistakes in a recipe whose values are valid; those in other keys are reported together.
 
     Raises:
         RecipeError: With every mistake, wherever it was written.
@@ -68,7 +74,7 @@ def load_recipe(
     for text in changes:
         layers.add_set(text)
     layers.refuse_settings_without_adapter()
-    context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True}
+    context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True, "further": further}
     recipe = Recipe.model_validate(layers.values, context=context)
     origins = {dotted: layers.origins.get(dotted, "default") for dotted, _ in _leaves(recipe)}
     return LoadedRecipe(recipe, origins)
