@@ -354,7 +354,7 @@ def _config_of(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
         near = get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
         cure = f"did you mean {' or '.join(near)}?" if near else "for example bert, gpt2, llama, t5 or marian"
         raise RecipeError(f"{key}.model_type is {model_type!r}, which transformers does not know", cure)
-    config_class = CONFIG_MAPPING[model_type]
+    config_class: Any = CONFIG_MAPPING[model_type]
     fields = {field.name for field in dataclasses.fields(config_class)}
     names = config_class.attribute_map  # other names of the fields, in both directions
     known = fields | set(names) | set(names.values()) | _FOR_ANY_MODEL
