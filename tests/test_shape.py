@@ -78,6 +78,7 @@ def test_import_time(code, seconds):
 
 def test_public_names_exist():
     assert set(trimtab._HOMES) | {"__version__"} == set(trimtab.__all__)
+    assert {"TrimtabError", "Stopped"} <= set(trimtab.__all__)  # what callers of fit have to catch
     for name in trimtab.__all__:
         assert getattr(trimtab, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Enigne'"):

@@ -14,6 +14,7 @@ _HOMES = {
     "Engine": "trimtab.engine",
     "DistributedType": "trimtab.distributed.world",
     "set_seed": "trimtab.randomness",
+    "Stopped": "trimtab.errors",
     "TrimtabError": "trimtab.errors",
     "Recipe": "trimtab.recipe.schema",
     "fit": "trimtab.run",
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedType",
     "Engine",
     "Recipe",
+    "Stopped",
     "TrimtabError",
     "__version__",
     "best_model",
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from trimtab.distributed.notebook import launch
     from trimtab.distributed.world import DistributedType
     from trimtab.engine import Engine
-    from trimtab.errors import TrimtabError
+    from trimtab.errors import Stopped, TrimtabError
     from trimtab.inference.load import best_model, load
     from trimtab.randomness import set_seed
     from trimtab.recipe.schema import Recipe

@@ -211,7 +211,7 @@ def candidates_of(recipe: Path | None, variants: Sequence[Variant], sets: Sequen
     if not candidates:
         raise RecipeError("there is nothing to compare", "--vary KEY=a,b, --study NAME or --variants FILE")
     if all(candidate.recipe is None for candidate in candidates):
-        load_recipe(recipe, {}, [*sets, *_flat(variants[0].changes)])  # says all that is wrong with the first one
+        load_recipe(recipe, {}, list(sets), _flat(variants[0].changes))  # says all that is wrong with the first one
     return candidates
 
 
@@ -273,7 +273,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 
 def _checked(recipe: Path | None, sets: Sequence[str], variant: Variant) -> Candidate:
     try:
-        loaded = load_recipe(recipe, {}, [*sets, *_flat(variant.changes)])
+        loaded = load_recipe(recipe, {}, list(sets), _flat(variant.changes))
     except RecipeError as error:
         reason = [line.strip() for line in error.problem.splitlines() if line.strip()][-1].removeprefix("--set: ")
         say(f"{variant.name}: refused: {reason}")

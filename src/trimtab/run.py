@@ -28,6 +28,7 @@ from trimtab.build import (
 )
 from trimtab.checkpoint.export import read_facts
 from trimtab.continuing import Beginning, find_beginning, go_on, recover
+from trimtab.data.metrics import check_own_metrics
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
 from trimtab.engine import Engine
@@ -40,6 +41,7 @@ from trimtab.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import Folder, FollowedFolder, RunFolder
+from trimtab.train.callbacks import check_callbacks
 from trimtab.train.evaluate import OwnMetric
 from trimtab.train.loop import FitResult
 from trimtab.train.progress import build_progress
@@ -82,9 +84,12 @@ def fit(
 
     Raises:
         Stopped: After a signal; the state was saved, and the run can go on.
+        RecipeError: A callback would never be called, or an own metric has the name of one of trimtab's.
     """
     origins = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
     asked = origins.recipe
+    check_callbacks(callbacks)
+    check_own_metrics(metrics or {})
     engine = build_engine(asked, device)
     beginning = engine.first_decides(lambda: find_beginning(asked, resume, fresh))
     tracked = engine.first_decides(lambda: find_tracked_model(asked, beginning.path if beginning.goes_on else None))

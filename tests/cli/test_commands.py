@@ -23,6 +23,8 @@ from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.cli.main import app, main
 from trimtab.cli.output import show_table
 from trimtab.hardware.extras import install_line
+from trimtab.recipe.describe import choices_of, keys_of
+from trimtab.recipe.schema import Recipe
 
 SCRIPT = Path(sys.executable).with_name("trimtab")
 ROWS = reviews(24)
@@ -146,6 +148,14 @@ def test_help_lists_every_command(trimtab):
     assert trimtab("--version").out.startswith("trimtab 0.")
 
 
+@pytest.mark.parametrize(("option", "key"), [("precision", "train.precision"), ("task", "task")])
+def test_help_lists_every_choice(option, key):
+    commands = typer.main.get_command(app).commands
+    written = next(parameter.help for parameter in commands["train"].params if parameter.name == option)
+    field = next(found.field for found in keys_of(Recipe) if found.dotted == key)
+    assert set(re.split(r"[ ,.]+(?:or )?", written.rstrip("."))) == set(choices_of(field.annotation))
+
+
 # ---------------------------------------------------------------------- in processes of their own
 
 
@@ -186,7 +196,7 @@ def test_exit_code_2_and_no_traceback(own_folder):
     (own_folder / "recipe.yaml").write_text("model: x\ndata: {train: y}\ntrian: {lr: fast}\nfp16: true\n")
     done = run_script("check", "recipe.yaml", cwd=own_folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: the recipe has 2 problems:\n")
+    assert done.stderr.startswith("error: the recipe has 4 problems:\n")  # there are neither x nor y
     assert "did you mean train" in done.stderr
     assert "train.precision: fp16" in done.stderr
     assert "Traceback" not in done.stderr
@@ -222,7 +232,7 @@ def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):
         "--precision": "bf16",
         "--seed": 5,
         "--out": "run",
-        "--limit-train": 2,
+        "--limit-train": "34%",
         "--limit-eval": 1,
         "--device": "cpu",
     }
@@ -239,7 +249,7 @@ def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):
     assert (train["epochs"], train["max_time"], train["batch_size"]) == (0.5, "1h", 4)
     assert (train["precision"], train["optimizer"]) == ("bf16", "sgd")
     assert train["lr"] == 0.25  # --set comes after the flags
-    assert (recipe["limits"]["train"], recipe["limits"]["eval"]) == (2, 1)
+    assert (recipe["limits"]["train"], recipe["limits"]["eval"]) == (0.34, 1)
     origins = Path("run/recipe.yaml").read_text()
     for flag in ("--data", "--eval", "--batch-size", "--limit-train", "--set", "default"):
         assert f"# {flag}\n" in origins

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.data.rows import Places, joined
 from trimtab.data.sources import Rows, load_rows, split_off
+from trimtab.data.tasks.build import build_task
 from trimtab.errors import DataError
 
 RECORDS = [{"text": "good, really", "label": 1}, {"text": 'he said "no"\nand left', "label": 0}]
@@ -195,6 +196,13 @@ BROKEN = [
     ("a.jsonl", '{"text": "a"}\n["b"]\n{"text": "b"}\n', "a.jsonl, line 2: a JSON list where", 2),
     ("a.jsonl", '{"text": "a"}\n{"text": "\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n', "line 2: half of a character", 2),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n', "a.jsonl, line 2: not UTF-8", 2),
+    (
+        "a.jsonl",
+        '{"text": "a"}\n{"text": "b", "label": %s}\n{"text": "c"}\n' % ("1" * 5000),
+        "line 2: a number of th",
+        2,
+    ),
+    ("a.jsonl", '{"text": "a"}\n{"text": %s}\n{"text": "c"}\n' % ("[" * 99_999), "line 2: values inside of values", 2),
     ("a.json", '[{"text": "a"}, 3, {"text": "b"}]', "a.json, row 2: a int where", 2),
     ("a.txt", b"a\n\n\xe9\nb\n\nc\n", "a.txt, line 3: not UTF-8", 2),
 ]
@@ -228,6 +236,8 @@ def test_bad_items_of_an_iterable():
         ("a.jsonl", "\n", "a.jsonl has no rows"),
         ("a.json", '{"a": 3}', "a JSON dict that holds no rows"),
         ("a.json", '[{"a": 1},\n{"a" 2}]', "a.json, line 2: no JSON"),
+        ("a.json", '[{"a": %s}]' % ("1" * 5000), "a.json: a number of thousands of digits"),
+        ("a.json", "[" * 99_999, "a.json: values inside of values, too many levels deep"),
         ("a.json", '{"a": [1], "b": [1, 2]}', "columns of different lengths (a: 1, b: 2)"),
         ("a.parquet", b"PAR1 but not really", "a.parquet is no whole parquet file"),
         ("a.csv.gz", b"not gzip", "a.csv.gz is no whole gzip file"),
@@ -238,6 +248,27 @@ def test_bad_items_of_an_iterable():
 def test_files_that_cannot_be_used(name, content, problem, said):
     write(name, content)
     assert problem in error_of(name)
+
+
+def test_a_number_of_thousands_of_digits_is_text():
+    digits = "1" * 5000
+    write("a.csv", f"text,label\na,1\nb,{digits}\n")
+    rows = load_rows("a.csv")
+    assert rows.columns["label"] == ["1", digits]
+    assert build_task("classify", rows).head()["num_labels"] == 2
+
+
+def test_a_header_of_very_many_columns():
+    """Linear in the number of columns: comparing each name with each other would take a quarter of an hour."""
+    names = [f"c{index}" for index in range(200_000)]
+    write("a.csv", ",".join(names) + "\n" + ",".join("x" * len(names)) + "\n")
+    assert load_rows("a.csv").names == names
+    write("a.csv", ",".join([*names, "c7"]) + "\n")
+    assert "the header has c7 more than once" in error_of("a.csv")
+    write("a.csv", ",".join(names) + "\nx\n")
+    message = error_of("a.csv")
+    assert "1 field(s) where the header has 200000 (c0, c1, " in message
+    assert len(message) < 500
 
 
 def test_a_header_without_a_name():

@@ -6,11 +6,19 @@ import shutil
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tiny_models import CONFIGS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.hub import explained, quiet_transformers
-from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
+from trimtab.model.load import (
+    _config_of,
+    load_model,
+    load_tokenizer,
+    max_positions,
+    newly_initialised,
+    resolve_source,
+)
 
 KINDS = {
     "bert": ["sequence-classification", "masked-lm"],
@@ -318,8 +326,33 @@ def test_no_head_of_that_kind(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("deberta-v2", {"position_buckets": 8, "relative_attention": True, "hidden_size": 32}),
+        ("qwen3_moe", {"head_dim": 16, "num_local_experts": 4, "hidden_size": 32}),
+        ("qwen3_moe", {"num_experts": 4}),
+        ("jetmoe", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+        ("falcon_mamba", {"intermediate_size": 64, "hidden_size": 32}),
+    ],
+)
+def test_settings_that_a_config_class_does_not_declare(model_type, settings):
+    config = _config_of({"model_type": model_type, **settings}, None, "model.config")
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "qwen3_moe", "falcon_mamba", "gemma3_text"])
+def test_the_config_of_a_saved_model_can_be_pasted(name):
+    with quiet_transformers():
+        saved = CONFIG_MAPPING[name]().to_dict() | {"_name_or_path": "elsewhere", "transformers_version": "4.30.0"}
+        config = _config_of(dict(saved), None, "model.config")
+    assert config.to_dict() == CONFIG_MAPPING[name]().to_dict()
+    assert config.name_or_path == ""  # an adapter would take it for the name of its base
+
+
+@pytest.mark.parametrize(
     ("change", "problem", "cure"),
     [
+        ({"dropout": 0.5}, "dropout: bert has no such setting", "hidden_dropout_prob"),  # the model's own attribute
         ({"model_type": "berd"}, "model_type is 'berd'", "did you mean .*bert"),
         ({"hidden_sise": 32}, "hidden_sise: bert has no such setting", "did you mean hidden_size"),
         ({"hidden_size": "32"}, "'hidden_size' expected int", ""),

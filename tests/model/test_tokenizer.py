@@ -1,10 +1,13 @@
 """Tokenizers that are trained here: lossless, repeatable, with every special token, and kept by a folder."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tiny_models import TEXTS
-from trimtab.errors import DataError, RecipeError
-from trimtab.model.hub import quiet_transformers
+from trimtab.errors import DataError, ModelError, RecipeError
+from trimtab.model.hub import explained, quiet_transformers
 from trimtab.model.load import load_tokenizer, train_tokenizer
 
 
@@ -63,3 +66,29 @@ def test_mistakes():
         train_tokenizer(TEXTS, 300, "unigram")
     with pytest.raises(DataError, match="no text"):
         train_tokenizer([], 300)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_a_folder_without_a_tokenizer_names_the_key(tiny, tmp_path, name):
+    """transformers fails for one, and makes a tokenizer of special tokens alone of the others."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(Path(tiny.folder(name)) / "config.json", folder)
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(str(folder))
+    assert caught.value.problem == f"{folder} holds no tokenizer"
+    assert "--set model.tokenizer=NAME_OR_FOLDER" in caught.value.cure
+
+
+def test_a_tokenizer_that_cannot_be_read_says_why(tiny, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(Path(tiny.folder("llama")) / "config.json", folder)
+    (folder / "tokenizer.json").write_text("{ broken")
+    with pytest.raises(ModelError, match=r"the tokenizer of .*model cannot be loaded: \w.*\n.*model.tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_a_reason_is_not_cut_off_after_its_first_line():
+    error = ValueError("Couldn't instantiate the backend tokenizer from one of:\n(1) a file\n(2) a slow tokenizer.")
+    assert explained("m", error).problem.endswith("from one of: (1) a file (2) a slow tokenizer.")

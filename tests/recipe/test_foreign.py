@@ -49,6 +49,14 @@ def test_every_argument_of_accelerator_is_known():
     answered(names)
 
 
+def test_packing_is_not_taken_for_padding():
+    for section in ({"packing": True}, {"memory": {"packing": True}}, {"train": {"packing": True}}):
+        with pytest.raises(RecipeError) as caught:
+            Recipe(model="bert", data={"train": "rows.csv"}, **section)
+        assert "rows are not packed yet; task: causal-lm joins all texts" in str(caught.value)
+        assert "memory.padding" not in str(caught.value)
+
+
 def test_every_argument_of_the_lightning_trainer_is_known():
     names = parameters_of(class_in("lightning", "pytorch/trainer/trainer.py", "Trainer"))
     assert len(names) > 30

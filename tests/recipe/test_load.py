@@ -9,7 +9,7 @@ import pytest
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import keys_of
 from trimtab.recipe.load import LoadedRecipe, commented_yaml, load_recipe, recipe_json_schema, resolved_yaml
-from trimtab.recipe.schema import OptimizerName, Recipe
+from trimtab.recipe.schema import AdapterSettings, OptimizerName, Recipe
 
 WORD_OR_SECTION = ("model.", "adapter.")  # a word stands for the whole of them
 LEAVES = [key.dotted for key in keys_of(Recipe) if key.section is None]
@@ -258,6 +258,120 @@ def test_a_bare_word_for_track_is_its_uri(recipe_file):
     assert (loaded.recipe.track.uri, loaded.origins["track.uri"]) == ("none", "recipe.yaml:9")
     loaded = load_recipe(recipe_file, {}, ["track.experiment=mine"])
     assert (loaded.recipe.track.uri, loaded.recipe.track.experiment) == ("none", "mine")
-    loaded = load_recipe(recipe_file, {}, ["track.experiment=mine", "track=local"])
-    assert (loaded.recipe.track.uri, loaded.recipe.track.experiment) == ("local", None)
-    assert loaded.origins["track.uri"] == "--set"
+    for sets in (["track.experiment=mine", "track=local"], ["track=local", "track.experiment=mine"]):
+        loaded = load_recipe(recipe_file, {}, sets)
+        assert (loaded.recipe.track.uri, loaded.recipe.track.experiment) == ("local", "mine")
+        assert loaded.origins["track.uri"] == "--set"
+
+
+LORA_8 = AdapterSettings(kind="lora", rank=8)
+QLORA_8 = AdapterSettings(kind="qlora", rank=8)
+
+
+@pytest.mark.parametrize(
+    ("file", "sets", "expected"),
+    [
+        ("", ["adapter=lora", "adapter.rank=8"], LORA_8),
+        ("", ["adapter.rank=8", "adapter=lora"], LORA_8),
+        ("", ["adapter.rank=8"], LORA_8),
+        ("adapter: lora", ["adapter.rank=8"], LORA_8),
+        ("adapter: qlora", ["adapter.rank=8"], QLORA_8),
+        ("adapter: qlora", ["adapter={rank: 8}"], QLORA_8),
+        ("adapter: {rank: 8}", ["adapter=qlora"], QLORA_8),
+        ("adapter: {kind: qlora, rank: 8}", ["adapter={kind: lora}"], LORA_8),
+        ("adapter: none", ["adapter.rank=8", "adapter.kind=lora"], LORA_8),
+        ("adapter: none", ["adapter={rank: 8, kind: lora}"], LORA_8),
+        ("adapter: {kind: qlora, rank: 8}", ["adapter=none"], "none"),
+        ("", ["adapter=lora", "adapter=qlora"], "qlora"),
+        ("adapter: lora", ["adapter={}"], AdapterSettings()),
+    ],
+)
+def test_a_word_for_an_adapter_and_its_settings_are_one(tmp_path, file, sets, expected):
+    path = write(tmp_path / "r.yaml", f"model: bert\ndata: {{train: rows.csv}}\n{file}\n")
+    loaded = load_recipe(path, {}, sets)
+    assert loaded.recipe.adapter == expected
+    again = load_recipe(write(tmp_path / "again.yaml", resolved_yaml(loaded)), {}, [])
+    assert again.recipe == loaded.recipe
+
+
+def test_both_parts_of_an_adapter_name_their_origin(tmp_path):
+    path = write(tmp_path / "r.yaml", "model: bert\ndata: {train: rows.csv}\nadapter: lora\n")
+    origins = load_recipe(path, {}, ["adapter.rank=8"]).origins
+    assert origins["adapter.kind"].endswith("r.yaml:3")
+    assert (origins["adapter.rank"], origins["adapter.alpha"]) == ("--set", "default")
+
+
+@pytest.mark.parametrize(
+    ("file", "sets", "check"),
+    [
+        ("early_stopping: {metric: f1}", ["early_stopping={patience: 5}"], lambda r: r.early_stopping.metric == "f1"),
+        ("early_stopping: none", ["early_stopping.patience=5"], lambda r: r.early_stopping.patience == 5),
+        ("early_stopping: null", ["early_stopping={}"], lambda r: r.early_stopping.patience == 3),
+        ("", ["train=null", "train.lr=1"], lambda r: r.train.lr == 1.0),
+        (
+            "memory: {gradient_checkpointing: all}",
+            ["memory.gradient_checkpointing.every=2"],
+            lambda r: r.memory.gradient_checkpointing == {"every": 2},
+        ),
+        (
+            "memory: {gradient_checkpointing: {every: 2}}",
+            ["memory.gradient_checkpointing=all"],
+            lambda r: r.memory.gradient_checkpointing == "all",
+        ),
+        ("", ["model.tokenizer=t", "model=roberta"], lambda r: (r.model.name, r.model.tokenizer) == ("roberta", "t")),
+        ("", ["model=roberta", "model.tokenizer=t"], lambda r: (r.model.name, r.model.tokenizer) == ("roberta", "t")),
+    ],
+)
+def test_short_forms_and_mappings_laid_over_each_other(tmp_path, file, sets, check):
+    path = write(tmp_path / "r.yaml", f"model: bert\ndata: {{train: rows.csv}}\n{file}\n")
+    assert check(load_recipe(path, {}, sets).recipe)
+
+
+@pytest.mark.parametrize(
+    ("file", "sets", "message"),
+    [
+        ("", ["adapter=lora", "adapter.nonsense=8"], r"adapter.nonsense: found 8; no such key"),
+        ("", ["adapter=lora", "adapter.rnak=8"], r"adapter.rnak: found 8; no such key; did you mean adapter.rank"),
+        (
+            "adapter: none",
+            ["adapter.rank=8"],
+            r"adapter.rank: found 8; adapter is none \(.*r.yaml:3\); .* set adapter.k",
+        ),
+        ("", ["adapter=off", "adapter.rank=8"], r"adapter.rank: found 8; adapter is none \(--set\)"),
+        ("", ["adapter.rank=8", "adapter=none"], r"adapter: found 'none', and adapter.rank: 8 \(--set\); leave one"),
+        (
+            "",
+            ["memory.gradient_checkpointing=all", "memory.gradient_checkpointing.every=2"],
+            r"gradient_checkpointing.every: found 2, and memory.gradient_checkpointing: 'all' \(--set\); leave one",
+        ),
+        (
+            "",
+            ["memory.gradient_checkpointing.every=2", "memory.gradient_checkpointing=all"],
+            r"gradient_checkpointing: found 'all', and memory.gradient_checkpointing.every: 2 \(--set\); leave one",
+        ),
+        ("", ["early_stopping=null", "early_stopping.patience=2"], r"patience: found 2, and early_stopping: null"),
+        ("", ["early_stopping.patience=2", "early_stopping=none"], r"early_stopping: found 'none', and early_.*: 2"),
+        ("", ["train.freeze.base=always", "train.freeze={}"], r"train.freeze: found \{\}, and train.freeze.base: 'alw"),
+        ("", ["train.lr=1", "train=null"], r"train: found null, and train.lr: 1 \(--set\)"),
+        ("train: {lr: 1}", ["train.lr.foo=2"], r"train.lr: found \{foo: 2\}; allowed: a number"),
+        ("", ["train.lr=1", "train.lr.foo=2"], r"train.lr.foo: found 2, and train.lr: 1 \(--set\)"),
+        ("", ["model.tokenizer=t", "model={config: {model_type: bert}}"], r"model: found .*, and model.tokenizer: 't'"),
+    ],
+)
+def test_no_setting_is_dropped_for_another(tmp_path, file, sets, message):
+    path = write(tmp_path / "r.yaml", f"model: bert\ndata: {{train: rows.csv}}\n{file}\n")
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path, {}, sets)
+
+
+def test_a_model_that_is_replaced_whole_is_reported(tmp_path, caplog):
+    path = write(tmp_path / "r.yaml", "model: {name: bert, tokenizer: mine}\ndata: {train: rows.csv}\n")
+    with caplog.at_level("INFO", logger="trimtab"):
+        assert load_recipe(path, {"model": "roberta"}, []).recipe.model == "roberta"
+    assert "--model replaces the whole of model in the recipe, also tokenizer: 'mine'" in caplog.text
+
+
+def test_the_variants_of_a_comparison_replace_the_command_line(tmp_path):
+    path = write(tmp_path / "r.yaml", "model: bert\ndata: {train: rows.csv}\n")
+    assert load_recipe(path, {}, ["adapter.rank=8"], ["adapter=none"]).recipe.adapter == "none"
+    assert load_recipe(path, {}, ["adapter.rank=8"], ["adapter=qlora"]).recipe.adapter == QLORA_8

@@ -162,3 +162,40 @@ def test_other_readers_read_it_too(value):
 )
 def test_how_values_are_written(value, text):
     assert as_yaml(value) == text
+
+
+def test_aliases_do_not_multiply_without_end():
+    """A kilobyte that would be ten billion values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
+    with pytest.raises(RecipeError, match=r"r.yaml:\d+: more than 100,000 values, counting what aliases"):
+        read_yaml("\n".join(lines), "r.yaml")
+
+
+def test_merged_aliases_do_not_multiply_without_end():
+    lines = ["a0: &a0 {k: 1}"]
+    lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10)]
+    with pytest.raises(RecipeError, match="more than 100,000 values"):
+        read_yaml("\n".join(lines), "r.yaml")
+
+
+def test_aliases_that_people_write_are_fine():
+    text = "model: {config: &c {a: [1, 2], b: {x: 1}}}\nother: *c\nthird: {<<: *c, b: {y: 2}}\n"
+    found = read_yaml(text, "r.yaml")
+    assert found.values["third"] == {"a": [1, 2], "b": {"y": 2}}
+    assert [key for key in found.places if key.startswith("third.b")] == ["third.b", "third.b.y"]
+
+
+@pytest.mark.parametrize("text", ["key: " + "[" * 20_000, "".join(" " * depth + "a:\n" for depth in range(1200))])
+def test_values_too_deep_inside_of_values(text):
+    with pytest.raises(RecipeError, match=r"r.yaml: values inside of values, too many levels deep"):
+        read_yaml(text, "r.yaml")
+
+
+def test_numbers_that_python_cannot_print():
+    for number in ("1" * 5000, "0x" + "f" * 5000):
+        with pytest.raises(RecipeError, match=r"r.yaml:2: a number of \d,\d+ digits"):
+            read_yaml(f"model: bert\nseed: {number}\n", "r.yaml")
+        with pytest.raises(RecipeError, match=r"--set: a number of"):
+            read_value(number)
+    assert read_yaml(f"seed: '{'1' * 5000}'", "r.yaml").values["seed"] == "1" * 5000

@@ -71,14 +71,14 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Rows for each optimizer step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a row; longer ones are cut.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16 or bf16.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, fp16, bf16 or bf16-pure.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run; runs/EXPERIMENT/NAME if left out.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     fast_dev_run: Annotated[bool | None, typer.Option("--fast-dev-run", help="Try everything on a few steps.")] = None,
     overfit_batches: Annotated[int | None, typer.Option(help="Train and evaluate on so many batches only.")] = None,
-    limit_train: Annotated[int | None, typer.Option(help="Batches of an epoch.")] = None,
-    limit_eval: Annotated[int | None, typer.Option(help="Batches of an evaluation.")] = None,
+    limit_train: Annotated[str | None, typer.Option(help="Batches of an epoch: 100, or a share of them: 10%.")] = None,
+    limit_eval: Annotated[str | None, typer.Option(help="Batches of an evaluation: 100, or a share: 10%.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that is there, if there is one.")
@@ -196,7 +196,7 @@ def check(
     ] = False,
     device: Annotated[str | None, typer.Option(help="For --resume: cpu, cuda:1 …; found if left out.")] = None,
 ) -> None:
-    """Validate a recipe and print it resolved, with the origin of every value."""
+    """Validate a recipe, see that what it names is there, and print it with the origin of every value."""
     if schema:
         import json
 
@@ -204,9 +204,10 @@ def check(
 
         typer.echo(json.dumps(recipe_json_schema(), indent=1))
         return
-    from trimtab.recipe.load import resolved_yaml
+    from trimtab.build.recipe_check import missing_parts
+    from trimtab.recipe.load import load_recipe, resolved_yaml
 
-    loaded = _loaded(recipe, sets)
+    loaded = load_recipe(recipe, {}, sets or [], further=missing_parts)
     if not resume:
         typer.echo(resolved_yaml(loaded))
         return

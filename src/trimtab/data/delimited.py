@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ _FLOAT = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+
 _MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"})
 # Written by a csv library into a tab-separated file: quoted, with every quote inside doubled, and at least one.
 _QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')
+_LONGEST_NUMBER = 1000  # characters; Python reads no whole number of more than 4,300 digits
+_MOST_SHOWN = 20
 _FIELD_LIMIT = 2**31 - 1  # the csv module stops at 131,072 characters, which a document may well have
 
 
@@ -95,14 +98,14 @@ def _records(lines: _Lines, name: str, bad: BadRows, delimiter: str, spaced: boo
 def _rows(records: Iterator[tuple[int, list[str]]], name: str, bad: BadRows) -> Rows:
     _, header = next(records, (0, []))
     names = [field.strip() or f"column_{index}" for index, field in enumerate(header, 1)]
-    twice = sorted({column for column in names if names.count(column) > 1})
+    twice = sorted(column for column, count in Counter(names).items() if count > 1)
     if twice:
-        raise DataError(f"{name}: the header has {', '.join(twice)} more than once", "give every column its own name")
+        raise DataError(f"{name}: the header has {_some(twice)} more than once", "give every column its own name")
     kept: list[list[str]] = []
     numbers: list[int] = []
     for number, fields in records:
         if len(fields) != len(names):
-            problem = f"{len(fields)} field(s) where the header has {len(names)} ({', '.join(names)})"
+            problem = f"{len(fields)} field(s) where the header has {len(names)} ({_some(names)})"
             bad.add(f"{name}, line {number}", problem, "put fields that hold a separator in quotes")
         elif bad.skips and any(bad.has_escaped_bytes(field) for field in fields):
             bad.add(f"{name}, line {number}", "not UTF-8", "")
@@ -111,6 +114,11 @@ def _rows(records: Iterator[tuple[int, list[str]]], name: str, bad: BadRows) -> 
             numbers.append(number)
     values = [list(column) for column in zip(*kept, strict=True)] or [[] for _ in names]
     return Rows(dict(zip(names, values, strict=True)), name, places=Places.of(f"{name}, line", numbers))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_SHOWN])
+    return shown if len(names) <= _MOST_SHOWN else f"{shown} and {len(names) - _MOST_SHOWN:,} more"
 
 
 def with_numbers(rows: Rows) -> Rows:
@@ -128,7 +136,7 @@ def _as_numbers(values: list[str]) -> list[Any]:
             if stripped in _MISSING:
                 continue
             found = True
-            if not pattern.fullmatch(stripped):
+            if len(stripped) > _LONGEST_NUMBER or not pattern.fullmatch(stripped):
                 break
         else:
             if not found:

@@ -25,15 +25,25 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(name.rpartition(".")[2]) if "." in name else None
 
 
+def check_kind(path: Path) -> str:
+    """The kind of a file that can be read.
+
+    Raises:
+        DataError: If it is of no such kind.
+    """
+    kind = kind_of(path)
+    if kind is None:
+        raise DataError(f"{path}: files of this kind cannot be read", f"give one of {', '.join(sorted(_KINDS))}")
+    return kind
+
+
 def read_file(path: Path, bad: BadRows) -> Rows:
     """The rows of one file; numbers in csv and tsv are still text.
 
     Raises:
         DataError: If the file, or a row of it, cannot be read.
     """
-    kind = kind_of(path)
-    if kind is None:
-        raise DataError(f"{path}: files of this kind cannot be read", f"give one of {', '.join(sorted(_KINDS))}")
+    kind = check_kind(path)
     data = _bytes_of(path)
     if kind == "parquet":
         return _parse_parquet(data, str(path))
@@ -85,8 +95,8 @@ def _parse_jsonl(text: str, name: str, bad: BadRows) -> Rows:
         place = f"{name}, line {number}"
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            bad.add(place, f"no JSON ({error})", cure)
+        except (ValueError, RecursionError) as error:
+            bad.add(place, _why_not_json(error), cure)
             continue
         if not isinstance(record, dict):
             bad.add(place, f"a JSON {type(record).__name__} where an object is expected", cure)
@@ -98,6 +108,15 @@ def _parse_jsonl(text: str, name: str, bad: BadRows) -> Rows:
             records.append(record)
             numbers.append(number)
     return from_records(records, name, Places.of(f"{name}, line", numbers))
+
+
+def _why_not_json(error: Exception) -> str:
+    """Python reads no number of thousands of digits, and says how to lift that limit; nobody meant such a number."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error})"
+    if isinstance(error, RecursionError):
+        return "values inside of values, too many levels deep"
+    return "a number of thousands of digits; in quotes it is text"
 
 
 def _has_half_characters(line: str, record: Any) -> bool:
@@ -120,6 +139,8 @@ def _parse_json(text: str, name: str, bad: BadRows) -> Rows:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return _parse_jsonl(text, name, bad)  # many files named .json have an object on each line
         raise DataError(f"{name}, line {error.lineno}: no JSON ({error})", cure) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: {_why_not_json(error)}", cure) from error
     if isinstance(content, dict) and len(content) == 1:
         inner = next(iter(content.values()))
         if isinstance(inner, list) and inner and isinstance(inner[0], dict):

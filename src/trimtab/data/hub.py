@@ -1,6 +1,7 @@
 """Datasets of the `datasets` library to `Rows`: objects of it, folders that it saved, and names on the hub."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,24 @@ def load_from_hub(name: str) -> Any:
     """
     import datasets
 
+    return _first_that_works(name, datasets.load_dataset)
+
+
+def find_on_hub(name: str) -> None:
+    """See that a dataset is there; its description is fetched, its rows are not.
+
+    Raises:
+        DataError: If it cannot be had, with what the hub said.
+    """
+    import datasets
+
+    _first_that_works(name, datasets.load_dataset_builder)
+
+
+def _first_that_works(name: str, load: Callable[..., Any]) -> Any:
+    """What `load` gives for a name that may end in a configuration."""
+    import datasets
+
     parts = name.split("/")
     attempts: list[list[str]] = [[name]] if len(parts) < 3 else [["/".join(parts[:2]), parts[2]]]
     if len(parts) == 2:
@@ -76,7 +95,7 @@ def load_from_hub(name: str) -> Any:
     reasons: list[str] = []
     for attempt in attempts:
         try:
-            return datasets.load_dataset(*attempt)
+            return load(*attempt)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             _explain(name, attempt[0], error)
             reasons.append(_first_line(error))

@@ -6,7 +6,7 @@ vocabulary].
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Protocol
 
@@ -37,12 +37,24 @@ _ALLOWED = {
     "mse": ("loss", "mse", "mae", "pearson"),
     "token-cross-entropy": ("loss", "perplexity", "token_accuracy"),
 }
+_KINDS_OF_TASKS = {"classify": ("cross-entropy", "binary-cross-entropy"), "regress": ("mse",)}  # others: of tokens
 _USUAL = {
     "cross-entropy": ("loss", "accuracy", "f1"),
     "binary-cross-entropy": ("loss", "f1", "accuracy"),
     "mse": ("loss", "mse", "mae", "pearson"),
     "token-cross-entropy": ("loss", "perplexity"),
 }
+
+
+def metric_names(kind: str) -> tuple[str, ...]:
+    """The metrics that there are for a kind of loss."""
+    return _ALLOWED[kind]
+
+
+def metrics_of_task(task: str | None) -> list[str]:
+    """The metrics that there may be for a task, as far as it is known without its rows; None is any task."""
+    kinds = list(_ALLOWED) if task is None else _KINDS_OF_TASKS.get(task, ("token-cross-entropy",))
+    return list(dict.fromkeys(name for kind in kinds for name in _ALLOWED[kind]))
 
 
 def higher_is_better(name: str) -> bool:
@@ -54,6 +66,25 @@ def higher_is_better(name: str) -> bool:
     if name not in _HIGHER_IS_BETTER:
         raise _no_metric(name, tuple(_HIGHER_IS_BETTER), "")
     return _HIGHER_IS_BETTER[name]
+
+
+def check_own_metrics(metrics: Mapping[str, object]) -> None:
+    """Refuse own metrics that would replace one of ours, and those that cannot be called.
+
+    Raises:
+        RecipeError: With another name.
+    """
+    for name, function in metrics.items():
+        if name in _HIGHER_IS_BETTER:
+            raise RecipeError(
+                f"metrics: {name} is a metric of trimtab, which yours would replace",
+                f"give it another name: metrics={{'my_{name}': …}}; evaluate.metric: {name} needs no function",
+            )
+        if not callable(function):
+            raise RecipeError(
+                f"metrics: {name} is a {type(function).__name__}",
+                "give a function of (logits, batch) with one value a row",
+            )
 
 
 class Metrics:

@@ -4,19 +4,20 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.data import hub
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.delimited import with_numbers
-from trimtab.data.files import from_objects, kind_of, read_file
+from trimtab.data.files import check_kind, from_objects, kind_of, read_file
 from trimtab.data.rows import Places, Rows, joined, split_off
 from trimtab.errors import DataError
 from trimtab.log import say
 
-__all__ = ["Rows", "load_rows", "split_off"]
+__all__ = ["Rows", "check_source", "load_rows", "split_off"]
 
 _SLICE = re.compile(r"(?P<base>.+)\[(?P<start>[^\[\]:]*):(?P<stop>[^\[\]:]*)\]")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w.+-]+))?")
@@ -54,21 +55,65 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop") -> Rows:
     return rows
 
 
-def _named(text: str, bad: BadRows) -> Rows:
-    """Rows from a path or a hub name; a last [a:b] is a slice, unless something exists under the whole text."""
+def check_source(text: str) -> None:
+    """See that what a user names is there, without reading its rows.
+
+    Raises:
+        DataError: With names that are near, where there are such.
+    """
+    found = _locate(text)
+    if found.window is not None:
+        _bounds(found.window, 0, found.origin)
+    if found.hub_name is not None:
+        hub.find_on_hub(found.hub_name)
+    for path in found.files:
+        check_kind(path)
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path} cannot be read: permission denied", f"chmod u+r {path}")
+    _one_kind(found.files, found.origin)
+
+
+@dataclass(frozen=True)
+class _Location:
+    """Where the rows are that a text names: in files, in a folder that `datasets` saved, or on the hub."""
+
+    origin: str
+    window: tuple[str, str] | None
+    files: Sequence[Path] = ()
+    saved: Path | None = None
+    hub_name: str | None = None
+    split: str | None = None
+
+
+def _locate(text: str) -> _Location:
+    """Find a path or a hub name; a last [a:b] is a slice, unless something exists under the whole text."""
     match = None if Path(text).expanduser().exists() else _SLICE.fullmatch(text)
     base = text if match is None else match["base"]
     window = None if match is None else (match["start"].strip(), match["stop"].strip())
     path, (folder, _, split) = Path(base).expanduser(), base.rpartition(":")
     if path.exists():
-        rows = _from_path(path, None, bad)
-    elif glob.has_magic(base):
-        rows = _from_files(_matching(base), base, bad)
-    elif folder and Path(folder).expanduser().is_dir():
-        rows = _from_path(Path(folder).expanduser(), split, bad)
+        return _locate_path(path, None, window)
+    if glob.has_magic(base):
+        return _Location(base, window, _matching(base))
+    if folder and Path(folder).expanduser().is_dir():
+        return _locate_path(Path(folder).expanduser(), split, window)
+    on_hub = _SPLIT.fullmatch(base)
+    if on_hub is None or kind_of(Path(base)) or base.startswith((".", "/", "~")):
+        raise DataError(f"{base!r} does not exist", _near_names(Path(base).expanduser()))
+    return _Location(base, window, hub_name=on_hub["name"], split=on_hub["split"])
+
+
+def _named(text: str, bad: BadRows) -> Rows:
+    """Rows from a path or a hub name."""
+    found = _locate(text)
+    if found.hub_name is not None:
+        return _from_hub(found.hub_name, found.split, found.window)
+    if found.saved is not None:
+        dataset = hub.pick_split(hub.load_saved(found.saved), found.split, str(found.saved))
+        rows = hub.rows_of_dataset(dataset, found.origin)
     else:
-        return _from_hub(base, window)
-    return rows if window is None else rows.select(_slice_range(len(rows), window, rows.origin))
+        rows = _from_files(found.files, found.origin, bad)
+    return rows if found.window is None else rows.select(_slice_range(len(rows), found.window, rows.origin))
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -80,7 +125,15 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _slice_range(num_rows: int, window: tuple[str, str], origin: str) -> range:
-    """The row numbers of "[start:stop]"; a bound is a number, counted from the end where negative, or a percentage."""
+    """The row numbers of "[start:stop]"."""
+    indices = range(num_rows)[slice(*_bounds(window, num_rows, origin))]
+    if not indices:
+        raise DataError(f"{origin}[{window[0]}:{window[1]}] is empty", f"there are {num_rows} rows")
+    return indices
+
+
+def _bounds(window: tuple[str, str], num_rows: int, origin: str) -> list[int | None]:
+    """The bounds of a slice; each is a number, counted from the end where negative, or a percentage."""
     bounds: list[int | None] = []
     for bound in window:
         if not bound:
@@ -92,25 +145,21 @@ def _slice_range(num_rows: int, window: tuple[str, str], origin: str) -> range:
             bounds.append(round(num_rows * float(bound[:-1]) / 100))
         else:
             raise DataError(f"{origin}: {bound!r} is no bound of a slice", "write [:100], [-50:], [10%:] or [100:200]")
-    indices = range(num_rows)[slice(*bounds)]
-    if not indices:
-        raise DataError(f"{origin}[{window[0]}:{window[1]}] is empty", f"there are {num_rows} rows")
-    return indices
+    return bounds
 
 
-def _from_path(path: Path, split: str | None, bad: BadRows) -> Rows:
+def _locate_path(path: Path, split: str | None, window: tuple[str, str] | None) -> _Location:
     if path.is_file():
-        return _from_files([path], str(path), bad)
+        return _Location(str(path), window, [path])
     if hub.is_saved(path):
-        origin = str(path) if split is None else f"{path}:{split}"
-        return hub.rows_of_dataset(hub.pick_split(hub.load_saved(path), split, str(path)), origin)
+        return _Location(str(path) if split is None else f"{path}:{split}", window, saved=path, split=split)
     if split is not None:
         raise DataError(f"{path} is a folder of files, which has no split {split!r}", f"name files: {path}/{split}*")
     found = [
         file for file in sorted(path.rglob("*")) if file.is_file() and kind_of(file) and not _is_hidden(file, path)
     ]
     _refuse_mixture(path, found)
-    return _from_files(found, str(path), bad)
+    return _Location(str(path), window, found)
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -132,11 +181,16 @@ def _refuse_mixture(folder: Path, files: list[Path]) -> None:
         raise DataError(f"{folder} holds more than one split: {names}", f"name the files of one, for example {example}")
 
 
-def _from_files(paths: list[Path], origin: str, bad: BadRows) -> Rows:
+def _one_kind(paths: Sequence[Path], origin: str) -> set[str | None]:
     kinds = {kind_of(path) for path in paths}
     if len(kinds) > 1:
         words = ", ".join(sorted(f"{path.name}" for path in {kind_of(path): path for path in paths}.values()))
         raise DataError(f"{origin} holds files of several kinds: {words}", "name files of one kind: folder/*.csv")
+    return kinds
+
+
+def _from_files(paths: Sequence[Path], origin: str, bad: BadRows) -> Rows:
+    kinds = _one_kind(paths, origin)
     rows = joined([read_file(path, bad) for path in paths], origin)
     if kinds == {"txt"} and len(rows):
         say(f"{origin}: {len(rows)} texts (blank lines separate them; in a file without any, each line is a text)")
@@ -144,12 +198,9 @@ def _from_files(paths: list[Path], origin: str, bad: BadRows) -> Rows:
     return with_numbers(rows) if kinds <= {"csv", "tsv"} else rows
 
 
-def _from_hub(text: str, window: tuple[str, str] | None) -> Rows:
-    match = _SPLIT.fullmatch(text)
-    if match is None or kind_of(Path(text)) or text.startswith((".", "/", "~")):
-        raise DataError(f"{text!r} does not exist", _near_names(Path(text).expanduser()))
-    dataset = hub.pick_split(hub.load_from_hub(match["name"]), match["split"], match["name"])
-    origin = f"{match['name']}:{dataset.split}"
+def _from_hub(name: str, split: str | None, window: tuple[str, str] | None) -> Rows:
+    dataset = hub.pick_split(hub.load_from_hub(name), split, name)
+    origin = f"{name}:{dataset.split}"
     if window is None:
         return hub.rows_of_dataset(dataset, origin)
     indices = _slice_range(len(dataset), window, origin)

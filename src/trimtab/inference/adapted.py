@@ -55,7 +55,9 @@ def read_adapter_source(folder: str | Path, *, trust_remote_code: bool = False) 
     path = place / "adapter_config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not isinstance(settings, dict):
+            raise ValueError(f"it holds a {type(settings).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "write the adapter again") from error
     facts = read_facts(place)
     base = settings.get("base_model_name_or_path") or facts.get("base")
@@ -112,14 +114,17 @@ def tokenizer_of(source: AdapterSource, *, trust_remote_code: bool = False) -> A
 
 def _head_in(folder: Path) -> dict[str, int]:
     """The size of a classifier's head in an adapter that PEFT wrote: its last layer is the narrowest that is whole."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         return {}
-    with safe_open(path, "pt") as file:
-        names = [name for name in file.keys() if ".lora_" not in name and name.endswith(".weight")]  # noqa: SIM118
-        sizes = [file.get_slice(name).get_shape() for name in names]
+    try:
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if ".lora_" not in name and name.endswith(".weight")]  # noqa: SIM118
+            sizes = [file.get_slice(name).get_shape() for name in names]
+    except SafetensorError as error:
+        raise ModelError(f"{path} cannot be read: {error}", "fetch or write it again") from error
     return {"num_labels": min(size[0] for size in sizes)} if sizes else {}
 
 

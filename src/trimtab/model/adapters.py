@@ -4,7 +4,6 @@ The model stays the object that it was: its linear modules become PEFT's, whose 
 Modules that train in full stay where they are: nothing keeps a second copy of them.
 """
 
-import copy
 import os
 import re
 import warnings
@@ -13,12 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
+from trimtab.model.adapter_patterns import without_patterns
 from trimtab.model.adapter_targets import ALL_LINEAR, match_values, select_kept, select_targets, shortened
 from trimtab.model.load import grown_rows
 from trimtab.model.lora_product import bind_product
@@ -236,7 +238,7 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
     whole = {name: tensor for name, tensor in weights.items() if not re.search(r"\.lora_\w+(\.|$)", name)}
     kept = _modules_of(model, whole, place)
-    adapter = _inject(model, config, None, kept)
+    adapter = _inject(model, config, None, kept, place / CONFIG_FILE)
     _read_weights(model, weights, whole, place)
     if trainable:
         _let_train(model, adapter)
@@ -273,12 +275,14 @@ def _config_of(
     return config
 
 
-def _inject(model: Any, config: Any, targets: Sequence[str] | None, kept: Sequence[str]) -> Adapter:
+def _inject(
+    model: Any, config: Any, targets: Sequence[str] | None, kept: Sequence[str], place: Any = "the adapter"
+) -> Adapter:
     """Put PEFT's modules into the model; `targets`, where given, is what they have to be."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    injected = copy.deepcopy(config)
+    injected = without_patterns(config, model, place)
     # Modules that train in full stay in place: PEFT's wrapper would keep a second copy of them.
     injected.modules_to_save, injected.ensure_weight_tying = None, False
     injected.inference_mode = False
@@ -429,6 +433,13 @@ def _peft_speaks_to_us(what: Any) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except UnpicklingError as error:
+        raise ModelError(
+            f"{what}: its weights are a pickle that holds more than tensors, and loading it could run any code",
+            f"get the adapter with {WEIGHTS_FILE} in it",
+        ) from error
+    except (SafetensorError, EOFError) as error:
+        raise ModelError(f"the weights in {what} cannot be read: {error}", "fetch or write them again") from error
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
         raise ModelError(f"PEFT cannot use {what}: {error}", "mend what it names") from error
 

@@ -17,6 +17,7 @@ from trimtab.hardware.extras import require_extra
 
 _ON_A_SERVER = ("models:/", "best:")
 _ADAPTER = "adapter_config.json"
+_LONGEST_REASON = 600
 _MARKS_OF_A_RUN = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
 
@@ -131,8 +132,17 @@ def _without_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return factory(*args, **{**kwargs, "disable": True})
 
 
-def explained(source: str, error: Exception) -> UserError:
-    """What went wrong while `source` was loaded, and the cure, in place of transformers' own error."""
+def explained(
+    source: str, error: Exception, what: str = "", cure: str = "check its files, or name another model"
+) -> UserError:
+    """What went wrong while `source` was loaded, and the cure, in place of transformers' own error.
+
+    Args:
+        source: The name that the user gave.
+        error: What transformers raised.
+        what: Which part of it was loaded, such as "the tokenizer of "; empty for all of it.
+        cure: What mends it, where the error is none that is known.
+    """
     kinds = {type(cause).__name__ for cause in _causes(error)}
     text = str(error)
     if isinstance(error, UserError):
@@ -162,9 +172,14 @@ def explained(source: str, error: Exception) -> UserError:
         return MissingDependency(f"{source} needs a package that is not installed: {_first_line(text)}", "install it")
     if "does not recognize this architecture" in text or "model type" in text and "not" in text:
         return ModelError(f"{source}: {_first_line(text)}", "pip install --upgrade transformers")
+    if "UnpicklingError" in kinds:
+        return ModelError(
+            f"the weights of {source} are a pickle that holds more than tensors, and loading it could run any code",
+            "get the model as safetensors",
+        )
     if "SafetensorError" in kinds:
         return ModelError(f"the weights of {source} cannot be read: {_first_line(text)}", "fetch or write them again")
-    return ModelError(f"{source} cannot be loaded: {_first_line(text)}", "check its files, or name another model")
+    return ModelError(f"{what}{source} cannot be loaded: {_first_line(text)}", cure)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -176,4 +191,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:300]
+    """The first line of a message; all of one whose first line announces a list."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    told = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]} …"

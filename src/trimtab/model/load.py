@@ -5,9 +5,13 @@ than the model) is mended here, and said in one line.
 """
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -32,6 +36,7 @@ from trimtab.model.nf4 import (
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
+    "check_config",
     "grown_rows",
     "load_config",
     "load_model",
@@ -62,6 +67,10 @@ _POSITIONS_AFTER_PAD = {
 _FOR_ANY_MODEL = {"decoder_start_token_id", "forced_eos_token_id", "tie_word_embeddings", "is_decoder"} | {
     f"{role}_token_id" for role in ("pad", "bos", "eos")
 }
+_COMPUTED_OR_TAKEN = re.compile(r'\bself\.(_?[a-z]\w*) = |\bkwargs\.(?:get|pop)\("(\w+)"')  # in a config class
+_READ_BY_A_MODEL = re.compile(r'\bconfig\.([a-z]\w*)|attr\((?:self\.)?config, "(\w+)"')
+# In every config.json, and no settings: where it came from.
+_OF_THE_FILE = ("_name_or_path", "transformers_version")
 _NEW_PARAMETERS = "_trimtab_new_parameters"
 _DRAWN_ON_DEVICE = 500_000_000  # parameters from which on drawing them on the host takes longer than all the rest
 _GROWN_ROWS = "_trimtab_grown_rows"
@@ -151,6 +160,16 @@ def load_config(source: str, *, trust_remote_code: bool = False) -> Any:
     """The transformers config of a run, a folder, a `.gguf` file or a hub name."""
     with quiet_transformers():
         return _read_config(source, as_source(source), trust_remote_code)
+
+
+def check_config(settings: Mapping[str, Any]) -> None:
+    """See that a model can be made from a config; no weights are made.
+
+    Raises:
+        RecipeError: If it has a setting that there is not, or a value that is not valid.
+    """
+    with quiet_transformers():
+        _config_of(dict(settings), None, "model.config")
 
 
 def newly_initialised(model: torch.nn.Module) -> frozenset[str]:
@@ -336,19 +355,20 @@ def _config_of(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
         near = get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
         cure = f"did you mean {' or '.join(near)}?" if near else "for example bert, gpt2, llama, t5 or marian"
         raise RecipeError(f"{key}.model_type is {model_type!r}, which transformers does not know", cure)
-    config_class = CONFIG_MAPPING[model_type]
-    known = (
-        {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map) | _FOR_ANY_MODEL
-    )
+    config_class: Any = CONFIG_MAPPING[model_type]
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    names = config_class.attribute_map  # other names of the fields, in both directions
+    known = fields | set(names) | set(names.values()) | _FOR_ANY_MODEL
+    settings = {name: value for name, value in settings.items() if name not in _OF_THE_FILE}
     for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=3)
+        if name not in known and name not in _undeclared_settings(config_class):
+            near = get_close_matches(name, known | _undeclared_settings(config_class), n=3)
             cure = f"did you mean {' or '.join(near)}?" if near else f"{model_type} knows {', '.join(sorted(known))}"
             raise RecipeError(f"{key}.{name}: {model_type} has no such setting", cure)
     for part in ("encoder", "decoder"):
         if isinstance(settings.get(part), Mapping):
             inner = dict(settings[part])
-            if part == "decoder":
+            if part == "decoder" and model_type.endswith("encoder-decoder"):  # made of any two models
                 inner |= {"is_decoder": True, "add_cross_attention": True}
             settings[part] = _config_of(inner, tokenizer, f"{key}.{part}").to_dict()
     for name, value in _of_tokenizer(tokenizer, model_type).items():
@@ -359,6 +379,24 @@ def _config_of(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
     except Exception as error:  # of many kinds, and all of them about a value of the user
         problem = str(error).strip().splitlines()[-1].strip()
         raise RecipeError(f"{key} is not valid: {problem}", "mend the value that it names") from error
+
+
+@cache
+def _undeclared_settings(config_class: type) -> frozenset[str]:
+    """Settings that a model's code uses although its config class does not declare them.
+
+    `position_buckets` of DeBERTa-v2 is read by the model alone, `intermediate_size` of FalconMamba is computed where it
+    is not given: the source of both files is searched for such names.
+    """
+    from transformers import PreTrainedConfig
+
+    folder = Path(inspect.getfile(config_class)).parent
+    members = inspect.getmembers(config_class)
+    names = {name for name, member in members if isinstance(member, property) and member.fset is not None}
+    for files, pattern in (("configuration_*.py", _COMPUTED_OR_TAKEN), ("modeling_*.py", _READ_BY_A_MODEL)):
+        for file in folder.glob(files):
+            names.update("".join(found) for found in pattern.findall(file.read_text(encoding="utf-8")))
+    return frozenset(name for name in names if not callable(getattr(PreTrainedConfig, name, None)))
 
 
 def _of_tokenizer(tokenizer: Any, model_type: str) -> dict[str, int | None]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from trimtab.errors import DataError, ModelError, RecipeError
@@ -10,6 +11,12 @@ from trimtab.model.hub import as_source, explained, quiet_transformers
 
 _BYTE_LEVEL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"}
+# Where the usual kinds of tokenizers keep their words; each in a folder with other files than these names its own.
+_VOCABULARY_FILES = ("vocab.*", "merges.txt", "*.model", "*.bpe.*", "tekken.json", "tokenizer_config.json")
+_NAME_A_TOKENIZER = (
+    "name one in model.tokenizer (--set model.tokenizer=NAME_OR_FOLDER), or write it into the model's folder with "
+    "save_pretrained"
+)
 _MOST_LETTERS = 1000  # rarer ones become the unknown token
 
 
@@ -32,16 +39,25 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
                 place.name, trust_remote_code=trust_remote_code, **place.arguments
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-            raise explained(source, error) from error
+            if place.gguf_file is None and not _has_vocabulary(Path(place.name), _VOCABULARY_FILES):
+                raise ModelError(f"{source} holds no tokenizer", _NAME_A_TOKENIZER) from error
+            raise explained(source, error, "the tokenizer of ", _NAME_A_TOKENIZER) from error
         # Without files transformers gives a tokenizer that knows its special tokens only, and says nothing.
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):
-            raise ModelError(
-                f"{source} holds no tokenizer", f"name one: model: {{name: {source}, tokenizer: NAME_OR_FOLDER}}"
-            )
+        wanted = getattr(tokenizer, "vocab_files_names", {}).values()  # none of tokenizers that work on bytes
+        is_empty = len(tokenizer) <= len(tokenizer.all_special_tokens)
+        if is_empty or (wanted and place.gguf_file is None and not _has_vocabulary(Path(place.name), wanted)):
+            raise ModelError(f"{source} holds no tokenizer", _NAME_A_TOKENIZER)
         note = give_pad_token(tokenizer)
     if note:
         say(f"{source}: {note}")
     return tokenizer
+
+
+def _has_vocabulary(folder: Path, names: Iterable[str]) -> bool:
+    """Whether a folder here holds one of the files; of what is no folder here it is not known, and assumed."""
+    if not folder.is_dir():
+        return True
+    return any(any(folder.glob(name)) for name in {*names, "tokenizer.json", "tokenizer.*.json"})
 
 
 def give_pad_token(tokenizer: Any) -> str:

@@ -1,4 +1,4 @@
-"""The words of HF Trainer, Accelerate and Lightning, and ours for them.
+"""The words of HF Trainer, Accelerate, Lightning and TRL, and ours for them.
 
 They are answered, never obeyed: a recipe has one word for each thing. An answer carries the user's own value over
 where it can, so that it may be copied into the recipe.
@@ -374,9 +374,19 @@ _LIGHTNING: dict[str, Answer] = {
     ),
 }
 
+_PACKING = _none(
+    "rows are not packed yet; task: causal-lm joins all texts and cuts them into full blocks of data.max_length, and "
+    "train.group_by_length: true keeps the padding of other tasks small"
+)
+_TRL: dict[str, Answer] = {
+    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free", "sample_packing"), _PACKING),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _none("task: chat learns the answers alone")),
+}
+
 _WORDS = {
     "HF Trainer": _HF_TRAINER,
     "Accelerate": _ACCELERATE,
     "Lightning": _LIGHTNING,
     "Hugging Face scripts": _HF_SCRIPTS,
+    "TRL": _TRL,
 }

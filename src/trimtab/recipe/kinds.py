@@ -60,18 +60,27 @@ def tidy(value: Any, field: FieldInfo) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     annotation = field.annotation
-    says_none = value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
-    says_off = value is False or (isinstance(value, str) and value.strip().lower() in {"off", "no", "false"})
     if "none" in choices_of(annotation):
-        return "none" if says_none or says_off else value
+        return "none" if says_off(value) else value
     kinds = alternatives(annotation)
-    if says_none and type(None) in kinds:
+    if says_none(value) and type(None) in kinds:
         return None
-    if says_none and is_section(annotation):
+    if says_none(value) and is_section(annotation):
         return {}
     if isinstance(value, bool) and bool not in kinds and {int, float} & set(kinds):
         raise ValueError
     return value
+
+
+def says_none(value: Any) -> bool:
+    """Whether a value is null, or a word for it."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
+
+
+def says_off(value: Any) -> bool:
+    """Whether a value switches something off, in one of the ways people write that."""
+    in_words = isinstance(value, str) and value.strip().lower() in {"off", "no", "false"}
+    return value is False or in_words or says_none(value)
 
 
 def _one_of(*types: str) -> WithJsonSchema:

@@ -5,14 +5,16 @@ Later wins: defaults, file, plain flags, --set.
 
 import difflib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RecipeError
+from trimtab.log import say
 from trimtab.recipe.describe import Key, choices_of, is_section, keys_of
-from trimtab.recipe.mistakes import Mistake
+from trimtab.recipe.kinds import says_none, says_off
+from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import Recipe, Section
 from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
 
@@ -24,6 +26,8 @@ _FLAGS = {
     "limits.train": "--limit-train",
     "limits.eval": "--limit-eval",
 }
+# A single word for one of these keys is short for a mapping with this key in it.
+_SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
 
 
@@ -35,13 +39,25 @@ class LoadedRecipe:
     origins: dict[str, str]
 
 
-def load_recipe(path: Path | None, overrides: Mapping[str, Any], sets: Sequence[str]) -> LoadedRecipe:
+def load_recipe(
+    path: Path | None,
+    overrides: Mapping[str, Any],
+    sets: Sequence[str],
+    changes: Sequence[str] = (),
+    *,
+    further: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
+) -> LoadedRecipe:
     """Read a recipe and lay the command line over it.
+
+    The file, the command line (flags and --set) and the changes are three layers: a later one replaces what an earlier
+    one says, but within one layer no setting is dropped for the sake of another.
 
     Args:
         path: A YAML file, or None where the command line says everything.
         overrides: Values of plain flags by dotted key; None is a flag that was not given.
         sets: Further values as "train.lr=3e-5".
+        changes: Values in the same form that replace those of the command line, such as the variants of a comparison.
+        further: Finds more mistakes in a recipe whose values are valid; those in other keys are reported together.
 
     Raises:
         RecipeError: With every mistake, wherever it was written.
@@ -54,7 +70,11 @@ def load_recipe(path: Path | None, overrides: Mapping[str, Any], sets: Sequence[
             layers.put(key, value, _flag(key))
     for text in sets:
         layers.add_set(text)
-    context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True}
+    layers.begin_layer()
+    for text in changes:
+        layers.add_set(text)
+    layers.refuse_settings_without_adapter()
+    context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True, "further": further}
     recipe = Recipe.model_validate(layers.values, context=context)
     origins = {dotted: layers.origins.get(dotted, "default") for dotted, _ in _leaves(recipe)}
     return LoadedRecipe(recipe, origins)
@@ -129,11 +149,19 @@ class _Layers:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.mistakes: list[Mistake] = []
+        self._layer: set[str] = set()  # keys that the current layer has set
+
+    def begin_layer(self) -> None:
+        """What follows may replace anything that is there."""
+        self._layer = set()
 
     def add_file(self, path: Path) -> None:
         document = read_yaml(_text_of(path), str(path))
         self.values, self.origins = document.values, document.places
-        self._spell_out_track()
+        word = self.values.get("track")
+        if word is not None and not isinstance(word, Mapping):  # `track: none`, or an address
+            self.values["track"] = {"uri": word}
+            self.origins["track.uri"] = self.origins.get("track", "default")
         for dotted, place, first_line in document.duplicates:
             text = f"given twice, first in line {first_line}; keep one of them"
             self.mistakes.append(Mistake(tuple(dotted.split(".")), text, place=place))
@@ -151,44 +179,109 @@ class _Layers:
     def put(self, dotted: str, value: Any, origin: str) -> None:
         """Set one key. A mapping for a section sets the keys in it and leaves the others; all else is replaced."""
         key = _KEYS.get(dotted)
-        if key is not None and is_section(key.field.annotation) and isinstance(value, Mapping):
+        is_mapping = isinstance(value, Mapping)
+        if key is not None and is_mapping and (is_section(key.field.annotation) or self._merges(key, value)):
             for name, inner in value.items():
                 self.put(f"{dotted}.{name}", inner, origin)
             return
-        holder, name = self._holder(dotted)
+        if not is_mapping and self._is_short_for_a_key(dotted, value):
+            self.put(f"{dotted}.{_SHORT_FOR[dotted]}", value, origin)
+            return
+        if below := sorted(name for name in self._layer if name.startswith(f"{dotted}.")):
+            self._refuse_both(dotted, value, origin, below[0], self._value_at(below[0]))
+            return
+        holder, name = self._holder(dotted, value, origin)
         if holder is None:
-            return  # something that is no section stands there, and will be complained about
+            return
+        if dotted == "model":
+            self._say_what_is_replaced(origin)
         holder[name] = value
         self.origins = {old: place for old, place in self.origins.items() if not f"{old}.".startswith(f"{dotted}.")}
         self.origins[dotted] = origin
-        self._spell_out_track()
+        self._layer.add(dotted)
         leaf = dotted.removesuffix(f".{name}")
         if leaf in _KEYS and _KEYS[leaf].section is None:  # an entry of train.freeze changes the whole
             self.origins[leaf] = origin
 
-    def _spell_out_track(self) -> None:
-        """`track: none`, or an address, is short for its uri."""
-        word = self.values.get("track")
-        if word is not None and not isinstance(word, Mapping):
-            self.values["track"] = {"uri": word}
-            self.origins["track.uri"] = self.origins.get("track", "default")
+    def refuse_settings_without_adapter(self) -> None:
+        """`adapter: none` leaves nothing that a rank could be the rank of."""
+        adapter = self.values.get("adapter")
+        if not isinstance(adapter, Mapping) or len(adapter) == 1 or not says_off(adapter.get("kind", "lora")):
+            return
+        place = self.origins.get("adapter.kind", "default")
+        for name in adapter.keys() - {"kind"}:
+            text = f"found {shown(adapter[name])}; adapter is none ({place}); leave it out, or set adapter.kind: lora"
+            self.mistakes.append(Mistake(("adapter", name), text))
+        self.values["adapter"] = "none"
 
-    def _holder(self, dotted: str) -> tuple[dict[str, Any] | None, str]:
-        """The mapping that a key stands in, made where it is missing, and the key's name in it."""
+    def _merges(self, key: Key, value: Mapping[str, Any]) -> bool:
+        """Whether a mapping changes single keys of a section that may be a word or null as well.
+
+        A model is replaced whole: a name and a config exclude each other.
+        """
+        return key.section is not None and bool(value) and key.dotted != "model"
+
+    def _is_short_for_a_key(self, dotted: str, word: Any) -> bool:
+        """Whether a word sets one key of a mapping and leaves the others, instead of replacing all of it."""
+        if dotted == "adapter":
+            return isinstance(self.values.get("adapter"), Mapping) and not says_off(word)
+        if dotted == "model":
+            return any(name.startswith("model.") for name in self._layer)
+        return dotted == "track" and word is not None
+
+    def _holder(self, dotted: str, value: Any, origin: str) -> tuple[dict[str, Any] | None, str]:
+        """The mapping that a key stands in, made where it is missing, and the key's name in it.
+
+        None where a word stands in its place that no mapping can take: that is a mistake, and reported.
+        """
         holder, parts, path = self.values, dotted.split("."), ""
         while len(parts) > 1:
             path = f"{path}.{parts[0]}".removeprefix(".")
             inner = holder.get(parts[0])
-            if path == "model" and isinstance(inner, str):
-                inner = {"name": inner}
-                self.origins["model.name"] = self.origins.get("model", "default")
-            if not isinstance(inner, Mapping | None):
-                return None, ""
+            if not isinstance(inner, Mapping) and path in self.origins:
+                inner = self._as_mapping(path, inner, dotted, value, origin)
+                if inner is None:
+                    return None, ""
             holder[parts[0]] = dict(inner or {})  # copied: an anchor may have put one mapping in two places
             holder = holder[parts.pop(0)]
             if path in _KEYS and _KEYS[path].section is None:
                 return holder, ".".join(parts)  # patterns of train.freeze have dots of their own
         return holder, parts[0]
+
+    def _as_mapping(self, path: str, word: Any, dotted: str, value: Any, origin: str) -> dict[str, Any] | None:
+        """What a word, or null, becomes when a key below it is set."""
+        key = _KEYS.get(path)
+        if path in _SHORT_FOR and (word is not None or path == "adapter"):
+            inner = f"{path}.{_SHORT_FOR[path]}"
+            self.origins[inner] = self.origins.get(path, "default")
+            if path in self._layer:
+                self._layer.add(inner)
+                self._layer.discard(path)
+            return {_SHORT_FOR[path]: word}
+        if key is None or (key.section is not None and not says_none(word)):
+            return None  # an unknown key, or a word for a section: refused when the recipe is validated
+        if path in self._layer and not is_section(key.field.annotation):
+            self._refuse_both(dotted, value, origin, path, word)
+            return None
+        return {}  # an earlier layer said so; one that takes no mapping is refused when the recipe is validated
+
+    def _refuse_both(self, dotted: str, value: Any, origin: str, other: str, other_value: Any) -> None:
+        place = self.origins.get(other, origin)
+        text = f"found {shown(value)}, and {other}: {shown(other_value)} ({place}); leave one of them out"
+        self.mistakes.append(Mistake(tuple(dotted.split(".")), text, place=origin))
+
+    def _value_at(self, dotted: str) -> Any:
+        holder: Any = self.values
+        while isinstance(holder, Mapping) and dotted not in holder:
+            first, _, dotted = dotted.partition(".")
+            holder = holder.get(first)
+        return holder[dotted] if isinstance(holder, Mapping) else None
+
+    def _say_what_is_replaced(self, origin: str) -> None:
+        before = self.values.get("model")
+        if isinstance(before, Mapping) and before.get("name") is not None and len(before) > 1:
+            others = ", ".join(f"{name}: {shown(inner)}" for name, inner in before.items() if name != "name")
+            say(f"{origin} replaces the whole of model in the recipe, also {others}")
 
 
 def _text_of(path: Path) -> str:

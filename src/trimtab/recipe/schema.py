@@ -412,7 +412,10 @@ class Recipe(Section):
                 recipe = _valid_rest(handler, values, found)
         if recipe is not None:
             wrong = [mistake.key for mistake in mistakes]
-            mistakes += [rule for rule in contradictions(recipe) if not any(map(rule.touches, wrong))]
+            further = context.get("further", lambda recipe: ())
+            for mistake in (*contradictions(recipe), *further(recipe)):
+                if not any(map(mistake.touches, wrong)):
+                    mistakes.append(mistake)
         if mistakes or recipe is None:
             refuse(mistakes, context.get("origins", {}))
         return recipe

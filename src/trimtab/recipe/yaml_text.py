@@ -13,6 +13,8 @@ import yaml
 from trimtab.errors import RecipeError
 
 _TAG = "tag:yaml.org,2002:"
+_MOST_VALUES = 100_000  # after every alias is replaced by what it names: a few lines of aliases can name billions
+_MOST_DIGITS = 1000  # Python refuses to print or to read numbers of more than 4,300
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,6 +63,8 @@ def read_yaml(text: str, name: str) -> Document:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, name) from None
+    except RecursionError:
+        raise _too_deep(name) from None
     starter = "a recipe needs at least model and data.train; `trimtab init` writes one with every key explained"
     if node is None:
         raise RecipeError(f"{name} is empty", starter)
@@ -70,7 +74,10 @@ def read_yaml(text: str, name: str) -> Document:
             f"{starter}; after each colon comes a space",
         )
     reader = _Reader(name)
-    return Document(reader.value(node, "", ()), reader.places, reader.duplicates)
+    try:
+        return Document(reader.value(node, "", ()), reader.places, reader.duplicates)
+    except RecursionError:
+        raise _too_deep(name) from None
 
 
 def read_value(text: str) -> Any:
@@ -83,9 +90,9 @@ def read_value(text: str) -> Any:
         try:
             node = yaml.compose(text, Loader=_Loader)
             return _Reader("--set").value(node, "", ())
-        except (yaml.YAMLError, RecipeError):
+        except (yaml.YAMLError, RecipeError, RecursionError):
             return text  # a glob such as [ab].csv
-    return _scalar(_tag_of(text, _Loader), text)
+    return _scalar(_tag_of(text, _Loader), text, "--set")
 
 
 def as_yaml(value: Any) -> str:
@@ -110,10 +117,17 @@ class _Reader:
         self.name = name
         self.places: dict[str, str] = {}
         self.duplicates: list[tuple[str, str, int]] = []
+        self._num_values = 0
 
     def value(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> Any:
         if node in above:
             raise RecipeError(f"{self._place(node)}: {path or 'the value'} contains itself", "remove the alias")
+        self._num_values += 1
+        if self._num_values > _MOST_VALUES:
+            raise RecipeError(
+                f"{self._place(node)}: more than {_MOST_VALUES:,} values, counting what aliases (*name) repeat",
+                "write fewer aliases of aliases",
+            )
         above = (*above, node)
         if not isinstance(node, yaml.ScalarNode) and node.tag not in {f"{_TAG}map", f"{_TAG}seq"}:
             raise _tag_error(node.tag, self._place(node))
@@ -144,8 +158,9 @@ class _Reader:
                 self.duplicates.append((dotted, self._place(key), own[key.value].start_mark.line + 1))
                 continue
             own[key.value] = key
-            for old in [place for place in self.places if place.startswith(f"{dotted}.")]:
-                del self.places[old]  # what an anchor brought below this key is replaced as a whole
+            if key.value in values:  # what an anchor brought below this key is replaced as a whole
+                for old in [place for place in self.places if place.startswith(f"{dotted}.")]:
+                    del self.places[old]
             self.places[dotted] = self._place(key)
             values[key.value] = self.value(item, dotted, above)
         return values
@@ -171,12 +186,18 @@ def _scalar(tag: str, text: str, place: str = "") -> Any:
     if kind == "bool":
         return text.lower() == "true"
     if kind == "int":
+        if len(text) > _MOST_DIGITS:
+            raise RecipeError(f"{place}: a number of {len(text):,} digits", "write it in quotes if it is meant as text")
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
     if kind == "float":
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     if kind in {"str", "merge"}:
         return text
     raise _tag_error(tag, place)
+
+
+def _too_deep(name: str) -> RecipeError:
+    return RecipeError(f"{name}: values inside of values, too many levels deep", "a recipe needs a few levels at most")
 
 
 def _tag_error(tag: str, place: str) -> RecipeError:

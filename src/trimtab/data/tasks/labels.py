@@ -12,6 +12,7 @@ from trimtab.errors import DataError
 # Beyond these a column holds numbers or free text rather than classes.
 MANY_LABELS = 1000
 _WHOLE_NUMBER_LABELS = 100
+_MOST_DIGITS = 1000  # Python makes no number of more than 4,300
 _YES = {"1", "true", "yes"}
 _NO = {"0", "false", "no"}
 
@@ -142,4 +143,4 @@ def is_multi_hot(values: Sequence[Any]) -> bool:
 
 
 def _is_whole_number(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+    return len(text) <= _MOST_DIGITS and text.removeprefix("-").isdecimal()

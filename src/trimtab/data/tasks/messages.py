@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Columns
 from trimtab.data.tasks.columns import is_missing, require
-from trimtab.data.tasks.texts import text_problem
+from trimtab.data.tasks.texts import MOST_CHARACTERS, text_problem, too_long
 
 Message = dict[str, Any]
 # What people write in the place of our three roles.
@@ -110,6 +110,8 @@ def as_messages(value: Any, column: str) -> list[Message]:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise BadMessages(f"column {column!r} holds broken JSON ({error})", _CURE) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+            raise BadMessages(f"column {column!r} holds JSON that cannot be read", _CURE) from error
     if not isinstance(value, list | tuple) or not value:
         found = "nothing" if is_missing(value) or value == [] else f"a {type(value).__name__}"
         raise BadMessages(f"column {column!r} holds {found} where a list of messages is expected", _CURE)
@@ -134,7 +136,7 @@ def checked(messages: list[Message], column: str) -> list[Message]:
     """The conversation, if there is something to learn in it.
 
     Raises:
-        BadMessages: If no message is an answer, or one is empty.
+        BadMessages: If no message is an answer, one is empty, or all together are too long to be tokenized.
     """
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
@@ -145,6 +147,9 @@ def checked(messages: list[Message], column: str) -> list[Message]:
     for message in answers:
         if is_missing(message["content"]) and not message.get("tool_calls"):
             raise BadMessages(f"column {column!r} holds an empty answer", "write an answer or remove the row")
+    num_characters = sum(len(message["content"]) for message in messages if isinstance(message["content"], str))
+    if num_characters > MOST_CHARACTERS:
+        raise BadMessages(*too_long(column, num_characters))
     return messages
 
 

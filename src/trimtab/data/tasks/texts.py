@@ -9,6 +9,10 @@ from trimtab.data.tasks.columns import PAIR_NAMES, find_pair, find_text, is_miss
 from trimtab.data.tasks.tokenizing import Tokenized, tokenize
 from trimtab.errors import DataError
 
+# A tokenizer needs about 160 bytes for each character of a text, and looks at all of it however little is kept: where a
+# text could be cut beforehand without changing its tokens depends on the tokenizer, and is not known.
+MOST_CHARACTERS = 10_000_000
+
 
 class TextColumns:
     """One or two columns that hold the text.
@@ -45,7 +49,15 @@ def text_problem(value: Any, column: str) -> Problem:
         return f"column {column!r} is empty", "write a text there or remove the row"
     if not isinstance(value, str | int | float):
         return f"column {column!r} holds a {type(value).__name__} where text is expected", "write a text there"
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        return too_long(column, len(value))
     return None
+
+
+def too_long(column: str, num_characters: int) -> tuple[str, str]:
+    """What is wrong with a text that would take gigabytes to tokenize."""
+    problem = f"column {column!r} holds {num_characters:,} characters, more than {MOST_CHARACTERS:,}"
+    return problem, "split it into several rows, or keep the part that is to be learnt"
 
 
 def column_texts(rows: Rows, name: str) -> list[str]:

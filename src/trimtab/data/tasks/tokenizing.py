@@ -8,6 +8,7 @@ from typing import Any
 from trimtab.errors import DataError
 
 ROWS_PER_CALL = 1000
+CHARACTERS_PER_CALL = 4_000_000  # about 640 MB inside of a fast tokenizer
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,31 @@ def _calls(
     settings: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
     if max_length is not None:
         settings |= {"truncation": True, "max_length": max_length}
-    for start in range(0, len(texts), ROWS_PER_CALL):
-        part = list(texts[start : start + ROWS_PER_CALL])
+    for rows in slices_of_calls(texts, pairs):
+        part = list(texts[rows])
         if as_target:
             yield tokenizer(text_target=part, **settings)
         elif pairs is None:
             yield tokenizer(part, **settings)
         else:
-            yield tokenizer(part, list(pairs[start : start + ROWS_PER_CALL]), **settings)
+            yield tokenizer(part, list(pairs[rows]), **settings)
+
+
+def slices_of_calls(texts: Sequence[str], pairs: Sequence[str] | None = None) -> Iterator[slice]:
+    """Which rows are tokenized in one call: at most `ROWS_PER_CALL`, and fewer where texts are long.
+
+    A fast tokenizer keeps all tokens of all texts of a call, also those that are cut off.
+    """
+    start = num_characters = 0
+    for index, text in enumerate(texts):
+        size = len(text) + (0 if pairs is None else len(pairs[index]))
+        is_full = index - start == ROWS_PER_CALL or num_characters + size > CHARACTERS_PER_CALL
+        if is_full and index > start:
+            yield slice(start, index)
+            start, num_characters = index, 0
+        num_characters += size
+    if start < len(texts):
+        yield slice(start, len(texts))
 
 
 def _truncated(encoding: Any, max_length: int) -> list[bool]:

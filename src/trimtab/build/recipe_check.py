@@ -1,0 +1,68 @@
+"""What `trimtab check` finds beyond the schema: files, models, tokenizers and metrics that are not there.
+
+Neither rows nor weights are read: configs, tokenizers and descriptions of datasets are.
+"""
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from trimtab.build.tracked_model import find_tracked_model
+from trimtab.data.metrics import metrics_of_task
+from trimtab.data.sources import check_source
+from trimtab.errors import UserError
+from trimtab.model.load import check_config, load_config, load_tokenizer
+from trimtab.recipe.mistakes import Mistake, shown
+from trimtab.recipe.schema import ModelSettings, Recipe
+from trimtab.tracking.registry import is_on_server
+
+
+def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
+    """Everything that a recipe names and that is not there."""
+    for key in ("train", "eval"):
+        source = getattr(recipe.data, key)
+        if isinstance(source, str):
+            yield from _problem(f"data.{key}", check_source, source)
+    yield from _in_model(recipe)
+    yield from _in_metrics(recipe)
+
+
+def _in_model(recipe: Recipe) -> Iterator[Mistake]:
+    model = recipe.model if isinstance(recipe.model, ModelSettings) else ModelSettings(name=recipe.model)
+    key = "model" if isinstance(recipe.model, str) else "model.name"
+    trust = {"trust_remote_code": model.trust_remote_code}
+    if model.config is not None:
+        yield from _problem("model.config", check_config, model.config)
+    elif model.name is not None and is_on_server(model.name):
+        yield from _problem(key, find_tracked_model, recipe)
+    elif model.name is not None:
+        found = list(_problem(key, load_config, model.name, **trust))
+        if not found and model.tokenizer is None:
+            found = list(_problem(key, load_tokenizer, model.name, **trust))
+        yield from found
+    if model.tokenizer not in (None, "train"):
+        yield from _problem("model.tokenizer", load_tokenizer, model.tokenizer, **trust)
+
+
+def _in_metrics(recipe: Recipe) -> Iterator[Mistake]:
+    stopping = recipe.early_stopping
+    named = {
+        "evaluate.metric": recipe.evaluate.metric,
+        "checkpoint.best": recipe.checkpoint.best if isinstance(recipe.checkpoint.best, str) else None,
+        "early_stopping.metric": None if stopping is None else stopping.metric,
+    }
+    allowed = metrics_of_task(recipe.task)
+    for key, name in named.items():
+        if name is not None and name not in allowed:
+            near = get_close_matches(name, allowed, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            task = f" for task {recipe.task}" if recipe.task else ""
+            text = f"found {shown(name)}; no such metric{task}; allowed: {', '.join(allowed)}{hint}"
+            yield Mistake(tuple(key.split(".")), text, ("task",))
+
+
+def _problem(key: str, look: Callable[..., Any], *arguments: Any, **settings: Any) -> Iterator[Mistake]:
+    try:
+        look(*arguments, **settings)
+    except UserError as error:
+        yield Mistake(tuple(key.split(".")), f"{error.problem}; {error.cure}")

@@ -1,0 +1,122 @@
+"""`trimtab check` finds files, models, tokenizers and metrics that are not there: all at once, with their lines."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiny_runs import reviews, tiny_config, write_csv
+from trimtab.build.recipe_check import missing_parts
+from trimtab.cli.main import main
+from trimtab.data.metrics import metrics_of_task
+from trimtab.data.tasks.build import TASK_NAMES
+from trimtab.errors import RecipeError
+from trimtab.recipe.load import load_recipe
+from trimtab.recipe.yaml_text import as_yaml
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+@pytest.fixture
+def bert(tiny):
+    write_csv(Path("reviews.csv"), reviews(4))
+    return tiny.folder("bert")
+
+
+def problems(model, data="{train: reviews.csv}", *more):
+    """The lines about what is wrong, each without the place of its file."""
+    Path("r.yaml").write_text("\n".join([f"model: {as_yaml(model)}", f"data: {data}", *more]))
+    try:
+        load_recipe(Path("r.yaml"), {}, [], further=missing_parts)
+    except RecipeError as error:
+        return [line.strip() for line in error.problem.splitlines()[1:]]
+    return []
+
+
+def test_all_that_is_missing_at_once(bert):
+    found = problems("no-such-model", "{train: review.csv, eval: held-out/}", "evaluate: {metric: acuracy}", "lr: 1e-3")
+    assert [line.split(": ")[:2] for line in found] == [
+        ["r.yaml:1", "model"],
+        ["r.yaml:2", "data.train"],
+        ["r.yaml:2", "data.eval"],
+        ["r.yaml:3", "evaluate.metric"],
+        ["r.yaml:4", "lr"],
+    ]
+    assert "is no folder here, is not in the hub's cache" in found[0]
+    assert "'review.csv' does not exist; did you mean reviews.csv?" in found[1]
+    assert "found 'acuracy'; no such metric" in found[3]
+    assert found[3].endswith("did you mean accuracy?")
+
+
+def test_the_command_ends_with_2(bert, monkeypatch, capsys):
+    Path("r.yaml").write_text(f"model: {bert}\ndata: {{train: review.csv}}\n")
+    monkeypatch.setattr(sys, "argv", ["trimtab", "check", "r.yaml"])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    out, err = capsys.readouterr()
+    assert (ending.value.code, out) == (2, "")
+    assert err.startswith("error: the recipe has 1 problem:\n  r.yaml:2: data.train: 'review.csv' does not exist")
+
+
+def test_what_is_there_passes(bert):
+    Path("folder").mkdir()
+    write_csv(Path("folder/a.csv"), reviews(2))
+    for source in ("reviews.csv", "reviews.csv[:2]", "'*.csv'", "folder", "./folder/a.csv[10%:]"):
+        assert problems(bert, f"{{train: {source}}}", "evaluate: {metric: mcc}", "early_stopping: {metric: loss}") == []
+    assert problems({"config": tiny_config("bert"), "tokenizer": bert}) == []
+    assert problems({"config": tiny_config("bert"), "tokenizer": "train"}) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("no/such/place", "'no/such/place' is no file or folder here"),
+        ("no-such-name", "'no-such-name' is no file or folder here"),
+        ("/no/such.csv", "'/no/such.csv' does not exist"),
+        ("'x*.csv'", "no file matches 'x*.csv'"),
+        ("notes.doc", "notes.doc: files of this kind cannot be read"),
+        ("'reviews.csv[:ten]'", "reviews.csv: 'ten' is no bound of a slice"),
+        ("empty", "empty holds no data files"),
+        ("'review*'", "holds files of several kinds"),
+    ],
+)
+def test_data_that_is_not_there(bert, source, problem):
+    Path("notes.doc").write_text("x")
+    Path("reviews.txt").write_text("x")
+    Path("empty").mkdir()
+    (line,) = problems(bert, f"{{train: {source}}}")
+    assert line.startswith("r.yaml:2: data.train: ")
+    assert problem in line
+
+
+def test_models_that_are_not_there(bert, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(bert, folder)
+    (folder / "model.safetensors").unlink()
+    assert problems(str(folder)) == []  # weights are not looked at
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    (line,) = problems(str(folder))
+    assert "holds no tokenizer; name one in model.tokenizer" in line
+    assert problems({"name": str(folder), "tokenizer": bert}) == []
+    (line,) = problems({"name": bert, "tokenizer": "./nowhere"})
+    assert "model.tokenizer: there is no folder './nowhere'" in line
+    (folder / "config.json").unlink()
+    assert "is no model: it has no config.json" in problems(str(folder))[0]
+    (line,) = problems("best:nothing")
+    assert line.startswith("r.yaml:1: model: ")
+
+
+def test_settings_of_a_config_that_there_are_not(bert):
+    (line,) = problems({"config": tiny_config("bert") | {"hiden_size": 3}, "tokenizer": "train"})
+    assert line.startswith("r.yaml:1: model.config: model.config.hiden_size: bert has no such setting; did you mean")
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_metrics_of_another_task(bert, task):
+    other = "mae" if task != "regress" else "f1"
+    more = [f"task: {task}", f"checkpoint: {{best: {other}}}", f"early_stopping: {{metric: {other}}}"]
+    found = problems(bert, "{train: reviews.csv}", *more)
+    assert [line.split(": ")[1] for line in found] == ["checkpoint.best", "early_stopping.metric"]
+    assert all(f"no such metric for task {task}; allowed: {', '.join(metrics_of_task(task))}" in line for line in found)
