@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -321,18 +320,16 @@ def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
 
     def slow(source, target):
         calls.append(source)
-        assert go.wait(10)
+        assert go.wait(100)
         copyfile(source, target)
 
     monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
-    began = time.monotonic()
-    mirror.sync_soon()
+    mirror.sync_soon()  # returns, though the drive does not go on before this thread tells it
     run.save(2)
     for _ in range(5):  # asked for while it is busy: once more will do
         mirror.sync_soon()
-    assert time.monotonic() - began < 5
     assert not mirror.wait(timeout_s=0.05)
     go.set()
     assert mirror.wait()

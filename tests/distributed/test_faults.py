@@ -4,7 +4,6 @@ The processes are started as a cluster does it, without torchrun, which would en
 """
 
 import signal
-import time
 
 import pytest
 from launching import start_together
@@ -27,9 +26,9 @@ def start(fork_server, tmp_path):
         process.wait()
 
 
-def outcome(started, timeout=60):
+def outcome(started):
     """For each process its exit code and what it said."""
-    codes = [process.wait(timeout) for process in started]
+    codes = [process.wait() for process in started]
     return [(code, process.said) for code, process in zip(codes, started, strict=True)]
 
 
@@ -61,13 +60,11 @@ def test_saving_on_one_process_is_an_error(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_sleeping_process_is_named(start):
-    began = time.monotonic()
     started = start("asleep")
     assert started[0].wait() == 1
     said = started[0].said
     assert "rank 1" in said
     assert "faulty_loop.py" in said
-    assert time.monotonic() - began < 30 + 15  # of which the start of two processes
 
 
 @pytest.fixture
