@@ -3,11 +3,13 @@
 import shutil
 import signal
 
+import pytest
 from fault_stage import assert_went_on, notes_of
 
 from tiny_runs import reviews, write_csv
 
 
+@pytest.mark.slow
 def test_a_resumed_run_holds_no_more_tensors(stage):
     """All tensors that Python knows, counted after the same steps: what was loaded is not kept a second time."""
     undisturbed, killed = stage.recipe(), stage.recipe()

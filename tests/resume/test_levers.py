@@ -23,15 +23,10 @@ CASES = {
         "train": {"optimizer": "adamw8bit", "precision": "bf16"},
         "memory": {"gradient_checkpointing": "all", "micro_batch": 3},
     },
-    "recomputed": {"memory": {"gradient_checkpointing": "all"}},
     "recomputed but products": {"memory": {"gradient_checkpointing": "ops"}},
     "chunked loss": {"memory": {"loss": "chunked"}},
     "bf16-pure": {"train": {"precision": "bf16-pure"}},
     "bf16-pure in 8 bits": {"train": {"precision": "bf16-pure", "optimizer": "adamw8bit"}},
-    **{
-        name: {"train": {"optimizer": name}}
-        for name in ("adam8bit", "adamw8bit", "adagrad8bit", "paged-adam8bit", "paged-adagrad8bit", "adagrad")
-    },
     "unfrozen later, 8 bits": {"train": {"optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}}},
 }
 
