@@ -40,6 +40,7 @@ def test_a_killed_process_is_named(start):
     assert "it last did: batch 6 of epoch 0" in said
 
 
+@pytest.mark.slow
 def test_a_failed_process_is_named_with_its_reason(start):
     (code, said), (_, other) = outcome(start("failing"))
     assert "ValueError: a bad row" in other
@@ -47,6 +48,7 @@ def test_a_failed_process_is_named_with_its_reason(start):
     assert "rank 1 failed: ValueError: a bad row" in said
 
 
+@pytest.mark.slow
 def test_saving_on_one_process_is_an_error(start, tmp_path):
     (code, said), (other_code, other) = outcome(start("saves_alone"))
     assert code == 1

@@ -543,7 +543,7 @@ def nursery(folder, patience, waves):
     return None
 
 
-def collect(running, folder, ends):
+def collect(running, folder, ends, patience_s=200):
     """Wait for the end of all; the one at fault is killed when it is the last of its scenario."""
     began_s = time.monotonic()
     while running:
@@ -555,7 +555,7 @@ def collect(running, folder, ends):
         for pid, (name, rank) in running.items():
             is_last = [other for other, _ in running.values()].count(name) == 1
             is_at_fault = (folder / f"{name}.fault").exists() and rank == (0 if name.startswith("store_") else 1)
-            if (is_last and is_at_fault and name not in ENDS_BY_ITSELF) or time.monotonic() - began_s > 100:
+            if (is_last and is_at_fault and name not in ENDS_BY_ITSELF) or time.monotonic() - began_s > patience_s:
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -584,7 +584,7 @@ class Ends:
             capture_output=True,
             text=True,
             check=False,
-            timeout=220,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
         self.folder = folder
@@ -598,6 +598,20 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
+def quick_ends(tmp_path_factory):
+    """Two ways to die and one to live, for those who cannot wait."""
+    return Ends(tmp_path_factory.mktemp("nursery"), QUICK, ["killed", "raises_without_error", "steps_with_pauses"])
+
+
+def test_a_peer_that_is_gone_is_named(quick_ends):
+    text = quick_ends.text("killed", 0)
+    assert quick_ends.code("killed", 0) == quick_ends.code("killed", 2) == 1, text
+    assert re.search(r"PeerError: rank 1 \(host h1, pid \d+\) is gone: .*it last did: step 3: forward", text, re.DOTALL)
+    assert "rank 1 failed: ValueError: no such label" in quick_ends.text("raises_without_error", 0)
+    assert [quick_ends.code("steps_with_pauses", rank) for rank in (0, 1)] == [0, 0]
+
+
+@pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     return Ends(
         tmp_path_factory.mktemp("nursery"),
@@ -606,6 +620,7 @@ def ends(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "message"),
     [
@@ -634,6 +649,7 @@ def test_the_others_end_and_say_why(ends, name, ranks, message):
         assert re.search(message, text, re.DOTALL), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in FALSE_ALARMS])
 def test_no_false_alarm(ends, name):
     for rank in range(2):
@@ -641,16 +657,19 @@ def test_no_false_alarm(ends, name):
         assert "trimtab:" not in ends.text(name, rank)
 
 
+@pytest.mark.slow
 def test_the_hooks_are_called_and_one_that_fails_does_no_harm(ends):
     assert ends.text("stopped", 0, "out").startswith("HOOK rank 0 stops waiting in gather: rank 1")
 
 
+@pytest.mark.slow
 def test_a_process_whose_thread_is_stuck_in_the_store_ends_well(ends):
     for name in ("store_stopped", "store_killed"):
         assert ends.code(name, 2) == 0, ends.text(name, 2)
         assert "trimtab:" not in ends.text(name, 2)
 
 
+@pytest.mark.slow
 def test_the_last_word_gets_through_by_the_exit_handler(ends):
     message = r"rank 1 has ended; rank 0 waits for it in again"
     assert re.match(message, ends.text("exits", 0, "out"))

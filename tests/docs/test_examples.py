@@ -11,6 +11,7 @@ from launching import start_together
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_own_loop_is_five_lines_away_and_prints_the_same(fork_server):
     plain, ours = EXAMPLES / "own_loop.py", EXAMPLES / "own_loop_trimtab.py"
     lines = [path.read_text().splitlines() for path in (plain, ours)]

@@ -23,6 +23,7 @@ from fault_stage import (
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+from rounding import rounding_error
 from tiny_runs import lines_of
 from trimtab.tracking.journal import OF_THE_MOMENT
 
@@ -86,18 +87,20 @@ def test_going_on_with_others(stage, before, after, micro_batch):
 
 
 def assert_nearly_same_end(run, whole):
+    """Up to 4 roundings in each of 40 steps; a row that is lost or comes twice changes the third digit."""
+    bound = rounding_error(1.0, num_roundings=4 * NUM_STEPS)
     lines, as_they_should_be = lines_of(run), lines_of(whole)
     assert len(lines) == len(as_they_should_be) > 10
     for line, other in zip(lines, as_they_should_be, strict=True):
         assert line.keys() == other.keys()
         for key in line.keys() - OF_THE_MOMENT:
-            assert line[key] == pytest.approx(other[key], rel=1e-6, abs=1e-6), (key, other)
+            assert line[key] == pytest.approx(other[key], rel=bound, abs=bound), (key, other)
     for name in ("model", "optimizer"):
         file = Path("checkpoints", "step-40", f"{name}.safetensors")
         one, other = load_file(Path(run) / file), load_file(whole / file)
         assert one.keys() == other.keys()
         for key in one:
-            assert (one[key] - other[key]).abs().max() <= 1e-6, key
+            assert (one[key] - other[key]).abs().max() <= bound * max(1.0, float(other[key].abs().max())), key
 
 
 def whole_rows(stage):
@@ -181,7 +184,7 @@ def test_torchrun_starts_them_again(stage, whole, tmp_path):
         env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]

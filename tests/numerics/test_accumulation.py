@@ -71,7 +71,7 @@ def split_gradient(pieces, smoothing=0.0, **settings_) -> torch.Tensor:
     return gradients(model)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),
     cuts=st.sets(st.integers(1, ROWS - 1), max_size=ROWS - 1),

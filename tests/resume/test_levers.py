@@ -31,13 +31,18 @@ CASES = {
 }
 
 
+QUICK = {"lora", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
+
+
 class Stops:
     def on_step(self, state):
         if state.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_bits_are_the_same(own_folder, tiny, case):
     write_csv(own_folder / "rows.csv", reviews(48))
     sections = CASES[case]

@@ -80,6 +80,7 @@ def the_run():
     return run
 
 
+@pytest.mark.slow
 def test_a_training_is_tracked(recipe, caplog):
     caplog.set_level("INFO", logger="trimtab")
     result = fit(Recipe(**recipe(track={"experiment": "mine", "register_as": "reviews"})), progress="quiet")
@@ -98,6 +99,7 @@ def test_a_training_is_tracked(recipe, caplog):
     assert not [line for line in caplog.messages if line.startswith("tracking:") or "track sync" in line]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_one_run(recipe):
     """Numbers of steps that are taken again are on the server already: they are neither lost nor there twice."""
     whole = fit(Recipe(**recipe(track="none", out="whole")), progress="quiet")

@@ -140,7 +140,9 @@ def test_all_is_well(make_run, store):
     assert str(what_waits(Tracking.read(run.path), run.uri, with_model=True)) == ""
 
 
-@pytest.mark.parametrize("mode", ["500", "hang", "deaf", "401"])
+@pytest.mark.parametrize(
+    "mode", ["500", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hang", "deaf", "401"))]
+)
 def test_a_server_that_fails_in_the_middle(make_run, server, proxy, mode, monkeypatch):
     run = make_run(proxy.uri).ship()
     run.write(20)
@@ -161,7 +163,7 @@ def test_a_server_that_fails_in_the_middle(make_run, server, proxy, mode, monkey
     assert ends == f"tracking: {proxy.uri} is back"
 
 
-@pytest.mark.parametrize("mode", ["500", "deaf"])
+@pytest.mark.parametrize("mode", [pytest.param("500", marks=pytest.mark.slow), "deaf"])
 def test_a_server_that_fails_from_the_start(make_run, server, proxy, mode):
     """Also where the run was made, and the answer got lost: it is not made twice."""
     proxy.mode = mode
@@ -191,15 +193,14 @@ def test_a_server_that_is_not_there_yet(make_run, server):
         proxy.close()
 
 
-@pytest.mark.parametrize("away_s", [0.0, pytest.param(20.0, marks=pytest.mark.slow)])
-def test_a_server_that_is_killed_and_started_again(make_run, server, away_s):
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again(make_run, server):
     run = make_run(server.uri).ship()
     writer = threading.Thread(target=run.write, args=(200, 0.02))
     writer.start()
     wait_until(lambda: run.step > 10 and acked_of(run.path))
     server.kill()
-    time.sleep(away_s)
-    server.start()  # takes seconds, too
+    server.start()  # takes seconds
     writer.join()
     wait_until(run.acked)
     assert run.end().check(server.store)["status"] == "FINISHED"
@@ -209,6 +210,7 @@ def test_a_server_that_is_killed_and_started_again(make_run, server, away_s):
     assert ends == f"tracking: {server.uri} is back"
 
 
+@pytest.mark.slow
 def test_a_store_that_another_program_locks(make_run, store):
     run = make_run(f"sqlite:///{store}").ship()
     run.write(20)
