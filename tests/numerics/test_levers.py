@@ -84,11 +84,11 @@ def weights_of(run: Path):
 def test_nothing_changes(trained, method, levers):
     plain, plain_losses = trained(method)
     found, losses = trained(method, levers)
-    assert_same_up_to_rounding(losses, plain_losses, num_roundings=16)
+    assert_same_up_to_rounding(losses, plain_losses, num_roundings=8)
     assert found.keys() == plain.keys()
     for name, weight in plain.items():
         # gradients are sums over hundreds of tokens of values up to 1, whatever the size of the weight
-        assert_same_up_to_rounding(found[name], weight, num_roundings=16, size=max(1.0, float(weight.abs().max())))
+        assert_same_up_to_rounding(found[name], weight, num_roundings=8, size=max(1.0, float(weight.abs().max())))
 
 
 def test_the_steps_moved_the_weights(trained):
