@@ -387,23 +387,6 @@ def test_buffers_and_extra_state(tmp_path):
     assert resumed.model.norm.num_batches_tracked == NUM_BEFORE + NUM_AFTER
 
 
-class Dollars(torch.nn.Module):
-    """Names that the file format has a meaning for."""
-
-    def __init__(self):
-        super().__init__()
-        for name in ("$", "$tensor", "__metadata__"):
-            self.register_parameter(name, torch.nn.Parameter(torch.rand(6)))
-
-    def forward(self, x):
-        return sum((x * p).square().mean() for p in self.parameters())
-
-
-def test_names_may_be_any(tmp_path):
-    resumed, _ = assert_goes_on(tmp_path, optimizer=of_all(torch.optim.AdamW), model=Dollars)
-    assert len(resumed.optimizer.state) == 3
-
-
 def test_groups_and_their_options_are_restored(tmp_path):
     """But how a step is computed belongs to the optimizer that is there."""
     first = Run(1, of_all(torch.optim.AdamW, lr=0.1, betas=(0.5, 0.6), weight_decay=0.3, foreach=False))
