@@ -79,6 +79,7 @@ def data(tiny, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_process_with_another_recipe_or_other_data_is_named(start, data):
     for what, message in (("other_recipe", "rank 1 has train.lr 0.002, others 0.001"), ("other_data", "rank 1 has")):
         for code, said in outcome(start(what)):

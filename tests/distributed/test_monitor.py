@@ -209,7 +209,8 @@ class Role:
         (self.folder / f"{self.name}.fault").touch()
 
     def report(self):
-        """Wait until what was done last has been reported and read."""
+        """Wait until what was done last has been reported, and give the others time to read it."""
+        self.monitor._exchange.now(100)
         time.sleep(2.5 * self.monitor._interval_s)
 
     def join_gloo(self):
@@ -296,6 +297,7 @@ def silent_and_idle(role):
     """The interpreter's lock is held by something that waits: no thread can report."""
     role.monitor.meet("begin")
     if role.rank == 1:
+        role.report()
         role.fault()
         ctypes.PyDLL(None).sleep(100)
     role.stuck()

@@ -33,6 +33,7 @@ def assert_learnt(said):
     assert float(lines[-1].split()[-1]) > 0.9
 
 
+@pytest.mark.slow
 def test_it_runs_on_two_processes(fork_server):
     """Which the README starts with `trimtab launch`; how that starts scripts is seen in tests/distributed."""
     assert COMMAND in (EXAMPLES.parent / "README.md").read_text()

@@ -42,7 +42,11 @@ def compatible_pairs():
 
 PAIRS = compatible_pairs()
 CASES = [(method, (name,)) for method in METHODS for name in LEVERS]
-CASES += [(method, pair) for index, method in enumerate(METHODS) for pair in PAIRS[index :: len(METHODS)]]
+CASES += [
+    pytest.param(method, pair, marks=pytest.mark.slow)
+    for index, method in enumerate(METHODS)
+    for pair in PAIRS[index :: len(METHODS)]
+]
 
 
 @pytest.fixture(scope="module")

@@ -127,6 +127,7 @@ def test_killed_and_resumed_it_is_one_run(recipe):
     assert same[0] == same[1]
 
 
+@pytest.mark.slow
 def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monkeypatch):
     monkeypatch.setattr(companion, "_END_S", 3600.0)  # which is for a server that was there: longer than tests may take
     caplog.set_level("INFO", logger="trimtab")

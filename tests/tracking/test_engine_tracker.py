@@ -71,7 +71,7 @@ def test_a_loop_is_tracked(local):
 @pytest.mark.parametrize(
     ("end", "status", "error"),
     [
-        ("raise ValueError('broken')", "FAILED", "ValueError: broken"),
+        pytest.param("raise ValueError('broken')", "FAILED", "ValueError: broken", marks=pytest.mark.slow),
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed", marks=pytest.mark.slow),
         pytest.param("raise KeyboardInterrupt", "KILLED", None, marks=pytest.mark.slow),
         pytest.param("pass", "FINISHED", None, marks=pytest.mark.slow),
