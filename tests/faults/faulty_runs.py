@@ -77,9 +77,9 @@ class Watcher:
         out: The run's folder.
         steps: The file for the notes.
         at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "saved 10" (wait until
-            that state is saved), "limit 1000" (no file can be longer), "full" (nor can the numbers),
-            "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE"; separated by "; ".
-            "end" instead of a step dies when all steps are done.
+            that state is saved), "there PATH" (wait for that file), "limit 1000" (no file can be longer), "full" (nor
+            can the numbers), "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE"; separated by
+            "; ". "end" instead of a step dies when all steps are done.
     """
 
     def __init__(self, out: str, steps: str, at: dict[int | str, str]) -> None:
@@ -108,6 +108,10 @@ class Watcher:
 
     def _saved(self, step: str) -> None:
         while not os.path.exists(f"{self._out}/checkpoints/step-{step}"):
+            time.sleep(0.001)
+
+    def _there(self, path: str) -> None:
+        while not os.path.exists(path):
             time.sleep(0.001)
 
     def _limit(self, num_bytes: str) -> None:

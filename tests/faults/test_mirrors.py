@@ -96,7 +96,7 @@ def test_lost_while_it_was_copied(stage, tmp_path, moment):
     recipe, mirror = with_mirror(stage, tmp_path)
     kill = IN_THE_MIDDLE[moment]
     kill = kill | {"path": kill["path"].format("/".join(mirror.parts[-2:]))}
-    child = stage.train(recipe, kill=kill)
+    child = stage.train(recipe, kill=kill, at={"7": f"there {mirror}/checkpoints/step-5"})
     assert child.wait() == -signal.SIGKILL, child.said
     saved = saved_steps(mirror)
     assert saved
