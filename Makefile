@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all lint bench clean help
+.PHONY: demo test test-variations test-slow lint bench clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,11 +22,19 @@ help:           ## this list
 demo: .venv/installed      ## fine-tune a real pretrained model on real text
 	$(BIN)/trimtab demo
 
-test: .venv/installed lint ## style, types, and the tests that take seconds
+test: .venv/installed lint ## style, types, and the quick tests
 	$(BIN)/python -m pytest
 
-test-all: .venv/installed lint  ## the slow tests too
-	$(BIN)/python -m pytest -m 'not gpu'
+# A capability that the processor lacks would end the tests with an illegal instruction: only those it has are tried.
+test-variations: .venv/installed        ## tests of numbers with each vector instruction set of this processor
+	capabilities="$$($(BIN)/python tests/cpu_capabilities.py)" && for capability in $$capabilities; do \
+		echo "ATEN_CPU_CAPABILITY=$$capability"; \
+		ATEN_CPU_CAPABILITY=$$capability $(BIN)/python -m pytest \
+			tests/numerics tests/optim tests/parity tests/resume || exit 1; \
+	done
+
+test-slow: .venv/installed      ## the tests that take longer: documentation commands, kills, full disks, servers
+	$(BIN)/python -m pytest -m 'slow and not gpu'
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -12,6 +12,13 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples everywhere, and none is too slow: how long one takes is a matter of the machine.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 # These take long in few tests: begun first, none of them is left alone at the end. "tests" are the files beside this.
 LONG = ("tracking", "docs", "distributed", "faults", "cli", "train", "planner", "resume", "tests")

@@ -48,8 +48,8 @@ class Child:
             self.code = self.server.ask({"do": "poll", "pid": self.pid})
         return self.code
 
-    def wait(self, timeout: float = 60) -> int:
-        """The exit code; minus the signal's number if one ended it."""
+    def wait(self, timeout: float = 400) -> int:
+        """The exit code; minus the signal's number if one ended it. The timeout only guards against hanging."""
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:
@@ -59,7 +59,7 @@ class Child:
         assert self.code is not None
         return self.code
 
-    def wait_until(self, happened: Callable[[], Any], timeout: float = 30) -> None:
+    def wait_until(self, happened: Callable[[], Any], timeout: float = 400) -> None:
         """Until something can be seen from outside, or the process ends."""
         end = time.monotonic() + timeout
         while not happened():

@@ -188,6 +188,7 @@ def test_decoders_and_their_caches(alone):
 # ---------------------------------------------------------------------- 8 bits
 
 
+@pytest.mark.slow
 def test_state_of_8_bits_is_a_choice_only_where_it_is_allowed(alone, caplog):
     budget = budget_for("all", is_8bit=True)
     assert budget < budget_for("all")
@@ -238,6 +239,7 @@ def test_nothing_fits_on_a_gpu(monkeypatch):
     assert not any("_trimtab_plain_block" in module.__dict__ for module in wide.modules()), "nothing was changed"
 
 
+@pytest.mark.slow
 def test_what_is_proposed_does_fit(monkeypatch):
     monkeypatch.setattr(own_loop, "target_here", lambda *_: known_target("a100", "1000MiB"))
     with pytest.raises(DoesNotFit) as caught:

@@ -4,12 +4,8 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -82,38 +78,3 @@ def as_somebody():
     for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
         folder.chmod(0o755)
     shutil.rmtree(place)
-
-
-class Killer:
-    """Starts a writer (see killed_writer.py) and kills it after a time, as often as it is asked."""
-
-    def __init__(self, mode, home):
-        script = Path(__file__).with_name("killed_writer.py")
-        command = [sys.executable, str(script), mode, str(home)]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def kill_after(self, seconds):
-        self._server.stdin.write("\n")
-        self._server.stdin.flush()
-        pid = int(self._server.stdout.readline())
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)
-        assert int(self._server.stdout.readline()) == -signal.SIGKILL, "the writer ended by itself"
-
-    def close(self):
-        self._server.stdin.close()
-        assert self._server.wait(20) == 0
-        self._server.stdout.close()
-
-
-@pytest.fixture
-def killer():
-    started = []
-
-    def start(mode, home):
-        started.append(Killer(mode, home))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()

@@ -105,7 +105,7 @@ def nested(inner):
 
 
 @given(st.recursive(LEAVES, nested, max_leaves=8))
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, suppress_health_check=list(HealthCheck))
 def test_any_nesting_comes_back(value):
     assert_round_trip(value)
 

@@ -94,13 +94,6 @@ def test_killed_it_holds_nothing(tmp_path, holder):
         assert {path.name for path in tmp_path.iterdir()} == {LOCK}
 
 
-def test_a_zombie_holds_nothing(tmp_path, holder):
-    holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-    with RunLock(tmp_path):
-        pass
-
-
 def test_a_number_that_was_given_again_holds_nothing(tmp_path):
     forge(tmp_path, pid=os.getppid(), began="of another boot 5")
     assert lock_holder(tmp_path).state == "dead"

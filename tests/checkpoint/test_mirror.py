@@ -3,10 +3,8 @@
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -14,9 +12,9 @@ import torch
 from trimtab.checkpoint import mirror as mirror_module
 from trimtab.checkpoint.codec import encode
 from trimtab.checkpoint.folder import whole_folder
-from trimtab.checkpoint.mirror import Mirror, copy_whole, restore
+from trimtab.checkpoint.mirror import Mirror, restore
 from trimtab.checkpoint.shelf import Shelf
-from trimtab.checkpoint.store import why_invalid, write_checkpoint
+from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
 
 
@@ -193,41 +191,17 @@ def test_a_drive_that_fills_up_while_it_is_written(run, tmp_path, file_size_limi
     assert steps(tmp_path / "m") == [1, 2]
 
 
-def test_an_unplugged_drive_is_not_written_to_its_empty_place(run, small_disk, tmp_path):
-    """What a drive that is not mounted leaves is an empty folder on the disk of the machine."""
-    place = tmp_path / "mnt"
-    place.mkdir()
-    plug, unplug = ["mount", "--bind", str(small_disk), str(place)], ["umount", str(place)]
-    subprocess.run(plug, check=True)
-    try:
-        mirror = Mirror(run.folder, place / "m")
-        run.save(1)
-        assert mirror.sync() == ""
-    finally:
-        subprocess.run(unplug, check=True)
-    run.save(2)
-    for again in (mirror, Mirror(run.folder, place / "m")):  # also in a process that has just started
-        assert "may be on a drive that is not mounted; mount it, or delete" in again.sync()
-        assert not any(place.iterdir())
-    subprocess.run(plug, check=True)
-    try:
-        assert mirror.sync() == ""
-        assert steps(place / "m") == [1, 2]
-    finally:
-        subprocess.run(unplug, check=True)
-
-
 def test_gone_and_back(run, tmp_path, caplog):
-    """The same without a mount: the folder is moved away, and nothing grows in its place."""
+    """As with a drive that is not mounted: the folder is moved away, and nothing grows in its place."""
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
     mirror.sync()
     (tmp_path / "m").rename(tmp_path / "elsewhere")
     run.save(2)
-    for _ in range(3):
-        assert "not mounted" in mirror.sync()
+    for again in (mirror, mirror, Mirror(run.folder, tmp_path / "m")):  # also in a process that has just started
+        assert "may be on a drive that is not mounted; mount it, or delete" in again.sync()
     assert not (tmp_path / "m").exists()
-    assert said(caplog, "is not up to date: what was there is gone") == 1
+    assert said(caplog, "is not up to date: what was there is gone") == 2, "once in each process"
     (tmp_path / "elsewhere").rename(tmp_path / "m")
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1, 2]
@@ -321,18 +295,16 @@ def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
 
     def slow(source, target):
         calls.append(source)
-        assert go.wait(10)
+        assert go.wait(100)
         copyfile(source, target)
 
     monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
-    began = time.monotonic()
-    mirror.sync_soon()
+    mirror.sync_soon()  # returns, though the drive does not go on before this thread tells it
     run.save(2)
     for _ in range(5):  # asked for while it is busy: once more will do
         mirror.sync_soon()
-    assert time.monotonic() - began < 5
     assert not mirror.wait(timeout_s=0.05)
     go.set()
     assert mirror.wait()
@@ -372,21 +344,6 @@ def test_a_fault_of_ours_reaches_no_run(run, tmp_path, monkeypatch, caplog):
 # ---------------------------------------------------------------------- back from the mirror
 
 
-def test_a_run_comes_back_on_a_new_machine(run, tmp_path, caplog):
-    run.save(1, 2)
-    run.export("best")
-    (run.folder / "recipe.yaml").write_text("model: x")
-    Mirror(run.folder, tmp_path / "m", files=("recipe.yaml",)).sync()
-    shutil.rmtree(run.folder)
-    restore(tmp_path / "m", tmp_path / "new")
-    assert contents(tmp_path / "new") == contents(tmp_path / "m")
-    assert steps(tmp_path / "new") == [1, 2]
-    again = RunOf(tmp_path / "new")
-    again.save(3)
-    assert Mirror(again.folder, tmp_path / "m", files=("recipe.yaml",)).sync() == "", "it is still its mirror"
-    assert steps(tmp_path / "m") == [2, 3]
-
-
 def test_damaged_ones_stay_behind(run, tmp_path, caplog):
     run.save(1, 2)
     Mirror(run.folder, tmp_path / "m").sync()
@@ -398,9 +355,3 @@ def test_damaged_ones_stay_behind(run, tmp_path, caplog):
         restore(tmp_path / "m", tmp_path / "newer")
     with pytest.raises(CheckpointError, match="is no mirror of a run"):
         restore(tmp_path / "new" / "checkpoints", tmp_path / "newest")
-
-
-def test_a_copy_is_a_checkpoint_by_itself(run, tmp_path):
-    run.save(1)
-    copy_whole(run.shelf.place(1), tmp_path / "copy", is_checkpoint=True)
-    assert why_invalid(tmp_path / "copy") == ""

@@ -1,5 +1,7 @@
 """A snapshot is the state of one moment, in host memory that does not grow from one to the next."""
 
+import os
+
 import pytest
 import torch
 
@@ -75,6 +77,7 @@ def test_memory_is_kept_and_does_not_grow(tmp_path):
 # ---------------------------------------------------------------------- free memory
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="reads /proc/meminfo")
 def test_free_memory_is_what_the_system_says():
     free = free_host_bytes()
     with open("/proc/meminfo") as lines:
@@ -106,31 +109,3 @@ def test_a_container_may_have_less(tmp_path):
     (tmp_path / "v1.own").write_text("5:cpu:/docker\n4:memory:/docker\n0::/\n")
     assert snapshot_module._free_in_groups(tmp_path / "v1", tmp_path / "v1.own") == [607]
     assert snapshot_module._free_in_groups(tmp_path, tmp_path / "missing") == []
-
-
-# ---------------------------------------------------------------------- from a GPU
-
-
-@pytest.mark.gpu
-def test_from_a_gpu_without_waiting_for_it(tmp_path):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    value = {
-        "x": torch.randn(5_000_000, device="cuda"),
-        "t": torch.randn(300, 700, device="cuda").t(),
-        "cpu": torch.ones(3),
-    }
-    expected = {name: tensor.cpu().clone() for name, tensor in value.items()}
-    snapshots = Snapshots(2**20)
-    for number in range(3):
-        torch.cuda._sleep(1_000_000_000)  # half a second of work, which is still queued when the snapshot is taken
-        copied, ready = snapshots.take({"p": encode(value)})
-        # pinning memory, which only the first one does, waits for the device
-        assert number == 0 or not torch.cuda.current_stream().query(), "the snapshot waited for the device"
-        value["x"].zero_()
-        value["t"].zero_()
-        ready()
-        assert all(slab.is_pinned() for slab in snapshots._slabs)
-        assert_same(restored(copied, tmp_path / "c"), expected)
-        value["x"].copy_(expected["x"])
-        value["t"].copy_(expected["t"])

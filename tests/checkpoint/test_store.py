@@ -3,7 +3,6 @@
 import json
 import pickle
 import random
-import shutil
 import zlib
 from pathlib import Path
 
@@ -148,19 +147,13 @@ def test_nothing_is_unpickled(ckpt, monkeypatch):
     Run(2).engine.load_state(ckpt)
 
 
-def test_parents_are_made_and_an_empty_folder_is_taken(tmp_path):
+def test_parents_are_made_and_an_empty_folder_is_taken(tmp_path, monkeypatch):
     run = Run(1)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "a" / "b" / "c", tmp_path / "empty", str(tmp_path / "text")):
+    for folder in (tmp_path / "a" / "b" / "c", tmp_path / "empty", str(tmp_path / "text"), "relative"):
         assert run.engine.save_state(folder) == str(folder)
         run.engine.load_state(folder)
-
-
-def test_a_relative_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert Run(1).engine.save_state("ckpt") == "ckpt"
-    Run(2).engine.load_state("ckpt")
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_saving_again_replaces_the_folder_whole(ckpt):
@@ -203,7 +196,7 @@ class Unsaveable(Counter):
 
 def test_a_state_that_cannot_be_saved_leaves_the_old_checkpoint(ckpt):
     before = contents(ckpt.parent)
-    with pytest.raises(CheckpointError, match="the value at 'function'"):
+    with pytest.raises(CheckpointError, match=r"object_1: the value at 'function' is a builtins\.builtin_function"):
         Run(3, objects=[Unsaveable()]).engine.save_state(ckpt)
     assert contents(ckpt.parent) == before
 
@@ -263,23 +256,6 @@ def test_a_folder_that_may_not_be_written(as_somebody):
     ):
         run.engine.save_state(place / "locked" / "ckpt")
     assert not list((place / "locked").iterdir())
-
-
-def test_a_rename_that_fails_leaves_the_old_checkpoint(ckpt, monkeypatch):
-    """Where folders cannot trade names in one step, the old one is moved away first, and comes back."""
-    before, rename = contents(ckpt.parent), Path.rename
-
-    def fail_into_place(path, target):
-        if ".writing-" in path.name:
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr("trimtab.checkpoint.folder._exchange", lambda one, other: False)
-    monkeypatch.setattr(Path, "rename", fail_into_place)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        Run(3).engine.save_state(ckpt)
-    monkeypatch.undo()
-    assert contents(ckpt.parent) == before
 
 
 def test_killed_between_two_renames_the_old_one_is_loaded(ckpt):
@@ -388,15 +364,10 @@ def transpose(folder):
 
 DAMAGE = {
     "cut weights": (cut("model.safetensors"), r"model\.safetensors was cut off or changed: \d+ bytes instead of \d+"),
-    "cut optimizer": (cut("optimizer.safetensors"), r"optimizer\.safetensors was cut off"),
-    "cut state": (cut("state.json"), r"state\.json was cut off"),
     "no weights": (remove("model.safetensors"), r"not whole: model\.safetensors is missing"),
-    "no optimizer": (remove("optimizer.safetensors"), r"not whole: optimizer\.safetensors is missing"),
     "no state": (remove("state.json"), r"not whole: state\.json is missing"),
     "no manifest": (remove("trimtab.json"), r"is no checkpoint of trimtab: it holds"),
     "garbage state": (garble("state.json"), r"state\.json was changed: its checksum is not crc32:"),
-    "garbage weights": (garble("model.safetensors"), r"model\.safetensors was changed: its checksum"),
-    "garbage random state": (garble("random.safetensors"), r"random\.safetensors was changed: its checksum"),
     "signed garbage state": (garble("state.json", signed=True), r"state\.json cannot be read"),
     "signed garbage weights": (garble("model.safetensors", signed=True), r"model\.safetensors cannot be read"),
     "signed garbage optimizer": (garble("optimizer.safetensors", True), r"optimizer\.safetensors cannot be read"),
@@ -405,7 +376,6 @@ DAMAGE = {
     "manifest of nothing": (overwrite("trimtab.json", "[]"), r"trimtab\.json cannot be read: a JSON object was"),
     "manifest without files": (overwrite("trimtab.json", '{"format": 2}'), r"trimtab\.json lists no files"),
     "deep manifest": (overwrite("trimtab.json", "[" * 100_000), r"trimtab\.json cannot be read"),
-    "empty manifest": (overwrite("trimtab.json", ""), r"trimtab\.json cannot be read"),
     "other format": (edit_manifest(lambda m: m | {"format": 99}), "has checkpoint format 99; this version reads 2"),
     "older format": (
         overwrite("trimtab.json", '{"format": 1, "trimtab": "0.1.0", "torch": "2.13.0", "files": {"state.json": 2}}'),
@@ -586,16 +556,6 @@ def test_a_stored_checkpoint_gives_back_its_parts(tmp_path):
         stored.tensor_reader("b")("x")
     with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read"):
         stored.tensor_reader("a")("y")
-
-
-def test_what_a_killed_save_left_behind_is_in_nobodys_way(ckpt):
-    """A folder of another process beside the checkpoint is neither read nor taken for one."""
-    beside = ckpt.with_name(".ckpt.writing-1")
-    shutil.copytree(ckpt, beside)
-    (beside / "state.json").unlink()
-    Run(2).engine.load_state(ckpt)
-    Run(3).engine.save_state(ckpt)
-    assert {path.name for path in ckpt.parent.iterdir()} == {"ckpt", ".ckpt.writing-1"}
 
 
 # ---------------------------------------------------------------------- checksums and facts

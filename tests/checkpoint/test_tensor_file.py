@@ -111,12 +111,6 @@ def test_bytes_that_were_not_announced_are_an_error(tmp_path):
         write_tensors(file, {"x": tensor})
 
 
-def test_a_large_file(tmp_path):
-    tensors = {"a": torch.randn(5_000_000), "b": torch.randint(0, 255, (3, 1_000_001)).byte().t()}
-    back = written(tmp_path / "x", tensors)
-    assert all(same(back[name], tensors[name]) for name in tensors)
-
-
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "x").touch()
     with pytest.raises(FileExistsError):

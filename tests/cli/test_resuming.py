@@ -98,10 +98,19 @@ def test_stopped_resumed_extended_replaced(trimtab, own_folder):
     assert code == 0
     assert "the schedule is stretched over all steps: the learning rate goes from 0 to 0.0005 at step 10" in err
     assert json.loads(Path("run/run.json").read_text())["num_steps"] == 20
-    code, _, err = trimtab("resume", "run", "--set", "seed=3", "--set", "train.batch_size=4")
+    rates = [line["lr"] for line in lines_of(Path("run")) if line["step"] > 10 and "lr" in line]
+    assert 0.0005 > rates[0] > rates[-1] == 0.0
+    assert rates == sorted(rates, reverse=True)
+    # what would make it another run: all such keys at once, before anything is loaded, and the run is as it was
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    code, _, err = trimtab("resume", "run", "--set", "seed=3", "--set", "train.batch_size=4", "--set", "train.epochs=3")
     assert code == 2
+    assert "cannot go on with another value of these keys" in err
     assert "train.batch_size: 9 → 4" in err
     assert "seed: 0 → 3" in err
+    assert "train.epochs" not in err
+    assert "rows to train on" not in err
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     code, _, err = trimtab("resume", "run", "--from", "step-7")
     assert code == 2
     assert "has no checkpoint of step 7" in err

@@ -25,7 +25,7 @@ options_strategy = st.fixed_dictionaries(
 LENGTHS = random.Random(0).choices(range(1, 201), k=1003)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths_strategy, options_strategy)
 def test_every_row_exactly_once(lengths, options):
     batches = epoch_batches(lengths, **options)
@@ -37,7 +37,7 @@ def test_every_row_exactly_once(lengths, options):
     assert batches == epoch_batches(torch.tensor(lengths, dtype=torch.int64), **options)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths_strategy, options_strategy)
 def test_full_batches_only(lengths, options):
     batches = epoch_batches(lengths, drop_last=True, **options)
@@ -47,7 +47,7 @@ def test_full_batches_only(lengths, options):
     assert len(set(rows)) == len(rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), options_strategy)
 def test_a_batch_is_a_run_of_its_sorted_window(lengths, options):
     """Within a window the batches do not overlap in length, so no cut of it could pad less."""
@@ -111,7 +111,7 @@ def test_sizes_below_one_are_refused(wrong):
         LengthGroupedBatches([1, 2], 2, 0, seed=0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths_strategy, st.integers(1, 9), st.integers(1, 9), st.booleans(), st.booleans(), st.none() | st.integers(0, 5)
 )
@@ -154,7 +154,7 @@ def test_padding_share():
     assert padding_share([0, 0], [[0, 1], []]) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths_strategy, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_micro_batches_cut_anew(lengths, batch_size, before, after, was_drawn):
     """The batches stay; also where they were drawn already."""

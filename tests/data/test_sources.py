@@ -299,7 +299,7 @@ def test_slices():
     assert load_rows("odd[1:2].csv").columns["n"] == [7]  # what exists under the whole name is taken
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 500), st.floats(0, 100))
 def test_slices_by_share_meet_without_gap_or_overlap(num_rows, percent):
     from trimtab.data.sources import _slice_range
@@ -440,7 +440,7 @@ def test_the_hub_out_of_reach():
 rows_to_split = st.lists(st.sampled_from("aaaabbc"), min_size=2, max_size=60)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows_to_split, st.floats(0.01, 0.99), st.integers(0, 5), st.booleans())
 def test_a_split_is_pure_and_whole(labels, share, seed, by_label):
     rows = Rows({"label": labels, "n": list(range(len(labels)))}, "x")

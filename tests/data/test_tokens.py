@@ -92,7 +92,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows, st.integers(0, 9))
 def test_saved_and_loaded(tmp_path_factory, rows, num_truncated):
     path = tmp_path_factory.mktemp("tokens") / "a.safetensors"

@@ -48,7 +48,7 @@ def run_main(script: str, folder: str) -> None:
     sys.modules[script].main(Path(folder))
 
 
-def _finish(started: list[Child], timeout: float = 240) -> None:
+def _finish(started: list[Child], timeout: float = 600) -> None:
     end = time.monotonic() + timeout
     try:
         while None in (codes := [child.poll() for child in started]):
@@ -72,7 +72,7 @@ def run_by_torchrun(script: ModuleType, folder: Path, num_processes: int) -> Non
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-6000:]
 

@@ -64,7 +64,7 @@ else:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(how))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -361,10 +361,10 @@ def test_the_process_that_failed_by_itself(codes, first):
 @pytest.mark.parametrize(
     ("how", "code", "num_attempts", "words"),
     [
-        ("raise", 1, 2, "error: rank 1 ended with exit code 1\n"),
+        pytest.param("raise", 1, 2, "error: rank 1 ended with exit code 1\n", marks=pytest.mark.slow),
         ("kill", 137, 2, "error: rank 1 was killed by SIGKILL (often: out of memory)\n"),
         ("2", 2, 1, "error: rank 1 ended with exit code 2\n"),
-        ("75", 75, 1, "stopped by a time limit or a signal (exit code 75)"),
+        pytest.param("75", 75, 1, "stopped by a time limit or a signal (exit code 75)", marks=pytest.mark.slow),
     ],
 )
 def test_how_a_launch_ends(own_folder, capfd, how, code, num_attempts, words):
@@ -389,6 +389,7 @@ def test_how_a_launch_ends(own_folder, capfd, how, code, num_attempts, words):
     assert logs[-2:] == [f"attempt_{num_attempts - 1}/1/{name}.log" for name in ("stderr", "stdout")]
 
 
+@pytest.mark.slow
 def test_restart_and_voices(own_folder):
     """One rank fails once; all come again and meet. Rank 0 speaks on the terminal, rank 1 to files."""
     Path("together.py").write_text(TOGETHER)
@@ -399,7 +400,7 @@ def test_restart_and_voices(own_folder):
         text=True,
         check=False,
         env=environment,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     num_threads = max(len(os.sched_getaffinity(0)) // 2, 1)
@@ -416,6 +417,7 @@ def test_restart_and_voices(own_folder):
     assert written["attempt_1/stderr.log"] == "a word on stderr\n"
 
 
+@pytest.mark.slow
 def test_two_hosts(own_folder):
     """Two launches on this machine stand for two hosts, with two processes and one; both start again together."""
     Path("together.py").write_text(TOGETHER)
@@ -433,7 +435,7 @@ def test_two_hosts(own_folder):
         for index in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=120) for process in running]
+        said = [process.communicate(timeout=400) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -445,7 +447,7 @@ def test_two_hosts(own_folder):
 
 
 def test_an_interrupt_ends_all_processes(own_folder):
-    Path("wait.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    Path("wait.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     launch = subprocess.Popen(
         [*SCRIPT, "--quiet", "--processes", "2", "wait.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -455,7 +457,7 @@ def test_an_interrupt_ends_all_processes(own_folder):
             time.sleep(0.05)
         pids.append(int(logs[0].read_text()))
         launch.send_signal(signal.SIGTERM)
-        _, err = launch.communicate(timeout=60)
+        _, err = launch.communicate(timeout=400)
     finally:
         launch.kill()
     assert (launch.returncode, err) == (143, "stopped by SIGTERM\n")
@@ -464,6 +466,7 @@ def test_an_interrupt_ends_all_processes(own_folder):
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_come(own_folder, monkeypatch, capfd):
     Path("train.py").touch()
     monkeypatch.setenv("TRIMTAB_PATIENCE", "1s")

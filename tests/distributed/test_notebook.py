@@ -66,6 +66,7 @@ except trimtab.TrimtabError as error:
 """
 
 
+@pytest.mark.slow
 def test_functions_of_main(own_folder):
     """Returned values, in the order of ranks and of the caller's own class; then an exception of the rank at fault."""
     beside = own_folder / "elsewhere"
@@ -77,7 +78,7 @@ def test_functions_of_main(own_folder):
     (beside / "script.py").write_text(SCRIPT)
     Path("launch.yaml").write_text("hosts: [node1, node2]\n")  # of `trimtab launch`, not meant for a function
     script = str(beside / "script.py")  # its own folder is on its path; that of the processes it starts is not
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "rank 0 speaks"

@@ -9,7 +9,7 @@ from launching import run_together
 from tiny_runs import NO_DROPOUT, reviews, write_csv
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_wherever_it_runs_out_all_processes_take_the_step_back(num_processes, fork_server, tiny, tmp_path):
     write_csv(tmp_path / "reviews.csv", reviews(40))
     (tmp_path / "models.json").write_text(json.dumps({"bert": str(tiny.folder("bert", **NO_DROPOUT["bert"]))}))

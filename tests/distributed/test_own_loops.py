@@ -6,6 +6,8 @@ import torch
 import verbs
 from launching import run_alone, run_by_torchrun, run_together
 
+from rounding import rounding_error
+
 
 @pytest.fixture(scope="module")
 def results(fork_server, tmp_path_factory):
@@ -20,16 +22,18 @@ def results(fork_server, tmp_path_factory):
 @pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize("name", own_loops.LOOPS)
 def test_the_loop_does_not_depend_on_the_number_of_processes(results, name, num_processes):
-    # fp16 rounds each process's part of a batch on its own; of fp64 a few thousand times its epsilon is left
-    bound = {"overflow": 5e-4, "fp64, 120 steps": 2**13 * torch.finfo(torch.float64).eps}.get(name, 1e-6)
     alone = results[1, 0][name]
+    # fp16 rounds each process's part of a batch on its own; the rest is the order of sums
+    roundings = {"overflow": (1, torch.float16), "fp64, 120 steps": (2**13, torch.float64)}
+    num_roundings, dtype = roundings.get(name, (16, torch.float32))
     untrained = torch.cat([parameter.flatten() for parameter in own_loops.Tagger().parameters()])
     assert (alone["weights"] - untrained).abs().max() > 1e-2
     for rank in range(num_processes):
         together = results[num_processes, rank][name]
-        assert (alone["weights"] - together["weights"]).abs().max() <= bound
-        assert together["losses"] == pytest.approx(alone["losses"], abs=bound)
-        assert together["norms"] == pytest.approx(alone["norms"], abs=bound)
+        for key in ("weights", "losses", "norms"):
+            one, other = torch.as_tensor(alone[key]), torch.as_tensor(together[key])
+            assert one.shape == other.shape
+            assert not len(one) or (one - other).abs().max() <= rounding_error(one, num_roundings, dtype), key
         for key in ("seen", "lr", "num_skipped", "length"):
             assert together[key] == alone[key], key
 
@@ -52,7 +56,7 @@ def test_overflow_of_one_process_is_skipped_by_all(results):
         assert results[3, rank]["overflow"]["num_skipped"] == 2
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_verb(fork_server, tmp_path, num_processes):
     if num_processes == 2:
         run_by_torchrun(verbs, tmp_path, num_processes)  # once the real one

@@ -13,7 +13,8 @@ from trimtab.distributed import process_activity
 from trimtab.distributed.process_activity import Activity, find_machine, find_process, where_thread_stands
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=100.0):
+    """Wait; the time only guards against waiting for good."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -47,6 +48,7 @@ PROGRAMS = {
     "waits for a child that computes": "subprocess.run([sys.executable, '-c', 'while True: pass'])",
     "reads": "file = open('/dev/zero', 'rb', 0)\nwhile True: file.read(20_000); time.sleep(0.1)",
 }
+IDLE = {"sleeps", "polls"}
 
 
 @pytest.mark.skipif(find_process(os.getpid()) is None, reason="no /proc here")
@@ -58,22 +60,25 @@ def test_activity():
             children[name] = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         for child in children.values():
             child.stdout.readline()
-        time.sleep(0.5)  # a grandchild has to start
         activities = {name: Activity(child.pid) for name, child in children.items()}
-        idle = {name: [] for name in PROGRAMS}
-        for _ in range(5):
+        looked_s = time.monotonic()
+
+        def are_told_apart():
+            nonlocal looked_s
             time.sleep(0.3)
-            for name, activity in activities.items():
-                activity.pass_time(0.3)
-                idle[name].append(activity.idle_s)
+            before_s, looked_s = looked_s, time.monotonic()
+            for activity in activities.values():
+                activity.pass_time(looked_s - before_s)
+            idle = {name for name, activity in activities.items() if activity.idle_s > 1}
+            active = {name for name, activity in activities.items() if activity.idle_s == 0}
+            return idle == IDLE and active == PROGRAMS.keys() - IDLE
+
+        until(are_told_apart)  # on a busy machine a process may not run for a while
     finally:
         for child in children.values():
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             child.stdout.close()
-    assert min(idle["sleeps"][-1], idle["polls"][-1]) > 0.5, idle
-    for name in ("computes", "waits for a child that computes", "reads"):
-        assert max(idle[name]) < 0.5, idle
 
 
 def test_without_proc_a_process_always_moves(monkeypatch):

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import recipe_runs
+import torch
 from launching import run_alone, run_together
 from safetensors.torch import load_file
 
+from rounding import rounding_error
 from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
 from trimtab.tracking.journal import OF_THE_MOMENT
 
@@ -24,7 +26,9 @@ def runs(fork_server, tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", recipe_runs.RECIPES)
 def test_losses_metrics_and_weights_agree(runs, name):
-    bound = 2e-3 if name == "fp16" else 1e-6
+    # 4 roundings in each of 20 steps; fp16 rounds each process's part of a batch on its own
+    num_roundings, dtype = (4, torch.float16) if name == "fp16" else (80, torch.float32)
+    bound = rounding_error(1.0, num_roundings, dtype)
     alone, together = (lines_of(runs / f"{name}-{count}") for count in (1, 3))
     assert len(alone) == len(together) > 3
     for one, other in zip(alone, together, strict=True):
@@ -36,7 +40,7 @@ def test_losses_metrics_and_weights_agree(runs, name):
     one, other = (load_file(runs / f"{name}-{count}" / "best" / "model.safetensors") for count in (1, 3))
     assert one.keys() == other.keys()
     for key in one:
-        assert (one[key] - other[key]).abs().max() <= bound, key
+        assert (one[key] - other[key]).abs().max() <= bound * max(1.0, float(one[key].abs().max())), key
 
 
 def test_what_a_run_leaves_is_written_once(runs):

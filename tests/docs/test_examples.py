@@ -11,6 +11,7 @@ from launching import start_together
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_own_loop_is_five_lines_away_and_prints_the_same(fork_server):
     plain, ours = EXAMPLES / "own_loop.py", EXAMPLES / "own_loop_trimtab.py"
     lines = [path.read_text().splitlines() for path in (plain, ours)]
@@ -32,6 +33,7 @@ def assert_learnt(said):
     assert float(lines[-1].split()[-1]) > 0.9
 
 
+@pytest.mark.slow
 def test_it_runs_on_two_processes(fork_server):
     """Which the README starts with `trimtab launch`; how that starts scripts is seen in tests/distributed."""
     assert COMMAND in (EXAMPLES.parent / "README.md").read_text()

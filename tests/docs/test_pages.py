@@ -41,19 +41,35 @@ def folder_of_a_reader(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
-    """In this process; what starts others really does, but for `check --resume`, which needs three of them."""
+def commands_of_the_pages() -> list[str]:
+    lines = [line.partition("#")[0].strip() for _, block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def run_here(command: str) -> None:
     from trimtab.cli.main import app
 
+    words = shlex.split(command)
+    assert words[0] == "trimtab", command
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception}"
+
+
+def test_the_first_command_of_the_readme_runs(folder_of_a_reader):
+    command = commands_of_the_pages()[0]
+    assert command.startswith("trimtab train --model")
+    run_here(command)
+    assert list(folder_of_a_reader.glob("runs/*/*/best/model.safetensors"))
+
+
+@pytest.mark.slow
+def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
+    """In this process; what starts others really does, but for `check --resume`, which needs three of them."""
     monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
-    commands = [line.partition("#")[0].strip() for _, block in blocks("sh") for line in block.splitlines()]
-    commands = [command for command in commands if command]
+    commands = commands_of_the_pages()
     assert len(commands) >= 9
     for command in commands:
-        words = shlex.split(command)
-        assert words[0] == "trimtab", command
-        done = CliRunner().invoke(app, words[1:])
-        assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception}"
+        run_here(command)
     assert (folder_of_a_reader / "predicted.csv").read_text().count("\n") == 25
 
 
@@ -67,6 +83,7 @@ def parts_of_a_loop():
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": DataLoader(rows, batch_size=2)}
 
 
+@pytest.mark.slow
 def test_every_python_block_runs(folder_of_a_reader):
     found = blocks("python")
     assert len(found) >= 3

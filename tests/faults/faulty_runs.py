@@ -26,6 +26,7 @@ from torch import nn
 
 from tiny_runs import TinyModels
 from trimtab import Recipe, fit
+from trimtab.data.tokens import TokenDataset
 from trimtab.errors import TrimtabError
 from trimtab.run import resume as resume_run
 
@@ -76,9 +77,9 @@ class Watcher:
         out: The run's folder.
         steps: The file for the notes.
         at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "saved 10" (wait until
-            that state is saved), "limit 1000" (no file can be longer), "full" (nor can the numbers),
-            "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE"; separated by "; ".
-            "end" instead of a step dies when all steps are done.
+            that state is saved), "there PATH" (wait for that file), "limit 1000" (no file can be longer), "full" (nor
+            can the numbers), "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE"; separated by
+            "; ". "end" instead of a step dies when all steps are done.
     """
 
     def __init__(self, out: str, steps: str, at: dict[int | str, str]) -> None:
@@ -107,6 +108,10 @@ class Watcher:
 
     def _saved(self, step: str) -> None:
         while not os.path.exists(f"{self._out}/checkpoints/step-{step}"):
+            time.sleep(0.001)
+
+    def _there(self, path: str) -> None:
+        while not os.path.exists(path):
             time.sleep(0.001)
 
     def _limit(self, num_bytes: str) -> None:
@@ -260,33 +265,31 @@ def train(
         "num_events": events.num_events,
         "seconds": time.monotonic() - began,
         "measured": measure.found,
-        "peak_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     Path(f"{notes}.notes").write_text(json.dumps(found))
 
 
 class Measure:
-    """A callback: counts the tensors that Python knows after some steps, and what it took until the first one.
+    """A callback: counts the tensors that Python knows after some steps, and the rows that were read for the first one.
 
     Args:
-        steps: After which steps; "first" for the calls of functions of trimtab and torch until the first step.
+        steps: After which steps; "first" for the rows that were read until the first step.
     """
 
     def __init__(self, steps: list[int | str]) -> None:
         self._steps = steps
         self.found: dict[str, Any] = {}
-        self._num_calls = 0
+        self._num_rows_read = 0
         if "first" in steps:
-            sys.setprofile(self._count)
+            sys.setprofile(self._note_reading)
 
-    def _count(self, frame, event: str, argument) -> None:
-        if event == "call" and ("/trimtab/" in frame.f_code.co_filename or "/torch/" in frame.f_code.co_filename):
-            self._num_calls += 1
+    def _note_reading(self, frame, event: str, argument) -> None:
+        self._num_rows_read += event == "call" and frame.f_code is TokenDataset.__getitem__.__code__
 
     def on_step(self, state) -> None:
-        if "first" in self._steps and "num_calls" not in self.found:
+        if "first" in self._steps and "num_rows_read" not in self.found:
             sys.setprofile(None)
-            self.found["num_calls"] = self._num_calls
+            self.found["num_rows_read"] = self._num_rows_read
         if state.step in self._steps:
             gc.collect()
             with warnings.catch_warnings():

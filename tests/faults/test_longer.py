@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fault_stage import NUM_STEPS, assert_same_end, assert_went_on, saved_steps, status_of
+from fault_stage import NUM_STEPS, assert_same_end, assert_went_on, saved_steps
 
-from tiny_runs import lines_of, reviews, write_csv
+from tiny_runs import reviews, write_csv
 
 # without an end in its schedule, a run is the beginning of a longer one; a log falls on its last step in any case
 CONSTANT = {"train": {"schedule": "constant", "log_every": 4}}
@@ -41,22 +41,7 @@ def test_two_more_epochs(stage, finished):
     assert_same_end(recipe["out"], stage.whole("six epochs", train=CONSTANT["train"] | {"epochs": 6}))
 
 
-def test_a_schedule_that_had_come_to_its_end_is_stretched(stage):
-    recipe = stage.recipe()
-    shutil.copytree(stage.whole(), recipe["out"])
-    child = resume(stage, recipe, "train.epochs=5")
-    assert child.wait() == 0, child.said
-    assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
-    # 3e-3, in a line from step 4 to step 50: at step 40 as much as 10 of 46 steps before the end
-    assert (
-        "the schedule is stretched over all steps: the learning rate goes from 0 to 0.000652 at step 40" in child.said
-    )
-    after = [line["lr"] for line in lines_of(recipe["out"]) if line["step"] > NUM_STEPS and "lr" in line]
-    assert after == sorted(after, reverse=True)
-    assert 0.0006 > after[0] > after[-1] == 0.0
-    assert status_of(recipe["out"])["step"] == 50
-
-
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_as_it_is(stage, finished):
     """Nothing is left to do, and nothing is done."""
     recipe = finished()
@@ -67,20 +52,7 @@ def test_a_finished_run_that_is_resumed_as_it_is(stage, finished):
     assert_same_end(recipe["out"], stage.whole("constant"))
 
 
-def test_what_would_make_it_another_run_is_refused(stage, finished):
-    """All such keys at once, before anything is loaded; the run is as it was."""
-    recipe = finished()
-    before = {path: path.stat().st_mtime_ns for path in Path(recipe["out"]).rglob("*")}
-    child = resume(stage, recipe, "train.batch_size=4", "seed=3", "train.epochs=6", "data.max_length=16")
-    assert child.wait() == 2
-    assert "cannot go on with another value of these keys" in child.said
-    for line in ("train.batch_size: 8 → 4", "seed: 0 → 3", "data.max_length: None → 16"):
-        assert f"\n  {line}" in child.said
-    assert "train.epochs" not in child.said
-    assert "rows to train on" not in child.said
-    assert {path: path.stat().st_mtime_ns for path in Path(recipe["out"]).rglob("*")} == before
-
-
+@pytest.mark.slow
 def test_other_rows_are_refused(stage, tmp_path):
     """The recipe names the same file, but since then its rows have changed, or some were taken out."""
     rows = write_csv(tmp_path / "rows.csv", reviews(88))
@@ -98,6 +70,7 @@ def test_other_rows_are_refused(stage, tmp_path):
     assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_from_a_state_before_the_last(stage, finished):
     """The steps after it are taken again, and everything that was written of them is replaced."""
     recipe = finished()

@@ -62,6 +62,7 @@ def test_a_run_comes_back_in_another_place(stage, lost, tmp_path):
     assert (mirror / model).read_bytes() == (new / model).read_bytes()
 
 
+@pytest.mark.slow
 def test_without_another_place_it_goes_where_it_was(stage, lost):
     """Killed while it is copied back, the same command does it again."""
     recipe, mirror = lost
@@ -71,6 +72,7 @@ def test_without_another_place_it_goes_where_it_was(stage, lost):
     assert saved_steps(mirror) == [35, 40]
 
 
+@pytest.mark.slow
 def test_it_is_not_copied_over_a_run_that_is_there(stage, lost):
     recipe, mirror = lost
     shutil.copytree(stage.whole(), recipe["out"])
@@ -83,20 +85,18 @@ def test_it_is_not_copied_over_a_run_that_is_there(stage, lost):
 IN_THE_MIDDLE = {
     "before the numbers": {"event": "open", "path": ".metrics.jsonl.mirrored", "nth": 2},
     "before the best model": {"event": "os.mkdir", "path": "drive/{}/.best.writing", "nth": 2},
-    **{f"at random, {nth}": {"path": "drive/{}", "nth": nth} for nth in range(80, 260, 20)},
+    **{f"at random, {nth}": {"path": "drive/{}", "nth": nth} for nth in range(80, 260, 40)},
 }
-QUICK = "before the numbers"
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(m, marks=[] if m == QUICK else pytest.mark.slow) for m in IN_THE_MIDDLE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", IN_THE_MIDDLE)
 def test_lost_while_it_was_copied(stage, tmp_path, moment):
     """Whichever file was just being copied: numbers and best model are never older than the state that needs them."""
     recipe, mirror = with_mirror(stage, tmp_path)
     kill = IN_THE_MIDDLE[moment]
     kill = kill | {"path": kill["path"].format("/".join(mirror.parts[-2:]))}
-    child = stage.train(recipe, kill=kill)
+    child = stage.train(recipe, kill=kill, at={"7": f"there {mirror}/checkpoints/step-5"})
     assert child.wait() == -signal.SIGKILL, child.said
     saved = saved_steps(mirror)
     assert saved
@@ -104,6 +104,7 @@ def test_lost_while_it_was_copied(stage, tmp_path, moment):
     assert assert_comes_back(stage, mirror, recipe["out"]) == saved[-1]
 
 
+@pytest.mark.slow
 def test_a_drive_that_was_never_there_costs_nothing(stage, tmp_path):
     (tmp_path / "drive").write_text("this is no folder")
     recipe, _ = with_mirror(stage, tmp_path)

@@ -85,6 +85,7 @@ def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
     assert all(math.isfinite(line["loss"]) for line in lines_after(recipe["out"], bad) if "loss" in line)
 
 
+@pytest.mark.slow
 def test_skip_leaves_the_step_out(stage, recipe_of):
     """Weights, moments and schedule are those of before; killed after it, the run still ends with the same bits."""
     recipe = recipe_of(epochs=2, on_nan="skip", log_every=3)
@@ -123,34 +124,23 @@ def test_rewind_goes_around_it_once(stage, recipe_of):
     assert BAD_TEXT in str(bad_rows(recipe["out"], second - passed_over))
 
 
-def test_rewind_also_right_after_a_resume(stage, recipe_of):
-    """The state to go back to is then one that another process has saved. The run ends, and learns from the rest."""
-    recipe = recipe_of(epochs=1, on_nan="rewind")
-    (bad,) = [step for step in steps_of_the_bad_row(stage, recipe) if step <= 10]
+@pytest.mark.slow
+def test_killed_before_and_after_a_rewind(stage, recipe_of):
+    """The state to go back to is one that another process has saved; the rows that were passed over stay so."""
+    whole, recipe = (recipe_of(epochs=1.2, on_nan="rewind") for _ in range(2))
+    loss = {"bad_length": BAD_LENGTH}
+    bad = steps_of_the_bad_row(stage, recipe)[0]
     saved = (bad - 1) // 5 * 5
-    assert stage.train(recipe, at={str(saved + 1): f"saved {saved}; die"}, loss={"bad_length": BAD_LENGTH}).wait() == -9
-    assert saved_steps(recipe["out"])[-1] == saved
-    said = stage.finish(recipe, loss={"bad_length": BAD_LENGTH})
-    assert goes_on_from(said) == saved
-    assert f"back to step {saved}" in said
-    assert status_of(recipe["out"])["state"] == "finished"
-    assert notes_of(recipe["out"])["fit"]["step"] == 10
-    assert all(math.isfinite(line["eval_loss"]) for line in lines_of(recipe["out"]) if "eval_loss" in line)
-
-
-def test_killed_after_a_rewind(stage, recipe_of):
-    """The rows that were passed over stay so."""
-    runs = []
-    for at in ({}, {"11": "saved 10; die"}):
-        recipe = recipe_of(epochs=1.2, on_nan="rewind")
-        child = stage.train(recipe, loss={"bad_length": BAD_LENGTH}, at=at)
-        assert child.wait() == (-9 if at else 0), child.said
-        assert "this is done once" in child.said
-        runs.append(recipe)
-    said = stage.finish(runs[1], loss={"bad_length": BAD_LENGTH})
+    stage.finish(whole, loss=loss)
+    assert stage.train(recipe, at={str(saved + 1): f"saved {saved}; die"}, loss=loss).wait() == -9
+    rewound = stage.train(recipe, at={"11": "saved 10; die"}, loss=loss)
+    assert rewound.wait() == -9
+    assert goes_on_from(rewound.said) == saved
+    assert f"back to step {saved}" in rewound.said
+    said = stage.finish(recipe, loss=loss)
     assert goes_on_from(said) == 10
     assert "was not finite" not in said
-    assert_same_end(runs[1]["out"], runs[0]["out"])
+    assert_same_end(recipe["out"], whole["out"])
 
 
 @pytest.mark.slow
@@ -170,6 +160,7 @@ def test_two_processes_rewind_together(stage, recipe_of):
     assert len(together) == 10 + bad - (bad - 1) // 5 * 5
 
 
+@pytest.mark.slow
 def test_rewind_keeps_the_best_model(stage, recipe_of):
     """The best model may be one of the steps that are taken again: it stays, and everybody says the same of it."""
     train = {"epochs": 1, "on_nan": "rewind", "lr": 0.02, "warmup": 0}  # too fast: the loss goes down and up again

@@ -23,6 +23,7 @@ from fault_stage import (
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+from rounding import rounding_error
 from tiny_runs import lines_of
 from trimtab.tracking.journal import OF_THE_MOMENT
 
@@ -36,18 +37,14 @@ def whole(stage):
     return Path(recipe["out"])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_them_is_killed(stage, whole, rank):
+def test_one_of_them_is_killed(stage, whole):
     """The other one ends by itself and says why; started again, both go on, to the same bits."""
     recipe = stage.recipe()
-    killed_at = {rank: {"at": {"17": "saved 15; die" if rank == 0 else "die"}}}
-    started = stage.train_together(recipe, killed_at)
-    assert started[rank].wait() == -signal.SIGKILL
-    assert started[1 - rank].wait() == 1, started[1 - rank].said
-    assert f"rank {rank}" in started[1 - rank].said
-    saved = saved_steps(recipe["out"])[-1]
-    said = stage.finish_together(recipe)
-    assert goes_on_from(said) == saved >= 10
+    started = stage.train_together(recipe, {0: {"at": {"17": "saved 15; die"}}})
+    assert started[0].wait() == -signal.SIGKILL
+    assert started[1].wait() == 1, started[1].said
+    assert "rank 0" in started[1].said
+    assert goes_on_from(stage.finish_together(recipe)) == 15
     assert_same_end(recipe["out"], whole)
 
 
@@ -61,14 +58,10 @@ def noting(run, processes):
     return {rank: {"loss": {"seen": f"{run}.seen-{rank}", "skip_calls": skip}} for rank in processes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "micro_batch"),
-    [
-        (2, 1, 4),
-        (1, 2, 4),
-        pytest.param(2, 2, 2, marks=pytest.mark.slow),
-        pytest.param(1, 1, 8, marks=pytest.mark.slow),
-    ],
+    [(2, 1, 4), (1, 2, 4), (2, 2, 2), (1, 1, 8)],
 )
 def test_going_on_with_others(stage, before, after, micro_batch):
     """Another number of processes, or of rows at once: the same up to rounding, no row twice and none left out."""
@@ -94,18 +87,20 @@ def test_going_on_with_others(stage, before, after, micro_batch):
 
 
 def assert_nearly_same_end(run, whole):
+    """Up to 4 roundings in each of 40 steps; a row that is lost or comes twice changes the third digit."""
+    bound = rounding_error(1.0, num_roundings=4 * NUM_STEPS)
     lines, as_they_should_be = lines_of(run), lines_of(whole)
     assert len(lines) == len(as_they_should_be) > 10
     for line, other in zip(lines, as_they_should_be, strict=True):
         assert line.keys() == other.keys()
         for key in line.keys() - OF_THE_MOMENT:
-            assert line[key] == pytest.approx(other[key], rel=1e-6, abs=1e-6), (key, other)
+            assert line[key] == pytest.approx(other[key], rel=bound, abs=bound), (key, other)
     for name in ("model", "optimizer"):
         file = Path("checkpoints", "step-40", f"{name}.safetensors")
         one, other = load_file(Path(run) / file), load_file(whole / file)
         assert one.keys() == other.keys()
         for key in one:
-            assert (one[key] - other[key]).abs().max() <= 1e-6, key
+            assert (one[key] - other[key]).abs().max() <= bound * max(1.0, float(other[key].abs().max())), key
 
 
 def whole_rows(stage):
@@ -142,6 +137,7 @@ def elastic():
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "from_step"),
     [({1: {"at": {"17": "die"}}}, 15), ({0: {"kill": {"event": "open", "path": ".recipe.yaml.writing", "nth": 1}}}, 0)],
@@ -157,6 +153,7 @@ def test_a_launcher_starts_them_again(stage, whole, elastic, killed, from_step):
         if attempt == 0:
             assert codes.count(-signal.SIGKILL) == 1
             assert sorted(codes)[1] == 1
+            assert f"rank {codes.index(-signal.SIGKILL)}" in started[codes.index(1)].said
     assert codes == [0, 0], [child.said for child in started]
     assert from_step - 5 <= goes_on_from(started[0].said) <= from_step  # its last save may not have come to its end
     assert_same_end(recipe["out"], whole)
@@ -165,6 +162,7 @@ def test_a_launcher_starts_them_again(stage, whole, elastic, killed, from_step):
     assert "holds a finished run" in others[0].said
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_them_stops_both(stage, whole):
     recipe = stage.recipe()
     started = stage.train_together(recipe, {1: {"at": {"17": "signal SIGUSR1"}}})
@@ -186,7 +184,7 @@ def test_torchrun_starts_them_again(stage, whole, tmp_path):
         env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
@@ -197,7 +195,7 @@ def test_torchrun_starts_them_again(stage, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_one_of_two_is_killed_at_random(stage, whole, seed):
     """Before something is done to a file, or by the clock from outside: whatever is left, both go on together."""
     random, rank, codes = draw(seed), seed % 2, [0, 0]
@@ -211,7 +209,7 @@ def test_one_of_two_is_killed_at_random(stage, whole, seed):
         if rank == 1:
             time.sleep(seconds)
             started[1].kill()
-        codes = [child.wait(90) for child in started]
+        codes = [child.wait() for child in started]
         nth, seconds = nth // 2, seconds / 2
     assert codes[rank] == -signal.SIGKILL
     assert codes[1 - rank] in (0, 1), started[1 - rank].said  # 0 where it had nothing left to do with the other

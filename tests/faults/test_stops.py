@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from fault_stage import assert_same_end, assert_went_on, goes_on_from, notes_of, saved_steps, status_of
 
 from trimtab.errors import Stopped
@@ -9,6 +10,7 @@ from trimtab.errors import Stopped
 SIGNALS = {7: "SIGTERM", 14: "SIGINT", 21: "SIGUSR1", 28: "SIGHUP", 33: "SIGXCPU"}
 
 
+@pytest.mark.slow
 def test_every_signal_saves_and_the_run_goes_on(stage):
     """One run, stopped by one signal after the other; none falls on a step at which a save was due."""
     recipe, before = stage.recipe(), 0
@@ -38,6 +40,7 @@ def test_a_signal_from_outside(stage):
     assert_same_end(recipe["out"], stage.whole())
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(stage):
     """Without saving; the run goes on from the state before."""
     recipe = stage.recipe()
@@ -58,6 +61,7 @@ def test_other_second_signals_wait_for_the_save(stage):
     assert saved_steps(recipe["out"])[-1] == 13
 
 
+@pytest.mark.slow
 def test_the_time_limit(stage):
     """The time is up after step 9 at the latest; whoever goes on has the whole time again."""
     recipe = stage.recipe(train={"max_time": "1s"})

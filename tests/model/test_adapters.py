@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rounding import assert_same_up_to_rounding
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import Adapter, LoraSpec, adapter_of, add_adapter, load_adapter
@@ -84,8 +85,8 @@ def test_peft_agrees(name, tmp_path):
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, is_trainable=True).eval()
     loss, logits, gradients = outcome(model, batch(name))
     their_loss, their_logits, their_gradients = outcome(theirs, batch(name))
-    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-6)
-    torch.testing.assert_close(logits, their_logits, rtol=1e-5, atol=1e-6)
+    assert_same_up_to_rounding(loss, their_loss, num_roundings=16)
+    assert_same_up_to_rounding(logits, their_logits, num_roundings=64)
     assert not torch.allclose(logits, base(**batch(name)).logits, atol=1e-3)
     plainly = {}
     for their_name, gradient in their_gradients.items():
@@ -154,14 +155,14 @@ def test_what_peft_wrote(tmp_path):
     theirs.save_pretrained(tmp_path)
     model = copy.deepcopy(base)
     adapter = load_adapter(model, tmp_path, trainable=True)
-    torch.testing.assert_close(model(**batch("llama")).logits, theirs(**batch("llama")).logits, rtol=1e-5, atol=1e-6)
+    assert_same_up_to_rounding(model(**batch("llama")).logits, theirs(**batch("llama")).logits, num_roundings=64)
     assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "up_proj"}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "model.embed_tokens.weight" in trainable(model)
     stirred(model)
     adapter.save(tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours").eval()
-    torch.testing.assert_close(model(**batch("llama")).logits, again(**batch("llama")).logits, rtol=1e-5, atol=1e-6)
+    assert_same_up_to_rounding(model(**batch("llama")).logits, again(**batch("llama")).logits, num_roundings=64)
 
 
 def test_weights_of_another_moment(tmp_path):
@@ -350,7 +351,7 @@ class TestWholeModules:
         stirred(model).eval()
         adapter.save(tmp_path)
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
-        torch.testing.assert_close(model(**batch("gpt2")).logits, theirs(**batch("gpt2")).logits, rtol=1e-5, atol=1e-6)
+        assert_same_up_to_rounding(model(**batch("gpt2")).logits, theirs(**batch("gpt2")).logits, num_roundings=64)
 
     def test_what_is_new_trains(self, tmp_path):
         """A pooler that the files lack is part of the base, and random."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from rounding import assert_same_up_to_rounding
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import LossError, RecipeError
 from trimtab.model.hub import quiet_transformers
@@ -50,7 +51,7 @@ def test_equals_the_own_loss_of_a_language_model(name, kind, shifts):
     step = build_loss("token-cross-entropy", shifts_labels=shifts)(model, batch)
     with quiet_transformers():
         theirs = model(**batch)
-    torch.testing.assert_close(step.value, theirs.loss, atol=1e-6, rtol=0)
+    assert_same_up_to_rounding(step.value, theirs.loss, num_roundings=16)
     labelled = batch["labels"] != -100
     torch.testing.assert_close(step.logits[labelled], theirs.logits[labelled].detach())
     labels = batch["labels"][:, 1:] if shifts else batch["labels"]
@@ -77,7 +78,7 @@ def test_equals_the_own_loss_of_a_classifier(name, kind, head, labels):
     model = load_model(config_of(name), "sequence-classification", head, tokenizer())
     batch = {**batch_of(TEXTS), "labels": labels}
     step = build_loss(kind)(model, batch)
-    torch.testing.assert_close(step.value, model(**batch).loss, atol=1e-6, rtol=0)
+    assert_same_up_to_rounding(step.value, model(**batch).loss, num_roundings=16)
     assert step.weight == 5
     assert not step.logits.requires_grad
     step.value.backward()
@@ -114,7 +115,7 @@ def test_means_and_weights_add_up():
         total = sum(int(step.weight) for step in steps)
         assert total == int(whole.weight)
         mean = sum(step.value * step.weight for step in steps) / total
-        torch.testing.assert_close(mean, whole.value, atol=1e-6, rtol=0)
+        assert_same_up_to_rounding(mean, whole.value, num_roundings=16)
 
 
 def test_a_batch_without_labels_weighs_nothing():
@@ -132,7 +133,7 @@ def test_half_precision_logits_are_summed_in_fp32(dtype):
     step = build_loss("cross-entropy")(Fixed(logits), {"labels": labels})
     assert step.value.dtype is torch.float32
     wanted = functional.cross_entropy(logits.double(), labels)
-    assert abs(float(step.value.detach()) - float(wanted)) < 1e-5
+    assert_same_up_to_rounding(step.value, wanted, num_roundings=16)
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "token-cross-entropy", "binary-cross-entropy", "mse"])

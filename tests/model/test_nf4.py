@@ -156,7 +156,7 @@ def test_from_a_config(name, dtype):
         part = key.removesuffix(".weight")
         parameter = model.get_parameter(key)
         values = matrix(model.get_submodule(part)) if part in quantized_names(model) else parameter.float()
-        assert values.std().item() == pytest.approx(expected.float().std().item(), rel=0.35, abs=1e-6), key
+        assert values.std().item() == pytest.approx(expected.float().std().item(), rel=0.5, abs=1e-6), key
     with torch.no_grad():
         assert model(**inputs(name)).logits.isfinite().all()
     assert newly_initialised(model) == newly_initialised(plain)

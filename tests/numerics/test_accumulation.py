@@ -15,6 +15,12 @@ from trimtab.optim.gradients import _multiply
 
 VOCAB, LENGTH, ROWS = 11, 7, 12
 IGNORED = -100
+# Of the gradient's norm: the order of sums over 84 tokens in fp32; the operands of products in the half dtypes.
+TOLERANCE = {
+    "no": 32 * torch.finfo(torch.float32).eps,
+    "fp16": 4 * torch.finfo(torch.float16).eps,
+    "bf16": 4 * torch.finfo(torch.bfloat16).eps,
+}
 
 
 def a_model() -> torch.nn.Module:
@@ -66,7 +72,7 @@ def split_gradient(pieces, smoothing=0.0, **settings_) -> torch.Tensor:
     return gradients(model)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),
     cuts=st.sets(st.integers(1, ROWS - 1), max_size=ROWS - 1),
@@ -78,7 +84,7 @@ def test_any_split_gives_the_gradient_of_the_whole(seed, cuts, smoothing, share_
     edges = [0, *sorted(cuts), ROWS]
     pieces = [(ids[a:b], labels[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     expected = whole_batch_gradient(ids, labels, smoothing)
-    assert relative_difference(split_gradient(pieces, smoothing), expected) <= 1e-6
+    assert relative_difference(split_gradient(pieces, smoothing), expected) <= TOLERANCE["no"]
 
 
 def test_a_forgotten_correction_would_be_seen():
@@ -99,7 +105,7 @@ def test_a_micro_batch_without_labels_contributes_nothing(precision, empty):
     assert math.isnan(mean_loss(a_model(), *pieces[empty]).item())
     found = split_gradient(pieces, mixed_precision=precision)
     assert torch.isfinite(found).all()
-    assert relative_difference(found, whole_batch_gradient(ids, labels)) <= (1e-6 if precision == "no" else 2e-3)
+    assert relative_difference(found, whole_batch_gradient(ids, labels)) <= TOLERANCE[precision]
 
 
 def test_a_weightless_loss_whose_backward_is_nan_contributes_nothing():
@@ -161,8 +167,8 @@ def test_the_last_partial_window_of_an_epoch_is_exact(data):
             optimizer.zero_grad()
     ids, labels = rows_with_labels(8, share_ignored=0.0)
     assert [length for length, _ in windows] == [3, 2]
-    assert relative_difference(windows[0][1], whole_batch_gradient(ids[:6], labels[:6])) <= 1e-6
-    assert relative_difference(windows[1][1], whole_batch_gradient(ids[6:10], labels[6:10])) <= 1e-6
+    assert relative_difference(windows[0][1], whole_batch_gradient(ids[:6], labels[:6])) <= TOLERANCE["no"]
+    assert relative_difference(windows[1][1], whole_batch_gradient(ids[6:10], labels[6:10])) <= TOLERANCE["no"]
 
 
 class LyingBatchSampler:
@@ -201,8 +207,7 @@ def test_any_clipper_sees_the_true_gradients(precision):
         with engine.accumulate(model):
             engine.backward(mean_loss(model, ids[a:b], labels[a:b]), weight=(labels[a:b] != IGNORED).sum())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    tolerance = {"no": 1e-6, "bf16": 2e-2, "fp16": 2e-3}[precision]
-    assert norm.item() == pytest.approx(whole_batch_gradient(ids, labels).norm().item(), rel=tolerance)
+    assert norm.item() == pytest.approx(whole_batch_gradient(ids, labels).norm().item(), rel=TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -224,8 +229,11 @@ def test_the_step_is_that_of_the_whole_batch(fused, precision):
             engine.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
-    moved = [torch.cat([p.detach().flatten() for p in m.parameters()]) - start for m in (model, whole)]
-    assert relative_difference(*moved) <= (1e-5 if precision == "no" else 3e-3)
+    ours, theirs = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, whole))
+    moved = (theirs - start).norm()
+    # the step is a difference of weights, each of which was rounded
+    allowed = TOLERANCE[precision] * moved + torch.finfo(torch.float32).eps * start.norm()
+    assert (ours - theirs).norm() <= allowed < 0.01 * moved
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -241,7 +249,7 @@ def test_a_loop_without_accumulate_works_as_it_did(precision):
         found = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        assert relative_difference(found, whole_batch_gradient(ids, labels)) <= (1e-6 if precision == "no" else 2e-3)
+        assert relative_difference(found, whole_batch_gradient(ids, labels)) <= TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rounding import assert_same_up_to_rounding
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 
@@ -41,7 +42,11 @@ def compatible_pairs():
 
 PAIRS = compatible_pairs()
 CASES = [(method, (name,)) for method in METHODS for name in LEVERS]
-CASES += [(method, pair) for index, method in enumerate(METHODS) for pair in PAIRS[index :: len(METHODS)]]
+CASES += [
+    pytest.param(method, pair, marks=pytest.mark.slow)
+    for index, method in enumerate(METHODS)
+    for pair in PAIRS[index :: len(METHODS)]
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +88,11 @@ def weights_of(run: Path):
 def test_nothing_changes(trained, method, levers):
     plain, plain_losses = trained(method)
     found, losses = trained(method, levers)
-    assert losses == pytest.approx(plain_losses, rel=1e-6)
+    assert_same_up_to_rounding(losses, plain_losses, num_roundings=8)
     assert found.keys() == plain.keys()
     for name, weight in plain.items():
-        assert (found[name] - weight).abs().max() <= 1e-6 * max(1.0, float(weight.abs().max())), name
+        # gradients are sums over hundreds of tokens of values up to 1, whatever the size of the weight
+        assert_same_up_to_rounding(found[name], weight, num_roundings=8, size=max(1.0, float(weight.abs().max())))
 
 
 def test_the_steps_moved_the_weights(trained):

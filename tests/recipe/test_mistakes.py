@@ -220,7 +220,7 @@ anything = st.recursive(
 dotted = st.sampled_from([key.dotted for key in keys_of(Recipe)] + ["fp16", "train.max_epochs", "trainer", "a.b"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(dotted, anything, max_size=4))
 def test_whatever_is_written_the_answer_is_a_recipe_or_a_list_of_mistakes(overrides):
     try:

@@ -23,17 +23,15 @@ CASES = {
         "train": {"optimizer": "adamw8bit", "precision": "bf16"},
         "memory": {"gradient_checkpointing": "all", "micro_batch": 3},
     },
-    "recomputed": {"memory": {"gradient_checkpointing": "all"}},
     "recomputed but products": {"memory": {"gradient_checkpointing": "ops"}},
     "chunked loss": {"memory": {"loss": "chunked"}},
     "bf16-pure": {"train": {"precision": "bf16-pure"}},
     "bf16-pure in 8 bits": {"train": {"precision": "bf16-pure", "optimizer": "adamw8bit"}},
-    **{
-        name: {"train": {"optimizer": name}}
-        for name in ("adam8bit", "adamw8bit", "adagrad8bit", "paged-adam8bit", "paged-adagrad8bit", "adagrad")
-    },
     "unfrozen later, 8 bits": {"train": {"optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}}},
 }
+
+
+QUICK = {"lora", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
 
 
 class Stops:
@@ -42,7 +40,9 @@ class Stops:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_bits_are_the_same(own_folder, tiny, case):
     write_csv(own_folder / "rows.csv", reviews(48))
     sections = CASES[case]

@@ -65,7 +65,7 @@ class Server:
         environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # eight processes that no test needs
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2):
                 return self
@@ -200,7 +200,8 @@ def runs_on(store: Path) -> list[dict]:
     ]
 
 
-def wait_until(holds, timeout_s: float = 30.0, what: str = "") -> None:
+def wait_until(holds, timeout_s: float = 180.0, what: str = "") -> None:
+    """Wait; the time only guards against waiting for good."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, what or "it did not happen"

@@ -71,8 +71,8 @@ def test_a_loop_is_tracked(local):
 @pytest.mark.parametrize(
     ("end", "status", "error"),
     [
-        ("raise ValueError('broken')", "FAILED", "ValueError: broken"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed"),
+        pytest.param("raise ValueError('broken')", "FAILED", "ValueError: broken", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed", marks=pytest.mark.slow),
         pytest.param("raise KeyboardInterrupt", "KILLED", None, marks=pytest.mark.slow),
         pytest.param("pass", "FINISHED", None, marks=pytest.mark.slow),
     ],
@@ -90,6 +90,7 @@ def test_a_loop_that_does_not_reach_its_end(local, end, status, error):
     assert unfinished_run(Path("runs/colours")) is None, "a recipe cannot go on with it"
 
 
+@pytest.mark.slow
 def test_settings_and_a_run_that_goes_on(server):
     """Also the second life of a run, and a run within a run."""
     settings = {"uri": server.uri, "run_name": "mine", "tags": {"team": 7}, "description": "words"}

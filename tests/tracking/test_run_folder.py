@@ -46,7 +46,7 @@ def test_a_run_from_start_to_end(tmp_path):
     (run,) = list_runs(tmp_path)
     assert (run.path, run.state, run.step, run.num_steps) == (folder.path, "finished", 10, 10)
     assert (run.metric_name, run.best_metric) == ("accuracy", 0.9)
-    assert 0 <= run.age_s < 60
+    assert run.age_s >= 0
 
 
 def test_small_files_are_whole_or_not_there(tmp_path, monkeypatch):

@@ -30,7 +30,6 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(ship_process, "_FIRST_WAIT_S", 0.1)
     monkeypatch.setattr(ship_process, "_LONGEST_WAIT_S", 0.5)
     monkeypatch.setattr(ship_process, "_DYING_S", 0.2)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
 
 
 class Ears:
@@ -96,7 +95,7 @@ class Run:
         size = (self.path / "metrics.jsonl").stat().st_size
         return found is not None and any(one.acked == size for one in found.attachments)
 
-    def end(self, state="finished", timeout_s=30.0, **facts):
+    def end(self, state="finished", timeout_s=180.0, **facts):
         self.folder.finish(state, **facts)
         self.ears.tell(is_over=True)
         self._thread.join(timeout_s)
@@ -141,14 +140,19 @@ def test_all_is_well(make_run, store):
     assert str(what_waits(Tracking.read(run.path), run.uri, with_model=True)) == ""
 
 
-@pytest.mark.parametrize("mode", ["500", "hang", "deaf", "401"])
-def test_a_server_that_fails_in_the_middle(make_run, server, proxy, mode):
+@pytest.mark.parametrize(
+    "mode", ["500", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hang", "deaf", "401"))]
+)
+def test_a_server_that_fails_in_the_middle(make_run, server, proxy, mode, monkeypatch):
     run = make_run(proxy.uri).ship()
     run.write(20)
     wait_until(run.acked)
     proxy.mode, before = mode, proxy.num_requests
-    run.write(20)
-    wait_until(lambda: proxy.num_requests >= before + 2 and run.mouth.lines)
+    with monkeypatch.context() as impatient:
+        if mode == "hang":  # only then: on a busy machine a server may take seconds to answer
+            impatient.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+        run.write(20)
+        wait_until(lambda: proxy.num_requests >= before + 2 and run.mouth.lines)
     run.write(20)
     proxy.mode = "pass"
     wait_until(run.acked)
@@ -159,7 +163,7 @@ def test_a_server_that_fails_in_the_middle(make_run, server, proxy, mode):
     assert ends == f"tracking: {proxy.uri} is back"
 
 
-@pytest.mark.parametrize("mode", ["500", "deaf"])
+@pytest.mark.parametrize("mode", [pytest.param("500", marks=pytest.mark.slow), "deaf"])
 def test_a_server_that_fails_from_the_start(make_run, server, proxy, mode):
     """Also where the run was made, and the answer got lost: it is not made twice."""
     proxy.mode = mode
@@ -189,15 +193,14 @@ def test_a_server_that_is_not_there_yet(make_run, server):
         proxy.close()
 
 
-@pytest.mark.parametrize("away_s", [0.0, pytest.param(20.0, marks=pytest.mark.slow)])
-def test_a_server_that_is_killed_and_started_again(make_run, server, away_s):
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again(make_run, server):
     run = make_run(server.uri).ship()
     writer = threading.Thread(target=run.write, args=(200, 0.02))
     writer.start()
     wait_until(lambda: run.step > 10 and acked_of(run.path))
     server.kill()
-    time.sleep(away_s)
-    server.start()  # takes seconds, too
+    server.start()  # takes seconds
     writer.join()
     wait_until(run.acked)
     assert run.end().check(server.store)["status"] == "FINISHED"
@@ -207,6 +210,7 @@ def test_a_server_that_is_killed_and_started_again(make_run, server, away_s):
     assert ends == f"tracking: {server.uri} is back"
 
 
+@pytest.mark.slow
 def test_a_store_that_another_program_locks(make_run, store):
     run = make_run(f"sqlite:///{store}").ship()
     run.write(20)
@@ -229,10 +233,10 @@ def test_a_store_that_is_locked_for_longer_than_mlflow_waits(make_run, store):
     with contextlib.closing(sqlite3.connect(store, isolation_level=None)) as other:
         other.execute("begin exclusive")
         run.write(20)
-        wait_until(lambda: run.mouth.lines, 60)
+        wait_until(lambda: run.mouth.lines)
         assert "is locked by another program" in run.mouth.lines[0]
         other.execute("rollback")
-    assert run.end(timeout_s=60).check(store)["status"] == "FINISHED"
+    assert run.end().check(store)["status"] == "FINISHED"
 
 
 def test_no_room_for_files(make_run, store):
@@ -249,7 +253,7 @@ def test_no_room_for_files(make_run, store):
         assert any("metrics.jsonl: No space left on device" in line for line in run.mouth.lines)
         assert "metrics.jsonl" in str(what_waits(Tracking.read(run.path), run.uri, with_model=False))
         (disk / "filler").unlink()
-        run._thread.join(30)
+        run._thread.join(180)
         assert run.mouth.messages[-1] == {"done": True}
         files = disk / run_id_of(run.path) / "artifacts"
         assert (files / "metrics.jsonl").read_bytes() == (run.path / "metrics.jsonl").read_bytes()
@@ -288,7 +292,7 @@ def test_a_training_that_is_gone_leaves_a_run_that_failed(make_run, store):
     wait_until(run.acked)
     (run.path / "run.lock").unlink()  # the process that held it is dead
     run.ears.tell(is_orphan=True)
-    run._thread.join(30)
+    run._thread.join(180)
     (found,) = runs_on(store)
     assert found["status"] == "FAILED"
     assert found["tags"]["trimtab.error"].startswith("killed")
@@ -300,7 +304,7 @@ def test_the_next_run_closes_those_that_were_killed(make_run, store):
         run.write(5)
         wait_until(run.acked)
         run.ears.tell(is_orphan=True)
-        run._thread.join(30)
+        run._thread.join(180)
     with contextlib.closing(sqlite3.connect(store)) as database:
         database.execute("update runs set status = 'RUNNING'")
         database.commit()
@@ -347,7 +351,7 @@ def test_a_folder_that_comes_back_from_an_older_copy(make_run, store, tmp_path, 
 
     def go_on_from(copy):
         run.ears.tell(is_orphan=True)
-        run._thread.join(30)
+        run._thread.join(180)
         run.folder._journal.finish()
         run.folder._let_go()
         shutil.rmtree(run.path)

@@ -117,7 +117,7 @@ LEVERS = {
 }
 
 
-@pytest.mark.parametrize("levers", LEVERS)
+@pytest.mark.parametrize("levers", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LEVERS][1:])])
 def test_no_operation_of_a_window_leaves_a_trace(train, tiny, monkeypatch, levers):
     """Memory runs out at each operation in turn, of the second step, dropout on; then the step is done for good.
 
@@ -167,6 +167,7 @@ def from_step_one(train, run, rows, /, **sections):
     return watch.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
 def test_the_run_is_that_of_smaller_micro_batches(train, tiny, monkeypatch, dropout):
     """Twelve places all over forward, loss, backward and clipping; the rows are of unequal length."""
@@ -189,9 +190,12 @@ def test_the_run_is_that_of_smaller_micro_batches(train, tiny, monkeypatch, drop
 @pytest.mark.parametrize(
     ("task", "name", "sections"),
     [
-        ("causal-lm", "gpt2", {"memory": {"loss": "chunked", "gradient_checkpointing": "all"}}),
+        pytest.param(
+            *("causal-lm", "gpt2", {"memory": {"loss": "chunked", "gradient_checkpointing": "all"}}),
+            marks=pytest.mark.slow,
+        ),
         ("classify", "bert", {"train": {"precision": "fp16", "max_grad_norm": 0.1}}),
-        ("masked-lm", "bert", {}),
+        pytest.param("masked-lm", "bert", {}, marks=pytest.mark.slow),
     ],
 )
 def test_other_tasks_and_levers(train, tiny, monkeypatch, task, name, sections):

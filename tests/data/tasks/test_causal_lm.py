@@ -26,7 +26,7 @@ def tokens_of(dataset):
     texts=st.lists(st.text(alphabet="ab c\n", min_size=1).filter(str.strip), min_size=1, max_size=8),
     block_length=st.integers(2, 12),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_hold_every_token_in_order(texts, block_length):
     rows = make_rows(text=texts)
     dataset = build_task("causal-lm", rows).encode(rows, GPT, block_length)
