@@ -36,7 +36,7 @@ from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
-from trimtab.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
+from trimtab.recipe.load import LoadedRecipe, load_to_resume, resolved_yaml
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import Folder, FollowedFolder, RunFolder
@@ -159,7 +159,7 @@ def resume(
         options: Those of `fit`.
     """
     folder = Engine(device=options.get("device")).first_decides(lambda: recover(Path(run), out))
-    loaded = load_recipe(folder / "recipe.yaml", {"out": str(folder)}, list(sets))
+    loaded = load_to_resume(folder / "recipe.yaml", "", folder, sets)
     return fit(loaded, resume=from_step or True, **options)
 
 
