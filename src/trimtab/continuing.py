@@ -4,8 +4,10 @@ import json
 import shutil
 import tempfile
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trimtab.build import run_name
 from trimtab.checkpoint.lock import RunLock
@@ -17,15 +19,18 @@ from trimtab.engine import Engine
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
 from trimtab.optim.schedules import reshape, shapes_of
-from trimtab.recipe.load import load_recipe
-from trimtab.recipe.resuming import Difference, differences
+from trimtab.recipe.load import LoadedRecipe, load_recipe, load_to_resume
+from trimtab.recipe.resuming import Difference, all_differences, differences
 from trimtab.recipe.schema import Recipe
+from trimtab.tracking.lost_status import RECIPE, RESTORING
 from trimtab.tracking.run_folder import (
     CHECKPOINTS,
     SILENT_S,
     check_free,
     clear_folder,
     default_folder,
+    find_run,
+    is_recipe_as_written,
     read_status,
     unfinished_run,
 )
@@ -59,7 +64,7 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
         raise RecipeError("--resume and --fresh were both given", "leave one of them out")
     again = started_again()
     path = _place(recipe, bool(resume), again)
-    run = read_status(path)
+    run = find_run(path)
     if run is not None and again is not None and run.get("job") == again:
         fresh, resume = False, True  # they were for the first attempt, which has begun
     if run is not None and (fresh or resume or again):
@@ -73,11 +78,11 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
         check_free(path)
         return Beginning(path)
     step = _step_number(resume) if isinstance(resume, str) else None
-    found = _compare(path, recipe)
-    is_longer = any(difference.is_about_length for difference in found)
-    is_branch = step is not None and any(not difference.is_harmless for difference in found)
     shelf = Shelf(path / CHECKPOINTS)
     stored = shelf.open(step)
+    found = _compare(path, None if stored is None else stored.facts.get("settings"), recipe)
+    is_longer = any(difference.is_about_length for difference in found)
+    is_branch = step is not None and any(not difference.is_harmless for difference in found)
     if stored is None:
         damaged = shelf.checkpoints()
         if damaged:  # perhaps they can be mended, or the disk has a bad day: a run is not begun anew for that
@@ -107,10 +112,16 @@ def _step_number(name: str) -> int:
     return int(digits)
 
 
-def _compare(path: Path, recipe: Recipe) -> list[Difference]:
-    """Say which keys are not as they were; refuse those that would make it another run."""
+def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> list[Difference]:
+    """Say which keys are not as they were; refuse those that would make it another run.
+
+    Args:
+        path: The run's folder.
+        settings: Those of the state that the run resumes from; None if it holds none.
+        recipe: The recipe now.
+    """
     try:
-        before = load_recipe(path / "recipe.yaml", {}, []).recipe
+        before = load_recipe(path / RECIPE, {}, []).recipe if settings is None else Recipe(**settings)
     except RecipeError:
         return []  # killed before it was written, or edited: the state itself is compared when it is loaded
     found = differences(before, recipe)
@@ -118,6 +129,60 @@ def _compare(path: Path, recipe: Recipe) -> list[Difference]:
         kind = "changes nothing that is computed" if difference.is_harmless else "counts from here on"
         say(f"{difference} ({kind})")
     return found
+
+
+def load_settings(run: Path, from_step: str | None, sets: Sequence[str]) -> LoadedRecipe:
+    """The recipe with which a run resumes.
+
+    It is the file in the run's folder if that is as the run has written it, and the settings in the saved state if it
+    is not: a recipe that was cut off is a recipe too, but of another run.
+
+    Args:
+        run: The run's folder.
+        from_step: The state to resume from ("step-100"); None for the newest.
+        sets: Changes, as "train.epochs=5".
+    """
+    path = run / RECIPE
+    saved = _settings_of_state(run, None if from_step is None else _step_number(from_step))
+    is_as_written = is_recipe_as_written(run)
+    if is_as_written is False and saved is None:
+        _say_no_settings(run)
+    if is_as_written or saved is None:
+        return load_to_resume(path, "", run, sets)
+    name, settings = saved
+    problem = _differs_from(path, Recipe(**settings))
+    if not problem:
+        return load_to_resume(path, "", run, sets)
+    say(f"{path} {problem}: the settings saved in {name} are used; --set KEY=VALUE changes one")
+    return load_to_resume(settings, name, run, sets)
+
+
+def _settings_of_state(run: Path, step: int | None) -> tuple[str, dict[str, Any]] | None:
+    """The settings in a state and the state's name; without a step, of the newest one that holds any."""
+    for saved in reversed(Shelf(run / CHECKPOINTS).checkpoints()):
+        if saved.is_valid and step in (None, saved.step) and isinstance(saved.facts.get("settings"), dict):
+            return saved.path.name, saved.facts["settings"]
+    return None
+
+
+def _say_no_settings(run: Path) -> None:
+    """Of a damaged recipe, where the states are of a version that did not keep settings, or where there are none."""
+    if not Shelf(run / CHECKPOINTS).checkpoints():
+        raise RecipeError(
+            f"{run / RECIPE} is missing, or is not as the run has written it, and no state was saved yet",
+            f"start again with your own recipe: trimtab train RECIPE --out {run} --fresh",
+        )
+    say(f"{run / RECIPE} was changed since the run wrote it; it is used, because the saved states hold no settings")
+
+
+def _differs_from(path: Path, saved: Recipe) -> str:
+    """In which keys a recipe file differs from saved settings, in words; empty if in none."""
+    try:
+        now = load_recipe(path, {}, []).recipe
+    except RecipeError as error:
+        return "is missing" if not path.exists() else f"cannot be read ({str(error.problem).splitlines()[0]})"
+    keys = [difference.key for difference in all_differences(saved, now)]
+    return f"differs from the settings of the run in {', '.join(keys)}" if keys else ""
 
 
 def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> int | None:
@@ -178,7 +243,7 @@ def recover(run: Path, out: str | None) -> Path:
     if not run.is_dir():
         raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
     if not is_mirror(run):
-        if read_status(run) is None:
+        if find_run(run) is None:
             below = [str(path.parent) for path in run.glob("*/*/run.json") if is_mirror(path.parent)]
             cure = f"it holds the mirrors {', '.join(sorted(below))}: pass one" if below else "trimtab runs lists runs"
             raise RecipeError(f"{run} is no run", cure)
@@ -187,7 +252,7 @@ def recover(run: Path, out: str | None) -> Path:
         return run
     status = read_status(run) or {}
     target = Path(out or status.get("path") or f"runs/{run.name}")
-    mark = target / ".restoring"  # what a kill has left of a copy is no reason to refuse the next
+    mark = target / RESTORING  # what a kill has left of a copy is no reason to refuse the next
     is_used = target.exists() and any(target.iterdir())
     if is_used and (read_status(target) is not None or not mark.exists()):
         raise RecipeError(f"{target} is not empty", f"trimtab resume {target} goes on there; or choose another --out")

@@ -27,7 +27,7 @@ from trimtab.build import (
     with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
-from trimtab.continuing import Beginning, find_beginning, go_on, recover
+from trimtab.continuing import Beginning, find_beginning, go_on, load_settings, recover
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
 from trimtab.engine import Engine
@@ -36,7 +36,7 @@ from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
-from trimtab.recipe.load import LoadedRecipe, load_to_resume, resolved_yaml
+from trimtab.recipe.load import LoadedRecipe, resolved_yaml
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import Folder, FollowedFolder, RunFolder
@@ -103,7 +103,9 @@ def fit(
     parts = (data, tokens, loaded, engine, plan, freezing, folder)
     try:
         show = build_progress(progress if engine.is_main_process else "quiet")
-        trainer = build_trainer(recipe, *parts, show, callbacks=list(callbacks), loss=loss, metrics=metrics)
+        trainer = build_trainer(
+            recipe, *parts, show, asked=asked, callbacks=list(callbacks), loss=loss, metrics=metrics
+        )
         journal_position = go_on(trainer, engine, beginning, recipe.train.lr)
     except BaseException:
         folder.give_up()  # nothing has run: a mistake in the recipe costs no name and no --out
@@ -111,7 +113,7 @@ def fit(
     try:
         for line in plan.describe():
             say(line)
-        folder.write_text("recipe.yaml", resolved_yaml(origins))
+        folder.write_recipe(resolved_yaml(origins))
         folder.write_text("plan.json", json.dumps(plan.as_dict(), indent=1))
         folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position, trainer.state.step)
         if tracked is not None:
@@ -158,8 +160,8 @@ def resume(
         out: Where a mirror is copied to; by default where the run was.
         options: Those of `fit`.
     """
-    folder = Engine(device=options.get("device")).first_decides(lambda: recover(Path(run), out))
-    loaded = load_to_resume(folder / "recipe.yaml", "", folder, sets)
+    engine = Engine(device=options.get("device"))
+    loaded = engine.first_decides(lambda: load_settings(recover(Path(run), out), from_step, sets))
     return fit(loaded, resume=from_step or True, **options)
 
 

@@ -122,8 +122,8 @@ def build_keeper(
     return BestKeeper(folder, engine, loaded, tokens.train, card, best)
 
 
-def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpoints | NoCheckpoints:
-    """What saves the state of a run."""
+def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Recipe) -> Checkpoints | NoCheckpoints:
+    """What saves the state of a run, and with it the recipe that was asked for and what else `run.json` knows."""
     settings = recipe.checkpoint
     if settings.every is None or recipe.limits.fast_dev_run:
         return NoCheckpoints()
@@ -136,7 +136,14 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpo
             place = known
         mirror = Mirror(folder.path, place, files=_MIRRORED)
     shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
-    return Checkpoints(engine, shelf, mirror, on_saved=lambda step: folder.update(saved_step=step))
+    settings_asked = asked.model_dump(mode="json")
+    return Checkpoints(
+        engine,
+        shelf,
+        mirror,
+        on_saved=lambda step: folder.update(saved_step=step),
+        facts=lambda: {"settings": settings_asked, "run": folder.facts_for_state()},
+    )
 
 
 def checkpoint_bytes(optimizer: Any, plan: Plan, momentum: float) -> int:

@@ -43,11 +43,12 @@ def build_trainer(
     folder: Folder,
     progress: Progress,
     *,
+    asked: Recipe,
     callbacks: list[object],
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, OwnMetric] | None = None,
 ) -> Trainer:
-    """Put every part into the loop."""
+    """Put every part into the loop; `asked` is the recipe to write down, where `recipe` may have a model's folder."""
     settings, task = recipe.train, data.task
     own_metrics = metrics or {}
     budget = budget_in_bytes(recipe.memory.budget, engine.device)
@@ -89,7 +90,7 @@ def build_trainer(
         looks_ahead=cap.budget_bytes is not None or engine.device.type != "cpu",
         predicted_peak_bytes=getattr(plan, "predicted_peak_bytes", None),
     )
-    checkpoints = build_checkpoints(recipe, engine, folder)
+    checkpoints = build_checkpoints(recipe, engine, folder, asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
     return Trainer(
         engine,

@@ -8,20 +8,23 @@ import socket
 import threading
 import time
 import uuid
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import clear_leftovers
+from trimtab.checkpoint.folder import clear_leftovers, sync_path
 from trimtab.checkpoint.lock import LOCK, RunLock, lock_holder
 from trimtab.errors import RecipeError
-from trimtab.log import say_once
+from trimtab.log import say, say_once
 from trimtab.tracking.attachment import is_tracked, sent_of, shipping
 from trimtab.tracking.companion import Companion, NoCompanion
 from trimtab.tracking.journal import JOURNAL, Journal, first_line_end
+from trimtab.tracking.lost_status import CHECKPOINTS as CHECKPOINTS
+from trimtab.tracking.lost_status import RECIPE, lasting_facts, rebuild_status
 
-CHECKPOINTS = "checkpoints"
 _STATUS = "run.json"
+_STATES = ("running", "finished", "stopped", "failed", "killed")
 _BEAT_S = 60.0
 _STEP_WRITTEN_EVERY_S = 1.0
 SILENT_S = 1800.0  # after which a run on another host is taken to be over
@@ -64,29 +67,42 @@ class RunFolder:
         self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
         self._lock.acquire()
         self._ended = threading.Event()
-        # for those who look from another host: a run may be silent for long, with large steps
-        threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True).start()
         self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
-        self._written_at = 0.0
+        self._written_step = 0
         self._status: dict[str, Any] = {"id": uuid.uuid4().hex, "step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
         if goes_on:
-            self._status |= before or {}
+            if before is None:
+                say(f"{path / _STATUS} is missing or damaged: it is written again from the saved states")
+            self._status |= before or rebuild_status(path) or {}
             self._status.pop("error", None)
             for place in (path, path / CHECKPOINTS):  # what a kill has left of a model or a state half written
                 clear_leftovers(place)
         self._status |= {"path": str(path), "state": "running"} | ({} if job is None else {"job": job})
         self._journal = Journal(path)
         self._companion: Companion = NoCompanion()
+        self._thread = threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True)
         if not goes_on:
             self._claim(before)
+        self._thread.start()
 
     def _show_life(self) -> None:
-        while not self._ended.wait(_BEAT_S):
-            self._lock.beat()
+        """Note how far the run is; and for those who look from another host, that it lives: its steps may take long.
+
+        On a thread, because to bring a file to the disk can take as long as a checkpoint that is being written there.
+        """
+        beaten_at = time.monotonic()
+        while not self._ended.wait(_STEP_WRITTEN_EVERY_S):
+            if self._status["step"] != self._written_step:
+                self.update()
+            if time.monotonic() - beaten_at >= _BEAT_S:
+                self._lock.beat()
+                beaten_at = time.monotonic()
 
     def _let_go(self) -> None:
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
         self._lock.release()
 
     def _claim(self, before: dict[str, Any] | None) -> None:
@@ -102,10 +118,23 @@ class RunFolder:
         return self.path / "best"
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file whole."""
+        """Write a small file whole; it is on the disk before it takes the place of the one before."""
         beside = self.path / f".{name}.writing"
         beside.write_text(text, encoding="utf-8")
+        sync_path(beside)
         beside.replace(self.path / name)
+        sync_path(self.path)
+
+    def write_recipe(self, text: str) -> None:
+        """Write the recipe; `run.json` says from its next update on that the file is as it was written here."""
+        self.write_text(RECIPE, text)
+        with self._writing:
+            self._status["recipe_checksum"] = _checksum(text.encode())
+
+    def facts_for_state(self) -> dict[str, Any]:
+        """What a saved state keeps of `run.json`."""
+        with self._writing:
+            return lasting_facts(self._status)
 
     def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
         """The run begins, or goes on.
@@ -143,19 +172,12 @@ class RunFolder:
         """Write numbers of a step, or of none."""
         self._journal.log(values, step)
         if step is not None:
-            self._note_step(step)
-
-    def _note_step(self, step: int) -> None:
-        """For `trimtab runs`; the numbers themselves are in the journal, so that once in a while is enough."""
-        with self._writing:
-            self._status["step"] = step
-        if time.monotonic() - self._written_at >= _STEP_WRITTEN_EVERY_S:
-            self.update()
+            self._status["step"] = step  # a thread writes it: the step need not wait for the disk
 
     def update(self, **facts: Any) -> None:
         """Note how far the run is."""
         with self._writing:
-            self._written_at = time.monotonic()
+            self._written_step = self._status["step"]
             self._status.update(facts, updated=time.time())
             try:
                 self.write_text(_STATUS, json.dumps(self._status))
@@ -210,6 +232,13 @@ class FollowedFolder:
     def write_text(self, name: str, text: str) -> None:
         """The first process does that."""
 
+    def write_recipe(self, text: str) -> None:
+        """The first process does that."""
+
+    def facts_for_state(self) -> dict[str, Any]:
+        """The first process saves states."""
+        return {}
+
     def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
         """The first process does that."""
 
@@ -246,12 +275,39 @@ def clear_folder(path: Path) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """What a run's folder says of the run; None if there is no run there."""
+    """What `run.json` says of a run; None if there is no such file, or a damaged one."""
     try:
-        status = json.loads((path / _STATUS).read_text())
-        return status if isinstance(status, dict) and "state" in status else None
-    except (OSError, ValueError):
+        status = json.loads((path / _STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(status, dict) or status.get("state") not in _STATES:
+        return None
+    numbers = [status.get(name, 0) for name in ("step", "num_steps", "started")]
+    return status if all(isinstance(number, int | float) for number in numbers) else None
+
+
+def find_run(path: Path) -> dict[str, Any] | None:
+    """What is known of the run in a folder: `run.json`, or, where that is lost, what its saved states tell.
+
+    Returns:
+        None if there is no run.
+    """
+    return read_status(path) or rebuild_status(path)
+
+
+def is_recipe_as_written(path: Path) -> bool | None:
+    """Whether the recipe in a run's folder is the one that the run wrote; None if that cannot be told."""
+    known = (find_run(path) or {}).get("recipe_checksum")
+    if known is None:
+        return None
+    try:
+        return bool(_checksum((path / RECIPE).read_bytes()) == known)
+    except OSError:
+        return False
+
+
+def _checksum(content: bytes) -> str:
+    return f"crc32:{zlib.crc32(content):08x}"
 
 
 def is_own_loop(status: dict[str, Any]) -> bool:
@@ -275,12 +331,12 @@ def how_it_stands(path: Path) -> tuple[str, str]:
 def unfinished_run(home: Path, job: str | None = None) -> Path | None:
     """The newest run below `home` that is not finished; with `job`, of that job alone."""
     found = []
-    for status in home.glob(f"*/{_STATUS}"):
-        run = read_status(status.parent)
+    for folder in home.glob("*/"):
+        run = find_run(folder)
         if run is None or is_own_loop(run):
             continue
         if run["state"] != "finished" and job in (None, run.get("job")):
-            found.append((run.get("started", 0.0), status.parent))
+            found.append((run.get("started", 0.0), folder))
     return max(found)[1] if found else None
 
 
@@ -296,7 +352,7 @@ def check_free(path: Path) -> None:
         raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
     if not is_used:
         return
-    run = read_status(path) if path.is_dir() else None
+    run = find_run(path) if path.is_dir() else None
     if run is None:
         raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
     where = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
@@ -326,11 +382,11 @@ def default_folder(root: Path, experiment: str, name: str | None) -> Path:
 def list_runs(root: Path) -> list[RunSummary]:
     """Every run below a folder, newest first."""
     runs = []
-    for status in root.rglob(_STATUS):
-        try:
-            runs.append(_summary(status.parent, json.loads(status.read_text())))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # being written, or not ours
-            continue
+    for folder in sorted({path.parent for name in (_STATUS, CHECKPOINTS) for path in root.rglob(name)}):
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # not ours
+            status = find_run(folder)
+            if status is not None:
+                runs.append(_summary(folder, status))
     return sorted(runs, key=lambda run: run.age_s)
 
 
