@@ -110,7 +110,14 @@ class RunFolder:
         if before is not None:
             self._let_go()
             raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
-        self.write_text(_STATUS, json.dumps(self._status))
+        try:
+            self.write_text(_STATUS, json.dumps(self._status))
+        except OSError as error:
+            self._let_go()
+            raise RecipeError(
+                f"{self.path / _STATUS} cannot be written: {error.strerror or error}",
+                "make room, or make the folder writable; or choose another --out",
+            ) from error
 
     @property
     def best(self) -> Path:
@@ -208,7 +215,10 @@ class RunFolder:
         """Leave nothing behind, not even folders made for this one; one that was there before stays, empty."""
         self._journal.finish()
         self._let_go()
-        clear_folder(self.path)
+        try:
+            clear_folder(self.path)
+        except RecipeError as error:
+            say(error.problem)
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one
                 folder.rmdir()
@@ -269,9 +279,19 @@ Folder = RunFolder | FollowedFolder
 
 
 def clear_folder(path: Path) -> None:
-    """Remove everything that a folder holds; last what tells that it is a run, so that a kill can be made up for."""
+    """Remove everything that a folder holds; last what tells that it is a run, so that a kill can be made up for.
+
+    Raises:
+        RecipeError: Something cannot be removed; it may be a state that another run would take for its own.
+    """
     for inner in sorted(path.iterdir(), key=lambda inner: inner.name == _STATUS):
-        shutil.rmtree(inner, ignore_errors=True) if inner.is_dir() else inner.unlink()
+        try:
+            shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink(missing_ok=True)
+        except OSError as error:
+            raise RecipeError(
+                f"{error.filename or inner} cannot be removed: {error.strerror or error}",
+                f"remove {path} by hand, or choose another --out",
+            ) from error
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
