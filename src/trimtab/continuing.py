@@ -5,11 +5,11 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.build import run_name
+from trimtab.build import run_name, with_absolute_paths, with_moved_paths
 from trimtab.checkpoint.lock import RunLock
 from trimtab.checkpoint.mirror import is_mirror, restore
 from trimtab.checkpoint.shelf import Shelf
@@ -124,7 +124,8 @@ def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> lis
         before = load_recipe(path / RECIPE, {}, []).recipe if settings is None else Recipe(**settings)
     except RecipeError:
         return []  # killed before it was written, or edited: the state itself is compared when it is loaded
-    found = differences(before, recipe)
+    before = with_moved_paths(before, _directory_of(path))
+    found = differences(with_absolute_paths(before), with_absolute_paths(recipe))
     for difference in found:
         kind = "changes nothing that is computed" if difference.is_harmless else "counts from here on"
         say(f"{difference} ({kind})")
@@ -147,14 +148,22 @@ def load_settings(run: Path, from_step: str | None, sets: Sequence[str]) -> Load
     is_as_written = is_recipe_as_written(run)
     if is_as_written is False and saved is None:
         _say_no_settings(run)
-    if is_as_written or saved is None:
-        return load_to_resume(path, "", run, sets)
-    name, settings = saved
-    problem = _differs_from(path, Recipe(**settings))
-    if not problem:
-        return load_to_resume(path, "", run, sets)
-    say(f"{path} {problem}: the settings saved in {name} are used; --set KEY=VALUE changes one")
-    return load_to_resume(settings, name, run, sets)
+    source: Path | dict[str, Any] = path
+    name = ""
+    if not is_as_written and saved is not None:
+        name, settings = saved
+        problem = _differs_from(path, Recipe(**settings))
+        if problem:
+            say(f"{path} {problem}: the settings saved in {name} are used; --set KEY=VALUE changes one")
+            source = settings
+    loaded = load_to_resume(source, name, run, sets)
+    return replace(loaded, recipe=with_moved_paths(loaded.recipe, _directory_of(run)))
+
+
+def _directory_of(run: Path) -> str | None:
+    """The directory in which a run was started, where its folder knows it."""
+    directory = (find_run(run) or {}).get("directory")
+    return directory if isinstance(directory, str) else None
 
 
 def _settings_of_state(run: Path, step: int | None) -> tuple[str, dict[str, Any]] | None:

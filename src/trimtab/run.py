@@ -24,6 +24,7 @@ from trimtab.build import (
     settle,
     stored_plan,
     survey,
+    with_absolute_paths,
     with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
@@ -85,6 +86,7 @@ def fit(
     """
     origins = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
     asked = origins.recipe
+    written = with_absolute_paths(asked)  # for whoever reads it from another directory
     engine = build_engine(asked, device)
     beginning = engine.first_decides(lambda: find_beginning(asked, resume, fresh))
     tracked = engine.first_decides(lambda: find_tracked_model(asked, beginning.path if beginning.goes_on else None))
@@ -104,7 +106,7 @@ def fit(
     try:
         show = build_progress(progress if engine.is_main_process else "quiet")
         trainer = build_trainer(
-            recipe, *parts, show, asked=asked, callbacks=list(callbacks), loss=loss, metrics=metrics
+            recipe, *parts, show, asked=written, callbacks=list(callbacks), loss=loss, metrics=metrics
         )
         journal_position = go_on(trainer, engine, beginning, recipe.train.lr)
     except BaseException:
@@ -113,7 +115,7 @@ def fit(
     try:
         for line in plan.describe():
             say(line)
-        folder.write_recipe(resolved_yaml(origins))
+        folder.write_recipe(resolved_yaml(LoadedRecipe(written, origins.origins)))
         folder.write_text("plan.json", json.dumps(plan.as_dict(), indent=1))
         folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position, trainer.state.step)
         if tracked is not None:

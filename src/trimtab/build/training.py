@@ -10,6 +10,7 @@ from trimtab.build.keeping import build_checkpoints, build_keeper, checkpoint_by
 from trimtab.build.levers import loads_kernels
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.engine import Engine
@@ -74,7 +75,7 @@ def build_trainer(
         "columns": task.columns,
         "max_length": plan.max_length,
         "metric": plan.metric,
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
     evaluator = _build_evaluator(recipe, task, tokens, engine, loss, plan, own_metrics)
     hold = Hold(

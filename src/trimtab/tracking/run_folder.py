@@ -129,8 +129,10 @@ class RunFolder:
         beside = self.path / f".{name}.writing"
         beside.write_text(text, encoding="utf-8")
         sync_path(beside)
+        is_new = not (self.path / name).exists()
         beside.replace(self.path / name)
-        sync_path(self.path)
+        if is_new:  # else there is a whole file under this name whichever of the two a power cut leaves
+            sync_path(self.path)
 
     def write_recipe(self, text: str) -> None:
         """Write the recipe; `run.json` says from its next update on that the file is as it was written here."""
@@ -162,6 +164,8 @@ class RunFolder:
                 self._journal.start(".", config)
             else:
                 self._journal.go_on(journal_position, step, sent)
+        if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
+            self._status["directory"] = str(Path.cwd())
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
 
     def go_on(self) -> None:
