@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.build import run_name, with_absolute_paths, with_moved_paths
+from trimtab.checkpoint.export import read_facts, why_damaged
 from trimtab.checkpoint.lock import RunLock
 from trimtab.checkpoint.mirror import is_mirror, restore
 from trimtab.checkpoint.shelf import Shelf
-from trimtab.checkpoint.store import read_manifest
+from trimtab.checkpoint.store import read_manifest, why_invalid
 from trimtab.distributed.environment import started_again
 from trimtab.engine import Engine
 from trimtab.errors import CheckpointError, RecipeError
@@ -204,6 +205,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         return None
     shapes = shapes_of(trainer.schedule)
     engine.load_state(beginning.checkpoint)
+    _see_that_best_is_whole(trainer, engine, beginning.path, beginning.checkpoint)
     trainer.find_place()
     step = trainer.state.step
     say(f"goes on from {beginning.checkpoint.name} ({beginning.checkpoint.parent.parent})")
@@ -227,6 +229,47 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
     return trainer.journal_position
 
 
+def _see_that_best_is_whole(trainer: Trainer, engine: Engine, run: Path, checkpoint: Path) -> None:
+    """Write a best model that was damaged or lost again from the state of its step; without that, seek it anew."""
+    step = trainer.kept_step
+    problem = "" if step is None else engine.first_decides(lambda: _why_best_is_damaged(run, checkpoint))
+    if step is None or not problem:
+        return
+    source = Shelf(run / CHECKPOINTS).place(step)
+    if engine.first_decides(lambda: not why_invalid(source)):
+        engine.load_state(source)
+        trainer.write_best_again()
+        engine.load_state(checkpoint)
+        say(f"the best model was damaged ({problem}): it was written again from {source.name}")
+        return
+    engine.first_decides(lambda: _set_aside_best(run, f"damaged-step-{step}"))
+    trainer.forget_best()
+    say(
+        f"the best model, of step {step}, is lost: {problem}, and no saved state has its weights. From here on the "
+        "best model is the best of the evaluations that follow"
+    )
+
+
+def _why_best_is_damaged(run: Path, checkpoint: Path) -> str:
+    best = run / "best"
+    try:
+        of_step = read_facts(best).get("step")
+    except CheckpointError as error:
+        return error.problem
+    of_state = read_manifest(checkpoint).facts.get("run", {})
+    noted = [status.get("best_files") or {} for status in (find_run(run) or {}, of_state)]
+    return why_damaged(best, next((one.get("files") for one in noted if one.get("step") == of_step), None))
+
+
+def _set_aside_best(run: Path, name: str) -> Path:
+    """Keep the folder of the best model, or what is left of it, under another name."""
+    aside = run / f"best-{name}"
+    if (run / "best").exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        (run / "best").rename(aside)
+    return aside
+
+
 def _set_aside_newer_best(run: Path, step: int) -> bool:
     """A best model of steps that are left behind would never be replaced by a worse one of the new way."""
     try:
@@ -235,9 +278,7 @@ def _set_aside_newer_best(run: Path, step: int) -> bool:
         return False
     if newer <= step:
         return False
-    aside = run / f"best-step-{newer}"
-    shutil.rmtree(aside, ignore_errors=True)
-    (run / "best").rename(aside)
+    aside = _set_aside_best(run, f"step-{newer}")
     say(f"the best model was of step {newer}, which is left behind: it is kept in {aside}, and the best is sought anew")
     return True
 

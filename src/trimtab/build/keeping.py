@@ -72,6 +72,10 @@ class BestKeeper:
         """How far the journal has been written."""
         return self._folder.journal_position()
 
+    def forget_best(self) -> None:
+        """The best model so far is gone."""
+        self._folder.update(best_metric=None, best_step=None, best_files=None)
+
     def keep_bad_rows(self, step: int, rows: list[int]) -> str:
         """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
         lines = []
@@ -107,6 +111,9 @@ class NoKeeper:
     def position(self) -> int:
         """The first process knows it."""
         return 0
+
+    def forget_best(self) -> None:
+        """The first process does that."""
 
     def keep_bad_rows(self, step: int, rows: list[int]) -> str:
         """Where the first process writes them."""

@@ -95,9 +95,24 @@ class RunFolder:
         while not self._ended.wait(_STEP_WRITTEN_EVERY_S):
             if self._status["step"] != self._written_step:
                 self.update()
+            self._note_best()
             if time.monotonic() - beaten_at >= _BEAT_S:
                 self._lock.beat()
                 beaten_at = time.monotonic()
+
+    def _note_best(self) -> None:
+        """Write down the checksums of the best model, by which a resumed run knows whether it is still whole."""
+        step = self._status.get("best_step")
+        if step is None or (self._status.get("best_files") or {}).get("step") == step:
+            return
+        from trimtab.checkpoint.export import weight_checksums  # imports torch
+
+        try:
+            found = {"step": step, "files": weight_checksums(self.best)}
+        except OSError:  # a better one is taking its place, and is next
+            return
+        if found["files"]:
+            self.update(best_files=found)
 
     def _let_go(self) -> None:
         self._ended.set()
@@ -204,6 +219,7 @@ class RunFolder:
     def finish(self, state: str, **facts: Any) -> None:
         """The run is over."""
         self._journal.finish()
+        self._note_best()
         self.update(state=state, **facts)
         self._companion.finish()
         self._let_go()
