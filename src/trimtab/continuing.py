@@ -4,28 +4,34 @@ import json
 import shutil
 import tempfile
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from trimtab.build import run_name
+from trimtab.build import run_name, with_absolute_paths, with_moved_paths
+from trimtab.checkpoint.export import read_facts, why_damaged
 from trimtab.checkpoint.lock import RunLock
 from trimtab.checkpoint.mirror import is_mirror, restore
 from trimtab.checkpoint.shelf import Shelf
-from trimtab.checkpoint.store import read_manifest
+from trimtab.checkpoint.store import read_manifest, why_invalid
 from trimtab.distributed.environment import started_again
 from trimtab.engine import Engine
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
 from trimtab.optim.schedules import reshape, shapes_of
-from trimtab.recipe.load import load_recipe
-from trimtab.recipe.resuming import Difference, differences
+from trimtab.recipe.load import LoadedRecipe, load_recipe, load_to_resume
+from trimtab.recipe.resuming import Difference, all_differences, differences
 from trimtab.recipe.schema import Recipe
+from trimtab.tracking.lost_status import RECIPE, RESTORING
 from trimtab.tracking.run_folder import (
     CHECKPOINTS,
     SILENT_S,
     check_free,
     clear_folder,
     default_folder,
+    find_run,
+    is_recipe_as_written,
     read_status,
     unfinished_run,
 )
@@ -59,7 +65,7 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
         raise RecipeError("--resume and --fresh were both given", "leave one of them out")
     again = started_again()
     path = _place(recipe, bool(resume), again)
-    run = read_status(path)
+    run = find_run(path)
     if run is not None and again is not None and run.get("job") == again:
         fresh, resume = False, True  # they were for the first attempt, which has begun
     if run is not None and (fresh or resume or again):
@@ -73,11 +79,11 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
         check_free(path)
         return Beginning(path)
     step = _step_number(resume) if isinstance(resume, str) else None
-    found = _compare(path, recipe)
-    is_longer = any(difference.is_about_length for difference in found)
-    is_branch = step is not None and any(not difference.is_harmless for difference in found)
     shelf = Shelf(path / CHECKPOINTS)
     stored = shelf.open(step)
+    found = _compare(path, None if stored is None else stored.facts.get("settings"), recipe)
+    is_longer = any(difference.is_about_length for difference in found)
+    is_branch = step is not None and any(not difference.is_harmless for difference in found)
     if stored is None:
         damaged = shelf.checkpoints()
         if damaged:  # perhaps they can be mended, or the disk has a bad day: a run is not begun anew for that
@@ -107,17 +113,86 @@ def _step_number(name: str) -> int:
     return int(digits)
 
 
-def _compare(path: Path, recipe: Recipe) -> list[Difference]:
-    """Say which keys are not as they were; refuse those that would make it another run."""
+def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> list[Difference]:
+    """Say which keys are not as they were; refuse those that would make it another run.
+
+    Args:
+        path: The run's folder.
+        settings: Those of the state that the run resumes from; None if it holds none.
+        recipe: The recipe now.
+    """
     try:
-        before = load_recipe(path / "recipe.yaml", {}, []).recipe
+        before = load_recipe(path / RECIPE, {}, []).recipe if settings is None else Recipe(**settings)
     except RecipeError:
         return []  # killed before it was written, or edited: the state itself is compared when it is loaded
-    found = differences(before, recipe)
+    before = with_moved_paths(before, _directory_of(path))
+    found = differences(with_absolute_paths(before), with_absolute_paths(recipe))
     for difference in found:
         kind = "changes nothing that is computed" if difference.is_harmless else "counts from here on"
         say(f"{difference} ({kind})")
     return found
+
+
+def load_settings(run: Path, from_step: str | None, sets: Sequence[str]) -> LoadedRecipe:
+    """The recipe with which a run resumes.
+
+    It is the file in the run's folder if that is as the run has written it, and the settings in the saved state if it
+    is not: a recipe that was cut off is a recipe too, but of another run.
+
+    Args:
+        run: The run's folder.
+        from_step: The state to resume from ("step-100"); None for the newest.
+        sets: Changes, as "train.epochs=5".
+    """
+    path = run / RECIPE
+    saved = _settings_of_state(run, None if from_step is None else _step_number(from_step))
+    is_as_written = is_recipe_as_written(run)
+    if is_as_written is False and saved is None:
+        _say_no_settings(run)
+    source: Path | dict[str, Any] = path
+    name = ""
+    if not is_as_written and saved is not None:
+        name, settings = saved
+        problem = _differs_from(path, Recipe(**settings))
+        if problem:
+            say(f"{path} {problem}: the settings saved in {name} are used; --set KEY=VALUE changes one")
+            source = settings
+    loaded = load_to_resume(source, name, run, sets)
+    return replace(loaded, recipe=with_moved_paths(loaded.recipe, _directory_of(run)))
+
+
+def _directory_of(run: Path) -> str | None:
+    """The directory in which a run was started, where its folder knows it."""
+    directory = (find_run(run) or {}).get("directory")
+    return directory if isinstance(directory, str) else None
+
+
+def _settings_of_state(run: Path, step: int | None) -> tuple[str, dict[str, Any]] | None:
+    """The settings in a state and the state's name; without a step, of the newest one that holds any."""
+    for saved in reversed(Shelf(run / CHECKPOINTS).checkpoints()):
+        if saved.is_valid and step in (None, saved.step) and isinstance(saved.facts.get("settings"), dict):
+            return saved.path.name, saved.facts["settings"]
+    return None
+
+
+def _say_no_settings(run: Path) -> None:
+    """Of a damaged recipe, where the states are of a version that did not keep settings, or where there are none."""
+    if not Shelf(run / CHECKPOINTS).checkpoints():
+        raise RecipeError(
+            f"{run / RECIPE} is missing, or is not as the run has written it, and no state was saved yet",
+            f"start again with your own recipe: trimtab train RECIPE --out {run} --fresh",
+        )
+    say(f"{run / RECIPE} was changed since the run wrote it; it is used, because the saved states hold no settings")
+
+
+def _differs_from(path: Path, saved: Recipe) -> str:
+    """In which keys a recipe file differs from saved settings, in words; empty if in none."""
+    try:
+        now = load_recipe(path, {}, []).recipe
+    except RecipeError as error:
+        return "is missing" if not path.exists() else f"cannot be read ({str(error.problem).splitlines()[0]})"
+    keys = [difference.key for difference in all_differences(saved, now)]
+    return f"differs from the settings of the run in {', '.join(keys)}" if keys else ""
 
 
 def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> int | None:
@@ -130,6 +205,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         return None
     shapes = shapes_of(trainer.schedule)
     engine.load_state(beginning.checkpoint)
+    _see_that_best_is_whole(trainer, engine, beginning.path, beginning.checkpoint)
     trainer.find_place()
     step = trainer.state.step
     say(f"goes on from {beginning.checkpoint.name} ({beginning.checkpoint.parent.parent})")
@@ -153,6 +229,47 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
     return trainer.journal_position
 
 
+def _see_that_best_is_whole(trainer: Trainer, engine: Engine, run: Path, checkpoint: Path) -> None:
+    """Write a best model that was damaged or lost again from the state of its step; without that, seek it anew."""
+    step = trainer.kept_step
+    problem = "" if step is None else engine.first_decides(lambda: _why_best_is_damaged(run, checkpoint))
+    if step is None or not problem:
+        return
+    source = Shelf(run / CHECKPOINTS).place(step)
+    if engine.first_decides(lambda: not why_invalid(source)):
+        engine.load_state(source)
+        trainer.write_best_again()
+        engine.load_state(checkpoint)
+        say(f"the best model was damaged ({problem}): it was written again from {source.name}")
+        return
+    engine.first_decides(lambda: _set_aside_best(run, f"damaged-step-{step}"))
+    trainer.forget_best()
+    say(
+        f"the best model, of step {step}, is lost: {problem}, and no saved state has its weights. From here on the "
+        "best model is the best of the evaluations that follow"
+    )
+
+
+def _why_best_is_damaged(run: Path, checkpoint: Path) -> str:
+    best = run / "best"
+    try:
+        of_step = read_facts(best).get("step")
+    except CheckpointError as error:
+        return error.problem
+    of_state = read_manifest(checkpoint).facts.get("run", {})
+    noted = [status.get("best_files") or {} for status in (find_run(run) or {}, of_state)]
+    return why_damaged(best, next((one.get("files") for one in noted if one.get("step") == of_step), None))
+
+
+def _set_aside_best(run: Path, name: str) -> Path:
+    """Keep the folder of the best model, or what is left of it, under another name."""
+    aside = run / f"best-{name}"
+    if (run / "best").exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        (run / "best").rename(aside)
+    return aside
+
+
 def _set_aside_newer_best(run: Path, step: int) -> bool:
     """A best model of steps that are left behind would never be replaced by a worse one of the new way."""
     try:
@@ -161,9 +278,7 @@ def _set_aside_newer_best(run: Path, step: int) -> bool:
         return False
     if newer <= step:
         return False
-    aside = run / f"best-step-{newer}"
-    shutil.rmtree(aside, ignore_errors=True)
-    (run / "best").rename(aside)
+    aside = _set_aside_best(run, f"step-{newer}")
     say(f"the best model was of step {newer}, which is left behind: it is kept in {aside}, and the best is sought anew")
     return True
 
@@ -178,7 +293,7 @@ def recover(run: Path, out: str | None) -> Path:
     if not run.is_dir():
         raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
     if not is_mirror(run):
-        if read_status(run) is None:
+        if find_run(run) is None:
             below = [str(path.parent) for path in run.glob("*/*/run.json") if is_mirror(path.parent)]
             cure = f"it holds the mirrors {', '.join(sorted(below))}: pass one" if below else "trimtab runs lists runs"
             raise RecipeError(f"{run} is no run", cure)
@@ -187,7 +302,7 @@ def recover(run: Path, out: str | None) -> Path:
         return run
     status = read_status(run) or {}
     target = Path(out or status.get("path") or f"runs/{run.name}")
-    mark = target / ".restoring"  # what a kill has left of a copy is no reason to refuse the next
+    mark = target / RESTORING  # what a kill has left of a copy is no reason to refuse the next
     is_used = target.exists() and any(target.iterdir())
     if is_used and (read_status(target) is not None or not mark.exists()):
         raise RecipeError(f"{target} is not empty", f"trimtab resume {target} goes on there; or choose another --out")

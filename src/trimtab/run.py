@@ -24,10 +24,11 @@ from trimtab.build import (
     settle,
     stored_plan,
     survey,
+    with_absolute_paths,
     with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
-from trimtab.continuing import Beginning, find_beginning, go_on, recover
+from trimtab.continuing import Beginning, find_beginning, go_on, load_settings, recover
 from trimtab.data.metrics import check_own_metrics
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
@@ -37,7 +38,7 @@ from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
-from trimtab.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
+from trimtab.recipe.load import LoadedRecipe, resolved_yaml
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.run_folder import Folder, FollowedFolder, RunFolder
@@ -90,6 +91,7 @@ def fit(
     asked = origins.recipe
     check_callbacks(callbacks)
     check_own_metrics(metrics or {})
+    written = with_absolute_paths(asked)  # for whoever reads it from another directory
     engine = build_engine(asked, device)
     beginning = engine.first_decides(lambda: find_beginning(asked, resume, fresh))
     tracked = engine.first_decides(lambda: find_tracked_model(asked, beginning.path if beginning.goes_on else None))
@@ -108,7 +110,9 @@ def fit(
     parts = (data, tokens, loaded, engine, plan, freezing, folder)
     try:
         show = build_progress(progress if engine.is_main_process else "quiet")
-        trainer = build_trainer(recipe, *parts, show, callbacks=list(callbacks), loss=loss, metrics=metrics)
+        trainer = build_trainer(
+            recipe, *parts, show, asked=written, callbacks=list(callbacks), loss=loss, metrics=metrics
+        )
         journal_position = go_on(trainer, engine, beginning, recipe.train.lr)
     except BaseException:
         folder.give_up()  # nothing has run: a mistake in the recipe costs no name and no --out
@@ -116,7 +120,7 @@ def fit(
     try:
         for line in plan.describe():
             say(line)
-        folder.write_text("recipe.yaml", resolved_yaml(origins))
+        folder.write_recipe(resolved_yaml(LoadedRecipe(written, origins.origins)))
         folder.write_text("plan.json", json.dumps(plan.as_dict(), indent=1))
         folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position, trainer.state.step)
         if tracked is not None:
@@ -163,8 +167,8 @@ def resume(
         out: Where a mirror is copied to; by default where the run was.
         options: Those of `fit`.
     """
-    folder = Engine(device=options.get("device")).first_decides(lambda: recover(Path(run), out))
-    loaded = load_recipe(folder / "recipe.yaml", {"out": str(folder)}, list(sets))
+    engine = Engine(device=options.get("device"))
+    loaded = engine.first_decides(lambda: load_settings(recover(Path(run), out), from_step, sets))
     return fit(loaded, resume=from_step or True, **options)
 
 

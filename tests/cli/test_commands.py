@@ -242,8 +242,8 @@ def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):
     assert [json.loads(line)["event"] for line in done.out.splitlines()][0] == "start"
     recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
     assert (recipe["model"], recipe["task"], recipe["seed"], recipe["out"]) == (bert, "classify", 5, "run")
-    assert recipe["data"]["train"] == "mine.csv"
-    assert recipe["data"]["eval"] == "held-out.csv"
+    assert recipe["data"]["train"] == str(own_folder / "mine.csv")
+    assert recipe["data"]["eval"] == str(own_folder / "held-out.csv")
     assert (recipe["data"]["text"], recipe["data"]["label"], recipe["data"]["max_length"]) == ("body", "stars", 12)
     train = recipe["train"]
     assert (train["epochs"], train["max_time"], train["batch_size"]) == (0.5, "1h", 4)

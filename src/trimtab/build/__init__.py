@@ -4,6 +4,7 @@ from trimtab.build.data import build_data, build_tokens, run_name
 from trimtab.build.engine import build_engine, compare_processes
 from trimtab.build.model import build_freezing, build_model, build_skeleton, place_model
 from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.paths import with_absolute_paths, with_moved_paths
 from trimtab.build.plan import build_plan
 from trimtab.build.settling import Survey, settle, stored_plan, survey
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
@@ -32,5 +33,7 @@ __all__ = [
     "stored_plan",
     "survey",
     "sync_run",
+    "with_absolute_paths",
     "with_model_here",
+    "with_moved_paths",
 ]

@@ -72,6 +72,10 @@ class BestKeeper:
         """How far the journal has been written."""
         return self._folder.journal_position()
 
+    def forget_best(self) -> None:
+        """The best model so far is gone."""
+        self._folder.update(best_metric=None, best_step=None, best_files=None)
+
     def keep_bad_rows(self, step: int, rows: list[int]) -> str:
         """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
         lines = []
@@ -108,6 +112,9 @@ class NoKeeper:
         """The first process knows it."""
         return 0
 
+    def forget_best(self) -> None:
+        """The first process does that."""
+
     def keep_bad_rows(self, step: int, rows: list[int]) -> str:
         """Where the first process writes them."""
         return str(self._folder.path / f"bad-rows-step-{step}.jsonl")
@@ -122,8 +129,8 @@ def build_keeper(
     return BestKeeper(folder, engine, loaded, tokens.train, card, best)
 
 
-def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpoints | NoCheckpoints:
-    """What saves the state of a run."""
+def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Recipe) -> Checkpoints | NoCheckpoints:
+    """What saves the state of a run, and with it the recipe that was asked for and what else `run.json` knows."""
     settings = recipe.checkpoint
     if settings.every is None or recipe.limits.fast_dev_run:
         return NoCheckpoints()
@@ -136,7 +143,14 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder) -> Checkpo
             place = known
         mirror = Mirror(folder.path, place, files=_MIRRORED)
     shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
-    return Checkpoints(engine, shelf, mirror, on_saved=lambda step: folder.update(saved_step=step))
+    settings_asked = asked.model_dump(mode="json")
+    return Checkpoints(
+        engine,
+        shelf,
+        mirror,
+        on_saved=lambda step: folder.update(saved_step=step),
+        facts=lambda: {"settings": settings_asked, "run": folder.facts_for_state()},
+    )
 
 
 def checkpoint_bytes(optimizer: Any, plan: Plan, momentum: float) -> int:

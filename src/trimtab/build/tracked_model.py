@@ -5,7 +5,7 @@ from pathlib import Path
 from trimtab.log import say
 from trimtab.recipe.schema import ModelSettings, Recipe
 from trimtab.tracking.registry import TrackedModel, fetch_model, find_model, is_on_server
-from trimtab.tracking.run_folder import read_status
+from trimtab.tracking.run_folder import find_run
 from trimtab.tracking.uri import RUNS, default_uri, local_uri, sqlite_file, store_root
 
 MODEL_SOURCE = "model_source"  # in run.json
@@ -22,7 +22,7 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
     if name is None or not is_on_server(name):
         return None
     uri = server_of(recipe)
-    before = ((read_status(run) if run is not None else None) or {}).get("model_source")
+    before = ((find_run(run) if run is not None else None) or {}).get("model_source")
     if before is not None and before["asked"] == name:
         found = TrackedModel.from_dict(before, uri)
         say(f"{name} is {found.words}, as when the run began")

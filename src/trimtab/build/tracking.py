@@ -19,7 +19,7 @@ from trimtab.tracking.attachment import About, Tracking, shipping
 from trimtab.tracking.companion import Companion, MlflowCompanion, NoCompanion
 from trimtab.tracking.mlflow_server import mlflow_settings, trouble_of
 from trimtab.tracking.origin import origin_tags
-from trimtab.tracking.run_folder import Folder, FollowedFolder, is_own_loop, read_status
+from trimtab.tracking.run_folder import Folder, FollowedFolder, find_run, is_own_loop, read_status
 from trimtab.tracking.shipper import flat_params, ship_all
 from trimtab.tracking.uri import tracking_uri
 
@@ -87,9 +87,10 @@ def sync_run(folder: Path, to: str | None = None) -> str:
         RecipeError: There is no run, or no server is known.
         TrimtabError: The server could not be reached, or did not take everything.
     """
-    if read_status(folder) is None:
+    status = find_run(folder)
+    if status is None:
         raise RecipeError(f"{folder} is no run", "pass a run's folder; trimtab runs lists them")
-    recipe = None if is_own_loop(read_status(folder) or {}) else load_recipe(folder / "recipe.yaml", {}, []).recipe
+    recipe = None if is_own_loop(status) else load_recipe(folder / "recipe.yaml", {}, []).recipe
     with mlflow_settings(), shipping(folder, patience_s=5.0):
         tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))
         place = folder if recipe is not None else folder.absolute().parent  # loops have one store for all projects
@@ -113,7 +114,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
 
 def _about_before(recipe: Recipe | None, folder: Path) -> About:
     """Of a run that was not tracked when it was trained: what its folder still tells."""
-    status = read_status(folder) or {}
+    status = find_run(folder) or {}
     if recipe is None:  # a loop of the user's own: ROOT/PROJECT/NAME
         path = folder.absolute()
         about = About(run=status["id"], name=path.name, experiment=path.parent.name, tags=origin_tags(folder))

@@ -10,6 +10,7 @@ from trimtab.build.keeping import build_checkpoints, build_keeper, checkpoint_by
 from trimtab.build.levers import loads_kernels
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.engine import Engine
@@ -43,11 +44,12 @@ def build_trainer(
     folder: Folder,
     progress: Progress,
     *,
+    asked: Recipe,
     callbacks: list[object],
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, OwnMetric] | None = None,
 ) -> Trainer:
-    """Put every part into the loop."""
+    """Put every part into the loop; `asked` is the recipe to write down, where `recipe` may have a model's folder."""
     settings, task = recipe.train, data.task
     own_metrics = metrics or {}
     budget = budget_in_bytes(recipe.memory.budget, engine.device)
@@ -73,7 +75,7 @@ def build_trainer(
         "columns": task.columns,
         "max_length": plan.max_length,
         "metric": plan.metric,
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
     evaluator = _build_evaluator(recipe, task, tokens, engine, loss, plan, own_metrics)
     hold = Hold(
@@ -89,7 +91,7 @@ def build_trainer(
         looks_ahead=cap.budget_bytes is not None or engine.device.type != "cpu",
         predicted_peak_bytes=getattr(plan, "predicted_peak_bytes", None),
     )
-    checkpoints = build_checkpoints(recipe, engine, folder)
+    checkpoints = build_checkpoints(recipe, engine, folder, asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
     return Trainer(
         engine,

@@ -15,12 +15,14 @@ import torch
 
 from trimtab import __version__
 from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.tensor_file import checksum_of
 from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.model.adapters import Adapter, adapter_of
 from trimtab.model.hub import quiet_transformers
 
 FACTS = "trimtab.json"
+_WEIGHTS = ".safetensors"
 _HEAD = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -182,6 +184,49 @@ def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             copies[key] = tensor.detach().to("cpu", copy=True)
         copied[name] = copies[key]
     return copied
+
+
+def weight_checksums(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """The checksum of every file of weights in an exported folder, by name."""
+    return {path.name: checksum_of(path) for path in sorted(Path(folder).glob(f"*{_WEIGHTS}"))}
+
+
+def why_damaged(folder: str | os.PathLike[str], checksums: Mapping[str, str] | None = None) -> str:
+    """What is wrong with the weights of an exported model, in words; empty if nothing is.
+
+    Args:
+        folder: Where `export_model` wrote it.
+        checksums: What `weight_checksums` gave then. Without them a file that was cut off or lost is still found, a
+            changed value is not.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    place = Path(folder)
+    if not place.is_dir():
+        return f"{place} is missing"
+    names = {path.name for path in place.glob(f"*{_WEIGHTS}")}
+    expected = set(checksums or ()) | _shards_of(place) or names or {f"model{_WEIGHTS}"}
+    for name in sorted(expected):
+        path = place / name
+        if name not in names:
+            return f"{path} is missing"
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{path} was cut off or changed: {error}"
+        if checksums is not None and checksum_of(path) != checksums.get(name):
+            return f"{path} was changed: its checksum is another one"
+    return ""
+
+
+def _shards_of(folder: Path) -> set[str]:
+    """The files among which the weights of a large model are divided, where its index names them."""
+    try:
+        index = json.loads((folder / f"model{_WEIGHTS}.index.json").read_text(encoding="utf-8"))
+        return set(index["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.checkpoint.process import Process, this_process
 from trimtab.errors import CheckpointError
+from trimtab.log import say
 from trimtab.units import format_seconds
 
 LOCK = "run.lock"
@@ -111,9 +112,15 @@ class RunLock:
 
     def release(self) -> None:
         """Give the folder back; a lock that is no longer ours, or is our parent's, stays."""
-        holder = lock_holder(self.path.parent)
-        if holder is not None and holder.token == self._token and holder.process == this_process():
-            self.path.unlink(missing_ok=True)
+        try:
+            holder = lock_holder(self.path.parent)
+            if holder is not None and holder.token == self._token and holder.process == this_process():
+                self.path.unlink(missing_ok=True)
+        except OSError as error:  # the work is done: what is left counts only until this process has ended
+            say(
+                f"{self.path} cannot be removed: {error.strerror or error}; on this machine it no longer counts once "
+                "this process has ended, for another machine delete it by hand"
+            )
         _held.discard(self._token)
         self._token = ""
 
@@ -157,7 +164,11 @@ class RunLock:
         if again is None or again[0] != raw:
             claim.unlink(missing_ok=True)
             return False
-        claim.replace(self.path)
+        try:
+            claim.replace(self.path)
+        except OSError:  # nobody is to wait for a claim that came to nothing
+            claim.unlink(missing_ok=True)
+            raise
         return True
 
     def _wait_for(self, claim: Path) -> None:

@@ -155,9 +155,9 @@ def checkpoints(run: Annotated[Path, typer.Argument(help="A run's folder, or its
     from trimtab.checkpoint.shelf import Shelf
     from trimtab.cli.output import show_checkpoints
     from trimtab.errors import RecipeError
-    from trimtab.tracking.run_folder import CHECKPOINTS, read_status
+    from trimtab.tracking.run_folder import CHECKPOINTS, find_run
 
-    status = read_status(run)
+    status = find_run(run)
     if status is None:
         raise RecipeError(f"{run} is no run", "pass a run's folder; trimtab runs lists them")
     show_checkpoints(Shelf(run / CHECKPOINTS).checkpoints(checksums=True), status)

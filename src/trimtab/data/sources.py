@@ -85,10 +85,32 @@ class _Location:
     split: str | None = None
 
 
+def is_here(text: str) -> bool:
+    """Whether a source is a file or a folder of this machine, or a pattern that some file matches."""
+    base = _without_slice(text)[0]
+    folder = base.rpartition(":")[0]
+    return (
+        Path(base).expanduser().exists()
+        or (glob.has_magic(base) and any(glob.iglob(os.path.expanduser(base), recursive=True)))
+        or (bool(folder) and Path(folder).expanduser().is_dir())
+    )
+
+
+def absolute_source(text: str) -> str:
+    """A source of this machine with an absolute path, which means the same from any directory; others as they are."""
+    base = _without_slice(text)[0]
+    return f"{Path(base).expanduser().absolute()}{text[len(base) :]}" if is_here(text) else text
+
+
+def _without_slice(text: str) -> tuple[str, re.Match[str] | None]:
+    """What a source names, and its slice: a last [a:b], unless something exists under the whole text."""
+    match = None if Path(text).expanduser().exists() else _SLICE.fullmatch(text)
+    return (text if match is None else match["base"]), match
+
+
 def _locate(text: str) -> _Location:
     """Find a path or a hub name; a last [a:b] is a slice, unless something exists under the whole text."""
-    match = None if Path(text).expanduser().exists() else _SLICE.fullmatch(text)
-    base = text if match is None else match["base"]
+    base, match = _without_slice(text)
     window = None if match is None else (match["start"].strip(), match["stop"].strip())
     path, (folder, _, split) = Path(base).expanduser(), base.rpartition(":")
     if path.exists():

@@ -68,6 +68,37 @@ def load_recipe(
     for key, value in overrides.items():
         if value is not None:
             layers.put(key, value, _flag(key))
+    return _loaded(layers, sets)
+
+
+def load_to_resume(source: Path | Mapping[str, Any], origin: str, folder: Path, sets: Sequence[str]) -> LoadedRecipe:
+    """Read the recipe of a run that resumes; the run's folder takes the place of `out` and of `name`.
+
+    Args:
+        source: The run's YAML file, or its settings as plain values.
+        origin: Where plain values come from.
+        folder: The run's folder.
+        sets: Changes, as "train.epochs=5".
+
+    Raises:
+        RecipeError: With every mistake, wherever it was written; or because a change names another folder.
+    """
+    layers = _Layers()
+    if isinstance(source, Path):
+        layers.add_file(source)
+    else:
+        for key, value in source.items():
+            layers.put(key, value, origin)
+    layers.values.pop("name", None)
+    layers.origins.pop("name", None)
+    layers.put("out", str(folder), _flag("out"))
+    loaded = _loaded(layers, sets)
+    if loaded.recipe.out != str(folder):
+        raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
+    return loaded
+
+
+def _loaded(layers: "_Layers", sets: Sequence[str]) -> LoadedRecipe:
     for text in sets:
         layers.add_set(text)
     layers.begin_layer()

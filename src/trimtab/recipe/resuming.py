@@ -6,10 +6,9 @@ from typing import Any
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import AdapterSettings, Recipe
 
+_PLACE = ("name", "out")  # the run is where it is, whatever they say
 # what changes nothing that is computed
 _HARMLESS = {
-    "name",
-    "out",
     "memory.budget",
     "memory.micro_batch",
     "memory.gradient_checkpointing",
@@ -73,14 +72,12 @@ class Difference:
 
 
 def differences(before: Recipe, now: Recipe) -> list[Difference]:
-    """Every key that differs, in the order of the recipe.
+    """Every key that differs, in the order of the recipe; `name` and `out` do not count.
 
     Raises:
         RecipeError: With all keys that may not differ.
     """
-    old, new = (flat(_spelled_out(recipe)) for recipe in (before, now))
-    keys = dict.fromkeys([*old, *new])
-    found = [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    found = all_differences(before, now)
     refused = [difference for difference in found if difference.is_refused]
     if refused:
         lines = "".join(f"\n  {difference}" for difference in refused)
@@ -90,6 +87,13 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
             + (": model: RUN" if before.adapter == "none" else ", after `trimtab merge RUN DIR`: model: DIR"),
         )
     return found
+
+
+def all_differences(before: Recipe, now: Recipe) -> list[Difference]:
+    """Every key that differs, also those that may not."""
+    old, new = (flat(_spelled_out(recipe)) for recipe in (before, now))
+    keys = [key for key in dict.fromkeys([*old, *new]) if key not in _PLACE]
+    return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
 def _spelled_out(recipe: Recipe) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def first_line_end(path: Path) -> int | None:
             return len(file.readline()) or None
     except FileNotFoundError:
         return None
+
+
+def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal that can be read; none where there is no journal."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                yield found
 
 
 def _line_end(path: Path, position: int) -> int:

@@ -8,20 +8,23 @@ import socket
 import threading
 import time
 import uuid
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import clear_leftovers
+from trimtab.checkpoint.folder import clear_leftovers, sync_path
 from trimtab.checkpoint.lock import LOCK, RunLock, lock_holder
 from trimtab.errors import RecipeError
-from trimtab.log import say_once
+from trimtab.log import say, say_once
 from trimtab.tracking.attachment import is_tracked, sent_of, shipping
 from trimtab.tracking.companion import Companion, NoCompanion
 from trimtab.tracking.journal import JOURNAL, Journal, first_line_end
+from trimtab.tracking.lost_status import CHECKPOINTS as CHECKPOINTS
+from trimtab.tracking.lost_status import RECIPE, lasting_facts, rebuild_status
 
-CHECKPOINTS = "checkpoints"
 _STATUS = "run.json"
+_STATES = ("running", "finished", "stopped", "failed", "killed")
 _BEAT_S = 60.0
 _STEP_WRITTEN_EVERY_S = 1.0
 SILENT_S = 1800.0  # after which a run on another host is taken to be over
@@ -64,29 +67,57 @@ class RunFolder:
         self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
         self._lock.acquire()
         self._ended = threading.Event()
-        # for those who look from another host: a run may be silent for long, with large steps
-        threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True).start()
         self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
-        self._written_at = 0.0
+        self._written_step = 0
         self._status: dict[str, Any] = {"id": uuid.uuid4().hex, "step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
         if goes_on:
-            self._status |= before or {}
+            if before is None:
+                say(f"{path / _STATUS} is missing or damaged: it is written again from the saved states")
+            self._status |= before or rebuild_status(path) or {}
             self._status.pop("error", None)
             for place in (path, path / CHECKPOINTS):  # what a kill has left of a model or a state half written
                 clear_leftovers(place)
         self._status |= {"path": str(path), "state": "running"} | ({} if job is None else {"job": job})
         self._journal = Journal(path)
         self._companion: Companion = NoCompanion()
+        self._thread = threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True)
         if not goes_on:
             self._claim(before)
+        self._thread.start()
 
     def _show_life(self) -> None:
-        while not self._ended.wait(_BEAT_S):
-            self._lock.beat()
+        """Note how far the run is; and for those who look from another host, that it lives: its steps may take long.
+
+        On a thread, because to bring a file to the disk can take as long as a checkpoint that is being written there.
+        """
+        beaten_at = time.monotonic()
+        while not self._ended.wait(_STEP_WRITTEN_EVERY_S):
+            if self._status["step"] != self._written_step:
+                self.update()
+            self._note_best()
+            if time.monotonic() - beaten_at >= _BEAT_S:
+                self._lock.beat()
+                beaten_at = time.monotonic()
+
+    def _note_best(self) -> None:
+        """Write down the checksums of the best model, by which a resumed run knows whether it is still whole."""
+        step = self._status.get("best_step")
+        if step is None or (self._status.get("best_files") or {}).get("step") == step:
+            return
+        from trimtab.checkpoint.export import weight_checksums  # imports torch
+
+        try:
+            found = {"step": step, "files": weight_checksums(self.best)}
+        except OSError:  # a better one is taking its place, and is next
+            return
+        if found["files"]:
+            self.update(best_files=found)
 
     def _let_go(self) -> None:
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
         self._lock.release()
 
     def _claim(self, before: dict[str, Any] | None) -> None:
@@ -94,7 +125,14 @@ class RunFolder:
         if before is not None:
             self._let_go()
             raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
-        self.write_text(_STATUS, json.dumps(self._status))
+        try:
+            self.write_text(_STATUS, json.dumps(self._status))
+        except OSError as error:
+            self._let_go()
+            raise RecipeError(
+                f"{self.path / _STATUS} cannot be written: {error.strerror or error}",
+                "make room, or make the folder writable; or choose another --out",
+            ) from error
 
     @property
     def best(self) -> Path:
@@ -102,10 +140,25 @@ class RunFolder:
         return self.path / "best"
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file whole."""
+        """Write a small file whole; it is on the disk before it takes the place of the one before."""
         beside = self.path / f".{name}.writing"
         beside.write_text(text, encoding="utf-8")
+        sync_path(beside)
+        is_new = not (self.path / name).exists()
         beside.replace(self.path / name)
+        if is_new:  # else there is a whole file under this name whichever of the two a power cut leaves
+            sync_path(self.path)
+
+    def write_recipe(self, text: str) -> None:
+        """Write the recipe; `run.json` says from its next update on that the file is as it was written here."""
+        self.write_text(RECIPE, text)
+        with self._writing:
+            self._status["recipe_checksum"] = _checksum(text.encode())
+
+    def facts_for_state(self) -> dict[str, Any]:
+        """What a saved state keeps of `run.json`."""
+        with self._writing:
+            return lasting_facts(self._status)
 
     def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
         """The run begins, or goes on.
@@ -126,6 +179,8 @@ class RunFolder:
                 self._journal.start(".", config)
             else:
                 self._journal.go_on(journal_position, step, sent)
+        if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
+            self._status["directory"] = str(Path.cwd())
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
 
     def go_on(self) -> None:
@@ -143,19 +198,12 @@ class RunFolder:
         """Write numbers of a step, or of none."""
         self._journal.log(values, step)
         if step is not None:
-            self._note_step(step)
-
-    def _note_step(self, step: int) -> None:
-        """For `trimtab runs`; the numbers themselves are in the journal, so that once in a while is enough."""
-        with self._writing:
-            self._status["step"] = step
-        if time.monotonic() - self._written_at >= _STEP_WRITTEN_EVERY_S:
-            self.update()
+            self._status["step"] = step  # a thread writes it: the step need not wait for the disk
 
     def update(self, **facts: Any) -> None:
         """Note how far the run is."""
         with self._writing:
-            self._written_at = time.monotonic()
+            self._written_step = self._status["step"]
             self._status.update(facts, updated=time.time())
             try:
                 self.write_text(_STATUS, json.dumps(self._status))
@@ -171,6 +219,7 @@ class RunFolder:
     def finish(self, state: str, **facts: Any) -> None:
         """The run is over."""
         self._journal.finish()
+        self._note_best()
         self.update(state=state, **facts)
         self._companion.finish()
         self._let_go()
@@ -186,7 +235,10 @@ class RunFolder:
         """Leave nothing behind, not even folders made for this one; one that was there before stays, empty."""
         self._journal.finish()
         self._let_go()
-        clear_folder(self.path)
+        try:
+            clear_folder(self.path)
+        except RecipeError as error:
+            say(error.problem)
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one
                 folder.rmdir()
@@ -209,6 +261,13 @@ class FollowedFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """The first process does that."""
+
+    def write_recipe(self, text: str) -> None:
+        """The first process does that."""
+
+    def facts_for_state(self) -> dict[str, Any]:
+        """The first process saves states."""
+        return {}
 
     def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
         """The first process does that."""
@@ -240,18 +299,55 @@ Folder = RunFolder | FollowedFolder
 
 
 def clear_folder(path: Path) -> None:
-    """Remove everything that a folder holds; last what tells that it is a run, so that a kill can be made up for."""
+    """Remove everything that a folder holds; last what tells that it is a run, so that a kill can be made up for.
+
+    Raises:
+        RecipeError: Something cannot be removed; it may be a state that another run would take for its own.
+    """
     for inner in sorted(path.iterdir(), key=lambda inner: inner.name == _STATUS):
-        shutil.rmtree(inner, ignore_errors=True) if inner.is_dir() else inner.unlink()
+        try:
+            shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink(missing_ok=True)
+        except OSError as error:
+            raise RecipeError(
+                f"{error.filename or inner} cannot be removed: {error.strerror or error}",
+                f"remove {path} by hand, or choose another --out",
+            ) from error
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """What a run's folder says of the run; None if there is no run there."""
+    """What `run.json` says of a run; None if there is no such file, or a damaged one."""
     try:
-        status = json.loads((path / _STATUS).read_text())
-        return status if isinstance(status, dict) and "state" in status else None
-    except (OSError, ValueError):
+        status = json.loads((path / _STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(status, dict) or status.get("state") not in _STATES:
+        return None
+    numbers = [status.get(name, 0) for name in ("step", "num_steps", "started")]
+    return status if all(isinstance(number, int | float) for number in numbers) else None
+
+
+def find_run(path: Path) -> dict[str, Any] | None:
+    """What is known of the run in a folder: `run.json`, or, where that is lost, what its saved states tell.
+
+    Returns:
+        None if there is no run.
+    """
+    return read_status(path) or rebuild_status(path)
+
+
+def is_recipe_as_written(path: Path) -> bool | None:
+    """Whether the recipe in a run's folder is the one that the run wrote; None if that cannot be told."""
+    known = (find_run(path) or {}).get("recipe_checksum")
+    if known is None:
+        return None
+    try:
+        return bool(_checksum((path / RECIPE).read_bytes()) == known)
+    except OSError:
+        return False
+
+
+def _checksum(content: bytes) -> str:
+    return f"crc32:{zlib.crc32(content):08x}"
 
 
 def is_own_loop(status: dict[str, Any]) -> bool:
@@ -275,12 +371,12 @@ def how_it_stands(path: Path) -> tuple[str, str]:
 def unfinished_run(home: Path, job: str | None = None) -> Path | None:
     """The newest run below `home` that is not finished; with `job`, of that job alone."""
     found = []
-    for status in home.glob(f"*/{_STATUS}"):
-        run = read_status(status.parent)
+    for folder in home.glob("*/"):
+        run = find_run(folder)
         if run is None or is_own_loop(run):
             continue
         if run["state"] != "finished" and job in (None, run.get("job")):
-            found.append((run.get("started", 0.0), status.parent))
+            found.append((run.get("started", 0.0), folder))
     return max(found)[1] if found else None
 
 
@@ -296,7 +392,7 @@ def check_free(path: Path) -> None:
         raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
     if not is_used:
         return
-    run = read_status(path) if path.is_dir() else None
+    run = find_run(path) if path.is_dir() else None
     if run is None:
         raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
     where = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
@@ -326,11 +422,11 @@ def default_folder(root: Path, experiment: str, name: str | None) -> Path:
 def list_runs(root: Path) -> list[RunSummary]:
     """Every run below a folder, newest first."""
     runs = []
-    for status in root.rglob(_STATUS):
-        try:
-            runs.append(_summary(status.parent, json.loads(status.read_text())))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # being written, or not ours
-            continue
+    for folder in sorted({path.parent for name in (_STATUS, CHECKPOINTS) for path in root.rglob(name)}):
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # not ours
+            status = find_run(folder)
+            if status is not None:
+                runs.append(_summary(folder, status))
     return sorted(runs, key=lambda run: run.age_s)
 
 

@@ -27,6 +27,7 @@ class Checkpoints:
         shelf: Where checkpoints are; only the first process writes to it.
         mirror: A second place for everything that is kept, or None.
         on_saved: Called after each save, on the thread that wrote it.
+        facts: What else to write down with each state: the settings, and what is known of the run.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Checkpoints:
         shelf: Shelf,
         mirror: Mirror | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
+        facts: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._engine = engine
         self.shelf = shelf
         self._mirror = mirror
         self._on_saved = on_saved
+        self._facts_of_run = facts
         self._writer = BackgroundWriter(on_saved=self._saved)
         self._num_bytes = 0
 
@@ -81,6 +84,7 @@ class Checkpoints:
             "metrics": metrics,
             "time": time.time(),
             **_numerics(self._engine),
+            **self._facts_of_run(),
         }
 
     def _saved(self, folder: Path) -> None:

@@ -54,6 +54,9 @@ class Keeper(Protocol):
     def keep_bad_rows(self, step: int, rows: list[int]) -> str:
         """Write the rows of a step for a look, and give the file."""
 
+    def forget_best(self) -> None:
+        """The best model so far is gone."""
+
 
 @dataclass
 class RunState:
@@ -442,11 +445,22 @@ class Trainer:
         if self._ended is not None and self._early_stopping is not None:
             self._early_stopping.num_without_improvement = 0
 
+    @property
+    def kept_step(self) -> int | None:
+        """The step of the best model that was written; None if none was."""
+        return self._best.step if self._has_kept else None
+
+    def write_best_again(self) -> None:
+        """The state that was loaded is that of the best model, which has to be written once more."""
+        self._keeper.keep_best(self.state.step, self.state.metrics)
+
     def forget_best(self) -> None:
         """The best model so far is not at hand any more: the next one that is evaluated is the best."""
         self._best.value = self._best.step = None
-        self._has_kept = False
+        self._has_kept, self._has_forgotten = False, True
+        self._keeper.forget_best()
 
+    _has_forgotten = False  # the best model was lost, and there was no evaluation since
     _ended: str | None = None
     journal_position = 0  # how far the numbers had been written when the state was saved that was loaded
 
@@ -531,6 +545,7 @@ class Trainer:
             return
         with self._meter.paused():
             state.metrics = self._evaluator.run(self._model, lambda done: self._progress.eval_progress(done, None))
+            self._has_forgotten = False
             improved = self._best.update(state.metrics, state.step)
             self._keeper.record({f"eval_{name}": value for name, value in state.metrics.items()}, state.step)
             self._progress.evaluation(state.metrics, state.step, improved)
@@ -556,7 +571,9 @@ class Trainer:
 
     def _keep_last(self) -> None:
         if self._evaluator is not None and self._schedule.keeps_best:
-            say(f"{self._best.metric} was never a finite number: the last model is kept as the best one")
+            never = f"{self._best.metric} was never a finite number"
+            why = "no evaluation followed the loss of the best model" if self._has_forgotten else never
+            say(f"{why}: the last model is kept as the best one")
         self._save()
 
     def _result(self, save_failure: CheckpointError | None) -> FitResult:

@@ -1,0 +1,86 @@
+"""The paths in a recipe: absolute where they are written down, so that a run can be resumed from any directory."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trimtab.build.data import run_name
+from trimtab.data.sources import absolute_source, is_here
+from trimtab.recipe.schema import ModelSettings, Recipe
+from trimtab.tracking.uri import sqlite_file
+
+_Change = Callable[[str], str]
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """A recipe in which every path of this machine is absolute; names on the hub or on a server stay as they are."""
+    changed = _with_paths(recipe, source=absolute_source, model=_absolute_if_here, folder=_absolute)
+    name = run_name(recipe)
+    if run_name(changed) != name:  # of a pattern such as *.csv, which has no name of its own
+        changed = changed.model_copy(update={"track": changed.track.model_copy(update={"experiment": name})})
+    return changed
+
+
+def with_moved_paths(recipe: Recipe, directory: str | None) -> Recipe:
+    """A recipe whose files have moved along with the directory that the run was started in, as to another machine.
+
+    A path that does not exist any more is looked for from here, where it was found from that directory.
+
+    Args:
+        recipe: The recipe, as it was written down.
+        directory: The directory that the run was started in; None if that is not known.
+    """
+    if directory is None or not Path(directory).is_absolute():
+        return recipe
+
+    def moved(text: str, exists: Callable[[str], bool]) -> str:
+        if not text.startswith("/") or exists(text):
+            return text
+        there = os.path.relpath(text, directory)
+        return there if exists(there) else text
+
+    def is_path(text: str) -> bool:
+        return Path(text).exists()
+
+    return _with_paths(
+        recipe,
+        source=lambda text: moved(text, is_here),
+        model=lambda text: moved(text, is_path),
+        folder=lambda text: moved(text, is_path),
+    )
+
+
+def _with_paths(recipe: Recipe, *, source: _Change, model: _Change, folder: _Change) -> Recipe:
+    """A recipe with its paths changed: those of data, of models and tokenizers, and of folders that are written to."""
+    update: dict[str, Any] = {
+        "data": _changed(recipe.data, {"train": source, "eval": source}),
+        "checkpoint": _changed(recipe.checkpoint, {"mirror": folder}),
+        "track": _changed(recipe.track, {"uri": lambda uri: _in_sqlite(uri, folder)}),
+    }
+    if isinstance(recipe.model, ModelSettings):
+        tokenizer = {} if recipe.model.tokenizer == "train" else {"tokenizer": model}  # a word, not a folder
+        update["model"] = _changed(recipe.model, {"name": model, **tokenizer})
+    else:
+        update["model"] = model(recipe.model)
+    return recipe.model_copy(update=update)
+
+
+def _changed(section: Any, changes: dict[str, _Change]) -> Any:
+    found = {name: getattr(section, name) for name in changes}
+    return section.model_copy(
+        update={name: changes[name](value) for name, value in found.items() if isinstance(value, str)}
+    )
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).expanduser().absolute())
+
+
+def _absolute_if_here(text: str) -> str:
+    return _absolute(text) if Path(text).expanduser().exists() else text
+
+
+def _in_sqlite(uri: str, folder: _Change) -> str:
+    path = sqlite_file(uri)
+    return uri if path is None else uri.replace(str(path), folder(str(path)), 1)
