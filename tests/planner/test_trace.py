@@ -339,10 +339,12 @@ def _replaced():
         (torch.Tensor, "backward"),
         *((module, "_get_fused_kernels_supported_devices") for module in (*optim, torch.utils._foreach_utils)),
         *((module, "_get_foreach_kernels_supported_devices") for module in (*optim, torch.utils._foreach_utils)),
-        *((quantized, name) for name in ("require_extra", "importlib")),
+        *((quantized, name) for name in ("require_extra", "bitsandbytes_functions")),
         *((quantized.Quantized, name) for name in ("_buffer", "_maps_on", "_call")),
         *((stochastic_rounding, name) for name in ("_kernel_for", "has_fused")),
         (stochastic_rounding.Chance, "_generator_on"),
+        *((torch.autocast, name) for name in ("__init__", "__enter__", "__exit__")),
+        (torch, "set_rng_state"),
         (linear_cross_entropy, "_sums_half_in_fp32"),
         (precision, "_use_tf32"),
         (lora_product, "dequantized"),
@@ -370,7 +372,7 @@ def test_and_also_where_a_trace_fails(recorder):
     with pytest.raises(RuntimeError, match="stop"):
         fail()
     changed = {name for _, name in (key for key in before if inside[key] is not before[key])}
-    assert {"autocast", "dropout", "scaled_dot_product_attention", "_call", "dequantized"} <= changed
+    assert {"__enter__", "dropout", "scaled_dot_product_attention", "_call", "dequantized"} <= changed
     assert _replaced() == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert not torch.overrides._get_current_function_mode_stack()

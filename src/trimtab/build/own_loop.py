@@ -32,6 +32,7 @@ from trimtab.hardware.memory import (
 from trimtab.log import say, unheard
 from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.optim.prepared import PreparedOptimizer
+from trimtab.planner.confinement import one_plan_at_a_time
 from trimtab.planner.explain import Change, Rung, cannot_fit, gib
 from trimtab.planner.memory import Prediction, predict, usually_outside
 from trimtab.planner.search import Candidate, largest
@@ -117,6 +118,7 @@ class OwnLoop:
 
     # ------------------------------------------------------------------ choosing
 
+    @one_plan_at_a_time()
     def _choose(self, engine: Engine, parts: tuple[Any, ...], splits_batches: bool) -> Chosen:
         model, optimizer, loader = _trained(parts)
         num_parts = engine.num_processes if splits_batches else 1

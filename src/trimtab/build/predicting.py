@@ -13,6 +13,7 @@ from trimtab.build.tracing import BatchShape, Choice, StepTracer
 from trimtab.errors import ModelError, RecipeError, TrimtabError
 from trimtab.log import unheard
 from trimtab.model.load import max_positions
+from trimtab.planner.confinement import one_plan_at_a_time
 from trimtab.planner.memory import Prediction, predict
 from trimtab.planner.plain import OPTIMIZERS, trace_plain_model
 from trimtab.recipe.schema import Recipe
@@ -24,6 +25,7 @@ _IMPLEMENTATIONS = ("fused", "foreach")
 _PLAIN = {"adapter": "none", "loss": "plain", "kernels": "plain", "offload": "none", "num_micro_batches": 1}
 
 
+@one_plan_at_a_time()
 @no_collections()
 def predict_step_memory(
     model: str | Mapping[str, Any],

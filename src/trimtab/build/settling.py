@@ -22,6 +22,7 @@ from trimtab.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.log import say
 from trimtab.model.chunked_loss import check_head
+from trimtab.planner.confinement import one_plan_at_a_time
 from trimtab.planner.explain import Change, Rung, as_dict, cannot_fit, reason, rung, shown
 from trimtab.planner.search import Candidate, Ladder, Row
 from trimtab.recipe.plan import Outlook, Plan
@@ -176,6 +177,7 @@ def _planner(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine:
     )
 
 
+@one_plan_at_a_time()
 @no_collections()
 def _chosen(planner: Planner) -> tuple[Candidate, Outlook]:
     """What a run takes: the fastest that fits, or the smallest where that may still go."""
@@ -293,6 +295,7 @@ class Survey:
         }
 
 
+@one_plan_at_a_time()
 @no_collections()
 def survey(
     recipe: Recipe,
