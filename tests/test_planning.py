@@ -50,6 +50,18 @@ def test_what_is_open():
     assert space.offloads == ("none",), "embeddings that train stay on the device"
 
 
+@pytest.mark.parametrize(("gpu", "more"), [("a100", 2 * (32 * 2**20 - 8320 * 1024)), ("h200", 0)])
+def test_deterministic_kernels_have_work_memory_of_their_own(gpu, more):
+    """Of cuBLAS, for the thread of forward and for autograd's; from Hopper on it is the usual size."""
+
+    def library_bytes(deterministic):
+        asked = planner(recipe(train={"batch_size": 2, "deterministic": deterministic}), gpu, length=64)
+        births = asked.prediction(Candidate(2, optimizer="adamw")).trace.births.values()
+        return sum(birth.size for birth in births if birth.part == "library")
+
+    assert library_bytes(True) - library_bytes(False) == more
+
+
 def test_what_is_fixed_is_kept():
     memory = {"micro_batch": 3, "gradient_checkpointing": {"layers": [0, -1]}, "loss": "plain", "allow": ["8bit"]}
     space = planner(recipe(memory=memory, train={"batch_size": 16, "optimizer": "adam"}, adapter="lora")).space

@@ -241,6 +241,20 @@ def test_older_gpus_have_smaller_workspaces():
     assert Gpu(capability=(7, 5)).workspace_bytes == 8320 * 1024 < Gpu().workspace_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "num_bytes"),
+    [
+        (":4096:8", 32 * MIB),
+        (":16:8", MIB // 8),
+        (":4096:2:16:8", 8320 * 1024),
+        ("nonsense", 8320 * 1024),
+        (None, 8320 * 1024),
+    ],
+)
+def test_work_memory_is_what_is_configured(config, num_bytes):
+    assert Gpu(capability=(8, 0), workspace_config=config).workspace_bytes == num_bytes
+
+
 @pytest.mark.parametrize(("num_indices", "num_temporaries"), [(3072, 0), (3073, 5)])
 def test_temporaries_of_a_kernel_live_only_while_it_runs(recorder, num_indices, num_temporaries):
     weight = nn.Parameter(empty(5000, 64))

@@ -33,6 +33,7 @@ from trimtab.planner.default_dtype import own_default_dtype
 from trimtab.planner.shortening import Shortened, shorten, stacks_of
 from trimtab.planner.stand_ins import kernels_stood_in, quantization_tensors, quantize, use_liger
 from trimtab.planner.trace import Owner, Recorder, Trace
+from trimtab.randomness import DETERMINISTIC_WORKSPACES
 from trimtab.recipe.schema import Recipe
 from trimtab.train.evaluate import Evaluator
 from trimtab.train.step import take_step, window_gradients
@@ -81,6 +82,8 @@ class StepTracer:
     """
 
     def __init__(self, recipe: Recipe, task: Task, gpu: Gpu, tokenizer: Any = None) -> None:
+        if recipe.train.deterministic and gpu.workspace_config is None:
+            gpu = replace(gpu, workspace_config=DETERMINISTIC_WORKSPACES)
         self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
 

@@ -5,6 +5,7 @@ Facts of torch 2.11 to 2.13, each held by a measured row in tests/planner.
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,16 +40,21 @@ class Gpu:
         flash: Whether the flash kernel runs.
         num_multiprocessors: On which the work memory of some kernels depends.
         threads_per_multiprocessor: Likewise.
+        workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None where none is set.
     """
 
     capability: tuple[int, int] = (9, 0)
     flash: bool = True
     num_multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
+    workspace_config: str | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        """What cuBLAS takes for each thread that calls it."""
+        """What cuBLAS takes for each thread that calls it: the buffers configured, as size in KiB and number."""
+        buffers = re.findall(r":(\d+):(\d+)", self.workspace_config or "")
+        if buffers:
+            return sum(int(size) * int(number) for size, number in buffers) * 1024
         return 32 * MIB if self.capability >= (9, 0) else 8320 * 1024
 
 
