@@ -18,7 +18,7 @@ from trimtab.build.own_step import OwnStep
 from trimtab.build.planning import SPARE
 from trimtab.build.targets import Target, target_here
 from trimtab.engine import Engine
-from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.errors import DoesNotFit, RecipeError, in_one_line
 from trimtab.hardware.memory import (
     MemoryCap,
     budget_in_bytes,
@@ -105,7 +105,7 @@ class OwnLoop:
             except (NoBatch, RecipeError) as error:
                 say(f"memory_budget: nothing is predicted, and nothing changed: {error}; {self._held}")
             except Exception as error:  # a model that cannot be traced may train all the same
-                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                what = in_one_line(error)
                 say(f"memory_budget: this step cannot be traced ({what}): nothing is changed; {self._held}")
             return None
 

@@ -18,10 +18,12 @@ from trimtab.data.metrics import Metrics
 from trimtab.data.tasks.base import Task
 from trimtab.distributed.world import SoloWorld
 from trimtab.engine import Engine
+from trimtab.errors import TraceError, TrimtabError
 from trimtab.model.attention import flash_runs, repeat_heads
 from trimtab.model.freeze import Freezing
 from trimtab.model.gradient_checkpointing import checkpoint_layers, chosen_blocks
 from trimtab.model.host_embedding import check_embeddings_can_leave
+from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss, build_loss
 from trimtab.optim.preallocation import preallocate_state
@@ -128,6 +130,14 @@ class StepTracer:
     def _whole_from_part(
         self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], whole: bool
     ) -> Trace:
+        try:
+            return self._from_part(choice, batch, work, whole)
+        except TrimtabError:
+            raise
+        except Exception as error:  # a forward that reads values, kernels that meta does not have, odd modules …
+            raise TraceError(type(self.skeleton()).__name__, error) from error
+
+    def _from_part(self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], whole: bool) -> Trace:
         if not whole:
             try:
                 short = self._shortened(choice)
@@ -209,7 +219,7 @@ class StepTracer:
             return 0.0 if tensor.is_floating_point() else 0
 
         recorder = Recorder(CudaRules(self._gpu), answer)
-        with as_on_cuda(self._gpu), kernels_stood_in(recorder, self._gpu.capability):
+        with as_on_cuda(self._gpu), kernels_stood_in(recorder, self._gpu.capability), quiet_transformers():
             parts = self._build(choice, short, recorder)
             recorder.is_timing = False
             stacks = [blocks for _, blocks in stacks_of(parts.model)]
