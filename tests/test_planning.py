@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import trimtab
 import trimtab.train.evaluate
@@ -12,6 +13,7 @@ from trimtab.build.planning import LengthsOfData, OneLength, Planner, named_task
 from trimtab.build.targets import known_target
 from trimtab.build.tracing import Choice
 from trimtab.errors import DoesNotFit
+from trimtab.hardware.memory import memory_in_use
 from trimtab.planner.memory import predict
 from trimtab.planner.search import Candidate
 from trimtab.planner.time import step_seconds
@@ -146,6 +148,14 @@ def test_a_budget_that_is_plenty_changes_nothing(train):
     assert held.plan.micro_batch_size == 8
     assert 0 < held.plan.predicted_peak_bytes < held.plan.budget_bytes
     assert any("predicted: " in line for line in held.plan.describe())
+
+
+def test_on_a_cpu_the_memory_of_the_process_is_predicted_and_measured(train):
+    """Not that of tensors beside that of a process with all its libraries."""
+    before = memory_in_use(torch.device("cpu"))
+    held = train("held", memory={"budget": "auto"})
+    measured = json.loads((held.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert measured["predicted_peak_bytes"] == held.plan.predicted_total_bytes > before / 2
 
 
 def test_a_budget_that_is_small_decides_and_a_resumed_run_keeps_it(train, monkeypatch, own_folder):

@@ -42,7 +42,7 @@ class Hold:
         max_grad_norm: As in training.
         cap: What the run is held to.
         looks_ahead: Whether worst batches are run before the first step.
-        predicted_peak_bytes: What the plan foretold, if it did.
+        predicted_peak_bytes: What the plan predicted of the figure that `peak_memory` measures; None without a plan.
     """
 
     def __init__(
