@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import trimtab
 import trimtab.train.evaluate
@@ -12,6 +13,7 @@ from trimtab.build.planning import LengthsOfData, OneLength, Planner, named_task
 from trimtab.build.targets import known_target
 from trimtab.build.tracing import Choice
 from trimtab.errors import DoesNotFit
+from trimtab.hardware.memory import memory_in_use
 from trimtab.planner.memory import predict
 from trimtab.planner.search import Candidate
 from trimtab.planner.time import step_seconds
@@ -48,6 +50,18 @@ def test_what_is_open():
     assert space.recomputed == ("none", "{every: 2}", "all")
     assert space.optimizers == ("adamw",)
     assert space.offloads == ("none",), "embeddings that train stay on the device"
+
+
+@pytest.mark.parametrize(("gpu", "more"), [("a100", 2 * (32 * 2**20 - 8320 * 1024)), ("h200", 0)])
+def test_deterministic_kernels_have_work_memory_of_their_own(gpu, more):
+    """Of cuBLAS, for the thread of forward and for autograd's; from Hopper on it is the usual size."""
+
+    def library_bytes(deterministic):
+        asked = planner(recipe(train={"batch_size": 2, "deterministic": deterministic}), gpu, length=64)
+        births = asked.prediction(Candidate(2, optimizer="adamw")).trace.births.values()
+        return sum(birth.size for birth in births if birth.part == "library")
+
+    assert library_bytes(True) - library_bytes(False) == more
 
 
 def test_what_is_fixed_is_kept():
@@ -134,6 +148,14 @@ def test_a_budget_that_is_plenty_changes_nothing(train):
     assert held.plan.micro_batch_size == 8
     assert 0 < held.plan.predicted_peak_bytes < held.plan.budget_bytes
     assert any("predicted: " in line for line in held.plan.describe())
+
+
+def test_on_a_cpu_the_memory_of_the_process_is_predicted_and_measured(train):
+    """Not that of tensors beside that of a process with all its libraries."""
+    before = memory_in_use(torch.device("cpu"))
+    held = train("held", memory={"budget": "auto"})
+    measured = json.loads((held.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert measured["predicted_peak_bytes"] == held.plan.predicted_total_bytes > before / 2
 
 
 def test_a_budget_that_is_small_decides_and_a_resumed_run_keeps_it(train, monkeypatch, own_folder):

@@ -8,12 +8,24 @@ TrimtabError                  1   anything of ours
 │   ├── RecipeError               a recipe, or a setting of the engine, that is not valid
 │   ├── DataError                 rows, columns or labels that cannot be used
 │   ├── ModelError                a model or tokenizer that cannot be loaded or used
+│   │   └── TraceError            a training step that cannot be traced, so that nothing can be predicted of it
 │   └── MissingDependency         an optional package that is not installed
 ├── PeerError                 1   another process of the run is gone, hung, or does something else
 ├── LossNotFinite             1   a loss or gradient that is NaN or infinite
 ├── DoesNotFit                3   no way to run within the memory given
 └── Stopped                  75   stopped by a signal or a time limit; can be resumed
 """
+
+_LONGEST_LINE = 200  # of other libraries' messages, some of which are essays
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an exception and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    line = lines[0] if len(lines[0]) <= _LONGEST_LINE else f"{lines[0][:_LONGEST_LINE]} …"
+    return f"{type(error).__name__}: {line}"
 
 
 class TrimtabError(Exception):
@@ -60,6 +72,22 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A model or tokenizer that cannot be loaded or used."""
+
+
+class TraceError(ModelError):
+    """A training step that cannot be traced, so that nothing can be predicted of it.
+
+    Args:
+        model: The class of the model.
+        cause: What tracing failed with.
+    """
+
+    def __init__(self, model: str, cause: Exception) -> None:
+        super().__init__(
+            f"no plan can be made for {model}: this step cannot be traced ({in_one_line(cause)})",
+            "train without a plan: trimtab train does so by itself, and halves the micro-batch where a GPU runs out of "
+            "memory; memory.micro_batch and memory.gradient_checkpointing set what a plan would have chosen",
+        )
 
 
 class MissingDependency(UserError):

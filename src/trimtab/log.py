@@ -2,12 +2,23 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger("trimtab")
 _said: set[str] = set()
+
+
+class _Muted(threading.local):
+    """Whether a thread says nothing at the moment."""
+
+    now = False
+
+
+_muted = _Muted()
+logger.addFilter(lambda _: not _muted.now)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -38,21 +49,19 @@ def say(message: str) -> None:
 
 def say_once(message: str) -> None:
     """Like `say`, but a message that was said before in this process is not repeated."""
-    if message not in _said:
+    if message not in _said and not _muted.now:
         _said.add(message)
         say(message)
 
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Inside, nothing is said, and nothing counts as said: for what is only tried."""
-    before, was_disabled = set(_said), logger.disabled
-    logger.disabled = True
+    """Suppress this thread's log output inside, during trial runs; `say_once` does not count it as said."""
+    before, _muted.now = _muted.now, True
     try:
         yield
     finally:
-        logger.disabled = was_disabled
-        _said.intersection_update(before)
+        _muted.now = before
 
 
 def speak_only_to_file(rank: int) -> None:

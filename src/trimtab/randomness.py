@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 RandomState = dict[str, Any]
+DETERMINISTIC_WORKSPACES = ":4096:8"  # with work memory of one of two sizes cuBLAS gives the same bits every time
 
 
 def set_seed(seed: int) -> None:
@@ -96,5 +97,5 @@ def use_deterministic_kernels() -> None:
 
     cuBLAS reads its setting when it is first used.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES)
     torch.use_deterministic_algorithms(True)

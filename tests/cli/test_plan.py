@@ -133,3 +133,38 @@ def test_more_memory_than_the_card_has_is_refused(plan):
     assert code == 2
     assert "a t4 has" in err
     assert "--memory 14GiB" in err
+
+
+BLOCKS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+UNTRACEABLE = {
+    "mixtral": ("causal-lm", {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 128, **BLOCKS}),
+    "gpt_oss": ("causal-lm", {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 64, **BLOCKS}),
+    "longformer": ("classify", {"attention_window": [16, 16], "intermediate_size": 128, **BLOCKS}),
+}
+
+
+def write_recipe(folder, model_type, task, config):
+    model = {"config": {"model_type": model_type, **config}, "tokenizer": "train"}
+    (folder / "other.yaml").write_text(yaml.safe_dump({**LLAMA, "model": model, "task": task}))
+
+
+@pytest.mark.parametrize("model_type", UNTRACEABLE)
+def test_a_model_that_cannot_be_traced_is_a_clear_message(plan, own_folder, model_type):
+    write_recipe(own_folder, model_type, *UNTRACEABLE[model_type])
+    code, out, err = plan("other.yaml", "--gpu", "a100", "--length", 32)
+    assert code == 2
+    assert not out
+    problem, cure = (line for line in err.splitlines() if not line.startswith("[transformers]"))
+    assert re.match(r"error: no plan can be made for \w+: this step cannot be traced \(\w+: ", problem)
+    assert cure.startswith("  cure: train without a plan")
+    assert "memory.micro_batch" in cure
+
+
+def test_an_adapter_that_does_not_go_with_the_model_leaves_the_rest_of_the_plan(plan, own_folder):
+    config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300, "state_size": 4}
+    write_recipe(own_folder, "mamba", "causal-lm", config)
+    code, out, _ = plan("other.yaml", "--gpu", "a100", "--length", 8)
+    assert code == 0
+    assert "Chosen: micro-batch 4" in out
+    assert "Not shown: adapter: lora: PEFT cannot use the adapter" in out
+    assert "LoRA," not in out

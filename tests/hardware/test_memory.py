@@ -158,3 +158,34 @@ def test_expandable_segments_unless_the_user_says_otherwise(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:512")
     assert not memory.prefer_expandable_segments()
     assert len(set_to) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "cuda", "environment", "has"),
+    [
+        ("linux", "13.0", {}, True),
+        ("linux", None, {}, False),  # ROCm
+        ("win32", "13.0", {}, False),
+        ("linux", "13.0", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        ("linux", "13.0", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+        ("linux", "13.0", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}, True),
+        ("linux", None, {"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True"}, False),
+    ],
+)
+def test_whether_a_run_has_expandable_segments(monkeypatch, platform, cuda, environment, has):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")
+    monkeypatch.setattr(sys, "platform", platform)
+    for name in memory._ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert memory.has_expandable_segments() is has
+
+
+def test_what_the_process_has_set_itself_counts(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:False")
+    assert not memory.has_expandable_segments()

@@ -318,6 +318,45 @@ def test_gguf(tmp_path):
     assert add_adapter(model, LoraSpec(rank=2)).base.name == str(path)
 
 
+EXPERTS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS |= {"intermediate_size": 256, "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8, **EXPERTS}, "model.layers.*.mlp.experts (MixtralExperts)"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 128, **EXPERTS},
+            "model.layers.*.mlp.experts (Qwen3MoeExperts)",
+        ),
+    ],
+)
+def test_experts_that_stay_as_they_are_are_said(caplog, config, name):
+    """Of experts in one tensor none is quantized: the word "nf4" would promise what is not there."""
+    import logging
+
+    caplog.set_level(logging.INFO, logger="trimtab")
+    model = load_model(config, "causal-lm", {}, None, nf4=Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    quantized = sum(num_weights(module.weight) for module in model.modules() if is_nf4(module))
+    experts = sum(p.numel() for part, p in model.named_parameters() if ".experts." in part)
+    total = sum(map(num_weights, model.parameters()))
+    loaded_line, warning = caplog.messages
+    assert f"{quantized / total:.1%} of them in nf4" in loaded_line
+    assert f"({quantized / total:.0%}) are in 4 bits" in warning
+    assert f"the largest that are not: {name} with {experts / total:.0%}" in warning
+    assert "adapter: lora" in warning
+
+
+def test_a_base_that_is_mostly_in_4_bits_needs_no_warning(caplog):
+    import logging
+
+    caplog.set_level(logging.INFO, logger="trimtab")
+    config = {"model_type": "llama", **EXPERTS}
+    load_model(config, "causal-lm", {}, None, nf4=Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    assert len(caplog.messages) == 1
+
+
 def test_what_is_said(caplog):
     import logging
 
@@ -325,7 +364,8 @@ def test_what_is_said(caplog):
     model = loaded(config_of("llama"), "llama", Nf4(torch.bfloat16), dtype=torch.bfloat16)
     plain = loaded(config_of("llama"), "llama")
     count = sum(p.numel() for p in plain.parameters())
-    assert f"{count:,} parameters in nf4 and bf16" in caplog.messages[0]
+    share = sum(num_weights(module.weight) for module in model.modules() if is_nf4(module)) / count
+    assert f"{count:,} parameters, {share:.1%} of them in nf4, the others in bf16" in caplog.messages[0]
     add_adapter(model, LoraSpec(rank=2))
     assert "LoRA of rank 2 on 14 modules" in caplog.messages[-1]
 

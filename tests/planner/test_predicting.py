@@ -1,13 +1,16 @@
 """The memory of a step from its settings alone: the figures of measured rows, and what cannot be asked."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import trimtab
 from tiny_models import config_of
+from trimtab.build.targets import known_target
 from trimtab.errors import ModelError, RecipeError
+from trimtab.planner.allocator import CAP_STEP, replay
 from trimtab.planner.memory import PARTS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -141,3 +144,26 @@ def test_what_cannot_be_asked_is_said(settings, words):
     asked = {"model": config_of("bert"), "task": "classify", "micro_batch": 1, "length": 8} | settings
     with pytest.raises(RecipeError, match=words.replace("(", r"\(")):
         trimtab.predict_step_memory(**asked)
+
+
+def test_a_device_without_expandable_segments_needs_what_fixed_ones_need():
+    """As under allocator settings of the user's own: plans fit by the allocator that the run will have."""
+    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config |= {"intermediate_size": 1408, "vocab_size": 8000}
+    found = trimtab.predict_step_memory(config, "causal-lm", 8, 512, precision="bf16", gpu="a100", num_micro_batches=2)
+    target = known_target("a100", None)
+    fixed = replace(target, expandable=False).as_here(found)
+    both = replay(found.trace.events)
+    assert target.as_here(found) == found
+    assert (fixed.reserved, fixed.allocated) == (both.reserved_peak_fixed, both.allocated_peak_fixed)
+    assert fixed.reserved > found.reserved
+    assert fixed.needed > found.needed
+    assert sum(fixed.parts.values()) == fixed.allocated > found.allocated
+    assert fixed.fits(fixed.total)
+    assert not fixed.fits(fixed.total - CAP_STEP)
+    assert found.fits(fixed.total - CAP_STEP)
+
+
+def test_rocm_has_fixed_segments():
+    assert not known_target("mi300x", None).expandable
+    assert known_target("h200", None).expandable

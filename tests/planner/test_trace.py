@@ -241,6 +241,20 @@ def test_older_gpus_have_smaller_workspaces():
     assert Gpu(capability=(7, 5)).workspace_bytes == 8320 * 1024 < Gpu().workspace_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "num_bytes"),
+    [
+        (":4096:8", 32 * MIB),
+        (":16:8", MIB // 8),
+        (":4096:2:16:8", 8320 * 1024),
+        ("nonsense", 8320 * 1024),
+        (None, 8320 * 1024),
+    ],
+)
+def test_work_memory_is_what_is_configured(config, num_bytes):
+    assert Gpu(capability=(8, 0), workspace_config=config).workspace_bytes == num_bytes
+
+
 @pytest.mark.parametrize(("num_indices", "num_temporaries"), [(3072, 0), (3073, 5)])
 def test_temporaries_of_a_kernel_live_only_while_it_runs(recorder, num_indices, num_temporaries):
     weight = nn.Parameter(empty(5000, 64))
@@ -339,10 +353,12 @@ def _replaced():
         (torch.Tensor, "backward"),
         *((module, "_get_fused_kernels_supported_devices") for module in (*optim, torch.utils._foreach_utils)),
         *((module, "_get_foreach_kernels_supported_devices") for module in (*optim, torch.utils._foreach_utils)),
-        *((quantized, name) for name in ("require_extra", "importlib")),
+        *((quantized, name) for name in ("require_extra", "bitsandbytes_functions")),
         *((quantized.Quantized, name) for name in ("_buffer", "_maps_on", "_call")),
         *((stochastic_rounding, name) for name in ("_kernel_for", "has_fused")),
         (stochastic_rounding.Chance, "_generator_on"),
+        *((torch.autocast, name) for name in ("__init__", "__enter__", "__exit__")),
+        (torch, "set_rng_state"),
         (linear_cross_entropy, "_sums_half_in_fp32"),
         (precision, "_use_tf32"),
         (lora_product, "dequantized"),
@@ -370,7 +386,7 @@ def test_and_also_where_a_trace_fails(recorder):
     with pytest.raises(RuntimeError, match="stop"):
         fail()
     changed = {name for _, name in (key for key in before if inside[key] is not before[key])}
-    assert {"autocast", "dropout", "scaled_dot_product_attention", "_call", "dequantized"} <= changed
+    assert {"__enter__", "dropout", "scaled_dot_product_attention", "_call", "dequantized"} <= changed
     assert _replaced() == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert not torch.overrides._get_current_function_mode_stack()

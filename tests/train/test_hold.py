@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trimtab.train.loop
 from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, same_bits
 from trimtab import Recipe, fit
+from trimtab.build import settling
 from trimtab.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.train.collection import older_objects_set_aside
@@ -528,6 +529,19 @@ def test_what_does_not_fit_is_cut_before_the_first_step(train, monkeypatch, capl
     monkeypatch.setattr(Preflight, "train", lambda preflight: OutOfMemory())
     with pytest.raises(DoesNotFit, match="before the first step with one row at once"):
         train(memory={"budget": "auto"})
+
+
+def test_what_was_not_tried_without_a_plan_is_said(train, monkeypatch):
+    """A model that cannot be traced has none: its blocks were never recomputed, nor its loss cut into chunks."""
+
+    def cannot(*parts):
+        raise NotImplementedError("no such operation")
+
+    monkeypatch.setattr(settling, "_planner", cannot)
+    monkeypatch.setattr(Preflight, "train", lambda preflight: OutOfMemory())
+    with pytest.raises(DoesNotFit, match="no plan was made, so nothing but smaller micro-batches") as caught:
+        train(memory={"budget": "auto"})
+    assert "memory.gradient_checkpointing: all" in str(caught.value)
 
 
 def test_an_evaluation_that_does_not_fit_is_cut_before_the_first_step(train, monkeypatch):

@@ -18,7 +18,7 @@ from trimtab.build.own_step import OwnStep
 from trimtab.build.planning import SPARE
 from trimtab.build.targets import Target, target_here
 from trimtab.engine import Engine
-from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.errors import DoesNotFit, RecipeError, in_one_line
 from trimtab.hardware.memory import (
     MemoryCap,
     budget_in_bytes,
@@ -32,6 +32,7 @@ from trimtab.hardware.memory import (
 from trimtab.log import say, unheard
 from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.optim.prepared import PreparedOptimizer
+from trimtab.planner.confinement import one_plan_at_a_time
 from trimtab.planner.explain import Change, Rung, cannot_fit, gib
 from trimtab.planner.memory import Prediction, predict, usually_outside
 from trimtab.planner.search import Candidate, largest
@@ -104,7 +105,7 @@ class OwnLoop:
             except (NoBatch, RecipeError) as error:
                 say(f"memory_budget: nothing is predicted, and nothing changed: {error}; {self._held}")
             except Exception as error:  # a model that cannot be traced may train all the same
-                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                what = in_one_line(error)
                 say(f"memory_budget: this step cannot be traced ({what}): nothing is changed; {self._held}")
             return None
 
@@ -117,6 +118,7 @@ class OwnLoop:
 
     # ------------------------------------------------------------------ choosing
 
+    @one_plan_at_a_time()
     def _choose(self, engine: Engine, parts: tuple[Any, ...], splits_batches: bool) -> Chosen:
         model, optimizer, loader = _trained(parts)
         num_parts = engine.num_processes if splits_batches else 1

@@ -16,7 +16,7 @@ from trimtab.build.parts import Tokens
 from trimtab.build.targets import Target
 from trimtab.build.tracing import BatchShape, Choice, StepTracer
 from trimtab.data.tokens import TokenDataset
-from trimtab.errors import LossError, RecipeError
+from trimtab.errors import LossError, RecipeError, TraceError, UserError, in_one_line
 from trimtab.hardware.extras import has_package
 from trimtab.log import unheard
 from trimtab.model.freeze import Freezing
@@ -241,6 +241,7 @@ class Planner:
         self._tracers: dict[str, StepTracer] = {}
         self._predictions: dict[tuple[Candidate, BatchShape, int], Prediction] = {}
         self.precision = target.precision(recipe.train.precision)
+        self.left_out: dict[str, str] = {}  # adapters that the ladder cannot show, and why
 
     @cached_property
     def batch_size(self) -> int:
@@ -408,7 +409,7 @@ class Planner:
         """What a candidate takes; None where the model does not allow it."""
         try:
             found = self.prediction(candidate)
-        except (LossError, RecipeError):
+        except (LossError, RecipeError, TraceError):
             if candidate.loss == "plain":
                 raise
             return None
@@ -454,8 +455,9 @@ class Planner:
                 ends = tuple(dict.fromkeys((space.recomputed[0], space.recomputed[-1])))
                 space = replace(space, losses=space.losses[-1:], offloads=space.offloads[:1], recomputed=ends)
                 found = search(space, self.estimate, room=self.target.room(SPARE))
-            except RecipeError:
-                continue  # a model that has no modules for an adapter
+            except Exception as error:  # what a user may choose instead is no reason to say nothing
+                self.left_out[adapter] = error.problem if isinstance(error, UserError) else in_one_line(error)
+                continue
             if found.rows:
                 yield found.chosen or found.smallest
 

@@ -10,9 +10,10 @@ from trimtab.build.model import adapter_settings
 from trimtab.build.planning import named_task
 from trimtab.build.targets import Target, known_target
 from trimtab.build.tracing import BatchShape, Choice, StepTracer
-from trimtab.errors import ModelError, RecipeError, TrimtabError
+from trimtab.errors import ModelError, RecipeError, TrimtabError, in_one_line
 from trimtab.log import unheard
 from trimtab.model.load import max_positions
+from trimtab.planner.confinement import one_plan_at_a_time
 from trimtab.planner.memory import Prediction, predict
 from trimtab.planner.plain import OPTIMIZERS, trace_plain_model
 from trimtab.recipe.schema import Recipe
@@ -24,6 +25,7 @@ _IMPLEMENTATIONS = ("fused", "foreach")
 _PLAIN = {"adapter": "none", "loss": "plain", "kernels": "plain", "offload": "none", "num_micro_batches": 1}
 
 
+@one_plan_at_a_time()
 @no_collections()
 def predict_step_memory(
     model: str | Mapping[str, Any],
@@ -96,8 +98,7 @@ def predict_step_memory(
     except TrimtabError:
         raise
     except Exception as error:  # models whose forward reads values, or has kernels that meta does not
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelError(f"this step cannot be traced ({what})", "measure it: trimtab compare") from error
+        raise ModelError(f"this step cannot be traced ({in_one_line(error)})", "measure it: trimtab compare") from error
     return target.as_here(found)
 
 

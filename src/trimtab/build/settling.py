@@ -1,8 +1,8 @@
 """What `auto` becomes: the plan of a run before it begins, and the ladder of plans that `trimtab plan` shows."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from trimtab.build.targets import Target, known_target, target_here
 from trimtab.data.batching import padding_share
 from trimtab.data.placement import to_device
 from trimtab.engine import Engine
-from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.errors import DoesNotFit, RecipeError, TraceError, in_one_line
 from trimtab.log import say
 from trimtab.model.chunked_loss import check_head
+from trimtab.planner.confinement import one_plan_at_a_time
 from trimtab.planner.explain import Change, Rung, as_dict, cannot_fit, reason, rung, shown
 from trimtab.planner.search import Candidate, Ladder, Row
 from trimtab.recipe.plan import Outlook, Plan
@@ -79,7 +80,7 @@ def settle(
         except DoesNotFit as error:
             return str(error)
         except Exception as error:  # a model that cannot be traced may train all the same
-            say(f"no plan could be made ({type(error).__name__}: {error}): the batch is tried as it is")
+            say(_without_plan(error))
             return None
 
     found = engine.first_decides(decide)
@@ -88,6 +89,14 @@ def settle(
     if found is None:
         return Settled(_with_levers(recipe, None))
     return Settled(_with_levers(recipe, found[0]), found[1])
+
+
+def _without_plan(error: Exception) -> str:
+    what = error.problem if isinstance(error, TraceError) else f"no plan could be made ({in_one_line(error)})"
+    return (
+        f"{what}: the batch is tried as it is; memory.micro_batch, memory.gradient_checkpointing: all and "
+        "memory.loss: chunked make it smaller"
+    )
 
 
 def stored_plan(folder: Path) -> Plan | None:
@@ -176,6 +185,7 @@ def _planner(recipe: Recipe, data: Data, tokens: Tokens, loaded: Loaded, engine:
     )
 
 
+@one_plan_at_a_time()
 @no_collections()
 def _chosen(planner: Planner) -> tuple[Candidate, Outlook]:
     """What a run takes: the fastest that fits, or the smallest where that may still go."""
@@ -249,6 +259,7 @@ class Survey:
         plan: The one that was chosen, as a run would have it.
         why: One sentence about it.
         problem: Where nothing fits: by how much, and what would.
+        left_out: Adapters that the ladder does not show, and why.
         limit: What the model itself takes, in tokens.
     """
 
@@ -260,16 +271,18 @@ class Survey:
     why: str
     problem: str | None
     limit: int | None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def shown(self) -> list[Rung]:
         """The rungs that are worth a line."""
         return shown(self.rungs)
 
     def besides(self) -> list[str]:
-        """What the chosen plan takes when it does not train."""
+        """What the chosen plan takes when it does not train, and what the ladder does not show."""
         plan = self.plan
+        left_out = [f"Not shown: adapter: {adapter}: {reason}" for adapter, reason in self.left_out.items()]
         if plan is None or plan.predicted_host_bytes is None or plan.predicted_disk_bytes is None:
-            return []
+            return left_out
         words = [
             f"host memory at most {format_bytes(plan.predicted_host_bytes)}",
             f"disk at most {format_bytes(plan.predicted_disk_bytes)}",
@@ -277,7 +290,7 @@ class Survey:
         if plan.predicted_eval_peak_bytes is not None:
             peak = format_bytes(plan.predicted_eval_peak_bytes)
             words.insert(0, f"evaluations of {plan.eval_micro_batch} rows at once need {peak}")
-        return ["Besides: " + "; ".join(words) + "."]
+        return ["Besides: " + "; ".join(words) + ".", *left_out]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -288,11 +301,13 @@ class Survey:
             "optimizer": self.optimizer,
             "why": self.why or self.problem,
             "note": self.target.note,
+            "left_out": dict(self.left_out),
             "plan": None if self.plan is None else self.plan.as_dict(),
             "ladder": [as_dict(one) for one in self.rungs],
         }
 
 
+@one_plan_at_a_time()
 @no_collections()
 def survey(
     recipe: Recipe,
@@ -338,7 +353,7 @@ def survey(
     plan = None if ladder.chosen is None else _plan_of(planner, ladder.chosen, rows, num_steps)
     why = "" if plan is None else reason(rungs, target.budget_bytes, optimizer)
     problem = explain_failure(planner, ladder) if plan is None else None
-    return Survey(target, planner.precision, optimizer, rungs, plan, why, problem, limit)
+    return Survey(target, planner.precision, optimizer, rungs, plan, why, problem, limit, planner.left_out)
 
 
 class _Rows:

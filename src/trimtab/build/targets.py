@@ -1,5 +1,6 @@
 """The device that a plan is made for: the one that is here, or a known one that is not."""
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,13 +8,24 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.hardware.catalog import Device, find, identify, measure_device
 from trimtab.hardware.inventory import find_device, take_inventory
-from trimtab.hardware.memory import budget_in_bytes, free_memory, memory_in_use, memory_outside, total_memory
+from trimtab.hardware.memory import (
+    budget_in_bytes,
+    free_memory,
+    has_expandable_segments,
+    memory_in_use,
+    memory_outside,
+    total_memory,
+)
 from trimtab.planner.cuda import Gpu
 from trimtab.planner.memory import Prediction
 from trimtab.units import format_bytes, parse_bytes
 
 _ROCM = {"mi300x"}
 _NOT_CUDA = "figures are those of CUDA's kernels and work memory: those of ROCm were never compared"
+_FIXED_SEGMENTS = (
+    "figures are those of the allocator's fixed segments, because expandable ones are not set in this process; "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True, or no such variable, needs less memory where torch has them"
+)
 # torch computes attention on the CPU without a matrix of all pairs, as its kernel for old GPUs does
 _LIKE_A_CPU = Gpu(capability=(7, 5), flash=False)
 
@@ -29,6 +41,7 @@ class Target:
         budget_bytes: Of its memory, what is outside the allocator included.
         outside_bytes: What is outside the allocator; None is what a context usually takes.
         note: What a user has to know of these figures.
+        expandable: Whether the allocator has expandable segments there.
     """
 
     name: str
@@ -37,6 +50,7 @@ class Target:
     budget_bytes: int
     outside_bytes: int | None = None
     note: str = ""
+    expandable: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -70,7 +84,8 @@ class Target:
         """A prediction for CUDA as one for this device."""
         outside = prediction.outside if self.outside_bytes is None else self.outside_bytes
         if not self.is_cpu:
-            return replace(prediction, outside=outside)
+            found = prediction if self.expandable else prediction.with_fixed_segments()
+            return replace(found, outside=outside)
         births = prediction.trace.births
         libraries = sum(birth.size for birth in births.values() if birth.part == "library")
         parts = {**prediction.parts, "temporaries": max(0, prediction.parts["temporaries"] - libraries)}
@@ -96,7 +111,8 @@ def known_target(name: str, budget: str | None) -> Target:
             f"a {device.name} has {format_bytes(whole)}, less than {format_bytes(budget_bytes)}",
             f"--memory {whole // 2**30}GiB, or leave it out",
         )
-    return Target(device.name, device, gpu, budget_bytes, note=_NOT_CUDA if device.name in _ROCM else "")
+    is_rocm = device.name in _ROCM
+    return Target(device.name, device, gpu, budget_bytes, note=_NOT_CUDA if is_rocm else "", expandable=not is_rocm)
 
 
 def target_here(requested: str | torch.device | None = None, budget: str | None = None) -> Target:
@@ -125,6 +141,10 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
         inventory.flash_attention,
         properties.multi_processor_count,
         properties.max_threads_per_multi_processor,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     )
     budget_bytes = budget_in_bytes(budget, device) or free_memory(device) + memory_outside(device)
-    return Target(f"{device} ({inventory.name})", identify(inventory) or measure_device(device), gpu, budget_bytes)
+    name, known = f"{device} ({inventory.name})", identify(inventory) or measure_device(device)
+    if has_expandable_segments():
+        return Target(name, known, gpu, budget_bytes)
+    return Target(name, known, gpu, budget_bytes, note=_FIXED_SEGMENTS, expandable=False)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
 
 import trimtab.engine
 from trimtab.build.model import adapter_settings, add_adapter_of, source_of
@@ -17,19 +18,24 @@ from trimtab.data.metrics import Metrics
 from trimtab.data.tasks.base import Task
 from trimtab.distributed.world import SoloWorld
 from trimtab.engine import Engine
+from trimtab.errors import TraceError, TrimtabError
 from trimtab.model.attention import flash_runs, repeat_heads
 from trimtab.model.freeze import Freezing
 from trimtab.model.gradient_checkpointing import checkpoint_layers, chosen_blocks
 from trimtab.model.host_embedding import check_embeddings_can_leave
+from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss, build_loss
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
 from trimtab.planner.blocks import NotPeriodic, extend, watch_blocks
+from trimtab.planner.confinement import stand_ins_on_this_thread
 from trimtab.planner.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.default_dtype import own_default_dtype
 from trimtab.planner.shortening import Shortened, shorten, stacks_of
 from trimtab.planner.stand_ins import kernels_stood_in, quantization_tensors, quantize, use_liger
 from trimtab.planner.trace import Owner, Recorder, Trace
+from trimtab.randomness import DETERMINISTIC_WORKSPACES
 from trimtab.recipe.schema import Recipe
 from trimtab.train.evaluate import Evaluator
 from trimtab.train.step import take_step, window_gradients
@@ -78,6 +84,8 @@ class StepTracer:
     """
 
     def __init__(self, recipe: Recipe, task: Task, gpu: Gpu, tokenizer: Any = None) -> None:
+        if recipe.train.deterministic and gpu.workspace_config is None:
+            gpu = replace(gpu, workspace_config=DETERMINISTIC_WORKSPACES)
         self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
 
@@ -122,6 +130,14 @@ class StepTracer:
     def _whole_from_part(
         self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], whole: bool
     ) -> Trace:
+        try:
+            return self._from_part(choice, batch, work, whole)
+        except TrimtabError:
+            raise
+        except Exception as error:  # a forward that reads values, kernels that meta does not have, odd modules …
+            raise TraceError(type(self.skeleton()).__name__, error) from error
+
+    def _from_part(self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], whole: bool) -> Trace:
         if not whole:
             try:
                 short = self._shortened(choice)
@@ -134,14 +150,15 @@ class StepTracer:
         """The model as it is loaded, without weights."""
         if dtype not in self._skeletons:
             source, task = source_of(self._recipe), self._task
-            self._skeletons[dtype] = load_skeleton(
-                source.model,
-                task.model_kind,
-                task.head(),
-                self._tokenizer,
-                trust_remote_code=source.trust_remote_code,
-                dtype=dtype,
-            )
+            with own_default_dtype():
+                self._skeletons[dtype] = load_skeleton(
+                    source.model,
+                    task.model_kind,
+                    task.head(),
+                    self._tokenizer,
+                    trust_remote_code=source.trust_remote_code,
+                    dtype=dtype,
+                )
             if self._tokenizer is None:
                 _name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
         return self._skeletons[dtype]
@@ -202,7 +219,7 @@ class StepTracer:
             return 0.0 if tensor.is_floating_point() else 0
 
         recorder = Recorder(CudaRules(self._gpu), answer)
-        with as_on_cuda(self._gpu), kernels_stood_in(recorder, self._gpu.capability):
+        with as_on_cuda(self._gpu), kernels_stood_in(recorder, self._gpu.capability), quiet_transformers():
             parts = self._build(choice, short, recorder)
             recorder.is_timing = False
             stacks = [blocks for _, blocks in stacks_of(parts.model)]
@@ -212,7 +229,7 @@ class StepTracer:
                     visit(tensor)
                     recorder.adopt([tensor], "weights")
             watch_blocks(stacks, recorder)
-            with recorder, _staged(recorder, parts.optimizer.optimizer):
+            with recorder, _staged(recorder, parts.engine, parts.optimizer.optimizer):
                 if choice.loss != "plain":  # others try the model out, once
                     with recorder.paused(), torch.no_grad():
                         parts.loss(parts.model, _batch(self._task, replace(batch, rows=1, length=8), recorder))
@@ -249,7 +266,7 @@ def _name_missing_tokens(config: Any, kind: str) -> None:
 
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
     """An engine for tensors without data, of one process: the others of a run do not trace."""
-    with mock.patch.object(trimtab.engine, "find_world", return_value=SoloWorld()):
+    with stand_ins_on_this_thread([(trimtab.engine, "find_world", lambda *_, **__: SoloWorld())]):
         return Engine(precision, num_micro, device="meta")
 
 
@@ -332,32 +349,50 @@ def _batch(task: Task, batch: BatchShape, recorder: Recorder) -> dict[str, torch
 
 
 @contextlib.contextmanager
-def _staged(recorder: Recorder, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Tell the recorder when backward and the optimizer run, and when something is computed again."""
-    backward, step = torch.Tensor.backward, optimizer.step
+def _staged(recorder: Recorder, engine: Any, optimizer: Any) -> Iterator[None]:
+    """Tell the recorder when backward and the optimizer run, and when something is computed again.
 
-    def in_backward(*args: Any, **kwargs: Any) -> Any:
-        with recorder.during("backward"):
-            return backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+    Engine and optimizer are the trace's own.
+    """
+    backward, step = engine.backward, optimizer.step
+    hook: Any = torch.utils.checkpoint._recomputation_hook
+    enter, leave = hook.__enter__, hook.__exit__
+
+    def with_backward_seen(*args: Any, **kwargs: Any) -> Any:
+        with _BackwardSeen(recorder):
+            return backward(*args, **kwargs)
 
     def in_optimizer(*args: Any, **kwargs: Any) -> Any:
         with recorder.during("optimizer"):
             return step(*args, **kwargs)
 
-    class Again(torch.utils.checkpoint._recomputation_hook):
-        def __enter__(self) -> None:
-            self._noted = recorder.recomputing()
-            self._noted.__enter__()
-            super().__enter__()
+    def recomputing(self: Any) -> None:
+        self._noted = recorder.recomputing()
+        self._noted.__enter__()
+        enter(self)
 
-        def __exit__(self, *error: object) -> None:
-            super().__exit__(*error)
-            self._noted.__exit__(None, None, None)
+    def recomputed(self: Any, *error: object) -> None:
+        leave(self, *error)
+        self._noted.__exit__(None, None, None)
 
     in_optimizer._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedules look whether steps are counted
     with (
-        mock.patch.object(torch.Tensor, "backward", in_backward),
+        mock.patch.object(engine, "backward", with_backward_seen),
         mock.patch.object(optimizer, "step", in_optimizer),
-        mock.patch.object(torch.utils.checkpoint, "_recomputation_hook", Again),
+        stand_ins_on_this_thread([(hook, "__enter__", recomputing), (hook, "__exit__", recomputed)]),
     ):
         yield
+
+
+class _BackwardSeen(TorchFunctionMode):
+    """Tells a recorder when a backward begins and ends; as a mode it sees this thread alone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.backward:
+            return func(*args, **(kwargs or {}))
+        with self._recorder.during("backward"):
+            return func(*args, **(kwargs or {}))

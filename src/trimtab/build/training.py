@@ -89,7 +89,8 @@ def build_trainer(
         max_grad_norm=settings.max_grad_norm,
         cap=cap,
         looks_ahead=cap.budget_bytes is not None or engine.device.type != "cpu",
-        predicted_peak_bytes=getattr(plan, "predicted_peak_bytes", None),
+        # on a CPU the peak that is measured is the process's, so that of all that it takes was predicted
+        predicted_peak_bytes=plan.predicted_total_bytes if engine.device.type == "cpu" else plan.predicted_peak_bytes,
     )
     checkpoints = build_checkpoints(recipe, engine, folder, asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))

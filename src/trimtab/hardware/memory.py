@@ -213,15 +213,34 @@ def prefer_expandable_segments() -> bool:
     Returns:
         Whether it was done: not where the user configured the allocator, nor where torch has no such segments.
     """
-    is_possible = sys.platform == "linux" and torch.version.cuda is not None
-    if not is_possible or any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+    if not _can_prefer_expandable_segments():
         return False
     # torch 2.13 has deprecated the name under torch.cuda; the environment is read once, long before we are called
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if configure is None:
-        return False
-    configure("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
+
+
+def has_expandable_segments() -> bool:
+    """Whether CUDA's allocator has expandable segments in a run of this process, also where none has begun yet.
+
+    They are there where the user's own settings ask for them, or where `prefer_expandable_segments` can.
+    """
+    if not _knows_expandable_segments():
+        return False
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # what this process has set since
+    settings = [*(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES), str(read())]
+    words = ",".join(settings).replace(" ", "").split(",")
+    asked = [word.removeprefix("expandable_segments:") for word in words if word.startswith("expandable_segments:")]
+    return asked[-1] == "True" if asked else _can_prefer_expandable_segments()
+
+
+def _knows_expandable_segments() -> bool:
+    return sys.platform == "linux" and torch.version.cuda is not None  # neither Windows nor ROCm has them
+
+
+def _can_prefer_expandable_segments() -> bool:
+    is_free = not any(name in os.environ for name in _ALLOCATOR_VARIABLES)
+    return _knows_expandable_segments() and is_free and hasattr(torch._C, "_accelerator_setAllocatorSettings")
 
 
 def keep_freed_memory() -> bool:

@@ -304,7 +304,9 @@ def _initialise(model: torch.nn.Module, targets: Sequence[str]) -> None:
     for name in targets:
         layer: Any = model.get_submodule(name)
         down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        drawn = torch.nn.init.kaiming_uniform_(torch.empty(down.shape, dtype=torch.float32, device="cpu"), a=5**0.5)
+        # a plan's adapter on meta draws nothing: the run's random numbers do not depend on whether it was planned
+        drawn = torch.empty(down.shape, dtype=torch.float32, device="meta" if down.is_meta else "cpu")
+        torch.nn.init.kaiming_uniform_(drawn, a=5**0.5)
         down.data, up.data = drawn.to(down.device), torch.zeros_like(up, dtype=torch.float32)
 
 

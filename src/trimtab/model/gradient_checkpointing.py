@@ -208,7 +208,9 @@ class _Drawn:
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
-        self._generators = [torch.default_generator]
+        # where nothing has data nothing is drawn, and the host's generator is another thread's
+        has_data = any(device.type != "meta" for device in devices) or not devices
+        self._generators = [torch.default_generator] if has_data else []
         for device in devices:
             if device.type == "mps":
                 self._generators.append(torch.mps._get_default_mps_generator())

@@ -28,10 +28,10 @@ from trimtab.model.nf4 import (
     build_quantized,
     device_for,
     loading_arguments,
-    num_weights,
     quantizable,
     settle,
     skeleton,
+    warning_of_little_quantized,
 )
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
@@ -119,10 +119,10 @@ def load_model(
             model, notes = _from_scratch(source, auto_class, kind, head, tokenizer, form), ["weights are random"]
         notes += _fit_to_tokenizer(model, tokenizer)
         model.to(form.device)
-    num_parameters = sum(num_weights(parameter) for parameter in model.parameters())
-    count = f"{num_parameters:,}" if num_parameters < 1e6 else f"{num_parameters / 1e6:,.1f} M"
-    facts = f"{type(model).__name__}, {count} parameters in {form}"
-    say("; ".join([f"{name}: {facts}", *notes]))
+    say("; ".join([f"{name}: {type(model).__name__}, {form.describe(model)}", *notes]))
+    warning = None if form.nf4 is None else warning_of_little_quantized(model)
+    if warning is not None:
+        say(warning)
     loaded: torch.nn.Module = model.eval()
     return loaded
 

@@ -7,6 +7,7 @@ read tensor by tensor, a model from a config is made block by block.
 import copy
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ _BLOCK = 64  # weights that share one scale
 _NESTED_BLOCK = 256  # scales that share one scale, with double quantization
 _CODE_BYTES = 16 * 4  # the values of the 16 codes, in fp32, kept with each weight
 _NESTED_CODE_BYTES = 256 * 4
+_MOST_NAMED = 3  # modules that a warning names
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -54,9 +56,13 @@ class LoadedForm:
     nf4: Nf4 | None
     device: torch.device
 
-    def __str__(self) -> str:
-        plain = _DTYPE_NAMES.get(self.dtype, str(self.dtype))
-        return plain if self.nf4 is None else f"nf4 and {plain}"
+    def describe(self, model: torch.nn.Module) -> str:
+        """How many weights a loaded model has, and in which form, such as "7.2 M parameters in bf16"."""
+        total = sum(map(num_weights, model.parameters()))
+        count, plain = _count_words(total), _DTYPE_NAMES.get(self.dtype, str(self.dtype))
+        if self.nf4 is None:
+            return f"{count} parameters in {plain}"
+        return f"{count} parameters, {num_quantized(model) / total:.1%} of them in nf4, the others in {plain}"
 
 
 def device_for(device: torch.device | str | None, nf4: Nf4 | None) -> torch.device:
@@ -93,6 +99,39 @@ def num_weights(parameter: torch.Tensor) -> int:
     """How many numbers a parameter stands for: two in each byte of a quantized one."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def num_quantized(model: torch.nn.Module) -> int:
+    """How many of a model's weights are in 4 bits."""
+    return sum(map(num_weights, filter(_is_quantized, model.parameters())))
+
+
+def _is_quantized(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def warning_of_little_quantized(model: torch.nn.Module) -> str | None:
+    """What to tell a user where 4 bits hold the smaller part of the weights; None where they hold the larger one."""
+    total, quantized = sum(map(num_weights, model.parameters())), num_quantized(model)
+    if 2 * quantized >= total:
+        return None
+    plain: Counter[str] = Counter()
+    owners = {id(p): (name, module) for name, module in model.named_modules() for p in module._parameters.values()}
+    for parameter in model.parameters():
+        if not _is_quantized(parameter):
+            name, module = owners[id(parameter)]
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            plain[f"{pattern} ({type(module).__name__})"] += parameter.numel()
+    largest = ", ".join(f"{name} with {count / total:.0%}" for name, count in plain.most_common(_MOST_NAMED))
+    counts = f"{_count_words(quantized)} of {_count_words(total)} weights ({quantized / total:.0%})"
+    return (
+        f"adapter: qlora: only {counts} are in 4 bits; the largest that are not: {largest}. Linear modules of the base "
+        "can be quantized, embeddings and experts that share one tensor cannot: adapter: lora needs little more memory"
+    )
+
+
+def _count_words(count: int) -> str:
+    return f"{count:,}" if count < 1e6 else f"{count / 1e6:,.1f} M"
 
 
 def is_nf4(module: torch.nn.Module) -> bool:

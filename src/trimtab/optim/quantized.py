@@ -90,7 +90,7 @@ class Quantized(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        functions: Any = importlib.import_module("bitsandbytes.functional")
+        functions = bitsandbytes_functions()
         for index, group in enumerate(self.param_groups):
             chance = Chance(group, index) if self.rounds_stochastically else None
             for parameter in group["params"]:
@@ -259,9 +259,14 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
                 theirs(group, parameter, group_index, index)
 
 
+def bitsandbytes_functions() -> Any:
+    """The functions of bitsandbytes, which is an extra and takes seconds to import."""
+    return importlib.import_module("bitsandbytes.functional")
+
+
 def _paged_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory that bitsandbytes never gives back: an optimizer is made once a process."""
-    functions: Any = importlib.import_module("bitsandbytes.functional")
+    functions = bitsandbytes_functions()
     buffer: torch.Tensor = functions.get_paged(*parameter.shape, dtype=dtype, device=parameter.device)
     functions.fill(buffer, 0)  # on the device, and waited for
     return buffer

@@ -73,9 +73,16 @@ def replay(events: Iterable[Event]) -> Replay:
     )
 
 
-def runs_under(events: Iterable[Event], cap: int) -> bool:
-    """Whether the events succeed with expandable segments under a limit of `cap` bytes: one replay, no search."""
-    return _shortfall(tuple(events), cap) == 0
+def peaks(events: Sequence[Event], *, expandable: bool = True) -> tuple[int, int]:
+    """The most that is in use and the most that is reserved at once, without a limit."""
+    allocator = CachingAllocator(expandable)
+    _feed(allocator, events)
+    return allocator.allocated_peak, allocator.reserved_peak
+
+
+def runs_under(events: Iterable[Event], cap: int, *, expandable: bool = True) -> bool:
+    """Whether the events succeed under a limit of `cap` bytes: one replay, no search."""
+    return _shortfall(tuple(events), cap, expandable) == 0
 
 
 class OverCap(Exception):
@@ -391,16 +398,16 @@ def _feed(allocator: CachingAllocator, events: Sequence[Event]) -> int:
     return peak_at
 
 
-def _shortfall(events: Sequence[Event], cap: int) -> int:
+def _shortfall(events: Sequence[Event], cap: int, expandable: bool = True) -> int:
     """0 where the events succeed under the limit, else the limit that would have let the failing request through."""
     try:
-        _feed(CachingAllocator(cap=cap), events)
+        _feed(CachingAllocator(expandable, cap), events)
     except OverCap as failure:
         return failure.wanted
     return 0
 
 
-def smallest_cap(events: Sequence[Event], allocated_peak: int) -> int:
+def smallest_cap(events: Sequence[Event], allocated_peak: int, *, expandable: bool = True) -> int:
     """The smallest limit that the events run under: one that succeeds, where one step less fails.
 
     A failure says which limit would have let its request through: the next one to try, unless the strides, which
@@ -408,11 +415,11 @@ def smallest_cap(events: Sequence[Event], allocated_peak: int) -> int:
     """
     fails = (allocated_peak - 1) // CAP_STEP  # less than what is in use at once cannot succeed
     runs, stride = fails + 1, 1
-    while wanted := _shortfall(events, runs * CAP_STEP):
+    while wanted := _shortfall(events, runs * CAP_STEP, expandable):
         fails, runs, stride = runs, max(runs + stride, -(-wanted // CAP_STEP)), 2 * stride
     while runs - fails > 1:
         middle = (fails + runs) // 2
-        if _shortfall(events, middle * CAP_STEP):
+        if _shortfall(events, middle * CAP_STEP, expandable):
             fails = middle
         else:
             runs = middle

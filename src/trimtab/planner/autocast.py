@@ -5,13 +5,14 @@ torch's own autocast acts on tensors of its device alone. Here the same lists of
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from trimtab.planner.confinement import stand_ins_on_this_thread
 
 _STAND_INS = ("meta", "cuda")
 _HALF = (torch.float16, torch.bfloat16)
@@ -132,15 +133,6 @@ class Autocast(TorchFunctionMode):
         if not self._state.depth:
             self._state.copies.clear()
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Also a decorator, as torch's is."""
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with Autocast(self._state, self._dtype, self._enabled):
-                return function(*args, **kwargs)
-
-        return wrapped
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         dtype = self._state.dtype
@@ -203,15 +195,46 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwa
 
 @contextlib.contextmanager
 def autocast_on_stand_in() -> Iterator[None]:
-    """Inside, `torch.autocast` of CUDA and of meta acts on meta tensors."""
+    """Inside, and on this thread, `torch.autocast` of CUDA and of meta acts on meta tensors."""
     state = _State()
-    real = torch.amp.autocast_mode.autocast
+    with stand_ins_on_this_thread([*_autocast_methods(state), *_autocast_questions(state)]):
+        yield
 
-    def make(device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> Any:
-        if device_type in _STAND_INS:
-            return Autocast(state, dtype, enabled)
-        return real(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
+def _autocast_methods(state: _State) -> Iterator[tuple[Any, str, Any]]:
+    """Stand-ins for the methods of `torch.autocast`; the class itself stays, other threads may ask for it."""
+    real: Any = torch.amp.autocast_mode.autocast
+    init, enter, leave = real.__init__, real.__enter__, real.__exit__
+
+    def stand_in_init(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        if device_type not in _STAND_INS:
+            init(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+            return
+        self.device, self.fast_dtype, self._enabled = device_type, dtype or torch.float16, enabled
+        self._cache_enabled = True if cache_enabled is None else cache_enabled
+
+    def stand_in_enter(self: Any) -> Any:
+        if self.device not in _STAND_INS:
+            return enter(self)
+        region = Autocast(state, self.fast_dtype, self._enabled)
+        self.__dict__.setdefault("_regions", []).append(region)  # as a decorator it may be entered twice
+        region.__enter__()
+        return self
+
+    def stand_in_exit(self: Any, *exception: Any) -> Any:
+        if self.device not in _STAND_INS:
+            return leave(self, *exception)
+        return self._regions.pop().__exit__(*exception)
+
+    yield real, "__init__", stand_in_init
+    yield real, "__enter__", stand_in_enter
+    yield real, "__exit__", stand_in_exit
+
+
+def _autocast_questions(state: _State) -> Iterator[tuple[Any, str, Any]]:
+    """Stand-ins for the functions that say whether autocast is on."""
     enabled_really, dtype_really = torch.is_autocast_enabled, torch.get_autocast_dtype
     available_really = torch.amp.is_autocast_available
 
@@ -228,15 +251,7 @@ def autocast_on_stand_in() -> Iterator[None]:
     def is_available(device_type: str) -> bool:
         return device_type in _STAND_INS or available_really(device_type)
 
-    with contextlib.ExitStack() as stack:
-        for place, name, new in (
-            (torch, "autocast", make),
-            (torch.amp, "autocast", make),
-            (torch.amp.autocast_mode, "autocast", make),
-            (torch, "is_autocast_enabled", is_enabled),
-            (torch, "get_autocast_dtype", dtype_of),
-            (torch.amp, "is_autocast_available", is_available),
-            (torch.amp.autocast_mode, "is_autocast_available", is_available),
-        ):
-            stack.enter_context(mock.patch.object(place, name, new))
-        yield
+    yield torch, "is_autocast_enabled", is_enabled
+    yield torch, "get_autocast_dtype", dtype_of
+    yield torch.amp, "is_autocast_available", is_available
+    yield torch.amp.autocast_mode, "is_autocast_available", is_available

@@ -5,16 +5,17 @@ Facts of torch 2.11 to 2.13, each held by a measured row in tests/planner.
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn import functional
 
 from trimtab.planner.autocast import autocast_on_stand_in
+from trimtab.planner.confinement import stand_ins_on_this_thread
 
 MIB = 2**20
 aten = torch.ops.aten
@@ -39,16 +40,21 @@ class Gpu:
         flash: Whether the flash kernel runs.
         num_multiprocessors: On which the work memory of some kernels depends.
         threads_per_multiprocessor: Likewise.
+        workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None where none is set.
     """
 
     capability: tuple[int, int] = (9, 0)
     flash: bool = True
     num_multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
+    workspace_config: str | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        """What cuBLAS takes for each thread that calls it."""
+        """What cuBLAS takes for each thread that calls it: the buffers configured, as size in KiB and number."""
+        buffers = re.findall(r":(\d+):(\d+)", self.workspace_config or "")
+        if buffers:
+            return sum(int(size) * int(number) for size, number in buffers) * 1024
         return 32 * MIB if self.capability >= (9, 0) else 8320 * 1024
 
 
@@ -338,22 +344,22 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 @contextlib.contextmanager
 def as_on_cuda(gpu: Gpu) -> Iterator[None]:
-    """Inside, what runs on meta takes the way that it would take on a GPU; nothing of it stays."""
+    """Inside, what this thread runs on meta takes the way that it would take on a GPU; nothing of it stays."""
+    with autocast_on_stand_in(), stand_ins_on_this_thread(_stand_ins_for(gpu)):
+        yield
+
+
+def _stand_ins_for(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
+    yield functional, "scaled_dot_product_attention", attention_for(gpu)
+    yield functional, "dropout", _dropout
+    # torch.utils.checkpoint sets the host's generator back, which on meta nothing has drawn from, but other threads may
+    yield torch, "set_rng_state", _nothing
     fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices
     foreach = torch.utils._foreach_utils._get_foreach_kernels_supported_devices
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autocast_on_stand_in())
-        patches: list[tuple[Any, str, Any]] = [
-            (functional, "scaled_dot_product_attention", attention_for(gpu)),
-            (functional, "dropout", _dropout),
-        ]
-        for module in (sys.modules[name] for name in _ASKING_FOR_KERNELS):
-            for name, real in (
-                ("_get_fused_kernels_supported_devices", fused),
-                ("_get_foreach_kernels_supported_devices", foreach),
-            ):
-                if hasattr(module, name):
-                    patches.append((module, name, lambda real=real: [*real(), "meta"]))
-        for place, name, new in patches:
-            stack.enter_context(mock.patch.object(place, name, new))
-        yield
+    for module in (sys.modules[name] for name in _ASKING_FOR_KERNELS):
+        for name, real in (
+            ("_get_fused_kernels_supported_devices", fused),
+            ("_get_foreach_kernels_supported_devices", foreach),
+        ):
+            if hasattr(module, name):
+                yield module, name, lambda real=real: [*real(), "meta"]

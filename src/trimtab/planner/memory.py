@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trimtab.planner.allocator import replay, round_size, runs_under, smallest_cap
+from trimtab.planner.allocator import peaks, round_size, runs_under, smallest_cap
 from trimtab.planner.trace import Event, Trace
 
 MIB = 2**20
@@ -34,6 +34,7 @@ class Prediction:
         stage: In which stage of the step that is.
         outside: Bytes of the device that the allocator does not manage.
         trace: What it was read from.
+        expandable: Whether the allocator has expandable segments.
     """
 
     allocated: int
@@ -41,16 +42,17 @@ class Prediction:
     stage: str
     outside: int
     trace: Trace
+    expandable: bool = True
 
     @cached_property
     def needed(self) -> int:
-        """The smallest limit of the allocator under which the step runs, with expandable segments."""
-        return smallest_cap(self.trace.events, _peak(self.trace.events)[0])
+        """The smallest limit of the allocator under which the step runs."""
+        return smallest_cap(self.trace.events, _peak(self.trace.events)[0], expandable=self.expandable)
 
     @cached_property
     def reserved(self) -> int:
-        """What the allocator takes where memory is plentiful, with expandable segments."""
-        return replay(self.trace.events).reserved_peak
+        """What the allocator takes where memory is plentiful."""
+        return peaks(self.trace.events, expandable=self.expandable)[1]
 
     @property
     def total(self) -> int:
@@ -60,7 +62,16 @@ class Prediction:
     def fits(self, budget: int) -> bool:
         """Whether the step runs in so many bytes of the device, without looking for the smallest limit."""
         room = budget - self.outside
-        return room >= self.allocated and runs_under(self.trace.events, room)
+        if self.expandable and room < self.allocated:  # fixed segments may keep smaller rests under a limit
+            return False
+        return runs_under(self.trace.events, room, expandable=self.expandable)
+
+    def with_fixed_segments(self) -> "Prediction":
+        """The same step where the allocator has fixed segments: blocks keep rests of up to 1 MiB, counted as in use."""
+        allocated, _ = peaks(self.trace.events, expandable=False)
+        kept = allocated - sum(self.parts.values())
+        parts = {**self.parts, "temporaries": self.parts["temporaries"] + kept}
+        return replace(self, allocated=allocated, parts=parts, expandable=False)
 
     def timeline(self, num_points: int = 200) -> list[Moment]:
         """The memory in use over the step, thinned out to the highest of each stretch."""

@@ -15,6 +15,7 @@ import torch
 from trimtab.model.hub import quiet_transformers
 from trimtab.planner.blocks import NotPeriodic, extend, watch_blocks
 from trimtab.planner.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.default_dtype import own_default_dtype
 from trimtab.planner.shortening import Shortened, shorten, stacks_of
 from trimtab.planner.stand_ins import kernels_stood_in
 from trimtab.planner.trace import Owner, Recorder, Trace
@@ -137,7 +138,7 @@ def _skeleton(config: Mapping[str, Any], head: str, dtype: torch.dtype) -> Any:
     import transformers
 
     values = dict(config)
-    with quiet_transformers(), torch.device("meta"):
+    with quiet_transformers(), torch.device("meta"), own_default_dtype():
         made = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         return getattr(transformers, head).from_config(made, dtype=dtype)
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,6 +16,7 @@ from torch.nn import functional
 from trimtab.errors import RecipeError
 from trimtab.model import adapters, linear_cross_entropy, lora_product, nf4, precision
 from trimtab.optim import build, quantized, stochastic_rounding
+from trimtab.planner.confinement import stand_ins_on_this_thread
 from trimtab.planner.trace import Recorder
 
 _BLOCK, _NESTED_BLOCK = 64, 256
@@ -24,7 +24,7 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 
 @contextlib.contextmanager
 def kernels_stood_in(recorder: Recorder, capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, optimizers and products that need kernels of a GPU run on meta."""
+    """Inside, and on this thread, optimizers and products that need kernels of a GPU run on meta."""
 
     def paged_or_not(self: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.is_paged and parameter.numel() >= quantized.MIN_PAGED:
@@ -62,26 +62,25 @@ def kernels_stood_in(recorder: Recorder, capability: tuple[int, int]) -> Iterato
         yield from chunks[2:3] if len(chunks) == 3 else chunks[-1:] if len(chunks) > 3 else ()
 
     half_sums = capability >= (8, 0)
-    with contextlib.ExitStack() as stack:
-        for place, name, new in (
-            (adapters, "say", lambda *_: None),  # of a model with fewer blocks, and not of the user's
-            (precision, "say", lambda *_: None),
-            (quantized, "require_extra", lambda *_: None),
-            (build, "require_extra", lambda *_: None),
-            (quantized, "importlib", SimpleNamespace(import_module=lambda _: None)),
-            (quantized.Quantized, "_buffer", paged_or_not),
-            (quantized.Quantized, "_maps_on", maps),
-            (quantized.Quantized, "_call", call),
-            (stochastic_rounding, "_kernel_for", lambda _: kernel),
-            (stochastic_rounding, "has_fused", lambda *_: True),
-            (stochastic_rounding.Chance, "_generator_on", lambda *_: None),
-            (linear_cross_entropy, "_sums_half_in_fp32", lambda _: half_sums),
-            (linear_cross_entropy, "_chunks", few_chunks),
-            (precision, "_use_tf32", lambda _: None),
-            (lora_product, "dequantized", dequantized),
-            (nf4, "dequantized", dequantized),
-        ):
-            stack.enter_context(mock.patch.object(place, name, new))
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (adapters, "say", lambda *_: None),  # of a model with fewer blocks, and not of the user's
+        (precision, "say", lambda *_: None),
+        (quantized, "require_extra", lambda *_: None),
+        (build, "require_extra", lambda *_: None),
+        (quantized, "bitsandbytes_functions", lambda: None),
+        (quantized.Quantized, "_buffer", paged_or_not),
+        (quantized.Quantized, "_maps_on", maps),
+        (quantized.Quantized, "_call", call),
+        (stochastic_rounding, "_kernel_for", lambda _: kernel),
+        (stochastic_rounding, "has_fused", lambda *_: True),
+        (stochastic_rounding.Chance, "_generator_on", lambda *_: None),
+        (linear_cross_entropy, "_sums_half_in_fp32", lambda _: half_sums),
+        (linear_cross_entropy, "_chunks", few_chunks),
+        (precision, "_use_tf32", lambda _: None),
+        (lora_product, "dequantized", dequantized),
+        (nf4, "dequantized", dequantized),
+    ]
+    with stand_ins_on_this_thread(stand_ins):
         yield
 
 

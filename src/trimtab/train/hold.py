@@ -42,7 +42,7 @@ class Hold:
         max_grad_norm: As in training.
         cap: What the run is held to.
         looks_ahead: Whether worst batches are run before the first step.
-        predicted_peak_bytes: What the plan foretold, if it did.
+        predicted_peak_bytes: What the plan predicted of the figure that `peak_memory` measures; None without a plan.
     """
 
     def __init__(
@@ -146,7 +146,9 @@ class Hold:
                 f"the step back\n  cure: go on with memory.micro_batch: {rows}"
             )
         if before <= num_processes:
-            raise DoesNotFit(f"{failure} {where} with one row at once\n  cure: {_CURES}")
+            has_plan = self._predicted is not None or not self.cap.budget_bytes
+            tried = "" if has_plan else " (no plan was made, so nothing but smaller micro-batches was tried)"
+            raise DoesNotFit(f"{failure} {where} with one row at once{tried}\n  cure: {_CURES}")
         sampler.recut(after)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
         return f"{failure} {where}: micro-batches of {' → '.join(shown)}"
