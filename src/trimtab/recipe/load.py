@@ -68,7 +68,10 @@ def load_recipe(
     for key, value in overrides.items():
         if value is not None:
             layers.put(key, value, _flag(key))
-    return _loaded(layers, sets)
+    for text in sets:
+        layers.add_set(text)
+    layers.begin_layer()
+    return _loaded(layers, changes, further)
 
 
 def load_to_resume(source: Path | Mapping[str, Any], origin: str, folder: Path, sets: Sequence[str]) -> LoadedRecipe:
@@ -92,16 +95,19 @@ def load_to_resume(source: Path | Mapping[str, Any], origin: str, folder: Path, 
     layers.values.pop("name", None)
     layers.origins.pop("name", None)
     layers.put("out", str(folder), _flag("out"))
+    layers.begin_layer()
     loaded = _loaded(layers, sets)
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
     return loaded
 
 
-def _loaded(layers: "_Layers", sets: Sequence[str]) -> LoadedRecipe:
-    for text in sets:
-        layers.add_set(text)
-    layers.begin_layer()
+def _loaded(
+    layers: "_Layers",
+    changes: Sequence[str],
+    further: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
+) -> LoadedRecipe:
+    """Lay the last changes over the layers, validate the whole, and note where each value came from."""
     for text in changes:
         layers.add_set(text)
     layers.refuse_settings_without_adapter()
