@@ -33,17 +33,20 @@ def rebuild_status(path: Path) -> dict[str, Any] | None:
 
     saved = Shelf(path / CHECKPOINTS).checkpoints()
     valid = [checkpoint for checkpoint in saved if checkpoint.is_valid]
-    newest = (valid or saved or [None])[-1]
-    known = {} if newest is None else newest.facts.get("run", {})
-    if newest is None or not (known or (path / RECIPE).exists() or (path / JOURNAL).exists()):
+    if not saved:
+        return None
+    newest = (valid or saved)[-1]
+    known = newest.facts.get("run", {})
+    if not (known or (path / RECIPE).exists() or (path / JOURNAL).exists()):
         return None  # states of a loop of the user's own, which has no run.json
     lines = list(whole_lines(path / JOURNAL))
     steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
     first = lines[0].get("time") if lines else None
+    planned = _read(path / "plan.json").get("num_steps")
     tracking = Tracking.read(path)
     status: dict[str, Any] = {
         "id": uuid.uuid4().hex if tracking is None else tracking.about.run,
-        "num_steps": _read(path / "plan.json").get("num_steps", 0),
+        "num_steps": planned if isinstance(planned, int) else 0,
         "started": first if isinstance(first, int | float) else newest.facts.get("time", time.time()),
         **_facts_of_best(_read(path / "best" / "trimtab.json")),
         **known,
