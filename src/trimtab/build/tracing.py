@@ -395,4 +395,4 @@ class _BackwardSeen(TorchFunctionMode):
         if func is not torch.Tensor.backward:
             return func(*args, **(kwargs or {}))
         with self._recorder.during("backward"):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
