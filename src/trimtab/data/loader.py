@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trimtab.data.accelerate_sharding import AccelerateSharding
 from trimtab.data.placement import Placement
-from trimtab.data.sharding import NoSharding, Shard, Sharding, SplitRows
+from trimtab.data.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
 from trimtab.log import say
@@ -61,6 +62,7 @@ class _IndexIterator:
         self._sharding = sharding
         self._next: Any = _UNREAD
         self.group: list[Any] = []  # what all processes read next
+        self._first: list[Any] = []  # what they read first
         self.num_issued = num_skipped
         self.issued: deque[Shard] = deque()  # not delivered yet: workers are given their indices ahead
         self.exhausted = False
@@ -68,14 +70,21 @@ class _IndexIterator:
     def prime(self) -> None:
         """Draw the order of the epoch and pass over what was delivered before."""
         if self._next is _UNREAD:
-            for _ in range(self._num_skipped * self._sharding.group_size):
-                next(self._iterator, None)
+            for _ in range(self._num_skipped):
+                self._next_group()
             self._read()
 
+    def _next_group(self) -> list[Any]:
+        group = list(islice(self._iterator, self._sharding.group_size))
+        self._first = self._first or group
+        return group
+
     def _read(self) -> None:
-        group = self.group = list(islice(self._iterator, self._sharding.group_size))
-        self._next = self._sharding.share_indices(group) if group else _NOTHING
-        self.exhausted = not group
+        self.group = self._next_group()
+        self._next = self._sharding.share_indices(self.group, self._first) if self.group else _NOTHING
+        if self._next is not _NOTHING and self._next.content is MISSING:
+            self._next = _NOTHING
+        self.exhausted = self._next is _NOTHING
 
     def __iter__(self) -> "_IndexIterator":
         return self
@@ -106,7 +115,17 @@ class _IndexSource:
         return self.iterator
 
     def __len__(self) -> int:
-        return -(-len(self._batches) // self._sharding.group_size)
+        return self._sharding.num_shares(len(self._batches))
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler of the loader that was prepared."""
+        return self._batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process has the same number of batches."""
+        return bool(getattr(self._sharding, "is_even", True))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_batches":
@@ -151,6 +170,7 @@ class PreparedLoader:
         self._start: RandomState | None = None  # the generators when the epoch began that is being iterated
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
+        self._first_group: list[Any] = []  # what the epoch began with, of data without indices
         self._ahead: Any = _UNREAD  # a batch read before it was asked for, where only that tells the end
         self._last_read: dict[str, Any] | None = None  # what it takes to read that batch again
         self._indices: _IndexSource | None = None
@@ -159,10 +179,7 @@ class PreparedLoader:
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """A shallow copy of the loader that pins memory and, for map-style data, counts what it issues."""
-        source = copy.copy(loader)
-        object.__setattr__(source, "_iterator", None)
-        if self._place.pins_memory:
-            source.pin_memory = True
+        source = self._copy_of(loader)
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
@@ -173,13 +190,54 @@ class PreparedLoader:
             object.__setattr__(source, attribute, self._indices)
         return source
 
+    def _copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        source = copy.copy(loader)
+        object.__setattr__(source, "_iterator", None)
+        if self._place.pins_memory:
+            source.pin_memory = True
+        return source
+
     def __len__(self) -> int:
-        return -(-len(self.loader) // self._sharding.group_size)
+        return self._sharding.num_shares(len(self.loader))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_source"):
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The loader's own, or, where batches are shared out as Accelerate does it, that of this process."""
+        if self._indices is not None and isinstance(self._sharding, AccelerateSharding):
+            return self._indices
+        return self.loader.batch_sampler
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Accelerate's name for `end_of_epoch`."""
+        return self.end_of_epoch
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Rows of the dataset, over all processes."""
+        return len(self.loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of a full batch, over all processes; None where the loader does not say."""
+        size = self.loader.batch_size or getattr(self.loader.batch_sampler, "batch_size", None)
+        return None if size is None else size * self._sharding.group_size
+
+    def override_even_batches(self, is_even: bool) -> bool | None:
+        """Choose whether every process has the same number of batches; None where that cannot be chosen.
+
+        Returns:
+            What was chosen before.
+        """
+        if self._indices is None or not isinstance(self._sharding, AccelerateSharding):
+            return None
+        before, self._sharding.is_even = self._sharding.is_even, is_even
+        return before
 
     @property
     def num_remaining(self) -> int | None:
@@ -204,7 +262,7 @@ class PreparedLoader:
         A process without rows of its own gives nothing. Of the others only tensors as long as a full batch are cut: a
         value repeated for each row of a batch, say.
         """
-        full = {self.loader.batch_size or 0}
+        full = {self.loader.batch_size or 0, self._shard.num_held}
         if len(parts) > 1:
             full |= {-(-size // len(parts)) for size in full}
         rows_of_all = self._shard.rows_of_all if len(self._shard.rows_of_all) == len(parts) else (0,) * len(parts)
@@ -212,6 +270,16 @@ class PreparedLoader:
             return concatenated(parts) if len(parts) > 1 else parts[0]
         cut = [_first_rows(part, num_rows, full) for part, num_rows in zip(parts, rows_of_all, strict=True)]
         return concatenated(cut) if len(cut) > 1 else cut[0]
+
+    def own_objects(self, value: Any) -> Any:
+        """A list with one object for each row of the current batch, without those of rows that only fill it up."""
+        is_for_rows = isinstance(value, list) and len(value) == self._shard.num_held
+        return value[: self._shard.num_rows] if is_for_rows else value
+
+    @property
+    def has_no_rows(self) -> bool:
+        """Whether all rows of this process's batch only fill it up."""
+        return self.row_share == 0 or (self._shard.num_held > 0 and self._shard.num_rows == 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration counts as; samplers and datasets that listen are told."""
@@ -262,7 +330,7 @@ class PreparedLoader:
 
     def _delivered(self, loaded: Any, shard: Shard) -> Any:
         if self._divides_loaded and self._world.num_processes > 1:
-            shard = self._sharding.share_loaded([loaded])
+            shard = self._sharding.share_loaded([loaded], [loaded])
             loaded = shard.content
         self._shard = shard
         return loaded
@@ -271,7 +339,7 @@ class PreparedLoader:
         if self._ahead is _UNREAD:
             self._read_ahead(batches)
         while self._ahead is not _NOTHING:
-            shard = self._sharding.share_loaded(self._ahead)
+            shard: Shard = self._ahead
             self._read_ahead(batches)
             self.num_delivered += 1
             self.end_of_epoch = self._ahead is _NOTHING
@@ -289,9 +357,23 @@ class PreparedLoader:
             self._last_read = {"epoch": self.epoch, "random": self._random_state()}
             if owner is not None:
                 self._last_read["source"] = copy.deepcopy(owner.state_dict())
-            self._ahead = list(islice(batches, self._sharding.group_size)) or _NOTHING
+            group = self._read_group(batches)
+            self._ahead = self._sharding.share_loaded(group, self._first_group) if group else _NOTHING
+            if self._ahead is not _NOTHING and self._ahead.content is MISSING:
+                self._ahead = _NOTHING
             if owner is not None and self._ahead is _NOTHING:
                 self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
+
+    def _read_group(self, batches: Iterator[Any]) -> list[Any]:
+        """Batches of all processes, from data without indices."""
+        group = list(islice(batches, self._sharding.group_size))
+        if isinstance(self._sharding, AccelerateSharding) and not self._first_group:
+            self._first_group = group
+        return group
+
+    def _iterate(self) -> Iterator[Any]:
+        """The batches themselves, from the beginning of an epoch."""
+        return iter(self._source)
 
     @contextmanager
     def _reading_alike(self) -> Iterator[None]:
@@ -317,7 +399,7 @@ class PreparedLoader:
     def _begin_epoch(self) -> Iterator[Any]:
         if self._iteration is not None:
             self._end_iteration()
-        self.end_of_epoch, self._ahead = False, _UNREAD
+        self.end_of_epoch, self._ahead, self._first_group = False, _UNREAD, []
         resume, self._resume = self._resume, None
         num_skipped, self._skip = self._skip, None
         if resume is not None:
@@ -403,14 +485,14 @@ class PreparedLoader:
         owner = self._owner_of_place()
         if "source_at_end" not in last_read:
             owner.load_state_dict(copy.deepcopy(last_read["source"]))
-            batches = iter(self._source)
+            batches = self._iterate()
             self._restore_random_state(last_read["random"])
             self._read_ahead(batches)
             return batches
         # A state at the end of an epoch can mean two things: nothing is left, which one more iteration uses up; or
         # the next epoch, which that iteration would begin.
         owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
-        if next(iter(self._source), _NOTHING) is not _NOTHING:
+        if next(self._iterate(), _NOTHING) is not _NOTHING:
             owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
         self._last_read, self._ahead = last_read, _NOTHING
         return iter(())
@@ -436,12 +518,12 @@ class PreparedLoader:
         self.num_delivered = num_batches
         if self._indices is not None:
             self._indices.num_skipped = num_batches
-            return iter(self._source)
-        batches = iter(self._source)
+            return self._iterate()
+        batches = self._iterate()
         if num_batches:
             say(f"a dataset that cannot say its place is read again: {num_batches} batches are passed over")
             for _ in range(num_batches):
-                next(batches, None)
+                self._read_group(batches)
         return batches
 
     def start_at(self, num_batches: int) -> None:
