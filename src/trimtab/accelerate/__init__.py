@@ -22,6 +22,7 @@ from trimtab.accelerate.configuration import (
 )
 from trimtab.accelerate.drop_in import Accelerator
 from trimtab.accelerate.latest import AcceleratorState, GradientState, PartialState
+from trimtab.accelerate.launching import notebook_launcher
 from trimtab.accelerate.loaders import prepare_data_loader, skip_first_batches
 from trimtab.accelerate.logger import MultiProcessAdapter, get_logger
 from trimtab.accelerate.operations import (
@@ -43,7 +44,6 @@ from trimtab.accelerate.seeding import set_seed
 from trimtab.data.dispatch import DispatchedLoader as DataLoaderDispatcher
 from trimtab.data.loader import PreparedLoader as DataLoaderShard
 from trimtab.data.seedable import SeedableRandomSampler
-from trimtab.distributed.notebook import launch
 from trimtab.distributed.world import DistributedType
 from trimtab.optim.prepared import PreparedOptimizer as AcceleratedOptimizer
 from trimtab.optim.prepared import PreparedScheduler as AcceleratedScheduler
@@ -88,11 +88,6 @@ __all__ = [
     "synchronize_rng_state",
     "synchronize_rng_states",
 ]
-
-
-def notebook_launcher(function: Any, args: Any = (), num_processes: int = 1, **options: Any) -> Any:
-    """Call a function on several processes of this host; see `trimtab.launch` for options of it."""
-    return launch(function, args, processes=num_processes, **options)
 
 
 def __getattr__(name: str) -> Any:

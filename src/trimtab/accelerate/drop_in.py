@@ -2,12 +2,17 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trimtab.accelerate.latest import is_set, remember
+from trimtab.data.loader import PreparedLoader
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
+from trimtab.optim.prepared import PreparedOptimizer
 
 _CURES = {
     "deepspeed_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",
@@ -120,6 +125,87 @@ class Accelerator(Engine):
             **options,
         )
         remember(self)
+
+    # What follows takes arguments that Accelerate has and the engine has not.
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Prepare one model; with `evaluation_mode` it is not connected to those of other processes."""
+        if evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
+            raise RecipeError(
+                "prepare_model(evaluation_mode=True) is not supported for a model that trains",
+                "model.requires_grad_(False) first: a model that does not train is not connected",
+            )
+        prepared: torch.nn.Module = self.prepare(model, device_placement=_listed(device_placement))
+        return prepared
+
+    def prepare_data_loader(
+        self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """Prepare one loader."""
+        if slice_fn_for_dispatch is not None:
+            raise RecipeError("slice_fn_for_dispatch is not supported", "leave it out: rows of tensors are divided")
+        prepared: PreparedLoader = self.prepare(loader, device_placement=_listed(device_placement))
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Prepare one optimizer."""
+        return super().prepare_optimizer(optimizer)
+
+    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
+        """Write the state to a folder."""
+        if output_dir is None:
+            raise RecipeError("save_state() without a folder is not supported", "accelerator.save_state(a folder)")
+        _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
+        return super().save_state(output_dir)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
+        """Restore what `save_state` wrote."""
+        if input_dir is None:
+            raise RecipeError("load_state() without a folder is not supported", "accelerator.load_state(a folder)")
+        _refuse_unless(not load_kwargs, "load_state(load_kwargs=…)", "leave it out")
+        super().load_state(input_dir)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights to one file of safetensors."""
+        _refuse_unless(max_shard_size == "10GB", f"save_model(max_shard_size={max_shard_size!r})", "leave it out")
+        cure = "accelerator.save(accelerator.get_state_dict(model), a file)"
+        _refuse_unless(safe_serialization, "save_model(safe_serialization=False)", cure)
+        super().save_model(model, save_directory)
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> torch.nn.Module:
+        """The model as it was given; what torch.compile made of it only if asked for."""
+        if keep_torch_compile and "_orig_mod" in model._modules:
+            return model
+        return super().unwrap_model(model, keep_fp32_wrapper)
+
+    def autocast(self, enabled: Any = True, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """A context in which operations run in the engine's precision; an AutocastKwargs can switch it off."""
+        handler = autocast_handler if autocast_handler is not None else enabled
+        return super().autocast(bool(getattr(handler, "enabled", handler)))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name."""
+        _refuse_unless(not unwrap, "get_tracker(unwrap=True)", "mlflow.MlflowClient() with the run's id")
+        return super().get_tracker(name)
+
+
+def _listed(device_placement: bool | None) -> list[bool] | None:
+    return None if device_placement is None else [device_placement]
+
+
+def _refuse_unless(is_usual: bool, what: str, cure: str) -> None:
+    if not is_usual:
+        raise RecipeError(f"{what} is not supported", cure)
 
 
 def _precision(asked: Any) -> str:

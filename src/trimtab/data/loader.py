@@ -8,7 +8,6 @@ With several processes all read the same order, the one that the first process d
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -18,15 +17,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab.data.accelerate_sharding import AccelerateSharding
+from trimtab.data.index_batches import NOTHING, UNREAD, IndexSource
 from trimtab.data.placement import Placement
 from trimtab.data.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
 from trimtab.log import say
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
-
-_NOTHING = object()
-_UNREAD = object()
 
 
 class ActiveLoaders:
@@ -50,87 +47,6 @@ class ActiveLoaders:
             if self._stack[index] is loader:
                 del self._stack[index]
                 return
-
-
-class _IndexIterator:
-    """Index batches of one epoch, read one ahead, so that the last is known before it is loaded."""
-
-    def __init__(self, batches: Any, num_skipped: int, sharding: Sharding) -> None:
-        # now, and the first index later: samplers draw their order at either, as with a plain DataLoader
-        self._iterator: Iterator[Any] = iter(batches)
-        self._num_skipped = num_skipped
-        self._sharding = sharding
-        self._next: Any = _UNREAD
-        self.group: list[Any] = []  # what all processes read next
-        self._first: list[Any] = []  # what they read first
-        self.num_issued = num_skipped
-        self.issued: deque[Shard] = deque()  # not delivered yet: workers are given their indices ahead
-        self.exhausted = False
-
-    def prime(self) -> None:
-        """Draw the order of the epoch and pass over what was delivered before."""
-        if self._next is _UNREAD:
-            for _ in range(self._num_skipped):
-                self._next_group()
-            self._read()
-
-    def _next_group(self) -> list[Any]:
-        group = list(islice(self._iterator, self._sharding.group_size))
-        self._first = self._first or group
-        return group
-
-    def _read(self) -> None:
-        self.group = self._next_group()
-        self._next = self._sharding.share_indices(self.group, self._first) if self.group else _NOTHING
-        if self._next is not _NOTHING and self._next.content is MISSING:
-            self._next = _NOTHING
-        self.exhausted = self._next is _NOTHING
-
-    def __iter__(self) -> "_IndexIterator":
-        return self
-
-    def __next__(self) -> Any:
-        self.prime()
-        if self._next is _NOTHING:
-            raise StopIteration
-        shard = self._next
-        self.num_issued += 1
-        self.issued.append(shard)
-        self._read()
-        return shard.content
-
-
-class _IndexSource:
-    """Stands in a DataLoader in the place of its batch sampler, and can start in the middle of an epoch."""
-
-    def __init__(self, batches: Any, sharding: Sharding) -> None:
-        self._batches = batches
-        self._sharding = sharding
-        self.num_skipped = 0
-        self.holds_back = False  # gives nothing, so that workers can be started without work
-        self.iterator: _IndexIterator | None = None
-
-    def __iter__(self) -> _IndexIterator:
-        self.iterator = _IndexIterator(() if self.holds_back else self._batches, self.num_skipped, self._sharding)
-        return self.iterator
-
-    def __len__(self) -> int:
-        return self._sharding.num_shares(len(self._batches))
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler of the loader that was prepared."""
-        return self._batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every process has the same number of batches."""
-        return bool(getattr(self._sharding, "is_even", True))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
 
 
 class PreparedLoader:
@@ -171,9 +87,9 @@ class PreparedLoader:
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
         self._first_group: list[Any] = []  # what the epoch began with, of data without indices
-        self._ahead: Any = _UNREAD  # a batch read before it was asked for, where only that tells the end
+        self._ahead: Any = UNREAD  # a batch read before it was asked for, where only that tells the end
         self._last_read: dict[str, Any] | None = None  # what it takes to read that batch again
-        self._indices: _IndexSource | None = None
+        self._indices: IndexSource | None = None
         self._divides_loaded = True
         self._source = self._instrumented(loader)
 
@@ -185,7 +101,7 @@ class PreparedLoader:
             # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
             self._divides_loaded = attribute == "sampler" and isinstance(self._sharding, SplitRows)
             of_indices = NoSharding() if self._divides_loaded else self._sharding
-            self._indices = _IndexSource(getattr(loader, attribute), of_indices)
+            self._indices = IndexSource(getattr(loader, attribute), of_indices)
             # DataLoader guards these names against assignment after construction; a copy may differ.
             object.__setattr__(source, attribute, self._indices)
         return source
@@ -304,7 +220,7 @@ class PreparedLoader:
             if self._iteration is iteration:  # else the next one has begun before this one was given up
                 self.num_delivered = 0
                 self._start = None
-                self._ahead = _UNREAD
+                self._ahead = UNREAD
                 self.end_of_epoch = completed or self.end_of_epoch
                 self._end_iteration()
 
@@ -336,13 +252,13 @@ class PreparedLoader:
         return loaded
 
     def _end_found_by_reading_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self._ahead is _UNREAD:
+        if self._ahead is UNREAD:
             self._read_ahead(batches)
-        while self._ahead is not _NOTHING:
+        while self._ahead is not NOTHING:
             shard: Shard = self._ahead
             self._read_ahead(batches)
             self.num_delivered += 1
-            self.end_of_epoch = self._ahead is _NOTHING
+            self.end_of_epoch = self._ahead is NOTHING
             self._shard = shard
             self._tell_monitor()
             yield self._place(shard.content)
@@ -358,10 +274,10 @@ class PreparedLoader:
             if owner is not None:
                 self._last_read["source"] = copy.deepcopy(owner.state_dict())
             group = self._read_group(batches)
-            self._ahead = self._sharding.share_loaded(group, self._first_group) if group else _NOTHING
-            if self._ahead is not _NOTHING and self._ahead.content is MISSING:
-                self._ahead = _NOTHING
-            if owner is not None and self._ahead is _NOTHING:
+            self._ahead = self._sharding.share_loaded(group, self._first_group) if group else NOTHING
+            if self._ahead is not NOTHING and self._ahead.content is MISSING:
+                self._ahead = NOTHING
+            if owner is not None and self._ahead is NOTHING:
                 self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
 
     def _read_group(self, batches: Iterator[Any]) -> list[Any]:
@@ -399,7 +315,7 @@ class PreparedLoader:
     def _begin_epoch(self) -> Iterator[Any]:
         if self._iteration is not None:
             self._end_iteration()
-        self.end_of_epoch, self._ahead, self._first_group = False, _UNREAD, []
+        self.end_of_epoch, self._ahead, self._first_group = False, UNREAD, []
         resume, self._resume = self._resume, None
         num_skipped, self._skip = self._skip, None
         if resume is not None:
@@ -417,9 +333,21 @@ class PreparedLoader:
 
     @contextmanager
     def _drawing_alike(self) -> Iterator[None]:
-        """Every process draws the order that the first one draws; their own random numbers stay as they were."""
+        """Every process draws the order that the first one draws; their own random numbers stay as they were.
+
+        Accelerate sends the state of the sampler's generator alone, and lets every process draw the rest by itself.
+        """
         if self._world.num_processes == 1:
             yield
+            return
+        if self._indices is not None and isinstance(self._sharding, AccelerateSharding):
+            states = self._world.object_of_first([generator.get_state() for generator in self._generators()])
+            for generator, state in zip(self._generators(), states, strict=True):
+                generator.set_state(state)
+            yield
+            assert self._indices.iterator is not None
+            self._indices.iterator.prime()
+            self._require_same_order(self._indices.iterator.group)
             return
         own = host_random_state()
         first = self._world.object_of_first(self._random_state())
@@ -478,7 +406,7 @@ class PreparedLoader:
             next_epoch, self.epoch = self.epoch, resume["last_read"]["epoch"]
             self._tell_epoch()
             self._read_again(resume["last_read"])
-            self.epoch, self._ahead = next_epoch, _UNREAD
+            self.epoch, self._ahead = next_epoch, UNREAD
 
     def _read_again(self, last_read: dict[str, Any]) -> Iterator[Any]:
         """Let data that keeps its own place do again what it did last; the batch is `_ahead` then."""
@@ -492,9 +420,9 @@ class PreparedLoader:
         # A state at the end of an epoch can mean two things: nothing is left, which one more iteration uses up; or
         # the next epoch, which that iteration would begin.
         owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
-        if next(self._iterate(), _NOTHING) is not _NOTHING:
+        if next(self._iterate(), NOTHING) is not NOTHING:
             owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
-        self._last_read, self._ahead = last_read, _NOTHING
+        self._last_read, self._ahead = last_read, NOTHING
         return iter(())
 
     def _has_lasting_workers(self) -> bool:
@@ -600,9 +528,7 @@ class PreparedLoader:
         }
         if self._common is not None:
             place["common"] = self._common
-        has_begun = (
-            not is_over and self._start is not None and (self._indices is not None or self._ahead is not _UNREAD)
-        )
+        has_begun = not is_over and self._start is not None and (self._indices is not None or self._ahead is not UNREAD)
         if has_begun:
             place["start"] = self._start
         if self._last_read is not None and (has_begun or "source" in self._last_read):

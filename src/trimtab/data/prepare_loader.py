@@ -27,7 +27,8 @@ def prepare_loader(
     if isinstance(sharding, NoSharding):
         kind = DispatchedLoader if dispatches and is_iterable else PreparedLoader
         return kind(loader, place, active, world, sharding)
-    _say_whose_batch_it_is(_batch_size_of(loader), world.num_processes, rules)
+    if loader.batch_size is not None:
+        _say_whose_batch_it_is(loader.batch_size, world.num_processes, rules)
     if dispatches:
         return DispatchedLoader(loader, place, active, world, sharding)
     if rules.as_accelerate and not is_iterable and not rules.is_seedable:
@@ -73,18 +74,19 @@ def _batch_size_of(loader: DataLoader[Any]) -> int | None:
     return loader.batch_size or getattr(_batches_of(loader), "batch_size", None)
 
 
-def _say_whose_batch_it_is(batch_size: int | None, num_processes: int, rules: LoaderRules) -> None:
-    """With Accelerate a batch is that of one process, here that of all: a line says which it is."""
-    if batch_size is None:
-        return
+def _say_whose_batch_it_is(batch_size: int, num_processes: int, rules: LoaderRules) -> None:
+    """With Accelerate a batch is that of one process, here that of all: a line says which it is, and what follows."""
+    each, is_uneven = divmod(batch_size, num_processes)
+    share = f"{each} or {each + 1}" if is_uneven else str(each)
+    shared = f"batch of {batch_size} shared by {num_processes} processes, {share} each"
+    of_each = f"{batch_size} each"
     if rules.splits:
-        each = batch_size // num_processes
-        shares = f"{each} each" if batch_size % num_processes == 0 else f"{each} or {each + 1} each"
-        cure = f"split_batches=False for {batch_size} each"
-        say_once(f"batch of {batch_size} shared by {num_processes} processes, {shares}; {cure}")
+        say_once(
+            f"{shared}; a schedule steps once for each optimizer step; split_batches=False for {of_each} and "
+            f"{num_processes} steps, as Accelerate counts"
+        )
     else:
         say_once(
-            f"batch of {batch_size} for each of {num_processes} processes, {batch_size * num_processes} in all, and "
-            f"schedules step {num_processes} times for each optimizer step, as with Accelerate; split_batches=True "
-            f"for {batch_size} in all and schedules that step once"
+            f"batch of {batch_size} for each of {num_processes} processes; a schedule steps {num_processes} times for "
+            f"each optimizer step, as Accelerate counts; split_batches=True for {share} each and one step"
         )

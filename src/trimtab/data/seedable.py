@@ -19,12 +19,12 @@ class SeedableRandomSampler(RandomSampler):
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.generator is None:  # from the beginning: what a loader saves of its place counts its generators
+            self.generator = torch.Generator()
         self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
         self.epoch += 1

@@ -249,7 +249,9 @@ def run_all(folder: Path, replacements: ModuleType, only: str = "") -> dict[str,
     rank, num_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     outcomes: dict[str, str] = {}
     scripts = load_scripts(replacements)
-    for case in cases_of(scripts):
+    cases = cases_of(scripts)
+    _require_all(scripts, cases)
+    for case in cases:
         if num_processes in case.num_processes and case.name.startswith(only):
             torch.manual_seed(0)
             with tempfile.TemporaryDirectory() as work:
@@ -269,3 +271,13 @@ def run_all(folder: Path, replacements: ModuleType, only: str = "") -> dict[str,
 def main(folder: Path) -> None:
     """What each process does."""
     run_all(folder, importlib.import_module("trimtab.accelerate"))
+
+
+def _require_all(scripts: SimpleNamespace, cases: list[Case]) -> None:
+    """A function that a new version of Accelerate adds is not left out in silence."""
+    called = {case.name.partition(" ")[0] for case in cases}
+    for short, script in vars(scripts).items():
+        own = [name for name, value in vars(script).items() if getattr(value, "__module__", "") == SCRIPTS[short]]
+        tests = {name for name in own if name.startswith(("test_", "check_")) or name.endswith("_check")}
+        tests -= {"check_model_parameters"}  # others call it
+        assert {f"{short}.{name}" for name in tests} <= called, tests
