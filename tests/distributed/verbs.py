@@ -271,7 +271,7 @@ def gathers_objects_of_real_rows_only():
 
 
 def counts_schedules_by_whose_batch_it_is():
-    """A schedule of 12 steps, and 12 batches: over after an epoch, whether processes share a batch or have their own."""
+    """A schedule of 12 steps, and 12 batches: over after an epoch, whosever the batches are."""
 
     def ended_with(accumulation=1, **settings):
         engine = Engine(cpu=True, gradient_accumulation_steps=accumulation, **settings)
