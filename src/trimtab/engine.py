@@ -404,14 +404,14 @@ class Engine(AccelerateVerbs):
         Returns:
             The folder.
         """
-        return save_together(self._world, output_dir, self._parts(), self._accumulation.sync)
+        return save_together(self._world, output_dir, self._parts(), self._gradients.are_same_everywhere)
 
     def capture_state(self) -> dict[str, Encoded] | None:
         """What `save_state` would write, for a writer of one's own: its tensors are the living ones.
 
         Every process calls it; the first one gets the state, the others None.
         """
-        return capture_together(self._world, self._parts(), self._accumulation.sync)
+        return capture_together(self._world, self._parts(), self._gradients.are_same_everywhere)
 
     def load_state(self, input_dir: str | Path | StoredCheckpoint) -> None:
         """Restore what `save_state` wrote, into the same prepared objects; if it does not fit, nothing is changed.
@@ -608,7 +608,7 @@ class Engine(AccelerateVerbs):
         return self._world.main_process_first(local=True)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """A context that gives this process its share of a list, tuple, dict or tensor."""
+        """A context that gives this process its share of a list, tuple, dict, tensor or dataset."""
         return nullcontext(self._world.split(inputs, apply_padding))
 
     def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
@@ -678,12 +678,13 @@ class Engine(AccelerateVerbs):
 class _MicroBatch:
     """The context that `accumulate` gives. A class, because a generator costs more than the rest of the engine."""
 
-    __slots__ = ("_accumulation", "_connected", "_loaders")
+    __slots__ = ("_accumulation", "_connected", "_exchanged", "_loaders")
 
     def __init__(self, accumulation: Accumulation, loaders: ActiveLoaders, connected: list[DataParallel]) -> None:
         self._accumulation = accumulation
         self._loaders = loaders
         self._connected = connected
+        self._exchanged: list[DataParallel] = []
 
     def __enter__(self) -> None:
         loader = self._loaders.innermost
@@ -692,12 +693,14 @@ class _MicroBatch:
         else:
             self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch, loader.row_share)
         self._accumulation.inside = True
-        for model in self._connected:
+        # inside an outer no_sync nothing is exchanged where a window ends either
+        self._exchanged = [model for model in self._connected if model.require_backward_grad_sync]
+        for model in self._exchanged:
             model.require_backward_grad_sync = self._accumulation.exchanges
 
     def __exit__(self, *exception: object) -> None:
         self._accumulation.inside = False
-        for model in self._connected:
+        for model in self._exchanged:
             model.require_backward_grad_sync = True
 
 

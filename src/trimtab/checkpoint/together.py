@@ -19,14 +19,14 @@ from trimtab.errors import CheckpointError
 from trimtab.randomness import random_state
 
 
-def save_together(world: World, folder: str | Path, parts: Sequence[Part], at_window_end: bool) -> str:
+def save_together(world: World, folder: str | Path, parts: Sequence[Part], gradients_are_same: bool) -> str:
     """Write every part to a folder. All processes call it; only their generators differ, and all of these are kept.
 
     Args:
         world: The processes.
         folder: Where to; that of the first process counts.
         parts: The state.
-        at_window_end: No gradients wait for a step; those of several processes could not be saved.
+        gradients_are_same: Every process has the same gradients, or none; what differs could not be saved.
 
     Returns:
         The folder.
@@ -34,7 +34,7 @@ def save_together(world: World, folder: str | Path, parts: Sequence[Part], at_wi
     if world.num_processes == 1:
         return str(save_parts(folder, parts))
     world.monitor.meet("save_state")
-    _gather_generators(world, parts, at_window_end)
+    _gather_generators(world, parts, gradients_are_same)
     problem: Exception | None = None
     if world.process_index == 0:
         try:
@@ -48,18 +48,18 @@ def save_together(world: World, folder: str | Path, parts: Sequence[Part], at_wi
     return str(folder)
 
 
-def capture_together(world: World, parts: Sequence[Part], at_window_end: bool) -> dict[str, Encoded] | None:
+def capture_together(world: World, parts: Sequence[Part], gradients_are_same: bool) -> dict[str, Encoded] | None:
     """The state of every part now, on the first process; None on the others, which have given what is their own."""
     if world.num_processes > 1:
-        _gather_generators(world, parts, at_window_end)
+        _gather_generators(world, parts, gradients_are_same)
     return encode_parts(parts) if world.process_index == 0 else None
 
 
-def _gather_generators(world: World, parts: Sequence[Part], at_window_end: bool) -> None:
-    if not at_window_end:
+def _gather_generators(world: World, parts: Sequence[Part], gradients_are_same: bool) -> None:
+    if world.anyone(not gradients_are_same):
         raise CheckpointError(
             "a state is saved in the middle of an accumulation window, where each process has gradients of its own",
-            "call save_state where engine.sync_gradients is True",
+            "call save_state where engine.sync_gradients is True, after a backward outside no_sync",
         )
     generators = world.objects_of_all(random_state())
     for part in parts:

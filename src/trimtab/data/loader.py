@@ -22,7 +22,8 @@ from trimtab.data.placement import Placement
 from trimtab.data.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
-from trimtab.log import say
+from trimtab.errors import CheckpointError
+from trimtab.log import say, say_once
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
 
 
@@ -94,7 +95,7 @@ class PreparedLoader:
         self._source = self._instrumented(loader)
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A shallow copy of the loader that pins memory and, for map-style data, counts what it issues."""
+        """A shallow copy of the loader that pins memory, keeps order and, for map-style data, counts what it issues."""
         source = self._copy_of(loader)
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
@@ -111,6 +112,13 @@ class PreparedLoader:
         object.__setattr__(source, "_iterator", None)
         if self._place.pins_memory:
             source.pin_memory = True
+        if loader.num_workers and not loader.in_order:
+            # Which batch a worker finished first cannot be saved, and differs from process to process.
+            say_once(
+                "DataLoader(in_order=False): batches come in the sampler's order all the same, so that a resumed run "
+                "and other processes see each row once"
+            )
+            source.in_order = True
         return source
 
     def __len__(self) -> int:
@@ -525,6 +533,7 @@ class PreparedLoader:
             "num_delivered": 0 if is_over else self.num_delivered,
             "generators": generators,
             "has_workers": self._has_lasting_workers(),
+            "group_size": self._sharding.group_size,
         }
         if self._common is not None:
             place["common"] = self._common
@@ -542,9 +551,22 @@ class PreparedLoader:
             raise ValueError(f"the loader has {len(generators)} generators of its own, the saved one {len(saved)}")
         if self._owner_of_place() is None and "source" in state.get("last_read", {}):
             raise ValueError("the dataset had kept its own place, which this one (or one with workers) does not")
+        state = {**state, **self._counted_in_own_groups(state)}
         self.epoch, self._resume, self._last_read = state["epoch"], state, state.get("last_read")
         for generator, saved_state in zip(generators, saved, strict=True):
             generator.set_state(saved_state)
+
+    def _counted_in_own_groups(self, state: dict[str, Any]) -> dict[str, int]:
+        """Batches delivered, where another number of processes, which took whole batches each, has counted them."""
+        own, theirs = self._sharding.group_size, state.get("group_size", self._sharding.group_size)
+        num_read = state["num_delivered"] * theirs
+        if num_read % own:
+            raise CheckpointError(
+                f"the state was saved after {num_read} batches of an epoch, which {own} processes that take whole "
+                "batches do not come by",
+                f"load it on a number of processes that divides {num_read}, or use Engine(split_batches=True)",
+            )
+        return {"num_delivered": num_read // own, "group_size": own}
 
     def undo_point(self) -> Callable[[], None]:
         """A function that takes `load_state_dict` back; a state dict would start the epoch being iterated again."""

@@ -5,7 +5,7 @@ process whose micro-batch counts for nothing can answer for its gradients withou
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -62,6 +62,7 @@ class DataParallel(DistributedDataParallel):
         self.can_give_up = orders_buckets_later and not has_statistics
         self._awaits_backward = False
         self._num_forwards = 0  # since the last exchange
+        self.has_own_gradients = False  # a forward since then was one whose gradients are not exchanged by themselves
         self._was_shared = False  # that exchange answered for several forwards
         self._is_checked = False
 
@@ -102,6 +103,7 @@ class DataParallel(DistributedDataParallel):
             self.follow_what_trains()
             self._awaits_backward = self.require_backward_grad_sync
             self._num_forwards += 1
+            self.has_own_gradients |= not self.require_backward_grad_sync
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # its first forwards, and those with batch norms, need the other processes
@@ -163,14 +165,19 @@ class DataParallel(DistributedDataParallel):
         self._settle_buckets()
         self._awaits_backward = False
         self._num_forwards = 0
+        self.has_own_gradients = False
 
-    def backward_done(self) -> None:
+    def backward_done(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> None:
         """Gradients have been exchanged, if this model had a part in the loss. See whether all of them were.
 
         A parameter that takes no part would stop every process at the next forward, with no word about which one.
+
+        Args:
+            loss: What was differentiated.
+            models: All models whose gradients are exchanged.
         """
         if not self._awaits_backward:
-            if self._was_shared and not self._num_forwards:
+            if self._was_shared and not self._num_forwards and self._has_part_in(loss, models):
                 raise LossError(
                     "a second backward came after several forwards: several processes exchange gradients only once",
                     "add the losses and call backward once, or call each backward right after its forward",
@@ -182,6 +189,7 @@ class DataParallel(DistributedDataParallel):
             return  # the loss was of another model
         self._awaits_backward, self._is_checked = False, True
         self._was_shared, self._num_forwards = self._num_forwards > 1, 0
+        self.has_own_gradients = False
         if self._options.find_unused_parameters or self._options.static_graph:
             return
         if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
@@ -195,6 +203,14 @@ class DataParallel(DistributedDataParallel):
                 f"{len(idle)} parameters take no part in the loss ({shown}), so several processes would wait for them",
                 "Engine(find_unused_parameters=True), or requires_grad_(False) on them before prepare",
             )
+
+    def _has_part_in(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> bool:
+        """Whether a loss depends on this model: on a parameter that none of the others has as well."""
+        own = {id(parameter) for parameter in self._exchanged().values()}
+        for other in models:
+            if other is not self:
+                own -= {id(parameter) for parameter in other.module.parameters()}
+        return not own.isdisjoint(_leaves_of(loss))
 
 
 def leave_out(model: torch.nn.Module, names: list[str]) -> None:

@@ -181,11 +181,11 @@ class GroupWorld:
                 self.wait_for_everyone()
 
     def split(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """This process's share of a list, tuple, dict of lists or tensor."""
+        """This process's share of a list, tuple, dict of lists, tensor or dataset."""
         try:
             return share_of(inputs, self.process_index, self.num_processes, apply_padding)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"split_between_processes: {error}", "pass lists, tuples or tensors") from error
+            raise RecipeError(f"split_between_processes: {error}", "pass a list, tuple, tensor or dataset") from error
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process says so. The hosts wait for each other, their devices for nobody."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import trimtab
+from trimtab.distributed.accelerate_state import tell_accelerate
 from trimtab.distributed.data_parallel import DataParallelOptions
 from trimtab.distributed.environment import Place
 from trimtab.distributed.group import GroupWorld
@@ -52,6 +53,8 @@ def find_world(
     world = GroupWorld(device, place.local_rank, monitor, options or DataParallelOptions())
     if is_new:
         require_same(world, "versions", _versions())
+    if device.type == "cpu" and world.num_processes > 1:
+        tell_accelerate(place)
     return world
 
 

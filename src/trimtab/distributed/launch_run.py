@@ -1,7 +1,7 @@
 """Runs a planned launch with torchrun, in this process, and says what went wrong.
 
-torchrun does the work. What is added: exit codes that mean something, the last words of the process that failed, and
-restarts only where they can help.
+torchrun does the work. What is added: exit codes that mean something, the last words of the process that failed,
+restarts only where they can help, and processes that end with their launcher.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trimtab.distributed.end_with_parent import ending_with_parent
 from trimtab.distributed.launch import LaunchPlan
 from trimtab.log import say
 from trimtab.units import format_seconds
@@ -85,9 +86,16 @@ def _run_torchrun(arguments: Sequence[str], codes: list[int | None]) -> None:
 
 
 def _own_agent(plain: Any, codes: list[int | None]) -> Any:
-    """The agent of torchrun, which by itself starts again whatever the exit code was."""
+    """The agent of torchrun, which by itself starts again whatever the exit code was, and leaves processes behind."""
 
     class Agent(plain):  # type: ignore[misc]
+        def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
+            command = ending_with_parent([spec.entrypoint])
+            spec.entrypoint = command[0]
+            # torchrun reads $ in arguments as the beginning of a placeholder
+            spec.args = (*(word.replace("$", "$$") for word in command[1:]), *spec.args)
+            super().__init__(spec, *args, **kwargs)
+
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed() and result.failures:

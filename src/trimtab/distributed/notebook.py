@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import trimtab
+from trimtab.distributed.end_with_parent import ending_with_parent
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.launch import LaunchPlan, plan_launch
 from trimtab.distributed.launch_file import LaunchFile
@@ -126,7 +127,12 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
     lines: list[str] = []
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+        ending_with_parent(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
     )
     assert process.stdout is not None
     try:

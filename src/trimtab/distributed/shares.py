@@ -1,6 +1,6 @@
 """How things are shared out: consecutive parts in the order of ranks, whose sizes differ by one at most."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ def share_bounds(num_items: int, rank: int, num_processes: int) -> tuple[int, in
 
 
 def share_of(inputs: Any, rank: int, num_processes: int, apply_padding: bool = False) -> Any:
-    """The part of `rank` of a list, tuple, tensor, or of each list in a dict.
+    """The part of `rank` of a list, tuple, tensor or dataset, or of each list in a mapping.
 
     Args:
         inputs: What is shared out.
@@ -22,7 +22,7 @@ def share_of(inputs: Any, rank: int, num_processes: int, apply_padding: bool = F
         num_processes: How many parts.
         apply_padding: Repeat the last item of a part that is short, so that all are of one length.
     """
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         lengths = {len(value) for value in inputs.values()}
         if len(lengths) > 1:
             raise ValueError(f"the values of a dict have different lengths: {sorted(lengths)}")
@@ -30,16 +30,15 @@ def share_of(inputs: Any, rank: int, num_processes: int, apply_padding: bool = F
     if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(f"a {type(inputs).__name__} cannot be shared out; a list, tuple, tensor or dict of these can")
     start, end = share_bounds(len(inputs), rank, num_processes)
+    is_short = end - start < -(-len(inputs) // num_processes)
+    last = (end if end > start else len(inputs)) - 1
+    repeated = [last] if apply_padding and is_short else []
+    if hasattr(inputs, "column_names") and hasattr(inputs, "select"):  # a slice of a datasets.Dataset gives columns
+        return inputs.select([*range(start, end), *repeated])
+    if apply_padding and not isinstance(inputs, list | tuple | str | torch.Tensor):  # also where this part is full
+        raise TypeError(f"a {type(inputs).__name__} cannot be padded; a list, tuple, tensor or dataset can")
     part = inputs[start:end]
-    longest = -(-len(inputs) // num_processes)
-    if not apply_padding or end - start == longest or not len(inputs):
+    if not repeated:
         return part
-    filler = inputs[end - 1 : end] if end > start else inputs[-1:]
-    return _joined(part, filler)
-
-
-def _joined(part: Any, filler: Any) -> Any:
-    if isinstance(part, torch.Tensor):
-        return torch.cat([part, filler])
-    assert isinstance(part, Sequence)
-    return part + filler
+    filler = inputs[last : last + 1]
+    return torch.cat([part, filler]) if isinstance(inputs, torch.Tensor) else part + filler

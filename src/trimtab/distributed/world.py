@@ -74,7 +74,7 @@ class World(Protocol):
         """A context in which the main process goes before the others."""
 
     def split(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """This process's share of a list, tuple, dict of lists or tensor."""
+        """This process's share of a list, tuple, dict of lists, tensor or dataset."""
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process says so. The hosts wait for each other, their devices for nobody."""

@@ -8,6 +8,7 @@ processes P: weights are multiplied by P. Without weights each process counts by
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class Accumulation:
         self._alone = False  # the window is this one micro-batch: its mean is the whole
         self._row_share = 1.0
         self._total: Weight = 0.0
+        self._total_of_all: Weight = 0.0  # the same over all processes, as of the last correction
         self._expected: Weight | None = None  # E for weighted losses, fixed by the first one
         self._weighted: bool | None = None
         self._owed: tuple[Weight, torch.device] | None = None  # what the other processes wait for
@@ -119,6 +121,11 @@ class Accumulation:
     def is_open_in_plain_loop(self) -> bool:
         """Whether backwards outside `accumulate` wait for a step."""
         return not self.inside and not self._stepped and self._num_opened == 0
+
+    @property
+    def is_waiting_for_step(self) -> bool:
+        """Whether a window has begun whose gradients no optimizer has used."""
+        return not self._stepped
 
     def step_taken(self) -> None:
         """An optimizer has stepped: a plain loop's next backward begins a new window."""
@@ -198,7 +205,9 @@ class Accumulation:
                 return None
             return self._window_length / self._total
         assert self._expected is not None
-        total = self._world.total(self._total, device)
+        mine = self._total
+        total = self._world.total(mine.to(device) if isinstance(mine, torch.Tensor) else mine, device)
+        self._total_of_all = total
         if isinstance(total, torch.Tensor) or isinstance(self._expected, torch.Tensor):
             total = torch.as_tensor(total)
             return torch.where(total > 0, self._expected / total, torch.ones_like(total))  # of nothing: zero anyway
@@ -207,14 +216,26 @@ class Accumulation:
         return self._expected / total
 
     def state_dict(self) -> dict[str, Any]:
-        """The reference weight, which must survive a resume for the same rounding, and the open window."""
-        names = ("sync", "_num_opened", "_window_length", "_stepped", "_total", "_expected", "_weighted")
-        return {name: getattr(self, name) for name in names}
+        """The reference weight, which must survive a resume for the same rounding, and the open window.
+
+        It is the same on every process, so that any number of processes can load it.
+        """
+        names = ("sync", "_num_opened", "_window_length", "_stepped", "_expected", "_weighted")
+        is_sum = self._weighted and self._world.num_processes > 1
+        return {name: getattr(self, name) for name in names} | {"_total": self._total_of_all if is_sum else self._total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
         for name, value in state.items():
             setattr(self, name, value)
+        self._total_of_all = self._total
+        if self._weighted and self._world.process_index > 0:
+            self._total = self._total * 0  # the first process counts what all have seen; it must not count twice
+
+    def undo_point(self) -> Callable[[], None]:
+        """A function that takes `load_state_dict` back: what a process counted on its own is in no state dict."""
+        before = dict(vars(self))
+        return lambda: vars(self).update(before)
 
 
 def _checked(weight: Weight, device: torch.device) -> Weight:

@@ -61,14 +61,24 @@ class Gradients:
         """The models whose gradients are exchanged between processes."""
         return self._connected
 
+    @property
+    def are_same_everywhere(self) -> bool:
+        """Whether no process holds gradients for the next step that it has not exchanged with the others."""
+        if self._accumulation.is_waiting_for_step and any(model.has_own_gradients for model in self._connected):
+            return False
+        return self._accumulation.sync
+
     def backward(self, loss: torch.Tensor, weight: Weight | None, row_share: float = 1.0, **kwargs: Any) -> None:
         """Add what `loss` contributes; at the end of a window, make the gradients true."""
         accumulation = self._accumulation
         in_plain_loop = not accumulation.belongs_to_micro_batch()
         if in_plain_loop:
             accumulation.open_plain(row_share)
+        begins = self._window != accumulation.window
+        if begins:
+            self._scaler.begin_window()
         self._reopen()
-        if self._window != accumulation.window:
+        if begins:
             self._window = accumulation.window
             self._stepped.clear()
         self.agreement.before_backward(weight)
@@ -90,7 +100,7 @@ class Gradients:
                     model.answer_with_nothing(loss)
         self.agreement.after_exchange()
         for model in self._connected:
-            model.backward_done()
+            model.backward_done(loss, self._connected)
 
     @property
     def is_scaling(self) -> bool:
@@ -147,6 +157,7 @@ class Gradients:
             "applied": self._applied,
             "num_skipped": self.num_skipped,
             "overflows": [self._scaler.flags_of(id(optimizer)) for optimizer in self._optimizers],
+            "stepped": [id(optimizer) in self._stepped for optimizer in self._optimizers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,6 +166,9 @@ class Gradients:
         self.num_skipped = state["num_skipped"]
         for optimizer, flags in zip(self._optimizers, state["overflows"], strict=True):
             self._scaler.set_flags(id(optimizer), flags)
+        has_stepped = state.get("stepped", [False] * len(self._optimizers))
+        self._stepped = {id(o) for o, stepped in zip(self._optimizers, has_stepped, strict=True) if stepped}
+        self._window = self._accumulation.window  # the window that was loaded is the one that is open
 
     def _by_owner(self) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
         """Each parameter once, with the optimizer that holds it."""

@@ -19,6 +19,9 @@ class NoScaler:
 
     is_scaling = False
 
+    def begin_window(self) -> None:
+        """Nothing to prepare."""
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss itself."""
         return loss
@@ -79,7 +82,8 @@ class LossScaler:
         growth_interval: int = 2000,
         num_processes: int = 1,
     ) -> None:
-        self._share = 0.5 ** (num_processes - 1).bit_length()  # a power of two again
+        self._own_share = 0.5 ** (num_processes - 1).bit_length()  # a power of two again
+        self._share = self._own_share  # in a window that other processes began, theirs: `.grad` contains it
         self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -91,6 +95,10 @@ class LossScaler:
     def get_scale(self) -> float:
         """The factor that losses are multiplied with now."""
         return self._scale
+
+    def begin_window(self) -> None:
+        """No scaled gradients are left of what another number of processes has saved."""
+        self._share = self._own_share
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, enlarged."""
@@ -148,8 +156,9 @@ class LossScaler:
                 self._num_good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's GradScaler keeps, under its names."""
-        return {
+        """What torch's GradScaler keeps, under its names; of several processes also what they enlarge less by."""
+        share = {} if self._share == 1.0 else {"share": self._share}  # gradients of an open window contain it
+        return share | {
             "scale": self._scale,
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
@@ -160,6 +169,7 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` of this class or of a GradScaler gave."""
         self._scale = float(state["scale"])
+        self._share = float(state.get("share", 1.0))
         self._growth_factor = float(state["growth_factor"])
         self._backoff_factor = float(state["backoff_factor"])
         self._growth_interval = int(state["growth_interval"])
