@@ -209,8 +209,6 @@ def test_settings_objects_of_accelerate_are_honoured_by_their_fields(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dataloader_config": Settings(use_seedable_sampler=True)}, "use_seedable_sampler"),
-        ({"gradient_accumulation_plugin": Settings(num_steps=2, sync_each_batch=True)}, "sync_each_batch"),
         ({"gradient_accumulation_plugin": Settings(num_steps=2), "gradient_accumulation_steps": 4}, "both given"),
         ({"project_config": Settings(automatic_checkpoint_naming=True)}, "automatic_checkpoint_naming"),
         ({"project_config": Settings(project_dir=".", total_limit=2)}, "total_limit"),

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.data.sharding import LoaderRules
 from trimtab.distributed.data_parallel import DataParallelOptions
 from trimtab.errors import RecipeError
+from trimtab.optim.accumulation import WindowRules
 from trimtab.optim.scaling import LossScaler
 
 _SCALER_FIELDS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -71,32 +73,42 @@ def _refuse_unless_usual(handler: Any, **usual: tuple[Any, ...]) -> None:
             raise RecipeError(f"{type(handler).__name__}.{name}={value!r} is not supported", "leave it out")
 
 
-def splits_batches(config: Any, split_batches: bool | None) -> bool:
-    """Whether the batch size of a loader is that of all processes together. That is so unless False was said."""
-    if getattr(config, "dispatch_batches", None):
-        raise RecipeError(
-            "dispatch_batches=True is not supported", "leave it out: every process reads the data and takes its part"
-        )
-    if getattr(config, "use_seedable_sampler", False):
-        raise RecipeError(
-            "use_seedable_sampler=True is not supported: it changes the order of the data",
-            "leave it out and pass DataLoader(generator=…); the order is resumed exactly either way",
-        )
-    if split_batches is not None:
-        return split_batches
-    return bool(getattr(config, "split_batches", True))
+def loader_rules(config: Any, split_batches: bool | None, as_accelerate: bool = False) -> LoaderRules:
+    """How loaders are shared among processes, from the argument and a DataLoaderConfiguration.
+
+    A DataLoaderConfiguration means what it means in Accelerate: unless it says split_batches=True, every process takes
+    batches of its own. Without one, and without the argument, the engine's batches are those of all processes.
+
+    Args:
+        config: A DataLoaderConfiguration, or None.
+        split_batches: The argument, which counts more.
+        as_accelerate: Share batches out as Accelerate does it, with its defaults.
+    """
+    if split_batches is None:
+        split_batches = bool(getattr(config, "split_batches", not as_accelerate))
+    dispatches = getattr(config, "dispatch_batches", None)
+    return LoaderRules(
+        splits=split_batches,
+        as_accelerate=as_accelerate,
+        is_even=bool(getattr(config, "even_batches", True)),
+        dispatches=dispatches if dispatches is not None or as_accelerate else False,
+        is_seedable=bool(getattr(config, "use_seedable_sampler", False)),
+        data_seed=getattr(config, "data_seed", None),
+    )
 
 
-def accumulation_steps(steps: int, plugin: Any) -> int:
-    """The window's length, from the argument or from a GradientAccumulationPlugin."""
+def accumulation_rules(steps: int, plugin: Any, as_accelerate: bool = False) -> tuple[int, WindowRules]:
+    """The window's length, from the argument or from a GradientAccumulationPlugin, and where windows end."""
     if plugin is None:
-        return steps
+        return steps, WindowRules(divides_by_num_steps=as_accelerate)
     if steps != 1:
         raise RecipeError("gradient_accumulation_steps and gradient_accumulation_plugin are both given", "pass one")
-    for name, usual in (("sync_with_dataloader", True), ("sync_each_batch", False)):
-        if getattr(plugin, name, usual) is not usual:
-            raise RecipeError(f"gradient_accumulation_plugin.{name}={not usual} is not supported", f"{name}={usual}")
-    return int(plugin.num_steps)
+    rules = WindowRules(
+        ends_with_epoch=bool(getattr(plugin, "sync_with_dataloader", True)),
+        exchanges_each=bool(getattr(plugin, "sync_each_batch", False)),
+        divides_by_num_steps=as_accelerate,
+    )
+    return int(plugin.num_steps or 1), rules
 
 
 def project_folder(folder: str | Path | None, config: Any) -> Path | None:

@@ -1,6 +1,5 @@
 """Door 1: the engine for a loop of your own. It has Accelerate's verbs and hands each to the part that knows it."""
 
-import functools
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,12 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from trimtab.accelerate_settings import (
-    accumulation_steps,
+    accumulation_rules,
+    loader_rules,
     make_scaler,
     project_folder,
     read_handlers,
-    splits_batches,
 )
+from trimtab.accelerate_verbs import AccelerateVerbs
 from trimtab.checkpoint.codec import Encoded
 from trimtab.checkpoint.frozen import FrozenBase
 from trimtab.checkpoint.state import (
@@ -30,10 +30,11 @@ from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.checkpoint.together import capture_together, load_together, save_together
 from trimtab.data.loader import ActiveLoaders, PreparedLoader
 from trimtab.data.placement import placement_for
-from trimtab.data.sharding import sharding_for
+from trimtab.data.prepare_loader import prepare_loader
 from trimtab.distributed.data_parallel import DataParallel
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.join import find_world
+from trimtab.distributed.process_state import run_if
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import DistributedType
 from trimtab.errors import LossError, PrepareError, RecipeError, UserError
@@ -52,7 +53,7 @@ from trimtab.tracking.trackers import build_trackers, set_up
 T = TypeVar("T")
 
 
-class Engine:
+class Engine(AccelerateVerbs):
     """Runs a training loop of your own: placement, mixed precision, exact accumulation, state.
 
     Nothing is global: engines with different settings live side by side in one process.
@@ -69,10 +70,11 @@ class Engine:
         step_scheduler_with_optimizer: Whether a prepared scheduler waits for real optimizer steps.
         log_with: "mlflow", "journal", an object with start, log and finish, or a list of these; None tracks nothing.
         project_dir: Where trackers write.
-        split_batches: Whether a loader's batch size is that of all processes together, which it is if left out; False
-            lets every process take whole batches.
+        split_batches: Whether a loader's batch size is that of all processes together, which it is if left out. False
+            is Accelerate's meaning: every process takes whole batches, and schedules step once for each process.
         find_unused_parameters: Let several processes train a model of which parts take no part in the loss.
-        dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields.
+        dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields. It means what it means there:
+            unless it says split_batches=True, every process takes whole batches.
         gradient_accumulation_plugin: Accelerate's, in the place of gradient_accumulation_steps.
         project_config: Accelerate's ProjectConfiguration, for its project_dir.
         kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of
@@ -82,6 +84,8 @@ class Engine:
         memory_allow: What may be chosen for its sake although it changes results a little: "8bit", the optimizer's
             state in 8 bits.
     """
+
+    _as_accelerate = False  # batches, windows and random numbers exactly as Accelerate has them; see trimtab.accelerate
 
     def __init__(
         self,
@@ -104,7 +108,8 @@ class Engine:
         memory_budget: str | int | None = None,
         memory_allow: Sequence[str] = (),
     ) -> None:
-        self._splits_batches = splits_batches(dataloader_config, split_batches)
+        self._loader_rules = loader_rules(dataloader_config, split_batches, self._as_accelerate)
+        self._dataloader_config = dataloader_config
         handlers = read_handlers(kwargs_handlers, find_unused_parameters)
         place = find_place()
         self.device = find_device("cpu" if cpu else device, place.local_device)
@@ -117,8 +122,10 @@ class Engine:
         self._scaler: Scaler = NoScaler()
         if self._precision.needs_loss_scaling:
             self._scaler = make_scaler(handlers, self._world.num_processes)
-        num_steps = accumulation_steps(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self._accumulation = Accumulation(num_steps, self._world)
+        num_steps, window_rules = accumulation_rules(
+            gradient_accumulation_steps, gradient_accumulation_plugin, self._as_accelerate
+        )
+        self._accumulation = Accumulation(num_steps, self._world, window_rules)
         self._gradients = Gradients(self._accumulation, self._scaler, self._world)
         self._place = placement_for(self.device if device_placement else torch.device("cpu"))
         self._moves_models = device_placement
@@ -154,7 +161,7 @@ class Engine:
         moves = device_placement or [self._moves_models] * len(parts)
         if len(moves) != len(parts):
             raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one for each part")
-        parts = self._budget.settle(self, parts, self._splits_batches)
+        parts = self._budget.settle(self, parts, self._loader_rules.splits)
         prepared: list[Any] = list(parts)
         # schedulers last: they look for the optimizers that they drive
         for position in sorted(range(len(parts)), key=lambda i: kinds[i] == "scheduler"):
@@ -187,7 +194,7 @@ class Engine:
         self._precision.attach(model)
         self._frozen.append(FrozenBase(self.unwrap_model(model)))
         model = self._world.connect(model)
-        if not self._models:
+        if not self._models and not self._as_accelerate:
             diverge(self._world.process_index)
         self._models.append(model)
         self._gradients.watch(model)
@@ -210,8 +217,7 @@ class Engine:
         if isinstance(loader, PreparedLoader):
             return loader
         place = self._place if move else placement_for(torch.device("cpu"))
-        sharding = sharding_for(loader, self._world, self._splits_batches)
-        prepared = PreparedLoader(loader, place, self._active_loaders, self._world, sharding)
+        prepared = prepare_loader(loader, place, self._active_loaders, self._world, self._loader_rules)
         self._loaders.append(prepared)
         return prepared
 
@@ -219,7 +225,8 @@ class Engine:
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         driven = optimizers_of(scheduler, self._optimizers)
-        prepared = PreparedScheduler(scheduler, driven, self._accumulation, self._follow_optimizer)
+        num_steps_each = 1 if self._loader_rules.splits else self.num_processes
+        prepared = PreparedScheduler(scheduler, driven, self._accumulation, self._follow_optimizer, num_steps_each)
         self._schedulers.append(prepared)
         return prepared
 
@@ -528,7 +535,7 @@ class Engine:
     def has_no_rows(self) -> bool:
         """Whether the current batch of this process is a row of another's: the batch has too few for all of them."""
         loader = self._active_loaders.innermost
-        return loader is not None and loader.row_share == 0
+        return loader is not None and loader.has_no_rows
 
     def busy(self, what: str) -> AbstractContextManager[Any]:
         """A context for what takes one process long while the others wait for it: they do not take it for hung."""
@@ -574,12 +581,14 @@ class Engine:
 
     def _gather_objects(self, value: Any) -> list[Any]:
         """Lists joined, other objects one for each process; without those of a process that has only a stand-in."""
+        loader = self._active_loaders.innermost
+        value = value if loader is None else loader.own_objects(value)
         everyone = self._world.objects_of_all((value, self.has_no_rows))
         counted = [theirs for theirs, is_stand_in in everyone if not is_stand_in]
         return [item for part in counted for item in part] if isinstance(value, list) else counted
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Tensors summed ("sum") or averaged ("mean") over the processes."""
+        """Tensors summed ("sum"), averaged ("mean") or maximized ("max") over the processes."""
         return self._world.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
@@ -604,18 +613,11 @@ class Engine:
 
     def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
         """A decorator: the function runs on the main process only, elsewhere it returns None."""
-        return self._only_if(lambda: self.is_main_process, function)
+        return run_if(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
         """A decorator: the function runs on the first process of each host only."""
-        return self._only_if(lambda: self.is_local_main_process, function)
-
-    def _only_if(self, condition: Callable[[], bool], function: Callable[..., T]) -> Callable[..., T | None]:
-        @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> T | None:
-            return function(*args, **kwargs) if condition() else None
-
-        return guarded
+        return run_if(lambda: self.is_local_main_process, function)
 
     def set_trigger(self) -> None:
         """Raise a flag that every process sees at its next `check_trigger`."""
@@ -694,7 +696,7 @@ class _MicroBatch:
         # inside an outer no_sync nothing is exchanged where a window ends either
         self._exchanged = [model for model in self._connected if model.require_backward_grad_sync]
         for model in self._exchanged:
-            model.require_backward_grad_sync = self._accumulation.sync
+            model.require_backward_grad_sync = self._accumulation.exchanges
 
     def __exit__(self, *exception: object) -> None:
         self._accumulation.inside = False

@@ -1,5 +1,6 @@
 """Every verb of the engine in several processes: each process asserts what it sees. Run by torchrun."""
 
+import logging
 import random
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from own_loops import Tagger, mean_over_rows, rows
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+import trimtab.log
 from trimtab import DistributedType, Engine
+from trimtab.accelerate import DataLoaderConfiguration
 from trimtab.distributed.same import require_same
 from trimtab.errors import CheckpointError, LossError, PrepareError, RecipeError
+from trimtab.log import logger
 
 
 def gathers_and_reduces(engine):
@@ -266,6 +270,76 @@ def gathers_objects_of_real_rows_only():
     assert len(loader) == -(-5 // whole.num_processes)
 
 
+def counts_schedules_by_whose_batch_it_is():
+    """A schedule of 12 steps, and 12 batches: over after an epoch, whosever the batches are."""
+
+    def ended_with(accumulation=1, **settings):
+        engine = Engine(cpu=True, gradient_accumulation_steps=accumulation, **settings)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 12))
+        loader = DataLoader(torch.ones(24, 1), batch_size=2)
+        model, optimizer, schedule, loader = engine.prepare(model, optimizer, schedule, loader)
+        for batch in loader:
+            with engine.accumulate(model):
+                engine.backward(model(batch).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        return schedule.get_last_lr(), len(loader)
+
+    count = Engine(cpu=True).num_processes
+    said = Said()
+    assert ended_with() == ([0.0], 12)
+    assert ended_with(split_batches=False) == ([0.0], 12 // count)
+    assert ended_with(dataloader_config=DataLoaderConfiguration()) == ([0.0], 12 // count)
+    assert ended_with(dataloader_config=DataLoaderConfiguration(split_batches=True)) == ([0.0], 12)
+    assert ended_with(step_scheduler_with_optimizer=False, split_batches=False)[0] == [1 - (12 // count) / 12]
+    said.stop()
+    each = "1" if count == 2 else "0 or 1"
+    assert said.lines == [
+        f"batch of 2 shared by {count} processes, {each} each; a schedule steps once for each optimizer step; "
+        f"split_batches=False for 2 each and {count} steps, as Accelerate counts",
+        f"batch of 2 for each of {count} processes; a schedule steps {count} times for each optimizer step, as "
+        f"Accelerate counts; split_batches=True for {each} each and one step",
+    ], said.lines
+
+
+class Said(logging.Handler):
+    """What is said of batches, from now on and as if nothing had been said before."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        self._before = logger.level
+        trimtab.log._said.clear()
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def stop(self):
+        logger.removeHandler(self)
+        logger.setLevel(self._before)
+
+
+def one_cycle_ends_where_it_is_over():
+    """A schedule that refuses more steps than it has, over batches that no number of processes divides."""
+    engine = Engine(cpu=True, split_batches=False)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=7)
+    loader = DataLoader(torch.ones(7, 1), batch_size=1)
+    model, optimizer, schedule, loader = engine.prepare(model, optimizer, schedule, loader)
+    for batch in loader:
+        engine.backward(model(batch).mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert schedule.scheduler._step_count == 8
+
+
 def saves_and_resumes(folder):
     def built():
         engine = Engine(cpu=True, seed=3)
@@ -327,6 +401,8 @@ def main(folder: Path) -> None:
     trains_two_models_against_each_other()
     refuses_a_backward_that_nobody_would_exchange()
     gathers_objects_of_real_rows_only()
+    counts_schedules_by_whose_batch_it_is()
+    one_cycle_ends_where_it_is_over()
     saves_and_resumes(folder)
     (folder / f"done-{engine.process_index}").write_text("all")
 

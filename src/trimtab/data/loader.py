@@ -8,7 +8,6 @@ With several processes all read the same order, the one that the first process d
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -17,16 +16,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trimtab.data.accelerate_sharding import AccelerateSharding
+from trimtab.data.index_batches import NOTHING, UNREAD, IndexSource
 from trimtab.data.placement import Placement
-from trimtab.data.sharding import NoSharding, Shard, Sharding, SplitRows
+from trimtab.data.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
 from trimtab.distributed.world import SoloWorld, World, concatenated
 from trimtab.errors import CheckpointError
 from trimtab.log import say, say_once
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
-
-_NOTHING = object()
-_UNREAD = object()
 
 
 class ActiveLoaders:
@@ -50,69 +48,6 @@ class ActiveLoaders:
             if self._stack[index] is loader:
                 del self._stack[index]
                 return
-
-
-class _IndexIterator:
-    """Index batches of one epoch, read one ahead, so that the last is known before it is loaded."""
-
-    def __init__(self, batches: Any, num_skipped: int, sharding: Sharding) -> None:
-        # now, and the first index later: samplers draw their order at either, as with a plain DataLoader
-        self._iterator: Iterator[Any] = iter(batches)
-        self._num_skipped = num_skipped
-        self._sharding = sharding
-        self._next: Any = _UNREAD
-        self.group: list[Any] = []  # what all processes read next
-        self.num_issued = num_skipped
-        self.issued: deque[Shard] = deque()  # not delivered yet: workers are given their indices ahead
-        self.exhausted = False
-
-    def prime(self) -> None:
-        """Draw the order of the epoch and pass over what was delivered before."""
-        if self._next is _UNREAD:
-            for _ in range(self._num_skipped * self._sharding.group_size):
-                next(self._iterator, None)
-            self._read()
-
-    def _read(self) -> None:
-        group = self.group = list(islice(self._iterator, self._sharding.group_size))
-        self._next = self._sharding.share_indices(group) if group else _NOTHING
-        self.exhausted = not group
-
-    def __iter__(self) -> "_IndexIterator":
-        return self
-
-    def __next__(self) -> Any:
-        self.prime()
-        if self._next is _NOTHING:
-            raise StopIteration
-        shard = self._next
-        self.num_issued += 1
-        self.issued.append(shard)
-        self._read()
-        return shard.content
-
-
-class _IndexSource:
-    """Stands in a DataLoader in the place of its batch sampler, and can start in the middle of an epoch."""
-
-    def __init__(self, batches: Any, sharding: Sharding) -> None:
-        self._batches = batches
-        self._sharding = sharding
-        self.num_skipped = 0
-        self.holds_back = False  # gives nothing, so that workers can be started without work
-        self.iterator: _IndexIterator | None = None
-
-    def __iter__(self) -> _IndexIterator:
-        self.iterator = _IndexIterator(() if self.holds_back else self._batches, self.num_skipped, self._sharding)
-        return self.iterator
-
-    def __len__(self) -> int:
-        return -(-len(self._batches) // self._sharding.group_size)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
 
 
 class PreparedLoader:
@@ -152,14 +87,27 @@ class PreparedLoader:
         self._start: RandomState | None = None  # the generators when the epoch began that is being iterated
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
-        self._ahead: Any = _UNREAD  # a batch read before it was asked for, where only that tells the end
+        self._first_group: list[Any] = []  # what the epoch began with, of data without indices
+        self._ahead: Any = UNREAD  # a batch read before it was asked for, where only that tells the end
         self._last_read: dict[str, Any] | None = None  # what it takes to read that batch again
-        self._indices: _IndexSource | None = None
+        self._indices: IndexSource | None = None
         self._divides_loaded = True
         self._source = self._instrumented(loader)
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """A shallow copy of the loader that pins memory, keeps order and, for map-style data, counts what it issues."""
+        source = self._copy_of(loader)
+        if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
+            attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
+            self._divides_loaded = attribute == "sampler" and isinstance(self._sharding, SplitRows)
+            of_indices = NoSharding() if self._divides_loaded else self._sharding
+            self._indices = IndexSource(getattr(loader, attribute), of_indices)
+            # DataLoader guards these names against assignment after construction; a copy may differ.
+            object.__setattr__(source, attribute, self._indices)
+        return source
+
+    def _copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         source = copy.copy(loader)
         object.__setattr__(source, "_iterator", None)
         if self._place.pins_memory:
@@ -171,23 +119,49 @@ class PreparedLoader:
                 "and other processes see each row once"
             )
             source.in_order = True
-        if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
-            attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-            # a loader without batches gives rows, or batches that the dataset made: these are divided when loaded
-            self._divides_loaded = attribute == "sampler" and isinstance(self._sharding, SplitRows)
-            of_indices = NoSharding() if self._divides_loaded else self._sharding
-            self._indices = _IndexSource(getattr(loader, attribute), of_indices)
-            # DataLoader guards these names against assignment after construction; a copy may differ.
-            object.__setattr__(source, attribute, self._indices)
         return source
 
     def __len__(self) -> int:
-        return -(-len(self.loader) // self._sharding.group_size)
+        return self._sharding.num_shares(len(self.loader))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_source"):
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The loader's own, or, where batches are shared out as Accelerate does it, that of this process."""
+        if self._indices is not None and isinstance(self._sharding, AccelerateSharding):
+            return self._indices
+        return self.loader.batch_sampler
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Accelerate's name for `end_of_epoch`."""
+        return self.end_of_epoch
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Rows of the dataset, over all processes."""
+        return len(self.loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of a full batch, over all processes; None where the loader does not say."""
+        size = self.loader.batch_size or getattr(self.loader.batch_sampler, "batch_size", None)
+        return None if size is None else size * self._sharding.group_size
+
+    def override_even_batches(self, is_even: bool) -> bool | None:
+        """Choose whether every process has the same number of batches; None where that cannot be chosen.
+
+        Returns:
+            What was chosen before.
+        """
+        if self._indices is None or not isinstance(self._sharding, AccelerateSharding):
+            return None
+        before, self._sharding.is_even = self._sharding.is_even, is_even
+        return before
 
     @property
     def num_remaining(self) -> int | None:
@@ -212,7 +186,7 @@ class PreparedLoader:
         A process without rows of its own gives nothing. Of the others only tensors as long as a full batch are cut: a
         value repeated for each row of a batch, say.
         """
-        full = {self.loader.batch_size or 0}
+        full = {self.loader.batch_size or 0, self._shard.num_held}
         if len(parts) > 1:
             full |= {-(-size // len(parts)) for size in full}
         rows_of_all = self._shard.rows_of_all if len(self._shard.rows_of_all) == len(parts) else (0,) * len(parts)
@@ -220,6 +194,16 @@ class PreparedLoader:
             return concatenated(parts) if len(parts) > 1 else parts[0]
         cut = [_first_rows(part, num_rows, full) for part, num_rows in zip(parts, rows_of_all, strict=True)]
         return concatenated(cut) if len(cut) > 1 else cut[0]
+
+    def own_objects(self, value: Any) -> Any:
+        """A list with one object for each row of the current batch, without those of rows that only fill it up."""
+        is_for_rows = isinstance(value, list) and len(value) == self._shard.num_held
+        return value[: self._shard.num_rows] if is_for_rows else value
+
+    @property
+    def has_no_rows(self) -> bool:
+        """Whether all rows of this process's batch only fill it up."""
+        return self.row_share == 0 or (self._shard.num_held > 0 and self._shard.num_rows == 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration counts as; samplers and datasets that listen are told."""
@@ -244,7 +228,7 @@ class PreparedLoader:
             if self._iteration is iteration:  # else the next one has begun before this one was given up
                 self.num_delivered = 0
                 self._start = None
-                self._ahead = _UNREAD
+                self._ahead = UNREAD
                 self.end_of_epoch = completed or self.end_of_epoch
                 self._end_iteration()
 
@@ -270,19 +254,19 @@ class PreparedLoader:
 
     def _delivered(self, loaded: Any, shard: Shard) -> Any:
         if self._divides_loaded and self._world.num_processes > 1:
-            shard = self._sharding.share_loaded([loaded])
+            shard = self._sharding.share_loaded([loaded], [loaded])
             loaded = shard.content
         self._shard = shard
         return loaded
 
     def _end_found_by_reading_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self._ahead is _UNREAD:
+        if self._ahead is UNREAD:
             self._read_ahead(batches)
-        while self._ahead is not _NOTHING:
-            shard = self._sharding.share_loaded(self._ahead)
+        while self._ahead is not NOTHING:
+            shard: Shard = self._ahead
             self._read_ahead(batches)
             self.num_delivered += 1
-            self.end_of_epoch = self._ahead is _NOTHING
+            self.end_of_epoch = self._ahead is NOTHING
             self._shard = shard
             self._tell_monitor()
             yield self._place(shard.content)
@@ -297,9 +281,23 @@ class PreparedLoader:
             self._last_read = {"epoch": self.epoch, "random": self._random_state()}
             if owner is not None:
                 self._last_read["source"] = copy.deepcopy(owner.state_dict())
-            self._ahead = list(islice(batches, self._sharding.group_size)) or _NOTHING
-            if owner is not None and self._ahead is _NOTHING:
+            group = self._read_group(batches)
+            self._ahead = self._sharding.share_loaded(group, self._first_group) if group else NOTHING
+            if self._ahead is not NOTHING and self._ahead.content is MISSING:
+                self._ahead = NOTHING
+            if owner is not None and self._ahead is NOTHING:
                 self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
+
+    def _read_group(self, batches: Iterator[Any]) -> list[Any]:
+        """Batches of all processes, from data without indices."""
+        group = list(islice(batches, self._sharding.group_size))
+        if isinstance(self._sharding, AccelerateSharding) and not self._first_group:
+            self._first_group = group
+        return group
+
+    def _iterate(self) -> Iterator[Any]:
+        """The batches themselves, from the beginning of an epoch."""
+        return iter(self._source)
 
     @contextmanager
     def _reading_alike(self) -> Iterator[None]:
@@ -325,7 +323,7 @@ class PreparedLoader:
     def _begin_epoch(self) -> Iterator[Any]:
         if self._iteration is not None:
             self._end_iteration()
-        self.end_of_epoch, self._ahead = False, _UNREAD
+        self.end_of_epoch, self._ahead, self._first_group = False, UNREAD, []
         resume, self._resume = self._resume, None
         num_skipped, self._skip = self._skip, None
         if resume is not None:
@@ -343,9 +341,21 @@ class PreparedLoader:
 
     @contextmanager
     def _drawing_alike(self) -> Iterator[None]:
-        """Every process draws the order that the first one draws; their own random numbers stay as they were."""
+        """Every process draws the order that the first one draws; their own random numbers stay as they were.
+
+        Accelerate sends the state of the sampler's generator alone, and lets every process draw the rest by itself.
+        """
         if self._world.num_processes == 1:
             yield
+            return
+        if self._indices is not None and isinstance(self._sharding, AccelerateSharding):
+            states = self._world.object_of_first([generator.get_state() for generator in self._generators()])
+            for generator, state in zip(self._generators(), states, strict=True):
+                generator.set_state(state)
+            yield
+            assert self._indices.iterator is not None
+            self._indices.iterator.prime()
+            self._require_same_order(self._indices.iterator.group)
             return
         own = host_random_state()
         first = self._world.object_of_first(self._random_state())
@@ -404,23 +414,23 @@ class PreparedLoader:
             next_epoch, self.epoch = self.epoch, resume["last_read"]["epoch"]
             self._tell_epoch()
             self._read_again(resume["last_read"])
-            self.epoch, self._ahead = next_epoch, _UNREAD
+            self.epoch, self._ahead = next_epoch, UNREAD
 
     def _read_again(self, last_read: dict[str, Any]) -> Iterator[Any]:
         """Let data that keeps its own place do again what it did last; the batch is `_ahead` then."""
         owner = self._owner_of_place()
         if "source_at_end" not in last_read:
             owner.load_state_dict(copy.deepcopy(last_read["source"]))
-            batches = iter(self._source)
+            batches = self._iterate()
             self._restore_random_state(last_read["random"])
             self._read_ahead(batches)
             return batches
         # A state at the end of an epoch can mean two things: nothing is left, which one more iteration uses up; or
         # the next epoch, which that iteration would begin.
         owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
-        if next(iter(self._source), _NOTHING) is not _NOTHING:
+        if next(self._iterate(), NOTHING) is not NOTHING:
             owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
-        self._last_read, self._ahead = last_read, _NOTHING
+        self._last_read, self._ahead = last_read, NOTHING
         return iter(())
 
     def _has_lasting_workers(self) -> bool:
@@ -444,12 +454,12 @@ class PreparedLoader:
         self.num_delivered = num_batches
         if self._indices is not None:
             self._indices.num_skipped = num_batches
-            return iter(self._source)
-        batches = iter(self._source)
+            return self._iterate()
+        batches = self._iterate()
         if num_batches:
             say(f"a dataset that cannot say its place is read again: {num_batches} batches are passed over")
             for _ in range(num_batches):
-                next(batches, None)
+                self._read_group(batches)
         return batches
 
     def start_at(self, num_batches: int) -> None:
@@ -527,9 +537,7 @@ class PreparedLoader:
         }
         if self._common is not None:
             place["common"] = self._common
-        has_begun = (
-            not is_over and self._start is not None and (self._indices is not None or self._ahead is not _UNREAD)
-        )
+        has_begun = not is_over and self._start is not None and (self._indices is not None or self._ahead is not UNREAD)
         if has_begun:
             place["start"] = self._start
         if self._last_read is not None and (has_begun or "source" in self._last_read):

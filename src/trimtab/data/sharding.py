@@ -9,13 +9,33 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from trimtab.distributed.shares import share_bounds
-from trimtab.distributed.world import World
 from trimtab.errors import PrepareError
-from trimtab.log import say_once
+
+MISSING = object()  # in the place of a batch: this process has none, and its epoch ends here
+
+
+@dataclass(frozen=True)
+class LoaderRules:
+    """How loaders are shared among processes.
+
+    Args:
+        splits: The batch size of a loader is that of all processes together; else each process takes whole batches.
+        as_accelerate: Parts are of equal size, the epoch's first rows fill up its last batches, and every process
+            counts alike in the mean. Else each row is taken once, and processes count by their rows.
+        is_even: Every process has the same number of batches.
+        dispatches: The first process reads and sends the others their part; None: where the dataset is iterable.
+        is_seedable: A shuffled order follows from a seed and the epoch alone.
+        data_seed: That seed; torch's initial seed if None.
+    """
+
+    splits: bool = True
+    as_accelerate: bool = False
+    is_even: bool = True
+    dispatches: bool | None = False
+    is_seedable: bool = False
+    data_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,8 @@ class Shard:
     content: Any
     rows_of_all: tuple[int, ...]  # how many rows each process has
     rank: int = 0
+    num_held: int = 0  # rows of `content`, if some of them only fill it up
+    counts_alike: bool = False  # every process counts the same in the mean, whatever it holds
 
     @property
     def num_rows(self) -> int:
@@ -34,6 +56,8 @@ class Shard:
     @property
     def row_share(self) -> float:
         """This process's rows, as a multiple of what each process has on average."""
+        if self.counts_alike:
+            return 1.0
         total = sum(self.rows_of_all)
         return self.num_rows * len(self.rows_of_all) / total if total else 1.0
 
@@ -44,11 +68,14 @@ class Sharding(Protocol):
     num_processes: int
     group_size: int  # batches that are read for each one that is delivered
 
-    def share_indices(self, group: list[Any]) -> Shard:
-        """This process's part of batches of indices."""
+    def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
+        """This process's part of batches of indices; `first` are those that the epoch began with."""
 
-    def share_loaded(self, group: list[Any]) -> Shard:
+    def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
         """This process's part of batches that were loaded already."""
+
+    def num_shares(self, num_batches: int) -> int:
+        """Batches that this process takes of an epoch."""
 
 
 class NoSharding:
@@ -60,14 +87,18 @@ class NoSharding:
         self.num_processes = num_processes
         self._rank = rank
 
-    def share_indices(self, group: list[Any]) -> Shard:
+    def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
         """All of it; where others have their own part, it is taken to be as large."""
         size = len(group[0]) if hasattr(group[0], "__len__") else 0
         return Shard(group[0], (size,) * self.num_processes, self._rank)
 
-    def share_loaded(self, group: list[Any]) -> Shard:
+    def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
         """All of it, without a look at it."""
         return Shard(group[0], (0,) * self.num_processes, self._rank)
+
+    def num_shares(self, num_batches: int) -> int:
+        """All of them."""
+        return num_batches
 
 
 class SplitRows:
@@ -86,13 +117,13 @@ class SplitRows:
             start, end = 0, 1
         return start, end, tuple(last - first for first, last in bounds)
 
-    def share_indices(self, group: list[Any]) -> Shard:
+    def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
         """Consecutive indices."""
         indices = list(group[0])
         start, end, rows_of_all = self._bounds(len(indices))
         return Shard(indices[start:end], rows_of_all, self._rank)
 
-    def share_loaded(self, group: list[Any]) -> Shard:
+    def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
         """Consecutive rows, cut out of every tensor and list of the batch."""
         num_rows = count_rows(group[0])
         if num_rows is None:
@@ -101,7 +132,11 @@ class SplitRows:
                 "let the dataset give tensors, or Engine(split_batches=False): whole batches for each process",
             )
         start, end, rows_of_all = self._bounds(num_rows)
-        return Shard(_rows(group[0], start, end, num_rows), rows_of_all, self._rank)
+        return Shard(rows_of(group[0], start, end, num_rows), rows_of_all, self._rank)
+
+    def num_shares(self, num_batches: int) -> int:
+        """A part of each."""
+        return num_batches
 
 
 class BatchEach:
@@ -111,11 +146,11 @@ class BatchEach:
         self.num_processes = self.group_size = num_processes
         self._rank = rank
 
-    def share_indices(self, group: list[Any]) -> Shard:
+    def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
         """The batch of this process's number; in a last, short group some have none."""
         return self._share(group, [len(batch) if hasattr(batch, "__len__") else 1 for batch in group])
 
-    def share_loaded(self, group: list[Any]) -> Shard:
+    def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
         """The same for batches that were loaded."""
         return self._share(group, [count_rows(batch) or 1 for batch in group])
 
@@ -124,30 +159,9 @@ class BatchEach:
         content = group[self._rank] if self._rank < len(group) else group[0]
         return Shard(content, rows_of_all, self._rank)
 
-
-def sharding_for(loader: DataLoader[Any], world: World, splits_batches: bool) -> Sharding:
-    """How the batches of a loader are shared out.
-
-    Args:
-        loader: The loader.
-        world: The processes.
-        splits_batches: Whether its batch size is that of all processes together.
-    """
-    rank, num_processes = world.process_index, world.num_processes
-    if num_processes == 1:
-        return NoSharding()
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        say_once("a loader with a DistributedSampler is divided already: it is used as it is")
-        return NoSharding(num_processes, rank)
-    if not splits_batches:
-        return BatchEach(rank, num_processes)
-    if loader.batch_size is not None:
-        say_once(
-            f"a loader's batch size is that of all {num_processes} processes together "
-            "(split_batches=False: of each of them)"
-        )
-    return SplitRows(rank, num_processes)
+    def num_shares(self, num_batches: int) -> int:
+        """One of each group, the last one included."""
+        return -(-num_batches // self.num_processes)
 
 
 def count_rows(batch: Any) -> int | None:
@@ -163,17 +177,37 @@ def count_rows(batch: Any) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
-def _rows(value: Any, start: int, end: int, num_rows: int) -> Any:
+def rows_of(value: Any, start: int, end: int, num_rows: int) -> Any:
+    """Rows of every tensor and list of a batch that has `num_rows` of them."""
     if isinstance(value, torch.Tensor):
         return value[start:end] if value.dim() and len(value) == num_rows else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_rows(item, start, end, num_rows) for item in value))
+        return type(value)(*(rows_of(item, start, end, num_rows) for item in value))
     if isinstance(value, list | tuple):
         if len(value) == num_rows and not any(isinstance(item, torch.Tensor | list | tuple | dict) for item in value):
             return value[start:end]
-        return type(value)(_rows(item, start, end, num_rows) for item in value)
+        return type(value)(rows_of(item, start, end, num_rows) for item in value)
     if type(value) is dict:
-        return {key: _rows(item, start, end, num_rows) for key, item in value.items()}
+        return {key: rows_of(item, start, end, num_rows) for key, item in value.items()}
     if hasattr(value, "items"):  # a tokenizer's BatchEncoding, and other mappings
-        return type(value)({key: _rows(item, start, end, num_rows) for key, item in value.items()})
+        return type(value)({key: rows_of(item, start, end, num_rows) for key, item in value.items()})
     return value
+
+
+def joined_rows(batches: list[Any]) -> Any:
+    """Batches of one kind as one, the opposite of `rows_of`."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches) if first.dim() else first
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(joined_rows(list(items)) for items in zip(*batches, strict=True)))
+    if isinstance(first, list | tuple):
+        if any(isinstance(item, torch.Tensor | list | tuple | dict) for item in first):
+            return type(first)(joined_rows(list(items)) for items in zip(*batches, strict=True))
+        return type(first)(item for batch in batches for item in batch)
+    if hasattr(first, "items"):
+        joined = {key: joined_rows([batch[key] for batch in batches]) for key in first}
+        return joined if type(first) is dict else type(first)(joined)
+    return first

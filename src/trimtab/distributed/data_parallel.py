@@ -5,7 +5,8 @@ process whose micro-batch counts for nothing can answer for its gradients withou
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -131,6 +132,18 @@ class DataParallel(DistributedDataParallel):
         if trained:
             _Nothing.apply(*trained).backward()  # type: ignore[no-untyped-call]
         self._awaits_backward = False
+
+    @contextmanager
+    def exchanging_in_backward(self) -> Iterator[None]:
+        """A context for the last backward of several forwards that ran under `no_sync`: it exchanges gradients."""
+        before = self.require_backward_grad_sync, self.require_forward_param_sync
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.reducer.prepare_for_backward([])
+        self._awaits_backward = True
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync, self.require_forward_param_sync = before
 
     def begin_exchange(self) -> None:
         """Note what is needed to give up in the middle of the backward that comes now."""

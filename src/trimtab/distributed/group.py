@@ -109,17 +109,19 @@ class GroupWorld:
     # ------------------------------------------------------------------ reducing
 
     def reduce(self, value: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Each tensor of `value` summed ("sum") or averaged ("mean") over the processes."""
+        """Each tensor of `value` summed ("sum"), averaged ("mean") or maximized ("max") over the processes."""
         check_reduction(reduction)
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
             exact = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
             total = tensor.detach().to(torch.int32 if exact is torch.bool else exact, copy=True).contiguous()
             if reduction != "none":
-                dist.all_reduce(total)
+                dist.all_reduce(total, op=dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
             if reduction == "mean":
                 total = total / self.num_processes
-            return (total if scale == 1.0 else total * scale).to(tensor.dtype if reduction == "sum" else total.dtype)
+            return (total if scale == 1.0 else total * scale).to(
+                tensor.dtype if reduction in ("sum", "max") else total.dtype
+            )
 
         with self.exchanging("reduce"):
             result: T = map_tensors(reduced, value)

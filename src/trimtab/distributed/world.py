@@ -59,7 +59,7 @@ class World(Protocol):
         """What the first process gave."""
 
     def reduce(self, value: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Each tensor of `value` summed or averaged over the processes."""
+        """Each tensor of `value` summed, averaged or maximized over the processes."""
 
     def total(self, value: Number, device: torch.device) -> Number:
         """The sum of a number over the processes; on an accelerator it stays there, and no host waits."""
@@ -157,8 +157,8 @@ class SoloWorld:
 
 def check_reduction(reduction: str) -> None:
     """Refuse a word that no reduction has."""
-    if reduction not in ("sum", "mean", "none"):
-        raise RecipeError(f"reduction={reduction!r} is not known", 'use "sum", "mean" or "none"')
+    if reduction not in ("sum", "mean", "max", "none"):
+        raise RecipeError(f"reduction={reduction!r} is not known", 'use "sum", "mean", "max" or "none"')
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -9,6 +9,7 @@ processes P: weights are multiplied by P. Without weights each process counts by
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +20,34 @@ from trimtab.errors import LossError, RecipeError
 Weight = float | torch.Tensor
 
 
+@dataclass(frozen=True)
+class WindowRules:
+    """What Accelerate's GradientAccumulationPlugin can say, and what Accelerate does by itself.
+
+    Args:
+        ends_with_epoch: The last batch of an epoch ends a window; else it goes on in the next epoch.
+        exchanges_each: Processes exchange gradients in every micro-batch, not only where a window ends.
+        divides_by_num_steps: A window that an epoch's end cuts short is divided by the length of a full one, as
+            Accelerate does it; else by its own. Losses that come with a weight are exact either way.
+    """
+
+    ends_with_epoch: bool = True
+    exchanges_each: bool = False
+    divides_by_num_steps: bool = False
+
+
 class Accumulation:
     """The window of micro-batches between two optimizer steps.
 
     Args:
         num_steps: Micro-batches in a full window.
         world: The processes that share a batch.
+        rules: Where windows end, and what they are divided by.
     """
 
-    def __init__(self, num_steps: int, world: World | None = None) -> None:
+    def __init__(self, num_steps: int, world: World | None = None, rules: WindowRules | None = None) -> None:
         self.num_steps = num_steps
+        self.rules = rules or WindowRules()
         self._world: World = world or SoloWorld()
         self.reset()
 
@@ -70,8 +89,11 @@ class Accumulation:
             row_share: This process's rows of the micro-batch, as a multiple of what each process has on average.
         """
         self._row_share = row_share
+        if not self.rules.ends_with_epoch:
+            num_remaining, is_last = None, False
         if self.sync:
-            self._begin_window(self.num_steps if num_remaining is None else min(self.num_steps, num_remaining + 1))
+            is_full = num_remaining is None or self.rules.divides_by_num_steps
+            self._begin_window(self.num_steps if is_full else min(self.num_steps, (num_remaining or 0) + 1))
         self._num_opened += 1
         self._awaits_backward, self._counted = True, False
         self.sync = is_last or self._num_opened >= self.num_steps
@@ -109,6 +131,11 @@ class Accumulation:
         """An optimizer has stepped: a plain loop's next backward begins a new window."""
         self._stepped = True
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether processes exchange gradients in the current micro-batch."""
+        return self.sync or self.rules.exchanges_each
+
     def needs_others(self, weight: Weight | None) -> bool:
         """Whether the backward that comes now exchanges something with other processes."""
         return self.sync or (weight is not None and self._expected is None)
@@ -128,7 +155,8 @@ class Accumulation:
             if not self._row_share:
                 return None
             share = loss if self._row_share == 1.0 else loss * self._row_share
-            return share if self._alone or self._window_length == 1 else share / self._window_length
+            is_whole = self._window_length == 1 or (self._alone and not self.rules.divides_by_num_steps)
+            return share if is_whole else share / self._window_length
         num_processes = self._world.num_processes
         if num_processes > 1 and (self._alone or self._expected is None):
             self._owed = 0.0, loss.device  # should even a single number find no room
@@ -173,7 +201,7 @@ class Accumulation:
         if self._alone:
             return None
         if not self._weighted:
-            if in_plain_loop or self._total in (0, self._window_length):
+            if in_plain_loop or self.rules.divides_by_num_steps or self._total in (0, self._window_length):
                 return None
             return self._window_length / self._total
         assert self._expected is not None

@@ -83,7 +83,7 @@ class Gradients:
             self._stepped.clear()
         self.agreement.before_backward(weight)
         contribution = accumulation.share(loss, weight)
-        if self._connected and accumulation.sync:
+        if self._connected and accumulation.exchanges:
             self._backward_with_others(contribution, loss, **kwargs)
         elif contribution is not None:
             self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]

@@ -97,6 +97,8 @@ class PreparedScheduler:
         optimizers: The prepared optimizers that it waits for.
         accumulation: The current window.
         follows_optimizer: False lets every call of `step` count, whatever the optimizer did.
+        num_steps_each: Steps of the schedule for each one of the optimizer. Accelerate takes one for each process
+            where every process has a batch of its own, so that a schedule counts batches of the loader.
     """
 
     def __init__(
@@ -105,11 +107,13 @@ class PreparedScheduler:
         optimizers: list[PreparedOptimizer],
         accumulation: Accumulation,
         follows_optimizer: bool = True,
+        num_steps_each: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self._optimizers = optimizers
         self._accumulation = accumulation
         self._follows_optimizer = follows_optimizer
+        self._num_steps_each = num_steps_each
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
@@ -118,9 +122,17 @@ class PreparedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step if the optimizer did: once a window, and not after an overflow."""
-        if self._follows_optimizer and not self._optimizer_stepped():
-            return
-        self.scheduler.step(*args, **kwargs)
+        if not self._follows_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif self._optimizer_stepped():
+            for _ in range(self._num_steps_each):
+                if self._num_steps_each == 1 or not self._is_at_its_end():
+                    self.scheduler.step(*args, **kwargs)
+
+    def _is_at_its_end(self) -> bool:
+        """Whether a schedule that refuses more steps than it was made for, such as OneCycleLR, has taken them all."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and self.scheduler._step_count > total
 
     def _optimizer_stepped(self) -> bool:
         return self._accumulation.sync and not any(optimizer.step_was_skipped for optimizer in self._optimizers)

@@ -1,0 +1,111 @@
+"""Accelerate's names, for scripts that change nothing but their import lines.
+
+`from accelerate import …` becomes `from trimtab.accelerate import …`, and so do `accelerate.utils`, `accelerate.state`,
+`accelerate.logging` and the other modules that scripts import from: they all are this module. docs/accelerate.md lists
+every verb and argument, and what is different.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from trimtab.accelerate.batch_size import find_executable_batch_size, release_memory
+from trimtab.accelerate.configuration import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from trimtab.accelerate.drop_in import Accelerator
+from trimtab.accelerate.latest import AcceleratorState, GradientState, PartialState
+from trimtab.accelerate.launching import notebook_launcher
+from trimtab.accelerate.loaders import prepare_data_loader, skip_first_batches
+from trimtab.accelerate.logger import MultiProcessAdapter, get_logger
+from trimtab.accelerate.operations import (
+    DistributedOperationException,
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    copy_tensor_to_devices,
+    extract_model_from_parallel,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    send_to_device,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from trimtab.accelerate.seeding import set_seed
+from trimtab.data.dispatch import DispatchedLoader as DataLoaderDispatcher
+from trimtab.data.loader import PreparedLoader as DataLoaderShard
+from trimtab.data.seedable import SeedableRandomSampler
+from trimtab.distributed.world import DistributedType
+from trimtab.optim.prepared import PreparedOptimizer as AcceleratedOptimizer
+from trimtab.optim.prepared import PreparedScheduler as AcceleratedScheduler
+
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
+    "AcceleratorState",
+    "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DistributedDataParallelKwargs",
+    "DistributedOperationException",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "InitProcessGroupKwargs",
+    "MultiProcessAdapter",
+    "PartialState",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "SeedableRandomSampler",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "copy_tensor_to_devices",
+    "extract_model_from_parallel",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "get_logger",
+    "notebook_launcher",
+    "pad_across_processes",
+    "prepare_data_loader",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Questions such as `is_xpu_available` are answered by Accelerate; other names there are not, and why."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if find_spec("accelerate") is not None:
+        theirs = import_module("accelerate.utils")
+        if name.startswith("is_") and hasattr(theirs, name):
+            return getattr(theirs, name)
+    raise ImportError(
+        f"trimtab.accelerate has no {name}\n  cure: what does not train can still come from Accelerate itself "
+        f"(pip install accelerate); docs/accelerate.md lists what is here"
+    )
+
+
+for _name in (
+    *("accelerator", "data_loader", "launchers", "logging", "memory_utils", "optimizer", "scheduler", "state", "utils"),
+    *(f"utils.{part}" for part in ("dataclasses", "memory", "operations", "other", "random")),
+):
+    sys.modules.setdefault(f"{__name__}.{_name}", sys.modules[__name__])

@@ -1,0 +1,229 @@
+"""`Accelerator`: an engine with Accelerate's defaults, for scripts that change nothing but their import line."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.accelerate.latest import is_set, remember
+from trimtab.data.loader import PreparedLoader
+from trimtab.engine import Engine
+from trimtab.errors import RecipeError
+from trimtab.optim.prepared import PreparedOptimizer
+
+_CURES = {
+    "deepspeed_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",
+    "deepspeed_plugins": "leave it out; Engine(memory_budget=…) is what saves memory here",
+    "fsdp_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",
+    "megatron_lm_plugin": "leave it out: processes are data parallel only",
+    "torch_tp_plugin": "leave it out: processes are data parallel only",
+    "parallelism_config": "leave it out: processes are data parallel only",
+    "dynamo_backend": "leave it out, and torch.compile(model) before prepare",
+    "dynamo_plugin": "leave it out, and torch.compile(model) before prepare",
+}
+_LAUNCHED_WITH = {
+    "ACCELERATE_USE_DEEPSPEED": "accelerate launch without --use_deepspeed",
+    "ACCELERATE_USE_FSDP": "accelerate launch without --use_fsdp",
+    "ACCELERATE_USE_MEGATRON_LM": "accelerate launch without --use_megatron_lm",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate launch without --use_parallelism_config",
+}
+
+
+class Accelerator(Engine):
+    """An engine that behaves as Accelerate's `Accelerator`, on any number of processes.
+
+    A loader's batch is that of one process, and schedules step once for each process; the last batches of an epoch are
+    filled up with its first rows; a window of accumulation that an epoch cuts short is divided by the full length; all
+    processes draw the same random numbers after the same seed. `trimtab.Engine` has the same verbs and other defaults.
+
+    Args:
+        device_placement: Whether `prepare` moves models and batches to the device.
+        split_batches: Whether a loader's batch is that of all processes together.
+        mixed_precision: "no", "fp16" or "bf16"; what `accelerate launch` was told if left out.
+        gradient_accumulation_steps: Micro-batches for each optimizer step.
+        cpu: Compute on the CPU.
+        dataloader_config: A DataLoaderConfiguration.
+        deepspeed_plugin: Refused, as are all plugins below that change where parameters are.
+        fsdp_plugin: Refused.
+        torch_tp_plugin: Refused.
+        megatron_lm_plugin: Refused.
+        rng_types: ["generator"], which is always so, or None.
+        log_with: See `Engine`.
+        project_dir: See `Engine`.
+        project_config: See `Engine`.
+        gradient_accumulation_plugin: A GradientAccumulationPlugin.
+        step_scheduler_with_optimizer: See `Engine`.
+        kwargs_handlers: See `Engine`.
+        dynamo_backend: Refused, unless "no".
+        dynamo_plugin: Refused.
+        deepspeed_plugins: Refused.
+        parallelism_config: Refused.
+        options: Those of `Engine` that Accelerate does not have: device, seed, find_unused_parameters, memory_budget.
+    """
+
+    _as_accelerate = True
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        **options: Any,
+    ) -> None:
+        _refuse(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            dynamo_backend=None if str(dynamo_backend).lower().endswith("no") else dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+        )
+        if rng_types is not None and {str(getattr(kind, "value", kind)) for kind in rng_types} - {"generator"}:
+            raise RecipeError(
+                f"rng_types={list(rng_types)} is not supported",
+                'leave it out; synchronize_rng_states(["torch"]) where processes should draw alike',
+            )
+        if gradient_accumulation_plugin is None:
+            told = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+            gradient_accumulation_steps = gradient_accumulation_steps if told is None else int(told)
+        super().__init__(
+            _precision(mixed_precision),
+            gradient_accumulation_steps,
+            cpu=cpu or is_set("ACCELERATE_USE_CPU"),
+            device_placement=device_placement,
+            split_batches=split_batches,
+            dataloader_config=dataloader_config,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            **options,
+        )
+        remember(self)
+
+    # What follows takes arguments that Accelerate has and the engine has not.
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Prepare one model; with `evaluation_mode` it is not connected to those of other processes."""
+        if evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
+            raise RecipeError(
+                "prepare_model(evaluation_mode=True) is not supported for a model that trains",
+                "model.requires_grad_(False) first: a model that does not train is not connected",
+            )
+        prepared: torch.nn.Module = self.prepare(model, device_placement=_listed(device_placement))
+        return prepared
+
+    def prepare_data_loader(
+        self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """Prepare one loader."""
+        if slice_fn_for_dispatch is not None:
+            raise RecipeError("slice_fn_for_dispatch is not supported", "leave it out: rows of tensors are divided")
+        prepared: PreparedLoader = self.prepare(loader, device_placement=_listed(device_placement))
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Prepare one optimizer."""
+        return super().prepare_optimizer(optimizer)
+
+    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
+        """Write the state to a folder."""
+        if output_dir is None:
+            raise RecipeError("save_state() without a folder is not supported", "accelerator.save_state(a folder)")
+        _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
+        return super().save_state(output_dir)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
+        """Restore what `save_state` wrote."""
+        if input_dir is None:
+            raise RecipeError("load_state() without a folder is not supported", "accelerator.load_state(a folder)")
+        _refuse_unless(not load_kwargs, "load_state(load_kwargs=…)", "leave it out")
+        super().load_state(input_dir)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights to one file of safetensors."""
+        _refuse_unless(max_shard_size == "10GB", f"save_model(max_shard_size={max_shard_size!r})", "leave it out")
+        cure = "accelerator.save(accelerator.get_state_dict(model), a file)"
+        _refuse_unless(safe_serialization, "save_model(safe_serialization=False)", cure)
+        super().save_model(model, save_directory)
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> torch.nn.Module:
+        """The model as it was given; what torch.compile made of it only if asked for."""
+        if keep_torch_compile and "_orig_mod" in model._modules:
+            return model
+        return super().unwrap_model(model, keep_fp32_wrapper)
+
+    def autocast(self, enabled: Any = True, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """A context in which operations run in the engine's precision; an AutocastKwargs can switch it off."""
+        handler = autocast_handler if autocast_handler is not None else enabled
+        return super().autocast(bool(getattr(handler, "enabled", handler)))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name."""
+        _refuse_unless(not unwrap, "get_tracker(unwrap=True)", "mlflow.MlflowClient() with the run's id")
+        return super().get_tracker(name)
+
+
+def _listed(device_placement: bool | None) -> list[bool] | None:
+    return None if device_placement is None else [device_placement]
+
+
+def _refuse_unless(is_usual: bool, what: str, cure: str) -> None:
+    if not is_usual:
+        raise RecipeError(f"{what} is not supported", cure)
+
+
+def _precision(asked: Any) -> str:
+    """The argument, or what `accelerate launch` wrote into the environment."""
+    value = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if asked is None else getattr(asked, "value", asked)
+    if value == "fp8":
+        raise RecipeError('mixed_precision="fp8" is not supported', 'mixed_precision="bf16"')
+    return str(value).lower()
+
+
+def _refuse(**settings: Any) -> None:
+    """No setting is ignored in silence: one that this engine cannot have is refused by name."""
+    for name, value in settings.items():
+        if value is not None:
+            raise RecipeError(f"{name} is not supported", _CURES[name])
+    for name, cure in _LAUNCHED_WITH.items():
+        if is_set(name):
+            raise RecipeError(f"{name}={os.environ[name]} is not supported", cure)
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() != "no":
+        raise RecipeError(f"ACCELERATE_DYNAMO_BACKEND={dynamo} is not supported", _CURES["dynamo_backend"])

@@ -1,0 +1,82 @@
+"""`PartialState()`, `AcceleratorState()` and `GradientState()`: what the latest `Accelerator` says of itself.
+
+Accelerate keeps these as settings of the whole process. Here they are views: of the `Accelerator` made last, or, before
+there is one, of the processes that the environment names.
+"""
+
+import os
+import weakref
+from typing import Any
+
+from trimtab.accelerate_verbs import GradientState as _GradientView
+from trimtab.data.loader import ActiveLoaders
+from trimtab.distributed.environment import find_place
+from trimtab.distributed.join import find_world
+from trimtab.distributed.process_state import ProcessState
+from trimtab.engine import Engine
+from trimtab.hardware.inventory import find_device
+from trimtab.optim.accumulation import Accumulation
+
+_latest: weakref.ref[Engine] | None = None
+_without_engine: ProcessState | None = None
+
+
+def remember(engine: Engine) -> None:
+    """From now on this engine is the one that is asked."""
+    global _latest
+    _latest = weakref.ref(engine)
+
+
+def latest_engine() -> Engine | None:
+    """The `Accelerator` made last, if it is still there."""
+    return None if _latest is None else _latest()
+
+
+def forget() -> None:
+    """There is no such engine any more."""
+    global _latest, _without_engine
+    _latest = _without_engine = None
+
+
+class PartialState(ProcessState):
+    """The processes. Calling it gives the same object until an `Accelerator` is made."""
+
+    def __new__(cls, cpu: bool = False, **kwargs: Any) -> ProcessState:  # type: ignore[misc]
+        """That of the latest `Accelerator`, or one found in the environment."""
+        global _without_engine
+        engine = latest_engine()
+        if engine is not None:
+            return engine.state
+        if _without_engine is None:
+            place = find_place()
+            use_cpu = cpu or is_set("ACCELERATE_USE_CPU")
+            device = find_device("cpu" if use_cpu else None, place.local_device)
+            _without_engine = ProcessState(find_world(place, device), device)
+        return _without_engine
+
+    @staticmethod
+    def _reset_state(*args: Any, **kwargs: Any) -> None:
+        """Let the next call look again; engines that exist are not changed."""
+        forget()
+
+
+class AcceleratorState(PartialState):
+    """The processes and the precision of the latest `Accelerator`."""
+
+
+class GradientState:
+    """The window and the epoch of the latest `Accelerator`."""
+
+    def __new__(cls, gradient_accumulation_plugin: Any = None) -> _GradientView:  # type: ignore[misc]
+        """A view of it."""
+        engine = latest_engine()
+        return _GradientView(Accumulation(1), ActiveLoaders()) if engine is None else engine.gradient_state
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Nothing to do: each engine has its own."""
+
+
+def is_set(name: str) -> bool:
+    """Whether a variable of the environment says yes, as `accelerate launch` writes it."""
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
