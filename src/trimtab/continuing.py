@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.build import run_name
+from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.lock import RunLock
 from trimtab.checkpoint.mirror import is_mirror, restore
 from trimtab.checkpoint.shelf import Shelf
@@ -171,9 +172,12 @@ def _set_aside_newer_best(run: Path, step: int) -> bool:
 def recover(run: Path, out: str | None) -> Path:
     """The folder of a run that should go on; a mirror is copied back first.
 
+    Where a mirror is copied to follows from what the user says alone. The mirror's own files also name a folder, but
+    whoever can write to the drive can write that name.
+
     Args:
         run: A run's folder, or the mirror of one.
-        out: Where a mirror is copied to; by default where the run was.
+        out: Where a mirror is copied to; by default runs/EXPERIMENT/NAME, by the names of the mirror's own folders.
     """
     if not run.is_dir():
         raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
@@ -185,8 +189,11 @@ def recover(run: Path, out: str | None) -> Path:
         if out is not None:
             raise RecipeError("--out belongs to a mirror, and this is the run itself", "leave it out")
         return run
-    status = read_status(run) or {}
-    target = Path(out or status.get("path") or f"runs/{run.name}")
+    run, place = _without_dots(run), run.resolve()
+    target = Path(out) if out is not None else Path("runs", place.parent.name, place.name)
+    if target.resolve() == place:
+        raise RecipeError(f"{run} is a mirror, where no run can go on", "choose a folder for the run with --out")
+    before = (read_status(run) or {}).get("path")
     mark = target / ".restoring"  # what a kill has left of a copy is no reason to refuse the next
     is_used = target.exists() and any(target.iterdir())
     if is_used and (read_status(target) is not None or not mark.exists()):
@@ -197,6 +204,25 @@ def recover(run: Path, out: str | None) -> Path:
         restore(run, target)
         mark.unlink()
     except OSError as error:
-        raise CheckpointError(f"{run} could not be copied to {target}: {error}", "choose another --out") from error
-    say(f"{run} was copied to {target}")
+        cure = cure_of(error, "choose another --out")
+        raise CheckpointError(f"{run} could not be copied to {target}: {error.strerror or error}", cure) from error
+    has_moved = out is None and isinstance(before, str) and Path(before).absolute() != target.absolute()
+    say(f"{run} was copied to {target}" + (f"; it was in {before}, which --out can name" if has_moved else ""))
     return target
+
+
+def same_mirror(run: Path) -> dict[str, str]:
+    """The setting with which a run that came back from its mirror keeps this very mirror, wherever it is mounted now.
+
+    Args:
+        run: What was resumed: the mirror; empty for a run's own folder.
+    """
+    if not is_mirror(run):
+        return {}
+    place = _without_dots(run)
+    return {"checkpoint.mirror": str((place if len(place.parts) > 2 else place.absolute()).parent.parent)}
+
+
+def _without_dots(path: Path) -> Path:
+    """A path whose parents are those of its text."""
+    return path.resolve() if ".." in path.parts else path

@@ -27,7 +27,7 @@ from trimtab.build import (
     with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
-from trimtab.continuing import Beginning, find_beginning, go_on, recover
+from trimtab.continuing import Beginning, find_beginning, go_on, recover, same_mirror
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
 from trimtab.engine import Engine
@@ -155,11 +155,12 @@ def resume(
         run: Its folder, or its mirror.
         from_step: The state to go on from ("step-100"); by default the newest.
         sets: Changes to its recipe, such as "train.epochs=5".
-        out: Where a mirror is copied to; by default where the run was.
+        out: Where a mirror is copied to; by default runs/EXPERIMENT/NAME, by the names of the mirror's own folders.
         options: Those of `fit`.
     """
-    folder = Engine(device=options.get("device")).first_decides(lambda: recover(Path(run), out))
-    loaded = load_recipe(folder / "recipe.yaml", {"out": str(folder)}, list(sets))
+    engine = Engine(device=options.get("device"))
+    folder, mirror = engine.first_decides(lambda: (recover(Path(run), out), same_mirror(Path(run))))
+    loaded = load_recipe(folder / "recipe.yaml", {"out": str(folder), **mirror}, list(sets))
     return fit(loaded, resume=from_step or True, **options)
 
 

@@ -136,7 +136,7 @@ def _ended(result: Any, mode: str) -> None:
 def resume(
     run: Annotated[Path, typer.Argument(help="A run's folder, or its mirror.")],
     from_step: Annotated[str | None, typer.Option("--from", help="The state to go on from: step-100.")] = None,
-    out: Annotated[str | None, typer.Option(help="Where a mirror is copied to.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where a mirror is copied to; runs/EXPERIMENT/NAME if left out.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
     sets: Sets = None,
     quiet: Quiet = False,
