@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.folder import clear_leftovers
 from trimtab.checkpoint.lock import LOCK, RunLock, lock_holder
-from trimtab.errors import RecipeError
+from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say_once
 from trimtab.tracking.attachment import is_tracked, sent_of, shipping
 from trimtab.tracking.companion import Companion, NoCompanion
@@ -58,7 +59,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RecipeError(f"{path} cannot be made: {error.strerror}", "choose another --out") from error
+            cure = cure_of(error, "choose another --out")
+            raise RecipeError(f"{path} cannot be made: {error.strerror or error}", cure) from error
         self.path = path
         self._goes_on = goes_on
         self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
@@ -94,7 +96,11 @@ class RunFolder:
         if before is not None:
             self._let_go()
             raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
-        self.write_text(_STATUS, json.dumps(self._status))
+        try:
+            self.write_text(_STATUS, json.dumps(self._status))
+        except CheckpointError:
+            self.remove()
+            raise
 
     @property
     def best(self) -> Path:
@@ -102,7 +108,17 @@ class RunFolder:
         return self.path / "best"
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file whole."""
+        """Write a small file whole.
+
+        Raises:
+            CheckpointError: The disk is full, or the folder cannot be written.
+        """
+        try:
+            self._write(name, text)
+        except OSError as error:
+            raise _not_written(self.path / name, error) from error
+
+    def _write(self, name: str, text: str) -> None:
         beside = self.path / f".{name}.writing"
         beside.write_text(text, encoding="utf-8")
         beside.replace(self.path / name)
@@ -121,11 +137,14 @@ class RunFolder:
             sent = sent_of(self.path)
             if journal_position is None and sent:
                 journal_position = first_line_end(self.path / JOURNAL)
-            if journal_position is None:
-                (self.path / JOURNAL).unlink(missing_ok=True)
-                self._journal.start(".", config)
-            else:
-                self._journal.go_on(journal_position, step, sent)
+            try:
+                if journal_position is None:
+                    (self.path / JOURNAL).unlink(missing_ok=True)
+                    self._journal.start(".", config)
+                else:
+                    self._journal.go_on(journal_position, step, sent)
+            except OSError as error:
+                raise _not_written(self.path / JOURNAL, error) from error
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
 
     def go_on(self) -> None:
@@ -158,7 +177,7 @@ class RunFolder:
             self._written_at = time.monotonic()
             self._status.update(facts, updated=time.time())
             try:
-                self.write_text(_STATUS, json.dumps(self._status))
+                self._write(_STATUS, json.dumps(self._status))
             except OSError as error:  # a full disk must not end a run
                 say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
@@ -190,6 +209,12 @@ class RunFolder:
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one
                 folder.rmdir()
+
+
+def _not_written(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be written: {error.strerror or error}", cure_of(error, "choose another --out")
+    )
 
 
 class FollowedFolder:
@@ -303,8 +328,12 @@ def check_free(path: Path) -> None:
     if run["state"] == "finished":
         cure = f"another --out; --fresh to replace it; or train on: trimtab resume {path} --set train.epochs=…"
         raise RecipeError(f"{path} holds a finished run ({where})", cure)
-    cure = "--resume to go on, --fresh to replace it, or another --out"
-    raise RecipeError(f"{path} holds a run that is not finished ({where})", cure)
+    problem, cure = f"{path} holds a run that is not finished ({where})", "--resume to go on, --fresh to replace it, "
+    holder = lock_holder(path)
+    if holder is not None and holder.state == "running":  # also one that was started at the same moment as this one
+        problem += f": process {holder.process.pid} of this machine trains it"
+        cure = f"wait until it is done, or stop it (kill {holder.process.pid}), then run this again; "
+    raise RecipeError(problem, f"{cure}or choose another --out")
 
 
 def _is_of_a_lock(inner: Path) -> bool:
