@@ -11,6 +11,15 @@ def is_no_room(error: OSError) -> bool:
     return error.errno in _NO_ROOM
 
 
+def refused_path(error: OSError) -> str | None:
+    """The file that could not be written or read; None where the system does not say.
+
+    An error of a copy names both files, and a disk that is full is that of the second.
+    """
+    path = error.filename2 if is_no_room(error) and error.filename2 is not None else error.filename
+    return None if path is None else str(path)
+
+
 def cure_of(error: OSError, other: str = "choose another folder", less: str = "") -> str:
     """The cure for an error of the system, by its kind.
 

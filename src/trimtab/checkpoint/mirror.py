@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import refused_path
 from trimtab.checkpoint.folder import clear_leftovers, remove_folder, sync_path, whole_folder
 from trimtab.checkpoint.shelf import Shelf
 from trimtab.checkpoint.store import why_invalid
@@ -77,7 +78,8 @@ class Mirror:
         except CheckpointError as error:
             problem = f"{error.problem}; {error.cure}"
         except OSError as error:
-            problem = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+            place = refused_path(error)
+            problem = f"{error.strerror or error}" + (f" ({place})" if place else "")
         if problem and not self.problem:
             say(f"the mirror {self.target} is not up to date: {problem}. The run goes on; each save tries again")
         elif self.problem and not problem:
