@@ -143,8 +143,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     path = Path(folder) / MANIFEST
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is no folder", "pass the folder that save_state wrote")
-    if path.is_symlink() or not path.is_file():
-        raise _not_ours(Path(folder))
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise _not_ours(Path(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}", _OLDER) from error
     value, raw = _object(path)
     if value.get("format") != _FORMAT:
         old = ", which has no checksums" if value.get("format") == 1 else ""

@@ -234,7 +234,7 @@ def cached(key_parts: Sequence[Any], build: Callable[[], TokenDataset]) -> Token
         say_once(f"tokens are not cached: {error}")
         return build()
     path = Path(place).expanduser() / "tokens" / key[:2] / f"{key}.safetensors"
-    if path.is_file():
+    if os.path.isfile(path):  # False also where the folder may not be read
         try:
             return TokenDataset.load(path)
         except DataError as error:

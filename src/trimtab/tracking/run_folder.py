@@ -64,7 +64,11 @@ class RunFolder:
         self.path = path
         self._goes_on = goes_on
         self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
-        self._lock.acquire()
+        try:
+            self._lock.acquire()
+        except CheckpointError:
+            self._remove_made()
+            raise
         self._ended = threading.Event()
         # for those who look from another host: a run may be silent for long, with large steps
         threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True).start()
@@ -206,6 +210,9 @@ class RunFolder:
         self._journal.finish()
         self._let_go()
         clear_folder(self.path)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one
                 folder.rmdir()
