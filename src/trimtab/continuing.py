@@ -4,12 +4,13 @@ import json
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.build import run_name, with_absolute_paths, with_moved_paths
+from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.export import read_facts, why_damaged
 from trimtab.checkpoint.lock import RunLock
 from trimtab.checkpoint.mirror import is_mirror, restore
@@ -133,7 +134,9 @@ def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> lis
     return found
 
 
-def load_settings(run: Path, from_step: str | None, sets: Sequence[str]) -> LoadedRecipe:
+def load_settings(
+    run: Path, from_step: str | None, sets: Sequence[str], overrides: Mapping[str, Any] | None = None
+) -> LoadedRecipe:
     """The recipe with which a run resumes.
 
     It is the file in the run's folder if that is as the run has written it, and the settings in the saved state if it
@@ -143,6 +146,7 @@ def load_settings(run: Path, from_step: str | None, sets: Sequence[str]) -> Load
         run: The run's folder.
         from_step: The state to resume from ("step-100"); None for the newest.
         sets: Changes, as "train.epochs=5".
+        overrides: Changes by dotted key, over which those of `sets` count.
     """
     path = run / RECIPE
     saved = _settings_of_state(run, None if from_step is None else _step_number(from_step))
@@ -157,7 +161,7 @@ def load_settings(run: Path, from_step: str | None, sets: Sequence[str]) -> Load
         if problem:
             say(f"{path} {problem}: the settings saved in {name} are used; --set KEY=VALUE changes one")
             source = settings
-    loaded = load_to_resume(source, name, run, sets)
+    loaded = load_to_resume(source, name, run, sets, overrides or {})
     return replace(loaded, recipe=with_moved_paths(loaded.recipe, _directory_of(run)))
 
 
@@ -286,9 +290,12 @@ def _set_aside_newer_best(run: Path, step: int) -> bool:
 def recover(run: Path, out: str | None) -> Path:
     """The folder of a run that should go on; a mirror is copied back first.
 
+    Where a mirror is copied to follows from what the user says alone. The mirror's own files also name a folder, but
+    whoever can write to the drive can write that name.
+
     Args:
         run: A run's folder, or the mirror of one.
-        out: Where a mirror is copied to; by default where the run was.
+        out: Where a mirror is copied to; by default runs/EXPERIMENT/NAME, by the names of the mirror's own folders.
     """
     if not run.is_dir():
         raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
@@ -300,8 +307,11 @@ def recover(run: Path, out: str | None) -> Path:
         if out is not None:
             raise RecipeError("--out belongs to a mirror, and this is the run itself", "leave it out")
         return run
-    status = read_status(run) or {}
-    target = Path(out or status.get("path") or f"runs/{run.name}")
+    run, place = _without_dots(run), run.resolve()
+    target = Path(out) if out is not None else Path("runs", place.parent.name, place.name)
+    if target.resolve() == place:
+        raise RecipeError(f"{run} is a mirror, where no run can go on", "choose a folder for the run with --out")
+    before = (read_status(run) or {}).get("path")
     mark = target / RESTORING  # what a kill has left of a copy is no reason to refuse the next
     is_used = target.exists() and any(target.iterdir())
     if is_used and (read_status(target) is not None or not mark.exists()):
@@ -312,6 +322,25 @@ def recover(run: Path, out: str | None) -> Path:
         restore(run, target)
         mark.unlink()
     except OSError as error:
-        raise CheckpointError(f"{run} could not be copied to {target}: {error}", "choose another --out") from error
-    say(f"{run} was copied to {target}")
+        cure = cure_of(error, "choose another --out")
+        raise CheckpointError(f"{run} could not be copied to {target}: {error.strerror or error}", cure) from error
+    has_moved = out is None and isinstance(before, str) and Path(before).absolute() != target.absolute()
+    say(f"{run} was copied to {target}" + (f"; it was in {before}, which --out can name" if has_moved else ""))
     return target
+
+
+def same_mirror(run: Path) -> dict[str, str]:
+    """The setting with which a run that came back from its mirror keeps this very mirror, wherever it is mounted now.
+
+    Args:
+        run: What was resumed: the mirror; empty for a run's own folder.
+    """
+    if not is_mirror(run):
+        return {}
+    place = _without_dots(run)
+    return {"checkpoint.mirror": str((place if len(place.parts) > 2 else place.absolute()).parent.parent)}
+
+
+def _without_dots(path: Path) -> Path:
+    """A path whose parents are those of its text."""
+    return path.resolve() if ".." in path.parts else path

@@ -28,7 +28,7 @@ from trimtab.build import (
     with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
-from trimtab.continuing import Beginning, find_beginning, go_on, load_settings, recover
+from trimtab.continuing import Beginning, find_beginning, go_on, load_settings, recover, same_mirror
 from trimtab.data.metrics import check_own_metrics
 from trimtab.data.show import DataReport, describe_data
 from trimtab.distributed.environment import find_place
@@ -164,11 +164,12 @@ def resume(
         run: Its folder, or its mirror.
         from_step: The state to go on from ("step-100"); by default the newest.
         sets: Changes to its recipe, such as "train.epochs=5".
-        out: Where a mirror is copied to; by default where the run was.
+        out: Where a mirror is copied to; by default runs/EXPERIMENT/NAME, by the names of the mirror's own folders.
         options: Those of `fit`.
     """
     engine = Engine(device=options.get("device"))
-    loaded = engine.first_decides(lambda: load_settings(recover(Path(run), out), from_step, sets))
+    mirror = same_mirror(Path(run))
+    loaded = engine.first_decides(lambda: load_settings(recover(Path(run), out), from_step, sets, mirror))
     return fit(loaded, resume=from_step or True, **options)
 
 

@@ -219,8 +219,9 @@ class Quantized(torch.nn.Module):
 
 
 def test_what_goes_with_a_frozen_weight_is_not_written_either(tmp_path):
-    """And quantized bits are not compared: devices may differ in them."""
-    run, resumed = torch.nn.Sequential(Quantized(1)), torch.nn.Sequential(Quantized(2))
+    run, resumed = torch.nn.Sequential(Quantized(1)), torch.nn.Sequential(Quantized(1))
+    with torch.no_grad():
+        resumed[0].adapter.zero_()
     assert saved(tmp_path / "c", run) == {"0.adapter"}
     load_parts(tmp_path / "c", [ModelPart("model", resumed)])
     assert torch.equal(resumed[0].adapter, run[0].adapter)
@@ -229,7 +230,7 @@ def test_what_goes_with_a_frozen_weight_is_not_written_either(tmp_path):
 # ---------------------------------------------------------------------- likeness
 
 
-def test_likeness_is_cheap_and_exact():
+def test_likeness_is_exact():
     tensors = {
         "large": torch.randn(1000, 1000),
         "small": torch.randn(3),
@@ -243,13 +244,12 @@ def test_likeness_is_cheap_and_exact():
     assert likeness == likeness_of({name: tensor.clone() for name, tensor in reversed(tensors.items())})
     assert likeness["large"].as_list()[:2] == ["float32", [1000, 1000]]
     assert likeness["turned"] == likeness_of({"turned": tensors["turned"].contiguous()})["turned"]
-    assert likeness["whole"].checksum == ""
-    for name in ("large", "small", "one", "half", "turned"):
+    for name in ("large", "small", "one", "half", "turned", "whole"):
         assert likeness[name].checksum
-        assert likeness_of({name: tensors[name] * 1.01})[name] != likeness[name]
-    flat = tensors["large"].view(-1)
-    flat[::2] += 1  # half of the values are enough to be seen
-    assert likeness_of(tensors)["large"] != likeness["large"]
+        tensors[name][(-1,) * tensors[name].dim()] += 1  # the last element
+    assert [name for name, now in likeness_of(tensors).items() if now != likeness[name]] == [
+        name for name in tensors if name != "none"
+    ]
 
 
 def test_the_likeness_of_many_tensors_is_small():

@@ -42,7 +42,7 @@ def resume(stage, mirror, notes, **arguments):
 
 def assert_comes_back(stage, mirror, run, **options):
     """From its mirror to `run`, and to its end; gives the step it went on from."""
-    child = resume(stage, mirror, run, options=options)
+    child = resume(stage, mirror, run, options={"out": str(run), **options})
     assert child.wait() == 0, child.said
     assert f"{mirror} was copied to {run}" in child.said
     step = assert_went_on(run, child.said)
@@ -63,10 +63,11 @@ def test_a_run_comes_back_in_another_place(stage, lost, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_another_place_it_goes_where_it_was(stage, lost):
-    """Killed while it is copied back, the same command does it again."""
+def test_killed_while_it_is_copied_back(stage, lost):
+    """The same command does it again."""
     recipe, mirror = lost
-    child = resume(stage, mirror, recipe["out"], kill={"event": "os.rename", "path": "best.writing", "nth": 1})
+    kill = {"event": "os.rename", "path": "best.writing", "nth": 1}
+    child = resume(stage, mirror, recipe["out"], kill=kill, options={"out": recipe["out"]})
     assert child.wait() == -signal.SIGKILL
     assert assert_comes_back(stage, mirror, recipe["out"]) == 20
     assert saved_steps(mirror) == [35, 40]
@@ -76,7 +77,7 @@ def test_without_another_place_it_goes_where_it_was(stage, lost):
 def test_it_is_not_copied_over_a_run_that_is_there(stage, lost):
     recipe, mirror = lost
     shutil.copytree(stage.whole(), recipe["out"])
-    child = resume(stage, mirror, recipe["out"])
+    child = resume(stage, mirror, recipe["out"], options={"out": recipe["out"]})
     assert child.wait() == 2
     assert f"{recipe['out']} is not empty" in child.said
     assert_same_end(recipe["out"], stage.whole())
@@ -117,7 +118,8 @@ def test_a_drive_that_was_never_there_costs_nothing(stage, tmp_path):
 def test_two_processes_come_back_together(stage, lost):
     """One of them copies, the other one waits for it."""
     recipe, mirror = lost
-    of_rank = {rank: {"command": "resume", "notes": f"{recipe['out']}.rank-{rank}"} for rank in range(2)}
+    options = {"command": "resume", "options": {"out": recipe["out"]}}
+    of_rank = {rank: {**options, "notes": f"{recipe['out']}.rank-{rank}"} for rank in range(2)}
     said = stage.finish_together({"out": str(mirror)}, of_rank)
     assert goes_on_from(said) == 20
     assert said.count(f"{mirror} was copied to") == 1

@@ -14,6 +14,7 @@ from trimtab.checkpoint.shelf import Shelf
 from trimtab.data.tokens import TokenDataset
 from trimtab.engine import Engine
 from trimtab.errors import CheckpointError
+from trimtab.log import say
 from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
@@ -85,7 +86,11 @@ class BestKeeper:
             text = self._loaded.tokenizer.decode(fields["input_ids"])
             lines.append(json.dumps({"row": row, "text": text, **fields}, ensure_ascii=False))
         name = f"bad-rows-step-{step}.jsonl"
-        self._folder.write_text(name, "\n".join(lines) + "\n")
+        try:
+            self._folder.write_text(name, "\n".join(lines) + "\n")
+        except CheckpointError as error:  # what was wrong with the loss is the news, not the disk
+            say(error.problem)
+            return f"{self._folder.path / name} (which could not be written: they are rows {', '.join(map(str, rows))})"
         return str(self._folder.path / name)
 
 

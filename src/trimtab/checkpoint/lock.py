@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.process import Process, this_process
 from trimtab.errors import CheckpointError
 from trimtab.log import say
@@ -92,7 +93,7 @@ class RunLock:
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be made: {error.strerror or error}",
-                "make the folder writable for this user, or choose another --out",
+                cure_of(error, "choose another --out"),
             ) from error
         self._token = token
         _held.add(token)

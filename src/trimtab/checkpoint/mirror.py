@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import refused_path
 from trimtab.checkpoint.folder import clear_leftovers, remove_folder, sync_path, whole_folder
 from trimtab.checkpoint.shelf import Shelf
 from trimtab.checkpoint.store import why_invalid
@@ -77,7 +78,8 @@ class Mirror:
         except CheckpointError as error:
             problem = f"{error.problem}; {error.cure}"
         except OSError as error:
-            problem = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+            place = refused_path(error)
+            problem = f"{error.strerror or error}" + (f" ({place})" if place else "")
         if problem and not self.problem:
             say(f"the mirror {self.target} is not up to date: {problem}. The run goes on; each save tries again")
         elif self.problem and not problem:
@@ -172,6 +174,7 @@ class Mirror:
 
     def _copy_folder(self, name: str, is_checkpoint: bool = False) -> None:
         source, target = self.source / name, self.target / name
+        _refuse_links([target, target.parent], deep=False)
         for _ in range(_NUM_TRIES):
             try:
                 looks = _looks(source)
@@ -215,7 +218,8 @@ def restore(
 ) -> None:
     """Make a run's folder from its mirror, on a machine that has lost it or never had it.
 
-    Checkpoints that are damaged are named and left out. What is in `folder` under the same names is replaced.
+    Checkpoints that are damaged, or hold a link, are named and left out. What is in `folder` under the same names is
+    replaced.
 
     Args:
         mirror: What `Mirror` had as its target.
@@ -223,25 +227,32 @@ def restore(
         checkpoints: The name of the folder with the checkpoints.
 
     Raises:
-        CheckpointError: It is no mirror, or holds no valid checkpoint.
+        CheckpointError: It is no mirror, or holds no valid checkpoint, or a link.
     """
     source, target = Path(mirror), Path(folder)
     index = _read_index(source)
     if not index.get("id"):
         raise CheckpointError(f"{source} is no mirror of a run", "pass the folder that checkpoint.mirror named")
-    if Shelf(source / checkpoints).newest() is None:
-        raise CheckpointError(f"{source} holds no valid checkpoint", "start the run anew")
+    others = [path for path in sorted(source.iterdir()) if path.name not in (_INDEX, checkpoints)]
+    others = [path for path in others if path.is_file() or not path.name.startswith(".")]
+    _refuse_links([source / checkpoints], deep=False)
+    _refuse_links(others)
+    nothing = CheckpointError(f"{source} holds no valid checkpoint", "start the run anew")
+    found = Shelf(source / checkpoints).checkpoints()
+    if not any(checkpoint.is_valid for checkpoint in found):
+        raise nothing
     target.mkdir(parents=True, exist_ok=True)
-    for checkpoint in Shelf(source / checkpoints).checkpoints():
+    num_copied = 0
+    for checkpoint in found:
         try:
             copy_whole(checkpoint.path, target / checkpoints / checkpoint.path.name, is_checkpoint=True)
+            num_copied += 1
         except _Damaged as error:
             say(f"{checkpoint.path} is left out: {error.problem}")
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name != _INDEX:
-            copy_file(path, target / path.name)
-        elif path.is_dir() and path.name != checkpoints and not path.name.startswith("."):
-            copy_whole(path, target / path.name)
+    if not num_copied:
+        raise nothing
+    for path in others:
+        copy_file(path, target / path.name) if path.is_file() else copy_whole(path, target / path.name)
     _write_index(target, {"id": index["id"], "target": str(source.absolute())})
 
 
@@ -273,6 +284,9 @@ def copy_whole(source: Path, target: Path, *, is_checkpoint: bool = False) -> No
         target: Its new place; what is there is replaced.
         is_checkpoint: Verify the copy as a checkpoint before it takes its place.
     """
+    if is_checkpoint and (link := _first_link(source)):
+        # a copy would hold the file itself, wherever that came from, and be valid where its original is not
+        raise _Damaged(f"{link} is a link, perhaps to the outside of the folder", "copy the file itself there")
     looks = _looks(source)
     with whole_folder(target, marker=None, what="copy") as place:
         for name, (_, changed_ns) in looks.items():
@@ -289,6 +303,7 @@ def copy_whole(source: Path, target: Path, *, is_checkpoint: bool = False) -> No
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file so that it appears whole in its new place or not at all."""
     beside = target.with_name(f".{target.name}.mirrored")
+    beside.unlink(missing_ok=True)  # a link there would be written through
     try:
         shutil.copyfile(source, beside)
         sync_path(beside)
@@ -297,6 +312,22 @@ def copy_file(source: Path, target: Path) -> None:
         with suppress(OSError):
             beside.unlink()
         raise
+
+
+def _first_link(path: Path) -> Path | None:
+    """A symbolic link at a path, or below it; None if there is none. Hard links are the files themselves."""
+    inner = [path, *(sorted(path.rglob("*")) if path.is_dir() else [])]
+    return next((one for one in inner if one.is_symlink()), None)
+
+
+def _refuse_links(paths: Sequence[Path], *, deep: bool = True) -> None:
+    """Raise if a link would be followed to what may lie outside of a mirror."""
+    for path in paths:
+        link = _first_link(path) if deep else path if path.is_symlink() else None
+        if link is not None:
+            raise CheckpointError(
+                f"{link} is a link, perhaps to the outside of the mirror", "put the file or folder itself there"
+            )
 
 
 def _looks(folder: Path) -> _Looks:
@@ -334,6 +365,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 def _write_index(folder: Path, index: dict[str, Any]) -> None:
     beside = folder / f"{_INDEX}.writing"
+    beside.unlink(missing_ok=True)  # a link there would be written through
     beside.write_text(json.dumps(index))
     sync_path(beside)
     beside.replace(folder / _INDEX)

@@ -201,7 +201,11 @@ class Shelf:
     def _steps(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
             return []
-        matches = [(_STEP.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        try:
+            matches = [(_STEP.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        except OSError as error:
+            cure = "make the folder readable for this user"
+            raise CheckpointError(f"{self.folder} cannot be read: {error.strerror or error}", cure) from error
         return sorted((int(match[1]), path) for match, path in matches if match is not None and path.is_dir())
 
     def _look(self, step: int, path: Path, checksums: bool) -> Checkpoint:

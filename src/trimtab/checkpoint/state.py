@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, entries, is_tensor, tensor_form
-from trimtab.checkpoint.frozen import FrozenBase, frozen_parameters, left_out, likeness_of
+from trimtab.checkpoint.frozen import FrozenBase, different_from, frozen_parameters, left_out
 from trimtab.checkpoint.store import StoredCheckpoint, TensorReader, write_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.optim.quantized import allocate_state, wait_for_paged
@@ -111,11 +111,10 @@ class ModelPart:
                 + (f"; so it is with {len(training) - 1} more" if len(training) > 1 else ""),
                 "freeze the same parameters as in the run that was saved",
             )
-        here = likeness_of({name: frozen[name] for name in known})
-        different = [name for name in known if known[name] != here[name].as_list()]
+        different = different_from(known, {name: frozen[name] for name in known})
         if different:
-            name = different[0]
-            forms = [f"{form[0]} {form[1]}" for form in (known[name], here[name].as_list())]
+            name = next(iter(different))
+            forms = [f"{form[0]} {form[1]}" for form in (known[name], different[name].as_list())]
             how = f"is {forms[0]} there and {forms[1]} here" if forms[0] != forms[1] else "has other values"
             raise CheckpointError(
                 f"the frozen base is not the one of the checkpoint: {len(different)} of {len(known)} frozen parameters "

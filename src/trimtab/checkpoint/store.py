@@ -4,7 +4,6 @@ The manifest holds the size and the checksum of every file, its own checksum, an
 look for a checkpoint without loading it.
 """
 
-import errno
 import json
 import os
 import zlib
@@ -17,6 +16,7 @@ import torch
 
 from trimtab import __version__
 from trimtab.checkpoint.codec import Tree, decode, encode, tensor_forms
+from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.folder import put_back, whole_folder
 from trimtab.checkpoint.tensor_file import (
     ChecksummedFile,
@@ -83,18 +83,12 @@ def write_checkpoint(
             (place / MANIFEST).write_bytes(_signed({**manifest, "facts": encoded_facts.tree, "files": files}))
     except OSError as error:
         raise CheckpointError(
-            f"{folder} could not be written: {error.strerror or error}", _CURES.get(error.errno or 0, _CURES[0])
+            f"{folder} could not be written: {error.strerror or error}", cure_of(error, less=_FEWER)
         ) from error
     return Path(folder)
 
 
-_NO_ROOM = "make room on that disk, or keep fewer checkpoints; those written before are whole"
-_NOT_ALLOWED = "make the folder writable for this user, or choose another"
-_CURES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _NO_ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NOT_ALLOWED),
-    0: "see that the disk is there and healthy, or choose another folder",
-}
+_FEWER = "keep fewer checkpoints; those written before are whole"
 
 
 def _to_write(tensor: torch.Tensor | TensorBytes, staging: Staging) -> TensorBytes:
@@ -149,8 +143,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     path = Path(folder) / MANIFEST
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder} is no folder", "pass the folder that save_state wrote")
-    if path.is_symlink() or not path.is_file():
-        raise _not_ours(Path(folder))
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise _not_ours(Path(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}", _OLDER) from error
     value, raw = _object(path)
     if value.get("format") != _FORMAT:
         old = ", which has no checksums" if value.get("format") == 1 else ""

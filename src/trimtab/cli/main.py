@@ -1,13 +1,15 @@
 """Door 3: the command line. It parses and hands over; no logic lives here, and nothing heavy is imported at the top."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import trimtab
-from trimtab.cli.output import progress_mode, show_table
+from trimtab.checkpoint.disk_errors import is_no_room, refused_path
+from trimtab.cli.output import keep_exit_code, progress_mode, show_table
 from trimtab.errors import Stopped, TrimtabError
 
 app = typer.Typer(
@@ -124,7 +126,8 @@ def _ended(result: Any, mode: str) -> None:
     from trimtab.cli.output import show_result
 
     if mode in ("auto", "plain", "bar") and result.is_main_process:
-        show_result(result)
+        with suppress(OSError):  # the run is done, also if its output goes to a disk that is full
+            show_result(result)
     if result.fit.interruption:
         raise typer.Exit(75)
     if result.fit.save_failure:
@@ -136,7 +139,9 @@ def _ended(result: Any, mode: str) -> None:
 def resume(
     run: Annotated[Path, typer.Argument(help="A run's folder, or its mirror.")],
     from_step: Annotated[str | None, typer.Option("--from", help="The state to go on from: step-100.")] = None,
-    out: Annotated[str | None, typer.Option(help="Where a mirror is copied to.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder for a mirror's copy; runs/EXPERIMENT/NAME if left out.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
     sets: Sets = None,
     quiet: Quiet = False,
@@ -555,11 +560,25 @@ def main() -> None:
     try:
         app()
     except Stopped as stopped:
-        typer.secho(str(stopped), err=True)
+        _tell(str(stopped))
         sys.exit(stopped.exit_code)
     except TrimtabError as error:
-        typer.secho(f"error: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
+        _tell(f"error: {error}", fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        typer.secho("stopped", err=True)
+        _tell("stopped")
         sys.exit(130)
+    except OSError as error:
+        if not is_no_room(error):
+            raise
+        place = refused_path(error) or "the disk that this was written to"
+        _tell(f"error: {place}: {error.strerror}\n  cure: make room on that disk")
+        sys.exit(1)
+    finally:
+        keep_exit_code()
+
+
+def _tell(text: str, fg: str | None = None) -> None:
+    """Write to standard error, which may be a file on a full disk: the exit code still tells."""
+    with suppress(OSError):
+        typer.secho(text, err=True, fg=fg)

@@ -1,6 +1,9 @@
 """How results look on a terminal. rich is imported when something is shown."""
 
+import contextlib
 import logging
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,19 @@ def progress_mode(quiet: bool, json_lines: bool) -> str:
         logger.addHandler(logging.NullHandler())  # else the first line said would bring a handler of its own
         logger.setLevel(logging.ERROR)
     return "quiet" if quiet else "json" if json_lines else "auto"
+
+
+def keep_exit_code() -> None:
+    """Write what is still buffered, or drop it: Python would else fail when it ends, with an exit code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 def show(renderable: object) -> None:

@@ -192,7 +192,9 @@ def _parse_parquet(data: bytes, name: str) -> Rows:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(io.BytesIO(data))
+        # On this thread alone: a thread of Arrow's pools that still holds Python's memory when the interpreter ends
+        # aborts the process, and the exit code is lost.
+        table = parquet.ParquetFile(io.BytesIO(data), pre_buffer=False).read(use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name} is no whole parquet file: {str(error).splitlines()[0]}", "write it again") from error
     return Rows(table.to_pydict(), name, _label_names(table.schema.metadata or {}))

@@ -234,15 +234,18 @@ def cached(key_parts: Sequence[Any], build: Callable[[], TokenDataset]) -> Token
         say_once(f"tokens are not cached: {error}")
         return build()
     path = Path(place).expanduser() / "tokens" / key[:2] / f"{key}.safetensors"
-    if path.is_file():
+    if os.path.isfile(path):  # False also where the folder may not be read
         try:
             return TokenDataset.load(path)
         except DataError as error:
             say(f"tokens are made again: {error.problem}")
     dataset = build()
+    from safetensors import SafetensorError
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         dataset.save(path)
-    except OSError as error:
-        say_once(f"tokens are not cached: {error}")
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        say_once(f"tokens are not cached in {path.parents[2]}: {why}; TRIMTAB_CACHE names another folder")
     return dataset

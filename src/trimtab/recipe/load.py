@@ -74,7 +74,13 @@ def load_recipe(
     return _loaded(layers, changes, further)
 
 
-def load_to_resume(source: Path | Mapping[str, Any], origin: str, folder: Path, sets: Sequence[str]) -> LoadedRecipe:
+def load_to_resume(
+    source: Path | Mapping[str, Any],
+    origin: str,
+    folder: Path,
+    sets: Sequence[str],
+    overrides: Mapping[str, Any] | None = None,
+) -> LoadedRecipe:
     """Read the recipe of a run that resumes; the run's folder takes the place of `out` and of `name`.
 
     Args:
@@ -82,6 +88,7 @@ def load_to_resume(source: Path | Mapping[str, Any], origin: str, folder: Path, 
         origin: Where plain values come from.
         folder: The run's folder.
         sets: Changes, as "train.epochs=5".
+        overrides: Changes by dotted key, over which those of `sets` count.
 
     Raises:
         RecipeError: With every mistake, wherever it was written; or because a change names another folder.
@@ -94,8 +101,9 @@ def load_to_resume(source: Path | Mapping[str, Any], origin: str, folder: Path, 
             layers.put(key, value, origin)
     layers.values.pop("name", None)
     layers.origins.pop("name", None)
-    layers.put("out", str(folder), _flag("out"))
     layers.begin_layer()
+    for key, value in {"out": str(folder), **(overrides or {})}.items():
+        layers.put(key, value, _flag(key))
     loaded = _loaded(layers, sets)
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")

@@ -118,8 +118,13 @@ class Tracking:
         """Put it on the disk, whole or not at all."""
         said = {"about": asdict(self.about), "servers": [asdict(one) for one in self.attachments]}
         beside = self.folder / f".{TRACKING}.writing"
-        beside.write_text(json.dumps(said, indent=1), encoding="utf-8")
-        beside.replace(self.folder / TRACKING)
+        try:
+            beside.write_text(json.dumps(said, indent=1), encoding="utf-8")
+            beside.replace(self.folder / TRACKING)
+        except OSError as error:
+            if error.filename is None:  # a write does not say which file has no room
+                error.filename = str(self.folder / TRACKING)
+            raise
 
 
 def is_tracked(folder: Path) -> bool:

@@ -104,6 +104,8 @@ class Journal:
         """
         if self._file is None or not self._waiting:
             return not self._waiting
+        if not self._is_in_place() and not self._reopen():
+            return False
         size = self._file.seek(0, os.SEEK_END)
         lines = "".join(self._waiting).encode()
         try:
@@ -115,6 +117,27 @@ class Journal:
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
         return not self._waiting
+
+    def _is_in_place(self) -> bool:
+        """Whether the open file is still the one of that name, and not one that was removed."""
+        try:
+            there, here = os.stat(self._file.name), os.fstat(self._file.fileno())
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def _reopen(self) -> bool:
+        """Begin the file again that somebody has removed; False while there is no folder for it."""
+        path = Path(self._file.name)
+        try:
+            again = path.open("ab", buffering=0)
+        except OSError as error:
+            say_once(f"{path} is gone, and cannot be written ({error.strerror or error}): its lines wait in memory")
+            return False
+        say(f"{path} was removed while the run went on: its numbers so far are lost, and it begins anew")
+        self._file.close()
+        self._file = again
+        return True
 
     def finish(self) -> None:
         """Close the file."""

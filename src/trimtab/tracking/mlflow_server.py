@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.addresses import redact
+from trimtab.checkpoint.disk_errors import refused_path
 from trimtab.errors import UserError
 from trimtab.tracking.uri import artifact_location, sqlite_file
 
@@ -63,11 +64,13 @@ class Trouble:
             (an address at which there is no MLflow).
         words: For the user, in one line.
         cure: What mends it, where waiting does not.
+        over: What to say when it is over, where it was not the server that failed.
     """
 
     kind: str
     words: str
     cure: str = ""
+    over: str = ""
 
     def __str__(self) -> str:
         return f"{self.words}; {self.cure}" if self.cure else self.words
@@ -256,8 +259,12 @@ def trouble_of(error: Exception, uri: str) -> Trouble:
         return Trouble("invalid", text[:300])
     if "database is locked" in text:
         return Trouble("away", f"{server} is locked by another program")
+    if "database or disk is full" in text:
+        return Trouble("away", f"the disk of {server} is full")
     if isinstance(error, OSError) and error.strerror:
-        return Trouble("away", f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
+        place = refused_path(error)
+        over = "" if place is None else f"{place} can be written again"
+        return Trouble("away", error.strerror if place is None else f"{error.strerror}: {place}", over=over)
     return Trouble("away", f"{server}: {_cause(text)}")
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.folder import clear_leftovers, sync_path
 from trimtab.checkpoint.lock import LOCK, RunLock, lock_holder
-from trimtab.errors import RecipeError
+from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say, say_once
 from trimtab.tracking.attachment import is_tracked, sent_of, shipping
 from trimtab.tracking.companion import Companion, NoCompanion
@@ -61,11 +62,16 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RecipeError(f"{path} cannot be made: {error.strerror}", "choose another --out") from error
+            cure = cure_of(error, "choose another --out")
+            raise RecipeError(f"{path} cannot be made: {error.strerror or error}", cure) from error
         self.path = path
         self._goes_on = goes_on
         self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
-        self._lock.acquire()
+        try:
+            self._lock.acquire()
+        except CheckpointError:
+            self._remove_made()
+            raise
         self._ended = threading.Event()
         self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
         self._written_step = 0
@@ -127,12 +133,9 @@ class RunFolder:
             raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
         try:
             self.write_text(_STATUS, json.dumps(self._status))
-        except OSError as error:
-            self._let_go()
-            raise RecipeError(
-                f"{self.path / _STATUS} cannot be written: {error.strerror or error}",
-                "make room, or make the folder writable; or choose another --out",
-            ) from error
+        except CheckpointError:
+            self.remove()
+            raise
 
     @property
     def best(self) -> Path:
@@ -140,13 +143,24 @@ class RunFolder:
         return self.path / "best"
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file whole; it is on the disk before it takes the place of the one before."""
+        """Write a small file whole.
+
+        Raises:
+            CheckpointError: The disk is full, or the folder cannot be written.
+        """
+        try:
+            self._write(name, text)
+        except OSError as error:
+            raise _not_written(self.path / name, error) from error
+
+    def _write(self, name: str, text: str) -> None:
+        # on the disk before it takes the place of the one before: a power cut leaves one of the two whole
         beside = self.path / f".{name}.writing"
         beside.write_text(text, encoding="utf-8")
         sync_path(beside)
         is_new = not (self.path / name).exists()
         beside.replace(self.path / name)
-        if is_new:  # else there is a whole file under this name whichever of the two a power cut leaves
+        if is_new:
             sync_path(self.path)
 
     def write_recipe(self, text: str) -> None:
@@ -174,11 +188,14 @@ class RunFolder:
             sent = sent_of(self.path)
             if journal_position is None and sent:
                 journal_position = first_line_end(self.path / JOURNAL)
-            if journal_position is None:
-                (self.path / JOURNAL).unlink(missing_ok=True)
-                self._journal.start(".", config)
-            else:
-                self._journal.go_on(journal_position, step, sent)
+            try:
+                if journal_position is None:
+                    (self.path / JOURNAL).unlink(missing_ok=True)
+                    self._journal.start(".", config)
+                else:
+                    self._journal.go_on(journal_position, step, sent)
+            except OSError as error:
+                raise _not_written(self.path / JOURNAL, error) from error
         if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
             self._status["directory"] = str(Path.cwd())
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
@@ -206,7 +223,7 @@ class RunFolder:
             self._written_step = self._status["step"]
             self._status.update(facts, updated=time.time())
             try:
-                self.write_text(_STATUS, json.dumps(self._status))
+                self._write(_STATUS, json.dumps(self._status))
             except OSError as error:  # a full disk must not end a run
                 say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
@@ -239,9 +256,18 @@ class RunFolder:
             clear_folder(self.path)
         except RecipeError as error:
             say(error.problem)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
         for folder in self._made:
             with contextlib.suppress(OSError):  # another run has come to lie beside this one
                 folder.rmdir()
+
+
+def _not_written(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be written: {error.strerror or error}", cure_of(error, "choose another --out")
+    )
 
 
 class FollowedFolder:
@@ -399,8 +425,12 @@ def check_free(path: Path) -> None:
     if run["state"] == "finished":
         cure = f"another --out; --fresh to replace it; or train on: trimtab resume {path} --set train.epochs=…"
         raise RecipeError(f"{path} holds a finished run ({where})", cure)
-    cure = "--resume to go on, --fresh to replace it, or another --out"
-    raise RecipeError(f"{path} holds a run that is not finished ({where})", cure)
+    problem, cure = f"{path} holds a run that is not finished ({where})", "--resume to go on, --fresh to replace it, "
+    holder = lock_holder(path)
+    if holder is not None and holder.state == "running":  # also one that was started at the same moment as this one
+        problem += f": process {holder.process.pid} of this machine trains it"
+        cure = f"wait until it is done, or stop it (kill {holder.process.pid}), then run this again; "
+    raise RecipeError(problem, f"{cure}or choose another --out")
 
 
 def _is_of_a_lock(inner: Path) -> bool:

@@ -20,6 +20,7 @@ from trimtab.tracking.shipper import Shipment, close_killed, open_tracking
 _EVERY_S = 2.0  # between two batches
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # after a failure
 _ORPHAN_S = 25.0  # less than a run that goes on waits for it
+_QUIET_S, _LONGEST_QUIET_S = 30.0, 600.0  # a failure that comes back is said if it lasts so long
 _DYING_S = 4.0  # a process closes its pipes a moment before it counts as dead
 
 
@@ -86,6 +87,9 @@ class Mouth:
 class Patience:
     """Waits longer after each failure; says one line when they begin, and one when they are over.
 
+    On a disk that is full to the brim some tries succeed. So after the first time failures are said only if they last,
+    and each time they have to last longer.
+
     Args:
         say: Takes a line for the user.
         begins: What follows for the user, after the reason.
@@ -95,6 +99,9 @@ class Patience:
     def __init__(self, say: Callable[[str], None], begins: str, ends: str) -> None:
         self._say, self._begins, self._ends = say, begins, ends
         self._said = ""
+        self._over = ends
+        self._failing_since: float | None = None
+        self._quiet_s = 0.0
         self._until = 0.0
         self.wait_s = 0.0
 
@@ -112,16 +119,20 @@ class Patience:
         """What went wrong in a try, if anything."""
         if not troubles:
             if self._said:
-                self._say(f"tracking: {self._ends}")
-            self._said, self.wait_s = "", 0.0
+                self._say(f"tracking: {self._over}")
+                self._quiet_s = min(_LONGEST_QUIET_S, max(_QUIET_S, 2 * self._quiet_s))
+            self._said, self.wait_s, self._failing_since = "", 0.0, None
             return
         slowly = any(trouble.cure for trouble in troubles)  # somebody has to do something first
         self.wait_s = min(
             _LONGEST_WAIT_S, self.wait_s * 2 if self.is_failing else _FIRST_WAIT_S * (10 if slowly else 1)
         )
-        self._until = time.monotonic() + self.wait_s
-        if not self._said or (slowly and str(troubles[0]) != self._said):
-            self._said = str(troubles[0])
+        now = time.monotonic()
+        self._until = now + self.wait_s
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        is_new = not self._said and now - self._failing_since >= self._quiet_s
+        if is_new or (slowly and str(troubles[0]) != self._said):
+            self._said, self._over = str(troubles[0]), troubles[0].over or self._ends
             self._say(f"tracking: {'; '.join(map(str, troubles))}; {self._begins}")
 
 
@@ -162,7 +173,6 @@ def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None
         is_over = ears.is_over  # asked before the journal is read, so that nothing is missed
         try:
             more = shipment.ship_numbers()
-            server.note([])
             if not more and (is_new or is_over or (files.is_failing and files.is_due)):
                 is_finished = is_over and how_it_stands(folder)[0] == "finished"
                 files.note(shipment.ship_files(is_over=is_over, with_model=is_finished))
@@ -172,8 +182,10 @@ def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None
             if is_over and not more:
                 shipment.close()
                 if not files.is_failing:
+                    server.note([])
                     mouth(done=True)
                     return
+            server.note([])  # only now: what failed the last time may come after the numbers
             wait_s = 0.0 if more else min(files.wait_s, _EVERY_S) if is_over else _EVERY_S
         except Exception as error:
             trouble = trouble_of(error, uri)

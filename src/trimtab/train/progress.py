@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from trimtab.checkpoint.disk_errors import is_no_room
 from trimtab.errors import RecipeError
 from trimtab.log import logger
 from trimtab.units import format_bytes, format_seconds
@@ -170,6 +171,8 @@ class _Lines:
                 sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             sys.stdout.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            if isinstance(error, OSError) and is_no_room(error):
+                return  # a log on a full disk: what is buffered is written when there is room again
             self._is_open = False
             if isinstance(error, BrokenPipeError):
                 _let_go_of_stdout()
@@ -277,7 +280,8 @@ class QuietProgress:
     def finish(self, summary: str, failed: bool = False) -> None:
         """Write the summary to standard error if the run failed."""
         if failed and sys.stderr is not None:
-            sys.stderr.write(summary + "\n")
+            with contextlib.suppress(OSError):  # why it failed is the news, not that a log has no room
+                sys.stderr.write(summary + "\n")
 
 
 # ---------------------------------------------------------------------- the bar
