@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-variations test-slow lint bench clean help
+.PHONY: demo test test-variations test-slow test-gpu lint bench clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -35,6 +35,10 @@ test-variations: .venv/installed        ## tests of numbers with each vector ins
 
 test-slow: .venv/installed      ## the tests that take longer: documentation commands, kills, full disks, servers
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+# One process for each file: what the allocator keeps of one file would be in the figures of the next.
+test-gpu: .venv/installed       ## the tests that need an NVIDIA GPU
+	for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest -n 0 -m gpu $$file || exit 1; done
 
 lint: .venv/installed
 	$(BIN)/ruff check .

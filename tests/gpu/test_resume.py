@@ -44,14 +44,23 @@ def test_a_killed_run_ends_with_the_same_bits(own_folder, tiny, precision):
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 def test_a_loss_that_is_not_finite(own_folder, tiny, policy):
     """Looked at one step late, and still the right step is named, and no poisoned state is saved."""
-    num_calls = 0
 
-    def bad_at_the_seventh(outputs, batch):
-        nonlocal num_calls
-        num_calls += outputs.logits.requires_grad
-        loss = torch.nn.functional.cross_entropy(outputs.logits.float(), batch["labels"])
-        return loss * float("nan") if num_calls == 7 and outputs.logits.requires_grad else loss
+    class Poison:
+        """The loss of the seventh step is NaN, once; the step itself is counted by the loop."""
 
+        step, is_used = 0, False
+
+        def on_step(self, state):
+            self.step = state.step
+
+        def __call__(self, outputs, batch):
+            loss = torch.nn.functional.cross_entropy(outputs.logits.float(), batch["labels"])
+            if self.step != 6 or self.is_used or not outputs.logits.requires_grad:
+                return loss
+            self.is_used = True
+            return loss * float("nan")
+
+    poison = Poison()
     data = write_csv(own_folder / "reviews.csv", reviews(120))
     train = {"precision": "bf16", "batch_size": 8, "epochs": 1, "on_nan": policy}
     recipe = Recipe(
@@ -59,9 +68,9 @@ def test_a_loss_that_is_not_finite(own_folder, tiny, policy):
     )
     if policy == "stop":
         with pytest.raises(LossNotFinite, match="of step 7 are not finite"):
-            fit(recipe, loss=bad_at_the_seventh, progress="quiet", device="cuda")
+            fit(recipe, loss=poison, callbacks=[poison], progress="quiet", device="cuda")
     else:
-        fit(recipe, loss=bad_at_the_seventh, progress="quiet", device="cuda")
+        fit(recipe, loss=poison, callbacks=[poison], progress="quiet", device="cuda")
     assert Path("run/bad-rows-step-7.jsonl").exists()
     for path in Path("run/checkpoints").glob("*/model.safetensors"):
         assert all(torch.isfinite(tensor).all() for tensor in load_file(path).values()), path

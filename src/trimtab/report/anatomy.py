@@ -160,7 +160,12 @@ class MemoryWatch:
                 )
         self._handles.append(self._model.register_forward_pre_hook(_note_forward))
         # of the CPU's activities alone: kernels are of no interest, and tracing them would take memory of the device
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            record_shapes=True,
+            acc_events=True,  # there is one cycle, and torch warns that it would forget those before
+        )
         self._profiler.start()
         _note_forward()  # where recording begins inside a forward, its own hooks have been called already
 
