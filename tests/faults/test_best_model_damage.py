@@ -55,7 +55,9 @@ def copy_of(stage, stopped, name):
     return recipe, Path(recipe["out"])
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[] if name in ("cut", "flipped") else pytest.mark.slow) for name in DAMAGES]
+)
 def test_written_again_from_the_state_of_its_step(stage, stopped, damage):
     """And the run ends as if nothing had been: the state was only looked at."""
     recipe, run = copy_of(stage, stopped, "saved")
