@@ -11,7 +11,7 @@ import trimtab
 
 SOURCE = Path(trimtab.__file__).parent
 LAYERS = [
-    ["errors", "log", "units"],
+    ["addresses", "errors", "log", "units"],
     ["randomness"],
     ["hardware"],
     ["recipe"],

@@ -10,6 +10,18 @@ logger = logging.getLogger("trimtab")
 _said: set[str] = set()
 
 
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Keep a warning of bitsandbytes away from users, who can do nothing with it.
+
+    On CPUs with bf16 instructions it says at every import that it looked in vain for a faster kernel on a hub. PEFT
+    imports it wherever it is installed, so that commands which have no use for it would show that line.
+    """
+    return "gemm_4bit_forward" not in record.msg if isinstance(record.msg, str) else True
+
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_wanted)
+
+
 def say(message: str) -> None:
     """Tell the user something worth a line, also where logging was never configured.
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.cli.main import app, main
 from trimtab.cli.output import show_table
+from trimtab.hardware.extras import install_line
 
 SCRIPT = Path(sys.executable).with_name("trimtab")
 ROWS = reviews(24)
@@ -53,7 +54,10 @@ SURFACE = {
         *("--device", "--gpu", "--json", "--length", "--longest", "--max-batch", "--memory", "--quiet", "--set"),
         "RECIPE",
     ],
-    "predict": ["--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--text", "FILE", "MODEL"],
+    "predict": [
+        *("--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--overwrite", "--probabilities"),
+        *("--text", "FILE", "MODEL"),
+    ],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],
@@ -370,6 +374,23 @@ def test_doctor(trimtab):
     assert done.code == 0
     for word in ("python", "device", "precision: auto", "bf16", "fp16", "attention", "transformers", torch.__version__):
         assert word in done.out
+    assert "mlflow" in done.out
+
+
+def test_a_table_shows_square_brackets(capsys):
+    """Else rich takes the extra in `pip install 'trimtab[liger]'` for markup and leaves it out."""
+    show_table(("", "[cure]"), [("liger", install_line("liger_kernel"))])
+    assert "[cure]" in (shown := capsys.readouterr().out)
+    assert "pip install 'trimtab[liger]'" in shown
+
+
+def test_a_warning_of_bitsandbytes_is_not_shown(caplog):
+    """It comes at its import on CPUs with bf16 instructions only; here its logger says the same."""
+    theirs = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    with caplog.at_level(logging.WARNING):
+        theirs.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no module")
+        theirs.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
 # ---------------------------------------------------------------------- several processes
@@ -481,6 +502,20 @@ def test_predict_a_file(trimtab, trained, own_folder):
     assert json.loads(Path("o.jsonl").read_text())["prediction"] in {"bad", "good"}
 
 
+def test_predict_lines_of_standard_input(trimtab, trained, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{ROWS[0]['text']}\n{ROWS[1]['text']}\n"))
+    done = trimtab("predict", trained, "-", "--probabilities")
+    assert done.code == 0
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [row["text"] for row in rows] == [ROWS[0]["text"], ROWS[1]["text"]]
+    assert all(row["probability_bad"] + row["probability_good"] == pytest.approx(1, abs=2e-6) for row in rows)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(trimtab, own_folder):
+    done = trimtab("predict", "no-such-model", "reviews.csv", "--out", "x.xlsx")
+    assert "cannot be written to x.xlsx" in done.err
+
+
 def test_predict_one_line(trimtab, trained, tiny):
     said = trimtab("predict", trained, "--text", ROWS[0]["text"])
     assert said.code == 0
@@ -499,6 +534,10 @@ def test_predict_one_line(trimtab, trained, tiny):
         (("reviews.csv", "--out", "no/such/x.csv"), "no folder"),
         (("reviews.csv", "--out", "x.csv", "--column", "body"), "no column 'body'"),
         (("reviews.csv", "--out", "reviews.csv"), "is the input"),
+        (("reviews.csv", "--out", "x.xlsx"), "cannot be written to x.xlsx"),
+        (("-", "--out", "x.csv"), "predictions go to standard output"),
+        (("reviews.csv", "--out", "trained/metrics.jsonl"), "metrics.jsonl exists"),
+        (("--text", "x", "--probabilities"), "belong to a FILE"),
         (("--text", "x", "--out", "x.csv"), "belong to a FILE"),
         (("--text", "x", "--device", "gpu7"), "no device that torch knows"),
     ],

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from pyarrow import parquet
 
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import DataError
@@ -13,7 +14,7 @@ from trimtab.inference import predict_file as module
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.load import Loaded
-from trimtab.inference.predict_file import predict_file
+from trimtab.inference.predict_file import predict_file, predict_lines
 from trimtab.model.load import load_model
 
 ODD = ['with, comma and "quotes"', "two\nlines", "Grüße 漢字", "  spaces  ", "plain"]
@@ -44,6 +45,10 @@ def write_csv(path, rows, delimiter=","):
 def read_csv(path, delimiter=","):
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file, delimiter=delimiter))
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
@@ -152,10 +157,11 @@ def test_chat_rows(tmp_path, row, facts, asked):
 def test_mistakes_name_the_place_and_write_nothing(tmp_path):
     loaded = loaded_of()
     good = write_csv(tmp_path / "good.csv", [["text"], ["fine"]])
-    bad = write_csv(tmp_path / "bad.csv", [["id", "text"], ["1", "fine"], ["2", ""]])
-    with pytest.raises(DataError, match=r"bad\.csv, line 3: column 'text' is empty"):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"id": 1, "text": "fine"}\n{"id": 2, "text": ["a"]}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: column 'text' holds a list"):
         predict_file(loaded, bad, tmp_path / "out.csv")
-    with pytest.raises(DataError, match="has no column 'txt'; its columns are text"):
+    with pytest.raises(DataError, match=r"(?s)has no column 'txt'; its columns are text.*--column NAME"):
         predict_file(loaded, good, tmp_path / "out.csv", text="txt")
     with pytest.raises(DataError, match="no column that is clearly the text; its columns are a, b"):
         predict_file(loaded, write_csv(tmp_path / "ab.csv", [["a", "b"], ["x", "y"]]), tmp_path / "out.csv")
@@ -185,7 +191,7 @@ def test_an_older_output_survives_a_failure(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
-        predict_file(loaded_of(), source, target)
+        predict_file(loaded_of(), source, target, overwrite=True)
     assert target.read_text() == "older"
     assert not list(tmp_path.glob(".out*"))
 
@@ -195,3 +201,81 @@ def test_a_guess_is_said(tmp_path, caplog):
     source = write_csv(tmp_path / "in.csv", [["id", "review"], ["1", "fine"]])
     predict_file(loaded_of(), source, tmp_path / "out.csv")
     assert "the texts are taken from column review" in caplog.text
+
+
+def test_an_output_is_replaced_only_if_asked(tmp_path):
+    source = write_csv(tmp_path / "in.csv", [["text"], ["fine"]])
+    target = tmp_path / "out.csv"
+    target.write_text("older")
+    with pytest.raises(DataError, match=r"(?s)out\.csv exists.*--overwrite"):
+        predict_file(loaded_of(), source, target)
+    assert target.read_text() == "older"
+    predict_file(loaded_of(), source, target, overwrite=True)
+    assert read_csv(target)[0]["text"] == "fine"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_rows_without_a_text_get_no_prediction(tmp_path, caplog, suffix):
+    caplog.set_level(logging.INFO, logger="trimtab")
+    texts = [TEXTS[0], "", TEXTS[1], "  ", None]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+    loaded, target = loaded_of(), tmp_path / f"out.{suffix}"
+    assert predict_file(loaded, source, target) == 5
+    read = {"csv": read_csv, "jsonl": read_jsonl, "parquet": lambda path: parquet.read_table(path).to_pylist()}[suffix]
+    labels = [row["prediction"] for row in read(target)]
+    wanted = [p.label for p in classify_texts(loaded, TEXTS[:2])]
+    nothing = "" if suffix == "csv" else None
+    assert labels == [wanted[0], nothing, wanted[1], nothing, nothing]
+    assert "3 of 5 rows have no text and get no prediction (the first: " in caplog.text
+    assert "in.jsonl, line 2)" in caplog.text
+
+
+def test_a_file_of_empty_texts(tmp_path):
+    source = write_csv(tmp_path / "in.csv", [["id", "text"], ["1", ""]])
+    predict_file(loaded_of(), source, tmp_path / "out.csv")
+    assert read_csv(tmp_path / "out.csv") == [{"id": "1", "text": "", "prediction": "", "score": ""}]
+
+
+def test_an_empty_half_of_a_pair_and_an_empty_chat(tmp_path):
+    pairs = write_csv(tmp_path / "pairs.csv", [["premise", "hypothesis"], ["a", "b"], ["a", ""]])
+    predict_file(loaded_of(), pairs, tmp_path / "pairs-out.csv")
+    assert [bool(row["prediction"]) for row in read_csv(tmp_path / "pairs-out.csv")] == [True, False]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"prompt": "hello", "id": 1}\n{"prompt": "", "id": 2}\n')
+    predict_file(loaded_of("chat"), chats, tmp_path / "chats-out.jsonl", max_new_tokens=2)
+    assert [row["prediction"] is None for row in read_jsonl(tmp_path / "chats-out.jsonl")] == [False, True]
+
+
+def test_class_probabilities(tmp_path):
+    source = write_csv(tmp_path / "in.csv", [["text", "probability_bad"], *([text, "old"] for text in TEXTS)])
+    loaded = loaded_of()
+    predict_file(loaded, source, tmp_path / "out.csv", probabilities=True)
+    wanted = classify_texts(loaded, TEXTS)
+    found = read_csv(tmp_path / "out.csv")
+    assert [row["probability_bad"] for row in found] == ["old"] * len(TEXTS)
+    rounding = 0.5e-6 + 4 * torch.finfo(torch.float32).eps  # six places are written
+    for name, column in (("bad", "probability_bad_2"), ("good", "probability_good")):
+        assert [float(row[column]) for row in found] == pytest.approx([p.scores[name] for p in wanted], abs=rounding)
+    writes = loaded_of("causal-lm")
+    with pytest.raises(DataError, match="has no class probabilities"):
+        predict_file(writes, source, tmp_path / "other.csv", probabilities=True)
+
+
+def test_parquet_of_mixed_columns(tmp_path):
+    rows = [{"text": text, "n": value} for text, value in zip(TEXTS, [1, "two", None], strict=False)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    predict_file(loaded_of(problem_type="multi_label_classification"), source, tmp_path / "out.parquet")
+    found = parquet.read_table(tmp_path / "out.parquet").to_pydict()
+    assert found["n"] == ["1", "two", None]
+    assert all(isinstance(labels, list) for labels in found["prediction"])
+
+
+def test_lines_of_standard_input():
+    loaded = loaded_of()
+    found = [json.loads(line) for line in predict_lines(loaded, f"{TEXTS[0]}\n\n{TEXTS[1]}\n").splitlines()]
+    assert [row["text"] for row in found] == TEXTS[:2]
+    assert [row["prediction"] for row in found] == [p.label for p in classify_texts(loaded, TEXTS[:2])]
+    with pytest.raises(DataError, match="standard input has no rows"):
+        predict_lines(loaded, "\n")

@@ -30,10 +30,20 @@ def test_it_comes_back_as_it_was(tmp_path):
     again = Tracking.read(tmp_path)
     assert again == tracking
     assert again.at("http://me:secret@a").acked == 10
-    assert [one.uri for one in again.attachments] == ["http://b", "http://me@a"]  # the one used last is the last
+    assert [one.uri for one in again.attachments] == ["http://b", "http://a"]  # the one used last is the last
     assert sent_of(tmp_path) == 30
     assert is_tracked(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tracking.json"]
+
+
+def test_a_file_of_an_older_version_that_has_a_user_name(tmp_path):
+    """It is the same server, so that the history is not sent a second time."""
+    tracking = Tracking(tmp_path, About(name="001"))
+    tracking.at("http://a").sent = 30
+    tracking.write()
+    file = tmp_path / "tracking.json"
+    file.write_text(file.read_text().replace("http://a", "http://me@a"))
+    assert Tracking.read(tmp_path).at("http://me:secret@a").sent == 30
 
 
 def test_keys_of_another_version_are_passed_over(tmp_path):

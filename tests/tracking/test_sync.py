@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of
 
 from trimtab.cli.main import main
+from trimtab.tracking import page
 from trimtab.tracking.run_folder import RunFolder
 
 pytestmark = [
@@ -130,6 +130,28 @@ def test_the_page_of_a_server_is_its_own(trimtab, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
     code, out, _ = trimtab("ui")
     assert (code, "http://host:5000" in out) == (0, True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cr3t@host:5000/?token=s3cr3t")
+    code, out, err = trimtab("ui")
+    assert (code, "http://host:5000" in out, "s3cr3t" in out + err) == (0, True, False)
+
+
+def test_a_page_that_cannot_start_says_why(trimtab, monkeypatch):
+    """No database answers there, and its password is neither shown nor on a command line."""
+    seen = []
+    start = subprocess.Popen
+
+    def noting(command, **settings):
+        seen.append(" ".join(command))
+        return start(command, **settings)
+
+    monkeypatch.setattr(page.subprocess, "Popen", noting)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"postgresql://me:s3cr3t@127.0.0.1:{free_port()}/runs")
+    code, out, err = trimtab("ui", "--port", free_port())
+    assert (code, "mlflow server ended with" in err) == (1, True)
+    assert "is ready" not in out
+    assert "s3cr3t" not in out + err
+    assert len(seen) == 1
+    assert "s3cr3t" not in seen[0]
 
 
 @pytest.mark.slow
@@ -140,18 +162,11 @@ def test_the_page(trimtab, empty_store, tracked):
     assert trimtab("track", "sync", run)[0] == 0
     port = free_port()
     command = [sys.executable, "-m", "trimtab", "ui", str(run), "--port", str(port)]  # a run's folder will do
-    page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
+    shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
     try:
         url = f"http://127.0.0.1:{port}"
-        assert url in page.stdout.readline()
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=2):
-                    break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+        assert "starting" in shown.stdout.readline()
+        assert f"{url} is ready" in shown.stdout.readline()  # it answers from now on
         with urllib.request.urlopen(
             f"{url}/get-artifact?path=recipe.yaml&run_uuid={run_id_of(run)}", timeout=20
         ) as got:
@@ -159,7 +174,6 @@ def test_the_page(trimtab, empty_store, tracked):
         with urllib.request.urlopen(f"{url}/api/2.0/mlflow/runs/get?run_id={run_id_of(run)}", timeout=20) as got:
             assert json.load(got)["run"]["info"]["status"] == "FINISHED"
     finally:
-        page.send_signal(signal.SIGINT)
-        code = page.wait(30)
-        page.stdout.close()
-    assert code == 0
+        shown.send_signal(signal.SIGINT)
+        said = shown.communicate(timeout=120)
+    assert (shown.returncode, said) == (0, ("", ""))

@@ -11,7 +11,6 @@ from trimtab.tracking.uri import (
     sqlite_file,
     store_root,
     tracking_uri,
-    without_password,
 )
 
 HTTP = "http://host:5000"
@@ -63,9 +62,3 @@ def test_files_lie_beside_a_sqlite_store_and_a_server_decides_for_itself():
     assert artifact_location(HTTP) is None
     assert sqlite_file("sqlite:////a/b.db?timeout=3") == Path("/a/b.db")
     assert sqlite_file("postgresql://host/db") is None
-
-
-def test_a_password_is_not_shown():
-    assert without_password("https://me:secret@host/a") == "https://me@host/a"
-    assert without_password("https://host:5000/a") == "https://host:5000/a"
-    assert without_password("sqlite:////a:b@c/mlflow.db") == "sqlite:////a:b@c/mlflow.db"

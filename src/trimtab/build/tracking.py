@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from trimtab import __version__
+from trimtab.addresses import redact
 from trimtab.build.data import run_name
 from trimtab.build.parts import Tokens
 from trimtab.engine import Engine
@@ -20,7 +21,7 @@ from trimtab.tracking.mlflow_server import mlflow_settings, trouble_of
 from trimtab.tracking.origin import origin_tags
 from trimtab.tracking.run_folder import Folder, FollowedFolder, is_own_loop, read_status
 from trimtab.tracking.shipper import flat_params, ship_all
-from trimtab.tracking.uri import tracking_uri, without_password
+from trimtab.tracking.uri import tracking_uri
 
 
 def build_companion(
@@ -129,4 +130,4 @@ def _server_of(tracking: Tracking, recipe: Recipe | None, place: Path) -> str | 
     if not tracking.attachments:
         return of_recipe
     last = tracking.attachments[-1].uri
-    return of_recipe if of_recipe is not None and without_password(of_recipe) == last else last
+    return of_recipe if of_recipe is not None and redact(of_recipe) == last else last

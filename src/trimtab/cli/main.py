@@ -281,10 +281,18 @@ def data_show(
 @app.command()
 def predict(
     model: Annotated[str, typer.Argument(help="A run, a folder, a hub name, or best:EXPERIMENT.")],
-    file: Annotated[Path | None, typer.Argument(help="csv, jsonl or txt.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write rows with predictions.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="csv, tsv, jsonl, json, parquet or txt; - reads lines from standard input.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the rows with predictions: .csv, .tsv, .jsonl or .parquet.")
+    ] = None,
     text: Annotated[str | None, typer.Option(help="One line of text instead of a file.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of the text in the file.")] = None,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Add a column with the probability of every label.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out if it exists.")] = False,
     batch_size: Annotated[int, typer.Option(help="Rows at a time.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="Length of what causal models write.")] = 100,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1 …; found if left out.")] = None,
@@ -293,22 +301,37 @@ def predict(
     from trimtab.errors import RecipeError
     from trimtab.hardware.inventory import find_device
     from trimtab.inference.load import load
-    from trimtab.inference.predict_file import predict_file
+    from trimtab.inference.predict_file import check_files, predict_file, predict_lines
     from trimtab.inference.predict_text import predict_text
 
     if (file is None) == (text is None):
         raise RecipeError("predict wants a FILE or --text", 'trimtab predict MODEL --text "…"')
     where = find_device(device)
     if text is not None:
-        if out is not None or column is not None:
-            raise RecipeError("--out and --column belong to a FILE, not to --text", "leave them out")
+        if out is not None or column is not None or probabilities or overwrite:
+            raise RecipeError(
+                "--out, --column, --probabilities and --overwrite belong to a FILE, not to --text", "leave them out"
+            )
         typer.echo(predict_text(load(model, device=where), text, max_new_tokens=max_new_tokens))
         return
     assert file is not None
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "max_new_tokens": max_new_tokens,
+        "probabilities": probabilities,
+    }
+    if str(file) == "-":
+        if out is not None or column is not None or overwrite:
+            raise RecipeError(
+                "standard input has one text a line, and its predictions go to standard output",
+                "leave --out, --column and --overwrite out: trimtab predict MODEL - < texts.txt > predicted.jsonl",
+            )
+        typer.echo(predict_lines(load(model, device=where), sys.stdin.read(), **settings), nl=False)
+        return
     if out is None:
         raise RecipeError("--out is missing: where should the predictions go?", f"--out {file.stem}-predicted.csv")
-    loaded = load(model, device=where)
-    num_rows = predict_file(loaded, file, out, text=column, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    check_files(file, out, overwrite=overwrite)
+    num_rows = predict_file(load(model, device=where), file, out, text=column, overwrite=overwrite, **settings)
     typer.echo(f"{num_rows:,} rows written to {out}")
 
 

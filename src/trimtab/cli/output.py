@@ -59,12 +59,13 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stder
     """A plain table."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
-        table.add_column(name, overflow="fold")
+        table.add_column(Text(name), overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # as it is: rich would take [liger] for markup
     console = Console(stderr=to_stderr)
     if not console.is_terminal:
         console.width = _WIDEST

@@ -19,6 +19,7 @@ _PACKAGES = {
     "peft": "pip install peft",
     "accelerate": "pip install accelerate",
     "matplotlib": "pip install matplotlib",
+    "mlflow": "pip install mlflow",
     **{name.replace("_", "-"): f"{install_line(name)}   ({use})" for name, (_, use) in EXTRAS.items()},
 }
 

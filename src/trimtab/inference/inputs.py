@@ -13,7 +13,7 @@ from trimtab.log import say
 
 
 def inputs_of(loaded: Loaded, rows: Rows, columns: str | Sequence[str] | None = None) -> list[Any]:
-    """What the model is asked for each row.
+    """What the model is asked for each row; None for a row without a text.
 
     Args:
         loaded: The model.
@@ -22,14 +22,15 @@ def inputs_of(loaded: Loaded, rows: Rows, columns: str | Sequence[str] | None = 
             of the training, or guessed from their names.
 
     Raises:
-        DataError: If a column is missing or not clear, or a row has no text.
+        DataError: If a column is missing or not clear, or holds something else than text.
     """
     names = _columns(loaded, rows, columns)
     missing = [name for name in names if name not in rows.columns]
     if missing or not names:
         problem = f"has no column {missing[0]!r}" if missing else "has no column that is clearly the text"
         raise DataError(
-            f"{rows.origin} {problem}; its columns are {', '.join(rows.names)}", "name the column that holds the text"
+            f"{rows.origin} {problem}; its columns are {', '.join(rows.names)}",
+            "name the column that holds the text: --column NAME (text=NAME in Python)",
         )
     read = _messages if loaded.task_name == "chat" else _text
     return [read(loaded, rows, index, names) for index in range(len(rows))]
@@ -61,19 +62,23 @@ def _guessed_prompt(rows: Rows) -> list[str]:
     return [name, "input"] if name == "instruction" and "input" in rows.columns else [name]
 
 
-def _text(loaded: Loaded, rows: Rows, index: int, names: list[str]) -> str | tuple[str, ...]:
+def _text(loaded: Loaded, rows: Rows, index: int, names: list[str]) -> str | tuple[str, ...] | None:
     most = 2 if loaded.task_name in ("classify", "regress") else 1
     if len(names) > most:
         raise DataError(f"a {loaded.task_name} model takes {most} column(s), not {', '.join(names)}", "name fewer")
+    if any(is_missing(rows.columns[name][index]) for name in names):
+        return None
     for name in names:
         _check(rows, index, name)
     texts = tuple(str(rows.columns[name][index]) for name in names)
     return texts[0] if len(texts) == 1 else texts
 
 
-def _messages(loaded: Loaded, rows: Rows, index: int, names: list[str]) -> list[dict[str, Any]]:
+def _messages(loaded: Loaded, rows: Rows, index: int, names: list[str]) -> list[dict[str, Any]] | None:
     """A conversation up to the answer that the model is asked for, put together as in training."""
     first = rows.columns[names[0]][index]
+    if is_missing(first):
+        return None
     if isinstance(first, list) or (isinstance(first, str) and names[0] in MESSAGE_NAMES):
         try:
             messages = as_messages(first, names[0])

@@ -10,14 +10,17 @@ from typing import Any
 
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
+from trimtab.data.rows import Places, Rows
 from trimtab.errors import DataError
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.inputs import inputs_of
 from trimtab.inference.load import Loaded
+from trimtab.log import say
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES = (".jsonl", ".ndjson")
+_PARQUET = ".parquet"
 
 
 def predict_file(
@@ -29,45 +32,116 @@ def predict_file(
     batch_size: int = 32,
     max_length: int | None = None,
     max_new_tokens: int = 128,
+    probabilities: bool = False,
+    overwrite: bool = False,
 ) -> int:
     """Predict for every row of a file and write the rows, in their order, with what was predicted.
 
-    A classifier adds `prediction` and `score`, other models `prediction`. The output appears whole or not at all.
+    A classifier adds `prediction` and `score`, other models `prediction`; a row without a text gets empty cells. The
+    output appears whole or not at all.
 
     Args:
         loaded: The model.
         in_path: A csv, tsv, jsonl, json, parquet or txt file.
-        out_path: A csv, tsv or jsonl file, which is replaced if it exists.
+        out_path: A csv, tsv, jsonl or parquet file.
         text: The column of the texts, or several (pairs, parts of a prompt); by default as in training, or guessed.
         batch_size: Rows at a time.
         max_length: Tokens after which a text is cut, for models that do not write; by default as in training.
         max_new_tokens: The most tokens that a model which writes may write.
+        probabilities: Whether a classifier adds a column `probability_LABEL` for every label.
+        overwrite: Whether an output that exists is replaced; else it is an error.
 
     Returns:
         The number of rows.
     """
     source, target = Path(in_path), Path(out_path)
-    if target.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES):
-        raise DataError(f"predictions cannot be written to {target}", "name a .csv, .tsv or .jsonl file")
-    if not target.parent.is_dir():
-        raise DataError(f"there is no folder {target.parent} to write {target.name} to", f"mkdir -p {target.parent}")
-    if target.exists() and source.exists() and target.samefile(source):
-        raise DataError(f"{target} is the input, which the predictions would replace", "name another output")
+    check_files(source, target, overwrite=overwrite)
     rows = read_file(source, BadRows("stop"))  # numbers in csv stay the text that they are
-    if not len(rows):
-        raise DataError(f"{source} has no rows", "give a file with at least one row")
-    texts = inputs_of(loaded, rows, text)
-    added: dict[str, list[Any]]
-    if loaded.task_name == "classify":
-        predictions = classify_texts(loaded, texts, batch_size, max_length=max_length)
-        added = {"prediction": [p.label for p in predictions], "score": [round(p.score, 6) for p in predictions]}
-    elif loaded.task_name == "regress":
-        added = {"prediction": regress_texts(loaded, texts, batch_size, max_length=max_length)}
-    else:
-        added = {"prediction": generate_texts(loaded, texts, max_new_tokens, batch_size=batch_size)}
-    columns = rows.columns | {_free(name, rows.names): values for name, values in added.items()}
+    columns = predict_rows(
+        loaded,
+        rows,
+        text=text,
+        batch_size=batch_size,
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        probabilities=probabilities,
+    )
     _write(target, columns)
     return len(rows)
+
+
+def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Refuse an output that cannot be written; cheap, so that a command can ask before it loads a model."""
+    kinds = (*_DELIMITERS, *_JSON_LINES, _PARQUET)
+    if target.suffix.lower() not in kinds:
+        raise DataError(f"predictions cannot be written to {target}", f"name a file that ends in {', '.join(kinds)}")
+    if not target.parent.is_dir():
+        raise DataError(f"there is no folder {target.parent} to write {target.name} to", f"mkdir -p {target.parent}")
+    if not target.exists():
+        return
+    if source.exists() and target.samefile(source):
+        raise DataError(f"{target} is the input, which the predictions would replace", "name another output")
+    if not overwrite:
+        raise DataError(f"{target} exists", "name another output, or replace it with --overwrite (overwrite=True)")
+
+
+def predict_rows(
+    loaded: Loaded,
+    rows: Rows,
+    *,
+    text: str | Sequence[str] | None = None,
+    batch_size: int = 32,
+    max_length: int | None = None,
+    max_new_tokens: int = 128,
+    probabilities: bool = False,
+) -> dict[str, list[Any]]:
+    """The columns of the rows and those of the predictions; the arguments are those of `predict_file`."""
+    if not len(rows):
+        raise DataError(f"{rows.origin} has no rows", "give at least one row")
+    if probabilities and loaded.task_name != "classify":
+        raise DataError(f"a {loaded.task_name} model has no class probabilities", "leave --probabilities out")
+    inputs = inputs_of(loaded, rows, text)
+    asked = [index for index, one in enumerate(inputs) if one is not None]
+    if len(asked) < len(rows):
+        first = rows.place(next(index for index, one in enumerate(inputs) if one is None))
+        num_empty = len(rows) - len(asked)
+        say(f"{num_empty:,} of {len(rows):,} rows have no text and get no prediction (the first: {first})")
+    texts = [inputs[index] for index in asked]
+    found: dict[str, list[Any]]
+    if loaded.task_name == "classify":
+        predictions = classify_texts(loaded, texts, batch_size, max_length=max_length)
+        found = {"prediction": [p.label for p in predictions], "score": [round(p.score, 6) for p in predictions]}
+        for name in loaded.model.config.id2label.values() if probabilities else ():
+            found[f"probability_{name}"] = [round(p.scores[str(name)], 6) for p in predictions]
+    elif loaded.task_name == "regress":
+        found = {"prediction": regress_texts(loaded, texts, batch_size, max_length=max_length)}
+    else:
+        found = {"prediction": generate_texts(loaded, texts, max_new_tokens, batch_size=batch_size)}
+    return rows.columns | {_free(name, rows.names): _spread(values, asked, len(rows)) for name, values in found.items()}
+
+
+def predict_lines(loaded: Loaded, text: str, **settings: Any) -> str:
+    """Predict for each line of a text that is not blank: JSON lines; the settings are those of `predict_rows`."""
+    numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    places = Places.of("standard input, line", (number for number, _ in numbered))
+    rows = Rows({"text": [line for _, line in numbered]}, "standard input", places=places)
+    return _json_lines(predict_rows(loaded, rows, text="text", **settings))
+
+
+def _spread(values: Sequence[Any], indices: Sequence[int], num_rows: int) -> list[Any]:
+    """Values at their rows, None elsewhere."""
+    spread: list[Any] = [None] * num_rows
+    for index, value in zip(indices, values, strict=True):
+        spread[index] = value
+    return spread
+
+
+def _json_lines(columns: dict[str, list[Any]]) -> str:
+    """Rows as JSON, one a line."""
+    rows = zip(*columns.values(), strict=True)
+    return "".join(
+        json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False, default=str) + "\n" for row in rows
+    )
 
 
 def _free(name: str, taken: Sequence[str]) -> str:
@@ -78,25 +152,47 @@ def _free(name: str, taken: Sequence[str]) -> str:
 
 
 def _write(target: Path, columns: dict[str, list[Any]]) -> None:
-    names, rows = list(columns), list(zip(*columns.values(), strict=True))
-    buffer = io.StringIO(newline="")
-    suffix = target.suffix.lower()
-    if suffix in _JSON_LINES:
-        for row in rows:
-            buffer.write(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) + "\n")
-    else:
-        writer = csv.writer(buffer, delimiter=_DELIMITERS[suffix], lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows([_cell(value) for value in row] for row in rows)
     beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8", newline="") as file:
-            file.write(buffer.getvalue())
+        with beside.open("wb") as file:
+            file.write(_encoded(target.suffix.lower(), columns))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _encoded(suffix: str, columns: dict[str, list[Any]]) -> bytes:
+    if suffix == _PARQUET:
+        return _parquet(columns)
+    if suffix in _JSON_LINES:
+        return _json_lines(columns).encode()
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, delimiter=_DELIMITERS[suffix], lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(value) for value in row] for row in zip(*columns.values(), strict=True))
+    return buffer.getvalue().encode()
+
+
+def _parquet(columns: dict[str, list[Any]]) -> bytes:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    try:
+        table = pyarrow.table({name: _of_one_type(values) for name, values in columns.items()})
+    except pyarrow.ArrowException as error:
+        raise DataError(f"the rows cannot be a parquet table: {error}", "write a .jsonl file") from error
+    parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def _of_one_type(values: list[Any]) -> list[Any]:
+    """A column of parquet has one type: where a column has several, all are written as text."""
+    plain = [list(value) if isinstance(value, tuple) else value for value in values]
+    kinds = {type(value) for value in plain if value is not None}
+    return plain if len(kinds) <= 1 or kinds == {int, float} else [None if v is None else str(v) for v in plain]
 
 
 def _cell(value: Any) -> Any:

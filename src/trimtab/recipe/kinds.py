@@ -14,6 +14,7 @@ from annotated_types import MinLen
 from pydantic import AfterValidator, PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from trimtab.addresses import has_credentials
 from trimtab.errors import UserError
 from trimtab.recipe.describe import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
@@ -255,10 +256,10 @@ def _tracking_uri(value: Any) -> str:
         raise ValueError(f"is no address that MLflow knows{f': {near[0]}:// is' if near else ''}")
     if text.startswith("sqlite:") and not text.startswith("sqlite:///"):
         raise ValueError("has too few slashes: sqlite:///runs/mlflow.db")
-    if re.match(r"[^/]+://[^/@]*:[^/@]+@", text):
+    if has_credentials(text):
         raise ValueError(
-            "has a password, which would be written into files: set MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI with uri: local"
+            "has credentials, which would be written into files: set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_URI with uri: local"
         )
     return text
 

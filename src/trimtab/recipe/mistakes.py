@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
+from trimtab.addresses import redact
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import Key, Later, choices_of, is_section, keys_of
 from trimtab.recipe.foreign import our_value, our_word
@@ -119,8 +120,8 @@ def without(values: Mapping[str, Any], paths: Sequence[tuple[str, ...]]) -> dict
 
 
 def shown(value: Any) -> str:
-    """A value as it may stand in a message: text in quotes, never too long."""
-    text = repr(value) if isinstance(value, str | float) else as_yaml(value)
+    """A value as it may stand in a message: text in quotes, never too long, without credentials."""
+    text = redact(repr(value) if isinstance(value, str | float) else as_yaml(value))
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 2]} …"
 
 

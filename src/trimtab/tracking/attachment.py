@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from trimtab.addresses import redact
 from trimtab.errors import CheckpointError
 from trimtab.log import say
-from trimtab.tracking.uri import without_password
 
 TRACKING = "tracking.json"
 _LOCK = "tracking.lock"
@@ -101,14 +101,15 @@ class Tracking:
         try:
             said = json.loads(text)
             about = About(**_known(About, said["about"]))
-            return cls(folder, about, [Attachment(**_known(Attachment, one)) for one in said["servers"]])
+            servers = [one | {"uri": redact(one["uri"])} for one in said["servers"]]  # older files kept user names
+            return cls(folder, about, [Attachment(**_known(Attachment, one)) for one in servers])
         except (ValueError, LookupError, TypeError, AttributeError):
             say(f"{folder / TRACKING} cannot be read: the run is tracked anew")
             return None
 
     def at(self, uri: str) -> Attachment:
         """The attachment to a server, made where there is none; it counts as the one used last."""
-        shown = without_password(uri)
+        shown = redact(uri)
         found = next((one for one in self.attachments if one.uri == shown), None) or Attachment(shown)
         self.attachments = [*(one for one in self.attachments if one is not found), found]
         return found

@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from trimtab.addresses import redact
 from trimtab.log import say
 from trimtab.tracking.attachment import About, Tracking
-from trimtab.tracking.uri import sqlite_file, without_password
+from trimtab.tracking.uri import sqlite_file
 
 _END_S = 10.0  # without any progress, after which a run that is over does not wait for its server
 _END_OF_FILE_S = 60.0  # a sqlite file cannot be away: it is being made, or another run is writing
@@ -150,7 +151,7 @@ class MlflowCompanion:
                 if is_said or time.monotonic() >= end:
                     return
                 is_said = True
-                say(f"sending what is left to {without_password(self._uri)} …")
+                say(f"sending what is left to {redact(self._uri)} …")
                 continue
             if "ended" in message or "done" in message:
                 return
@@ -167,11 +168,11 @@ class MlflowCompanion:
 
         tracking = Tracking.read(self._folder)
         if tracking is None:
-            say(f"nothing was tracked on {without_password(self._uri)} yet: trimtab track sync {self._folder}")
+            say(f"nothing was tracked on {redact(self._uri)} yet: trimtab track sync {self._folder}")
             return
         waiting = what_waits(tracking, self._uri, with_model=self._about.log_model and _is_finished(self._folder))
         if str(waiting):
-            say(f"{waiting} wait for {without_password(self._uri)}: trimtab track sync {self._folder}")
+            say(f"{waiting} wait for {redact(self._uri)}: trimtab track sync {self._folder}")
         else:
             with contextlib.suppress(OSError):
                 (self._folder / _LOG).unlink()

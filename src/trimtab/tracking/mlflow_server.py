@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trimtab.addresses import redact
 from trimtab.checkpoint.disk_errors import refused_path
 from trimtab.errors import UserError
-from trimtab.tracking.uri import artifact_location, sqlite_file, without_password
+from trimtab.tracking.uri import artifact_location, sqlite_file
 
 T = TypeVar("T")
 
@@ -129,7 +130,7 @@ class MlflowServer:
                 found = self.client.get_experiment_by_name(name)  # another run was faster
         if found is None or found.lifecycle_stage == "deleted":
             raise ExperimentDeleted(
-                f"the experiment {name} was deleted on {without_password(self.uri)}",
+                f"the experiment {name} was deleted on {redact(self.uri)}",
                 "restore it there, or choose another with track.experiment",
             )
         return str(found.experiment_id)
@@ -240,9 +241,9 @@ class MlflowServer:
 
 def trouble_of(error: Exception, uri: str) -> Trouble:
     """What a failure means, in words."""
-    server = without_password(uri)
+    server = redact(uri)
     code = str(getattr(error, "error_code", ""))
-    text = without_password(" ".join(str(error).split()))
+    text = redact(" ".join(str(error).split()))
     if isinstance(error, ExperimentDeleted):
         return Trouble("wrong", error.problem, error.cure)
     if code in _DENIED:

@@ -1,21 +1,28 @@
 """MLflow's own page, on the store beside the runs."""
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trimtab.errors import RecipeError
+from trimtab.addresses import redact
+from trimtab.errors import RecipeError, TrimtabError
 from trimtab.tracking.uri import artifact_location, default_uri, local_uri, sqlite_file
 
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight more processes, for what runs here do not use
+    "MLFLOW_WORKERS": "1",  # one person looks at the page; each worker imports MLflow again
 }
+_POLL_S = 0.2
+_SHOWN_LINES = 15  # of the server's output, where it ended before it answered
 
 
 def serve_page(root: Path, port: int, tell: Callable[[str], None]) -> int:
@@ -28,29 +35,61 @@ def serve_page(root: Path, port: int, tell: Callable[[str], None]) -> int:
 
     Returns:
         MLflow's exit code.
+
+    Raises:
+        TrimtabError: If the server ends before the page answers; with the end of its output.
     """
     uri = _store(root)
     if sqlite_file(uri) is None and uri.startswith("http"):
-        tell(f"the runs are on {uri}: open it in a browser")
+        tell(f"the runs are on {redact(uri)}: open it in a browser")
         return 0
     _check_port(port)
-    tell(f"http://127.0.0.1:{port} shows {uri}; Ctrl-C ends it")
+    tell(f"starting MLflow's page of {redact(uri)} …")
+    with tempfile.TemporaryFile("w+", errors="replace") as output, _server(uri, port, output.fileno()) as process:
+        if not _answers(process, port):
+            output.seek(0)
+            lines = redact(output.read()).splitlines()[-_SHOWN_LINES:]
+            raise TrimtabError("\n".join([f"mlflow server ended with {process.returncode}:", *lines]))
+        tell(f"http://127.0.0.1:{port} is ready; Ctrl-C ends it")
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            return 0
+
+
+@contextlib.contextmanager
+def _server(uri: str, port: int, output: int) -> "Iterator[subprocess.Popen[bytes]]":
+    """An `mlflow server` on the loopback interface. Addresses go through its environment: others can read arguments."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--backend-store-uri", uri]
+    environment = {**_SETTINGS, **os.environ, "MLFLOW_BACKEND_STORE_URI": uri}
     files = artifact_location(uri)
     if files is not None:
-        command += ["--default-artifact-root", files]
-    process = subprocess.Popen(command, env={**_SETTINGS, **os.environ}, start_new_session=True)
+        environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = files
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return process.wait()
-    except KeyboardInterrupt:
-        return 0
+        yield process
     finally:  # it has started others, which are in its session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         signal.signal(signal.SIGTERM, before)
+
+
+def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
+    """Wait until the page answers; False if the server ends before."""
+    while process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return True
+        except (OSError, http.client.HTTPException):
+            pass  # it is not listening yet
+        finally:
+            connection.close()
+        time.sleep(_POLL_S)
+    return False
 
 
 def _store(root: Path) -> str:

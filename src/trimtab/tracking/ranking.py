@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from trimtab.addresses import redact
 from trimtab.data.metrics import higher_is_better
 from trimtab.errors import RecipeError, UserError
 from trimtab.tracking.best_model import HIGHER_IS_BETTER, METRIC, METRICS, VALUE
-from trimtab.tracking.uri import without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -75,7 +75,7 @@ def ranked(client: "MlflowClient", uri: str, name: str, metric: str | None) -> R
         experiment = client.get_experiment_by_name(f"/Shared/{name}")
     if experiment is None or experiment.lifecycle_stage == "deleted":
         names = [known.name for known in client.search_experiments()]
-        raise RecipeError(f"{without_password(uri)} has no experiment {name!r}", near_names(name, names, "it has"))
+        raise RecipeError(f"{redact(uri)} has no experiment {name!r}", near_names(name, names, "it has"))
     runs = all_pages(lambda token: client.search_runs([experiment.experiment_id], page_token=token))
     models = _models_by_run(client, experiment.experiment_id)
     metric = _bare(metric) if metric is not None else _own_metric(name, models)

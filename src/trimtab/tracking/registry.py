@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from trimtab.addresses import redact
 from trimtab.checkpoint.folder import whole_folder
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
@@ -23,7 +24,7 @@ from trimtab.tracking.best_model import ALIAS, model_id_of
 from trimtab.tracking.mlflow_folder import MODEL, quiet_mlflow
 from trimtab.tracking.mlflow_server import mlflow_settings, trouble_of
 from trimtab.tracking.ranking import Ranking, all_pages, near_names, ranked
-from trimtab.tracking.uri import default_uri, sqlite_file, without_password
+from trimtab.tracking.uri import default_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,13 +52,13 @@ class TrackedModel:
 
     def as_dict(self) -> dict[str, str]:
         """For a record of a run; a password in the address is left out."""
-        return asdict(self) | {"uri": without_password(self.uri)}
+        return asdict(self) | {"uri": redact(self.uri)}
 
     @classmethod
     def from_dict(cls, said: Mapping[str, str], uri: str) -> Self:
         """What a record says; `uri` is the address of today, which may have a password."""
-        stored = said["uri"]
-        return cls(said["asked"], uri if without_password(uri) == stored else stored, said["exact"], said["words"])
+        stored = redact(said["uri"])
+        return cls(said["asked"], uri if redact(uri) == stored else stored, said["exact"], said["words"])
 
 
 def is_on_server(text: str) -> bool:
@@ -102,7 +103,7 @@ def fetch_model(found: TrackedModel) -> Path:
 
     A server whose model is in the cache is not asked.
     """
-    place = _cache() / re.sub(r"\W+", "-", f"{without_password(found.uri)}-{found.exact}".split("://")[-1])
+    place = _cache() / re.sub(r"\W+", "-", f"{redact(found.uri)}-{found.exact}".split("://")[-1])
     if _is_whole(place):
         return place
     with _server(found.uri) as (client, address):
@@ -172,7 +173,7 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
             trouble = trouble_of(error, address)
             if trouble.kind == "gone":
                 text = " ".join(str(error).split())[:200]
-                raise ModelError(f"{without_password(address)}: {text}", "see what there is: trimtab ui") from error
+                raise ModelError(f"{redact(address)}: {text}", "see what there is: trimtab ui") from error
             cure = trouble.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
             raise ModelError(f"the tracking server did not answer: {trouble.words}", cure) from error
 
@@ -222,9 +223,7 @@ def _version(client: "MlflowClient", uri: str, name: str, alias: str, number: st
             raise
     known = {model.name: model for model in all_pages(lambda token: client.search_registered_models(page_token=token))}
     if name not in known:
-        raise RecipeError(
-            f"{without_password(uri)} has no registered model {name!r}", near_names(name, list(known), "it has")
-        )
+        raise RecipeError(f"{redact(uri)} has no registered model {name!r}", near_names(name, list(known), "it has"))
     if number:
         raise RecipeError(f"{name} has no version {number}", "see its versions with trimtab ui")
     aliases = dict(client.get_registered_model(name).aliases)

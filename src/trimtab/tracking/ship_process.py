@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from trimtab.addresses import redact
 from trimtab.tracking.attachment import About, shipping
 from trimtab.tracking.mlflow_server import Trouble, mlflow_settings, trouble_of
 from trimtab.tracking.run_folder import how_it_stands
 from trimtab.tracking.shipper import Shipment, close_killed, open_tracking
-from trimtab.tracking.uri import without_password
 
 _EVERY_S = 2.0  # between two batches
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # after a failure
@@ -166,9 +166,7 @@ def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None
 
     mouth(progress=True)
     shipment = Shipment(tracking, uri, mouth.say, on_upload=lambda: mouth(upload=True))
-    server = Patience(
-        mouth.say, "training goes on, its numbers wait in the run's folder", f"{without_password(uri)} is back"
-    )
+    server = Patience(mouth.say, "training goes on, its numbers wait in the run's folder", f"{redact(uri)} is back")
     files = Patience(mouth.say, "they are sent later", "all files are sent now")
     is_new, progress = True, shipment.progress()
     while not ears.is_orphan:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.addresses import redact
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.tracking.ahead import RowsAhead, look_ahead
 from trimtab.tracking.attachment import TRACKING, About, Tracking, shipping
@@ -20,7 +21,6 @@ from trimtab.tracking.lines import MAX_READ_BYTES, rows_of, whole_lines
 from trimtab.tracking.mlflow_server import MAX_METRICS, MlflowServer, Row, Trouble, trouble_of, valid_key
 from trimtab.tracking.origin import commit_tags
 from trimtab.tracking.run_folder import how_it_stands, read_status
-from trimtab.tracking.uri import without_password
 
 ERROR_TAG = "trimtab.error"
 _STATUSES = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "killed": "FAILED"}
@@ -347,7 +347,7 @@ def close_killed(folders: Iterable[Path], uri: str) -> None:
         tracking = Tracking.read(folder) if (folder / TRACKING).is_file() else None
         if tracking is None or how_it_stands(folder)[0] != "killed":
             continue
-        shown = without_password(uri)
+        shown = redact(uri)
         if not any(one.uri == shown and one.run_id and one.status == "RUNNING" for one in tracking.attachments):
             continue
         with contextlib.suppress(CheckpointError), shipping(folder, patience_s=0.0):

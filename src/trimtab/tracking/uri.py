@@ -60,8 +60,3 @@ def sqlite_file(uri: str) -> Path | None:
     """The file of a sqlite address; None for any other address."""
     found = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
     return None if found is None or found[1] == ":memory:" else Path(found[1])
-
-
-def without_password(uri: str) -> str:
-    """An address as it may be written down and shown."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1@", uri)
