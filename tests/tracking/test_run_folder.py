@@ -58,9 +58,10 @@ def test_small_files_are_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(type(tmp_path), "write_text", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left") as failure:
         folder.write_text("plan.json", "second")
     monkeypatch.undo()
+    assert "make room" in failure.value.cure
     assert (folder.path / "plan.json").read_text() == "first"
 
 
@@ -269,7 +270,7 @@ def test_a_disk_without_room_for_it_ends_no_run(tmp_path, monkeypatch, caplog):
     def full(name, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder, "write_text", full)
+    monkeypatch.setattr(folder, "_write", full)
     folder.update(num_steps=3)
     assert caplog.messages == [f"{folder.path / 'run.json'} cannot be written: No space left on device"]
     monkeypatch.undo()
