@@ -30,6 +30,8 @@ _REFUSED = {
     "maybe_context_parallel": "leave it out: a sequence is computed by one process",
     "deepspeed_ulysses_dl_adapter": "leave it out: a sequence is computed by one process",
     "torch_device_mesh": "leave it out: processes are data parallel only",
+    "project_configuration": "engine.project_dir",
+    "fp8_backend": 'mixed_precision="bf16"',
     "save_iteration": "give save_state a folder: engine.save_state(f'checkpoints/{step}')",
 }
 
@@ -103,6 +105,12 @@ class AccelerateVerbs:
     _accumulation: Accumulation
     _as_accelerate: bool
     _given: tuple[tuple[Any, ...], dict[str, Any]]
+    project_dir: Path | None
+
+    # processes are data parallel, and nothing else
+    deepspeed_plugin = parallelism_config = None
+    is_fsdp2 = is_composable_parallelism_enabled = False
+    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Remember what was given: that is what an engine is pickled by."""
@@ -174,6 +182,25 @@ class AccelerateVerbs:
     def non_blocking(self) -> bool:
         """Batches are copied without waiting wherever the device can."""
         return self.device.type in ("cuda", "xpu")
+
+    @property
+    def logging_dir(self) -> Path | None:
+        """Where trackers write."""
+        return self.project_dir
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process among all."""
+        return self._world.process_index
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes models: the first one does."""
+        return self._world.process_index == 0
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a model was spread over several devices when it was loaded."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     @property
     def multi_device(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from launching import run_alone, run_together
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

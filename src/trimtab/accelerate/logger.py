@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import MutableMapping
 from typing import Any
 
 from trimtab.accelerate.latest import PartialState
@@ -11,20 +10,13 @@ from trimtab.accelerate.latest import PartialState
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger whose calls take `main_process_only` (True if left out) and `in_order`: one process after the other."""
 
-    _said: set[str]
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Keep keywords as they are, and name the caller's line."""
-        kwargs.setdefault("stacklevel", 2)
-        return msg, kwargs
-
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log, where this process should."""
         only_main = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        kwargs.setdefault("stacklevel", 2)
+        kwargs.setdefault("stacklevel", 2)  # the line of the caller, not this one
         state = PartialState()
         if in_order:
             for rank in range(state.num_processes):
@@ -39,7 +31,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         said = self.__dict__.setdefault("_said", set())
         if msg not in said:
             said.add(msg)
-            self.warning(msg, *args, **kwargs)
+            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -24,9 +24,9 @@ class ProcessState:
 
     __slots__ = ("__dict__", "_world")  # facts alone are in `__dict__`: states that say the same compare equal by it
 
-    deepspeed_plugin = None
-    fsdp_plugin = None
-    parallelism_config = None
+    # processes are data parallel, and nothing else
+    deepspeed_plugin = fsdp_plugin = parallelism_config = dynamo_plugin = None
+    is_fsdp2 = fork_launched = False
 
     def __init__(self, world: World, device: torch.device, mixed_precision: str = "no") -> None:
         self._world = world

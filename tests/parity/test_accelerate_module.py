@@ -1,0 +1,427 @@
+"""`trimtab.accelerate`: the names that scripts import, what they give, and what they refuse with a cure."""
+
+import importlib
+import inspect
+import logging
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import trimtab.accelerate
+from trimtab import Engine
+from trimtab.accelerate import (
+    Accelerator,
+    AcceleratorState,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradientState,
+    PartialState,
+    ProfileKwargs,
+    ProjectConfiguration,
+    concatenate,
+    find_executable_batch_size,
+    gather,
+    gather_object,
+    get_logger,
+    notebook_launcher,
+    prepare_data_loader,
+    reduce,
+    release_memory,
+    send_to_device,
+    set_seed,
+    skip_first_batches,
+    synchronize_rng_states,
+)
+from trimtab.accelerate.latest import forget
+from trimtab.accelerate_verbs import _REFUSED
+from trimtab.errors import DoesNotFit, PrepareError, RecipeError
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_before():
+    forget()
+    yield
+    forget()
+
+
+def slope(num_rows, batch_size=1, **settings):
+    """One weight whose gradient is the mean of the rows of a window."""
+    accelerator = Accelerator(cpu=True, **settings)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(torch.arange(1.0, num_rows + 1)[:, None]), batch_size)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    "module", ["utils", "utils.operations", "utils.dataclasses", "state", "logging", "data_loader"]
+)
+def test_modules_of_accelerate_are_this_one(module):
+    found = importlib.import_module(f"trimtab.accelerate.{module}")
+    assert found is trimtab.accelerate
+
+
+def test_every_exported_name_is_there_and_one_that_is_not_says_where_it_is():
+    for name in trimtab.accelerate.__all__:
+        assert getattr(trimtab.accelerate, name) is not None
+    with pytest.raises(ImportError, match=r"no FullyShardedDataParallelPlugin\n  cure: .*pip install accelerate"):
+        from trimtab.accelerate import FullyShardedDataParallelPlugin  # noqa: F401
+
+
+def test_every_verb_and_argument_of_accelerate_is_known():
+    accelerate = pytest.importorskip("accelerate")
+    ours = Accelerator(cpu=True)
+    verbs = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
+    assert not {name for name in verbs if not hasattr(ours, name)} - set(_REFUSED)
+    asked = set(inspect.signature(accelerate.Accelerator).parameters)
+    assert asked <= set(inspect.signature(Accelerator).parameters)
+    assert trimtab.accelerate.is_bf16_available is accelerate.utils.is_bf16_available
+    for name in ("DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration", "GradScalerKwargs"):
+        theirs, own = getattr(accelerate.utils, name)(), getattr(trimtab.accelerate, name)()
+        assert vars(own) == {key: value for key, value in vars(theirs).items() if not key.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(_REFUSED))
+def test_a_verb_that_there_is_not_names_its_cure(name):
+    with pytest.raises(AttributeError, match=rf"{name} is not supported\n  cure: ") as caught:
+        getattr(Engine(cpu=True), name)
+    assert _REFUSED[name] in str(caught.value)
+
+
+def test_a_misspelt_verb_is_an_ordinary_mistake():
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'preprae'"):
+        Engine(cpu=True).preprae()
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fsdp_plugin": object()}, "fsdp_plugin is not supported\n  cure: leave it out; Engine.memory_budget"),
+        ({"deepspeed_plugin": object()}, "deepspeed_plugin is not supported"),
+        ({"megatron_lm_plugin": object()}, "megatron_lm_plugin is not supported"),
+        ({"parallelism_config": object()}, "parallelism_config is not supported"),
+        ({"dynamo_backend": "inductor"}, "dynamo_backend is not supported\n  cure: .*torch.compile"),
+        ({"rng_types": ["torch", "generator"]}, "rng_types=.*not supported\n  cure: .*synchronize_rng_states"),
+        ({"mixed_precision": "fp8"}, 'fp8" is not supported\n  cure: mixed_precision="bf16"'),
+        ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "automatic_checkpoint_naming"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_by_name(settings, words):
+    with pytest.raises(RecipeError, match=words):
+        Accelerator(cpu=True, **settings)
+
+
+def test_usual_settings_are_no_reason_to_refuse(tmp_path):
+    accelerator = Accelerator(cpu=True, dynamo_backend="no", rng_types=["generator"], project_dir=tmp_path)
+    assert accelerator.logging_dir == accelerator.project_dir == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "without --use_fsdp"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "without --use_deepspeed"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "torch.compile"),
+    ],
+)
+def test_what_accelerate_launch_was_told_is_not_ignored(monkeypatch, name, value, words):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=words):
+        Accelerator(cpu=True)
+
+
+def test_what_accelerate_launch_was_told_counts(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    accelerator = Accelerator()
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
+    assert accelerator.device.type == "cpu"
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_arguments_of_verbs_that_cannot_be_honoured_are_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    for call in (
+        lambda: accelerator.save_state(),
+        lambda: accelerator.save_state(tmp_path, safe_serialization=False),
+        lambda: accelerator.load_state(),
+        lambda: accelerator.load_state(tmp_path, load_kwargs={"map_location": "cpu"}),
+        lambda: accelerator.save_model(model, tmp_path, max_shard_size="1GB"),
+        lambda: accelerator.save_model(model, tmp_path, safe_serialization=False),
+        lambda: accelerator.prepare_model(model, evaluation_mode=True),
+        lambda: accelerator.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=len),
+        lambda: accelerator.get_tracker("mlflow", unwrap=True),
+        lambda: notebook_launcher(print, mixed_precision="bf16"),
+        lambda: notebook_launcher(print, node_rank=1),
+    ):
+        with pytest.raises(RecipeError, match=r"not supported.*\n  cure: "):
+            call()
+
+
+# ---------------------------------------------------------------------- windows, batches, order
+
+
+def test_a_window_cut_short_is_divided_by_the_full_length_and_by_its_own_in_an_engine():
+    ends = {}
+    for kind in (Accelerator, Engine):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = kind(cpu=True, gradient_accumulation_steps=2)
+        loader = DataLoader(TensorDataset(torch.tensor([[1.0], [1.0], [4.0]])), 1)
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        for (row,) in loader:
+            with engine.accumulate(model):
+                engine.backward(model(row).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        ends[kind] = model.weight.item()
+    assert ends == {Accelerator: -(1 + 4 / 2), Engine: -(1 + 4)}
+
+
+def test_windows_can_go_on_in_the_next_epoch():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator, model, optimizer, loader = slope(3, gradient_accumulation_plugin=plugin)
+    ends = []
+    for _ in range(2):
+        for (row,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(row).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(accelerator.gradient_state.sync_gradients)
+    assert ends == [False, True] * 3
+    assert model.weight.item() == -(1.5 + (3 + 1) / 2 + 2.5)
+    assert not accelerator.gradient_state.sync_with_dataloader
+
+
+def test_a_seedable_order_follows_from_the_seed_and_the_epoch_and_resumes(tmp_path):
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+
+    def prepared():
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        return accelerator, accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
+
+    accelerator, loader = prepared()
+    orders = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == list(range(8))
+    torch.rand(3)
+    accelerator, loader = prepared()
+    rows = []
+    for epoch in range(2):
+        for batch in loader:
+            rows.append(batch)
+            if (epoch, len(rows)) == (1, 6):
+                accelerator.save_state(tmp_path / "state")
+    assert torch.cat(rows).tolist() == orders[0] + orders[1]
+    accelerator, loader = prepared()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.cat(list(loader)).tolist() == orders[1][4:]
+
+
+def test_what_is_known_of_an_epoch_while_it_runs():
+    accelerator, _, _, loader = slope(7, batch_size=2)
+    view = accelerator.gradient_state
+    assert (view.active_dataloader, view.in_dataloader, view.end_of_dataloader, view.remainder) == (
+        None,
+        False,
+        False,
+        -1,
+    )
+    ends = []
+    for _ in loader:
+        assert view.active_dataloader is loader
+        ends.append(view.end_of_dataloader)
+        assert view.remainder == 1
+    assert ends == [False, False, False, True]
+    assert (loader.total_batch_size, loader.total_dataset_length) == (2, 7)
+    assert view.num_steps == 1
+
+
+def test_a_config_given_later_counts_for_loaders_from_then_on():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.dataloader_config is None
+    assert (accelerator.split_batches, accelerator.even_batches, accelerator.dispatch_batches) == (False, True, None)
+    accelerator.dataloader_config = DataLoaderConfiguration(
+        split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=True
+    )
+    assert (accelerator.split_batches, accelerator.even_batches, accelerator.dispatch_batches) == (True, False, False)
+    assert accelerator.use_seedable_sampler
+    engine = Engine(cpu=True)
+    assert (engine.split_batches, engine.dispatch_batches) == (True, False)
+
+
+def test_loaders_without_an_engine():
+    loader = prepare_data_loader(DataLoader(range(6), batch_size=2))
+    assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[2, 3], [4, 5]]
+    assert [batch.tolist() for batch in skip_first_batches(DataLoader(range(4), batch_size=2), 1)] == [[2, 3]]
+    with pytest.raises(PrepareError, match="this is process 0 of 1\n  cure: leave both out"):
+        prepare_data_loader(DataLoader(range(6)), num_processes=2, process_index=1)
+    with pytest.raises(PrepareError, match="put_on_device=True"):
+        prepare_data_loader(DataLoader(range(6)), dispatch_batches=True)
+
+
+def test_an_iterable_dataset_is_read_by_the_first_process():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from range(5)
+
+    loader = Accelerator(cpu=True).prepare(DataLoader(Stream(), batch_size=2))
+    assert isinstance(loader, trimtab.accelerate.DataLoaderDispatcher)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+# ---------------------------------------------------------------------- state
+
+
+def test_states_are_views_of_the_latest_accelerator():
+    alone = PartialState()
+    assert alone is PartialState()
+    assert (alone.num_processes, alone.is_main_process, alone.is_last_process, alone.use_distributed) == (
+        1,
+        True,
+        True,
+        False,
+    )
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert AcceleratorState() is PartialState() is accelerator.state
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert "Mixed precision type: bf16" in repr(accelerator.state)
+    assert GradientState() is accelerator.gradient_state
+    AcceleratorState._reset_state()
+    assert AcceleratorState().mixed_precision == "no"
+    assert accelerator.prepare(torch.nn.Linear(1, 1)) is not None, "an engine that exists works on"
+    assert GradientState().sync_gradients
+
+
+@pytest.mark.parametrize("kind", [Accelerator, Engine])
+def test_an_engine_is_pickled_by_its_settings(kind):
+    engine = kind(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4, seed=3)
+    engine.prepare(torch.nn.Linear(1, 1))
+    torch.manual_seed(99)
+    expected = torch.rand(1)
+    torch.manual_seed(99)
+    again = pickle.loads(pickle.dumps(engine))
+    assert torch.equal(torch.rand(1), expected), "nothing is seeded anew"
+    assert type(again) is kind
+    assert again.state.__dict__ == engine.state.__dict__
+    assert (again.mixed_precision, again.gradient_accumulation_steps) == ("bf16", 4)
+
+
+def test_functions_run_where_they_should():
+    accelerator = Accelerator(cpu=True)
+    for where in (accelerator, accelerator.state):
+        assert where.on_last_process(lambda: 1)() == 1
+        assert where.on_process(lambda: 1, process_index=0)() == 1
+        assert where.on_process(lambda: 1, process_index=1)() is None
+        assert where.on_process(process_index=0)(lambda: 1)() == 1
+        assert where.on_local_process(local_process_index=1)(lambda: 1)() is None
+        assert where.on_main_process(lambda: 1)() == where.on_local_main_process(lambda: 1)() == 1
+
+
+def test_objects_are_saved_once(tmp_path):
+    engine = Engine(cpu=True)
+    engine.save({"a": 1}, tmp_path / "any.pt")
+    assert torch.load(tmp_path / "any.pt") == {"a": 1}
+    weight = torch.ones(2, 3)
+    engine.save(
+        {"one": weight, "tied": weight, "turned": weight.T}, tmp_path / "x.safetensors", safe_serialization=True
+    )
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == {"one", "turned"}
+    assert torch.equal(found["turned"], weight.T)
+
+
+def test_joining_one_process_changes_nothing():
+    accelerator, model, _, loader = slope(2)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert len(list(loader)) == 2
+    with accelerator.trigger_sync_in_backward(model):
+        pass
+
+
+# ---------------------------------------------------------------------- functions
+
+
+def test_functions_over_one_process():
+    assert gather(torch.ones(2)).tolist() == [1, 1]
+    assert gather_object(["a"]) == ["a"]
+    assert reduce(torch.tensor(3.0), "max").item() == 3
+    synchronize_rng_states(["torch", "generator"], torch.Generator())
+    with pytest.raises(ValueError, match="generator"):
+        synchronize_rng_states(["generator"])
+    moved = send_to_device({"a": torch.ones(1), "b": torch.ones(1)}, "meta", skip_keys="b")
+    assert (moved["a"].device.type, moved["b"].device.type) == ("meta", "cpu")
+    joined = concatenate([{"x": torch.zeros(1, 2), "names": ["a"]}, {"x": torch.ones(2, 2), "names": ["b", "c"]}])
+    assert joined["x"].sum() == 4
+    assert joined["names"] == ["a", "b", "c"]
+    assert concatenate([torch.zeros(2, 1), torch.zeros(2, 2)], dim=1).shape == (2, 3)
+    assert release_memory(1, 2) == [None, None]
+    assert notebook_launcher(lambda a, b: a + b, (1, 2)) == 3
+
+
+def test_seeds():
+    set_seed(3)
+    first = torch.rand(1)
+    set_seed(3, device_specific=True)
+    assert torch.equal(torch.rand(1), first)
+
+
+def test_batches_shrink_until_they_fit():
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def train(batch_size, limit):
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return batch_size
+
+    assert train(8) == 8
+    assert tried == [10, 9, 8]
+    assert train(8) == 8
+    assert tried == [10, 9, 8, 8], "what fitted is kept"
+    with pytest.raises(DoesNotFit, match="reached zero"):
+        train(0)
+    with pytest.raises(TypeError, match=r"call it with \(limit\)"):
+        train(1, 2)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def fails(batch_size):
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        fails()
+
+
+def test_a_logger_for_several_processes(caplog):
+    logger = get_logger("own")
+    with caplog.at_level(logging.INFO):
+        logger.info("for %s", "all", main_process_only=False)
+        logger.info("in order", in_order=True)
+        logger.warning_once("once")
+        logger.warning_once("once")
+        logger.debug("unheard")
+    assert [record.getMessage() for record in caplog.records] == ["for all", "in order", "once"]
+    assert {record.filename for record in caplog.records} == {"test_accelerate_module.py"}
+
+
+def test_a_profiler_by_its_settings():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
+    with accelerator.profile() as profile:
+        torch.ones(2) + 1
+    assert any("add" in event.key for event in profile.key_averages())
