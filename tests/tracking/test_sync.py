@@ -144,19 +144,19 @@ def test_the_page(trimtab, empty_store, tracked):
     try:
         url = f"http://127.0.0.1:{port}"
         assert url in page.stdout.readline()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             try:
-                with urllib.request.urlopen(f"{url}/health", timeout=2):
+                with urllib.request.urlopen(f"{url}/health", timeout=20):
                     break
             except OSError:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
         with urllib.request.urlopen(
-            f"{url}/get-artifact?path=recipe.yaml&run_uuid={run_id_of(run)}", timeout=20
+            f"{url}/get-artifact?path=recipe.yaml&run_uuid={run_id_of(run)}", timeout=100
         ) as got:
             assert got.read() == (run / "recipe.yaml").read_bytes()
-        with urllib.request.urlopen(f"{url}/api/2.0/mlflow/runs/get?run_id={run_id_of(run)}", timeout=20) as got:
+        with urllib.request.urlopen(f"{url}/api/2.0/mlflow/runs/get?run_id={run_id_of(run)}", timeout=100) as got:
             assert json.load(got)["run"]["info"]["status"] == "FINISHED"
     finally:
         page.send_signal(signal.SIGINT)
