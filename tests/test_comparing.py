@@ -309,7 +309,7 @@ def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home, how):
                 break
         started = the_child_of(child.pid)  # the second run
         child.send_signal(how)
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=300)
     finally:
         child.kill()
         child.wait()

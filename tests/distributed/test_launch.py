@@ -302,10 +302,11 @@ def test_the_torchrun_command(own_folder, monkeypatch):
     assert plan.log_folder.parent == Path("runs/logs")
     assert planned("train.py", processes=3).log_folder != plan.log_folder
 
-    options = parse_args(planned("recipe.yaml", "--set", "train.lr=1", processes=2, port=4001, cpu=True).torchrun)
+    port = free_port()
+    options = parse_args(planned("recipe.yaml", "--set", "train.lr=1", processes=2, port=port, cpu=True).torchrun)
     assert (options.module, options.training_script) == (True, "trimtab")
     assert options.training_script_args == ["train", "recipe.yaml", "--set", "train.lr=1"]
-    assert (options.rdzv_backend, options.master_addr, options.master_port) == ("static", "localhost", 4001)
+    assert (options.rdzv_backend, options.master_addr, options.master_port) == ("static", "localhost", port)
     assert planned("recipe.yaml", cpu=True).environment["CUDA_VISIBLE_DEVICES"] == ""
 
     hosts = {"num_hosts": 2, "address": "localhost", "port": free_port()}

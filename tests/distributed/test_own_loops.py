@@ -25,15 +25,14 @@ def test_the_loop_does_not_depend_on_the_number_of_processes(results, name, num_
     alone = results[1, 0][name]
     # fp16 rounds each process's part of a batch on its own; the rest is the order of sums
     roundings = {"overflow": (1, torch.float16), "fp64, 120 steps": (2**13, torch.float64)}
-    num_roundings, dtype = roundings.get(name, (16, torch.float32))
+    bound = rounding_error(1.0, *roundings.get(name, (16, torch.float32)))
     untrained = torch.cat([parameter.flatten() for parameter in own_loops.Tagger().parameters()])
     assert (alone["weights"] - untrained).abs().max() > 1e-2
     for rank in range(num_processes):
         together = results[num_processes, rank][name]
-        for key in ("weights", "losses", "norms"):
-            one, other = torch.as_tensor(alone[key]), torch.as_tensor(together[key])
-            assert one.shape == other.shape
-            assert not len(one) or (one - other).abs().max() <= rounding_error(one, num_roundings, dtype), key
+        assert (alone["weights"] - together["weights"]).abs().max() <= bound * alone["weights"].abs().max()
+        for key in ("losses", "norms"):  # some losses are infinite
+            assert together[key] == pytest.approx(alone[key], rel=bound, abs=bound), key
         for key in ("seen", "lr", "num_skipped", "length"):
             assert together[key] == alone[key], key
 

@@ -67,7 +67,7 @@ class Server:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         deadline = time.monotonic() + 180
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=20):
                 return self
             assert self._process.poll() is None, (self.folder / "server.log").read_text()[-3000:]
             assert time.monotonic() < deadline, "the server did not start"

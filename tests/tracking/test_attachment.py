@@ -77,5 +77,5 @@ def test_one_process_ships_at_a_time_and_a_dead_one_holds_nothing(tmp_path):
         holder.kill()
         holder.wait()
         holder.stdout.close()
-    with shipping(tmp_path, 1.0):
+    with shipping(tmp_path, 100.0):
         pass

@@ -331,13 +331,13 @@ def test_mlflow_serves_it(models, tmp_path, tiny, classifier, form):
         assert [one["score"] for one in answer["predictions"]] == near(one.score for one in expected)
 
 
-def ask(url, request, server, log, patience_s=120):
+def ask(url, request, server, log, patience_s=400):
     end = time.monotonic() + patience_s
     body = json.dumps(request).encode()
     while True:
         try:
             asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(asked, timeout=30) as reply:
+            with urllib.request.urlopen(asked, timeout=200) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             raise AssertionError(error.read().decode()) from error

@@ -168,10 +168,10 @@ def test_the_page(trimtab, empty_store, tracked):
         assert "starting" in shown.stdout.readline()
         assert f"{url} is ready" in shown.stdout.readline()  # it answers from now on
         with urllib.request.urlopen(
-            f"{url}/get-artifact?path=recipe.yaml&run_uuid={run_id_of(run)}", timeout=20
+            f"{url}/get-artifact?path=recipe.yaml&run_uuid={run_id_of(run)}", timeout=100
         ) as got:
             assert got.read() == (run / "recipe.yaml").read_bytes()
-        with urllib.request.urlopen(f"{url}/api/2.0/mlflow/runs/get?run_id={run_id_of(run)}", timeout=20) as got:
+        with urllib.request.urlopen(f"{url}/api/2.0/mlflow/runs/get?run_id={run_id_of(run)}", timeout=100) as got:
             assert json.load(got)["run"]["info"]["status"] == "FINISHED"
     finally:
         shown.send_signal(signal.SIGINT)

@@ -189,7 +189,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode):
     )
     child = fresh_python(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child.stdout.close()
-    _, errors = child.communicate(timeout=30)
+    _, errors = child.communicate(timeout=300)
     assert errors == "trained to the end"
     assert child.returncode == 0
 
@@ -200,7 +200,7 @@ def test_rich_and_torch_are_not_loaded_for_lines():
         "sys.stderr.write(' '.join({'rich', 'torch'} & set(sys.modules)))"
     )
     child = fresh_python(code, stdout=subprocess.DEVNULL)
-    assert child.communicate(timeout=30)[1] == ""
+    assert child.communicate(timeout=300)[1] == ""
     assert child.returncode == 0
 
 
