@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from trimtab.data.accelerate_sharding import AccelerateSharding
@@ -71,3 +72,35 @@ def test_a_batch_that_cannot_be_divided_evenly_is_refused():
     with pytest.raises(PrepareError, match="batch_size=5 cannot be divided into 2 equal parts") as caught:
         AccelerateSharding(0, 2, splits=True, is_even=True, batch_size=5, drop_last=False)
     assert "a multiple of 2" in caught.value.cure
+
+
+def loaded(rank, group, first, *, dispatches, batch_size=2):
+    sharding = AccelerateSharding(
+        rank, 2, splits=False, is_even=True, batch_size=batch_size, drop_last=False, dispatches=dispatches
+    )
+    shard = sharding.share_loaded(group, first)
+    return shard.content, shard.rows_of_all
+
+
+@pytest.mark.parametrize(
+    ("dispatches", "parts"), [(True, [[[8, 9], [10, 0]], (2, 1)]), (False, [[[8, 9], [10, 0]], (2, 1)])]
+)
+def test_a_short_last_batch_that_was_loaded_is_filled_up(dispatches, parts):
+    first, last = [torch.tensor([0, 1]), torch.tensor([2, 3])], [torch.tensor([8, 9]), torch.tensor([10])]
+    for rank in range(2):
+        content, rows_of_all = loaded(rank, last, first, dispatches=dispatches)
+        assert content.tolist() == parts[0][rank]
+        assert rows_of_all == parts[1]
+
+
+def test_a_group_without_a_second_batch_is_divided_anew_or_filled_up():
+    first, last = [torch.tensor([0, 1]), torch.tensor([2, 3])], [torch.tensor([8, 9])]
+    assert [loaded(rank, last, first, dispatches=True)[0].tolist() for rank in range(2)] == [[8], [9]]
+    assert [loaded(rank, last, first, dispatches=False)[0].tolist() for rank in range(2)] == [[8, 9], [0, 1]]
+
+
+def test_ragged_batches_stay_whole_and_an_end_that_cannot_be_joined_is_refused():
+    first = [torch.zeros(2, 3), torch.zeros(2, 4)]
+    assert loaded(1, first, first, dispatches=True)[0].shape == (2, 4)
+    with pytest.raises(PrepareError, match="cannot be joined.*\n  cure: pad all rows to one length"):
+        loaded(1, [torch.zeros(2, 3), torch.zeros(1, 4)], first, dispatches=True)

@@ -324,6 +324,45 @@ class Said(logging.Handler):
         logger.setLevel(self._before)
 
 
+def reads_on_the_first_process_only():
+    class Counted(list):
+        num_read = 0
+
+        def __getitem__(self, index):
+            self.num_read += 1
+            return super().__getitem__(index)
+
+    data = Counted(range(7))
+    engine = Engine(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=True))
+    loader = engine.prepare(DataLoader(data, batch_size=3, shuffle=True))
+    for _ in range(2):
+        seen = [row for batch in loader for row in engine.gather_for_metrics(batch).tolist()]
+        assert sorted(seen) == list(range(7))
+    assert data.num_read == (14 if engine.is_main_process else 0)
+
+
+def joins_processes_that_have_fewer_batches():
+    """The last row is alone: those who have none answer for the exchange, and all end with the same weights."""
+    engine = Engine(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    count = engine.num_processes
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(torch.ones(count + 1, 1), batch_size=1)
+    model, optimizer, loader = engine.prepare(model, optimizer, loader)
+    num_batches = 0
+    with engine.join_uneven_inputs([model]):
+        for batch in loader:
+            engine.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            num_batches += 1
+    assert num_batches == len(loader) == (2 if engine.is_main_process else 1)
+    weights = engine.gather(model.module.weight.detach()).reshape(-1).tolist()
+    assert weights == [weights[0]] * count
+    assert weights[0] == pytest.approx(-(1 + 1 / count)), weights
+
+
 def one_cycle_ends_where_it_is_over():
     """A schedule that refuses more steps than it has, over batches that no number of processes divides."""
     engine = Engine(cpu=True, split_batches=False)
@@ -403,6 +442,8 @@ def main(folder: Path) -> None:
     gathers_objects_of_real_rows_only()
     counts_schedules_by_whose_batch_it_is()
     one_cycle_ends_where_it_is_over()
+    reads_on_the_first_process_only()
+    joins_processes_that_have_fewer_batches()
     saves_and_resumes(folder)
     (folder / f"done-{engine.process_index}").write_text("all")
 

@@ -73,19 +73,19 @@ class AccelerateSharding:
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
         """The same for batches that were loaded."""
         sizes = [count_rows(batch) for batch in group]
-        is_complete = len(group) == self.group_size and (self._dispatches or sizes[-1] == self._batch_size)
+        is_complete = len(group) == self.group_size and all(size == self._batch_size for size in sizes)
         if None in sizes or self._part_size is None or (is_complete and self.group_size > 1):
             return self._share_whole(group, first, sizes)
         if self._drop_last and not is_complete:
             return self._missing()
-        rows = joined_rows(group)
+        rows = _joined(group)
         num_real = count_rows(rows) or 0
         part_size = -(-num_real // self.num_processes) if self._dispatches else self._part_size
         num_all = part_size * self.num_processes
-        filler = joined_rows(first)
+        filler = _joined(first)
         num_filler = count_rows(filler) or 1
         for start in range(num_real, num_all, num_filler):
-            rows = joined_rows([rows, rows_of(filler, 0, min(num_filler, num_all - start), num_filler)])
+            rows = _joined([rows, rows_of(filler, 0, min(num_filler, num_all - start), num_filler)])
         content = rows_of(rows, self._rank * part_size, (self._rank + 1) * part_size, num_all)
         return self._shard(content, num_real, part_size)
 
@@ -116,6 +116,16 @@ class AccelerateSharding:
 
     def _missing(self) -> Shard:
         return Shard(MISSING, (0,) * self.num_processes, self._rank)
+
+
+def _joined(batches: list[Any]) -> Any:
+    try:
+        return joined_rows(batches)
+    except RuntimeError as error:
+        raise PrepareError(
+            f"batches of an epoch's end are divided anew, and cannot be joined: {error}",
+            "pad all rows to one length, DataLoader(drop_last=True), or trimtab.Engine, which keeps batches whole",
+        ) from error
 
 
 def _num_rows(batch: Any) -> int:
