@@ -101,6 +101,7 @@ def test_without_data_the_task_has_to_be_named(plan, own_folder):
     assert "t4" in err
 
 
+@pytest.mark.slow
 def test_the_largest_batch_and_the_longest_rows(plan):
     sets = ("--set", "memory.gradient_checkpointing=none", "--set", "memory.loss=plain", "--set", "adapter=lora")
     asked = ("recipe.yaml", "--gpu", "t4", "--length", 256, "--memory", "2GiB", *sets, "--set", "memory.offload=none")

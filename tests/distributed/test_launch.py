@@ -363,7 +363,9 @@ def test_the_process_that_failed_by_itself(codes, first):
     ("how", "code", "num_attempts", "words"),
     [
         pytest.param("raise", 1, 2, "error: rank 1 ended with exit code 1\n", marks=pytest.mark.slow),
-        ("kill", 137, 2, "error: rank 1 was killed by SIGKILL (often: out of memory)\n"),
+        pytest.param(
+            *("kill", 137, 2, "error: rank 1 was killed by SIGKILL (often: out of memory)\n"), marks=pytest.mark.slow
+        ),
         ("2", 2, 1, "error: rank 1 ended with exit code 2\n"),
         pytest.param("75", 75, 1, "stopped by a time limit or a signal (exit code 75)", marks=pytest.mark.slow),
     ],

@@ -602,7 +602,7 @@ class Ends:
 @pytest.fixture(scope="module")
 def quick_ends(tmp_path_factory):
     """Two ways to die and one to live, for those who cannot wait."""
-    return Ends(tmp_path_factory.mktemp("nursery"), QUICK, ["killed", "raises_without_error", "steps_with_pauses"])
+    return Ends(tmp_path_factory.mktemp("nursery"), QUICK, ["killed", "raises_without_error", "exits"])
 
 
 def test_a_peer_that_is_gone_is_named(quick_ends):
@@ -610,7 +610,7 @@ def test_a_peer_that_is_gone_is_named(quick_ends):
     assert quick_ends.code("killed", 0) == quick_ends.code("killed", 2) == 1, text
     assert re.search(r"PeerError: rank 1 \(host h1, pid \d+\) is gone: .*it last did: step 3: forward", text, re.DOTALL)
     assert "rank 1 failed: ValueError: no such label" in quick_ends.text("raises_without_error", 0)
-    assert [quick_ends.code("steps_with_pauses", rank) for rank in (0, 1)] == [0, 0]
+    assert [quick_ends.code("exits", rank) for rank in (0, 1)] == [0, 0]
 
 
 @pytest.fixture(scope="module")

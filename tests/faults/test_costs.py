@@ -25,7 +25,7 @@ def test_a_resumed_run_holds_no_more_tensors(stage):
 
 def test_a_late_resume_reads_no_more_rows_than_an_early_one(stage, tmp_path):
     """What would take longer the later a run is resumed is to read the rows again that it had before."""
-    late = 60
+    late = 30
     num_rows = late + 20
     rows = write_csv(tmp_path / "rows.csv", reviews(num_rows))
     recipe = stage.recipe(

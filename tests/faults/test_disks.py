@@ -159,6 +159,7 @@ def test_a_run_that_is_alive_is_left_alone(stage, killed):
     assert_same_end(killed["out"], stage.whole())
 
 
+@pytest.mark.slow
 def test_of_several_that_resume_at_once_one_goes_on(stage, killed, tmp_path):
     go = tmp_path / "go"
     started = [stage.train(killed, waits_for=str(go)) for _ in range(3)]

@@ -29,6 +29,7 @@ def resume(stage, recipe, *sets, **options):
     return stage.train(recipe, command="resume", options={"sets": sets, **options})
 
 
+@pytest.mark.slow
 def test_two_more_epochs(stage, finished):
     """Trained on, it is the run of six epochs to the bit, and it says what is not as it was."""
     recipe = finished()

@@ -295,13 +295,21 @@ def assert_resumes(tmp_path, save_after, num_before, **options):
     return resumed
 
 
+PLACES = {"middle": 2, "last batch": NUM_BATCHES, "between epochs": 1.5, "second epoch": NUM_BATCHES + 3}
+
+
 @pytest.mark.parametrize(
-    ("save_after", "num_before"),
-    [(2, 2), (NUM_BATCHES, NUM_BATCHES), (1.5, NUM_BATCHES), (NUM_BATCHES + 3, NUM_BATCHES + 3)],
-    ids=["middle", "last batch", "between epochs", "second epoch"],
+    ("loader", "place"),
+    [
+        # to start workers takes most of a second
+        pytest.param(loader, place, marks=[pytest.mark.slow] if "workers" in loader and place != "middle" else [])
+        for loader in LOADERS
+        for place in PLACES
+    ],
 )
-@pytest.mark.parametrize("loader", LOADERS)
-def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, save_after, num_before, caplog):
+def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, place, caplog):
+    save_after = PLACES[place]
+    num_before = NUM_BATCHES if place == "between epochs" else save_after
     caplog.set_level("INFO", logger="trimtab")
     resumed = assert_resumes(tmp_path, save_after, num_before, loader=loader)
     is_at_boundary = save_after in (NUM_BATCHES, 1.5)

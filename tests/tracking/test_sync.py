@@ -49,6 +49,7 @@ def make_run(path, num_lines=50, state="finished", track="none", **facts):
     return folder
 
 
+@pytest.mark.slow
 def test_from_one_server_to_another(trimtab, store, server):
     run = make_run(Path("runs/mine/001"), 1_500).path
     code, out, _ = trimtab("track", "sync", run, "--to", f"sqlite:///{store}")

@@ -129,7 +129,7 @@ CHATS = [{"prompt": row["text"], "answer": " ".join([row["label"]] * (1 + i % 5)
     ("task", "name", "rows"),
     [
         ("classify", "bert", ROWS[:30]),
-        ("causal-lm", "gpt2", [{"text": row["text"]} for row in ROWS[:30]]),
+        pytest.param("causal-lm", "gpt2", [{"text": row["text"]} for row in ROWS[:30]], marks=pytest.mark.slow),
         ("chat", "gpt2", CHATS[:30]),
     ],
 )
