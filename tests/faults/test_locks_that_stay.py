@@ -67,7 +67,7 @@ def test_a_lock_of_a_dead_process_that_cannot_be_replaced(tmp_path):
 def test_a_folder_in_which_nothing_can_be_renamed(tmp_path, said):
     (tmp_path / "run").mkdir()
     with attribute("a", tmp_path / "run"):
-        with pytest.raises(RecipeError, match=r"run\.json cannot be written: Operation not permitted"):
+        with pytest.raises(CheckpointError, match=r"run\.json cannot be written: Operation not permitted"):
             RunFolder(tmp_path / "run")
         assert len(said()) == 1
     check_free(tmp_path / "run")

@@ -134,7 +134,10 @@ class RunFolder:
         try:
             self.write_text(_STATUS, json.dumps(self._status))
         except CheckpointError:
-            self.remove()
+            self._let_go()
+            with contextlib.suppress(RecipeError):  # what cannot be removed was said with the lock
+                clear_folder(self.path)
+            self._remove_made()
             raise
 
     @property
