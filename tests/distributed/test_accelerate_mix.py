@@ -28,6 +28,7 @@ class PartialState:
 """
 
 
+@pytest.mark.slow
 def test_accelerate_sees_all_processes(fork_server, tmp_path):
     pytest.importorskip("accelerate")
     folder = tmp_path / "early"

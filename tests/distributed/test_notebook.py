@@ -104,6 +104,7 @@ def test_what_cannot_be_launched(own_folder, monkeypatch):
     assert list(own_folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_just_ends(own_folder, capfd):
     """Killed from inside a library, as it were: no exception, an exit code."""
     with pytest.raises(PeerError, match="rank 0 ended with exit code 3"):

@@ -25,6 +25,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "num_saving"), SAVED)
 @pytest.mark.parametrize("num_loading", [1, 2, 3])
 @pytest.mark.parametrize("engine", ["fresh", "used"])

@@ -86,6 +86,7 @@ def test_gone(stage, stopped):
         assert_same_tensors(*tensors, name)
 
 
+@pytest.mark.slow
 def test_gone_when_all_is_done(stage):
     recipe = stage.recipe(**FIRST_IS_BEST["not saved"])
     run = Path(recipe["out"])
@@ -97,6 +98,7 @@ def test_gone_when_all_is_done(stage):
     assert why_damaged(run / "best") == ""
 
 
+@pytest.mark.slow
 def test_without_checksums_a_cut_is_still_found(stage, stopped):
     """As of versions that did not keep them."""
     recipe, run = copy_of(stage, stopped, "saved")
@@ -112,6 +114,7 @@ def test_without_checksums_a_cut_is_still_found(stage, stopped):
     assert_same_end(run, stage.whole("saved", **FIRST_IS_BEST["saved"]))
 
 
+@pytest.mark.slow
 def test_a_whole_one_is_left_alone(stage, stopped):
     recipe, run = copy_of(stage, stopped, "not saved")
     (run / "best" / "notes.txt").write_text("mine")

@@ -23,6 +23,7 @@ def test_a_resumed_run_holds_no_more_tensors(stage):
         assert resumed[step]["num_storages"] <= whole[step]["num_storages"]
 
 
+@pytest.mark.slow
 def test_a_late_resume_reads_no_more_rows_than_an_early_one(stage, tmp_path):
     """What would take longer the later a run is resumed is to read the rows again that it had before."""
     late = 30

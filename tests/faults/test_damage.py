@@ -63,6 +63,7 @@ def checkpoints_from_the_newest(recipe):
     return [Path(recipe["out"]) / "checkpoints" / f"step-{step}" for step in reversed(saved_steps(recipe["out"]))]
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_wrong_at_once(stage, killed):
     """Each of the newest checkpoints has a damage of its own: only if all are found does the run go on before them."""
     recipe = copy_of(stage, killed)

@@ -37,6 +37,7 @@ def whole(stage):
     return Path(recipe["out"])
 
 
+@pytest.mark.slow
 def test_one_of_them_is_killed(stage, whole):
     """The other one ends by itself and says why; started again, both go on, to the same bits."""
     recipe = stage.recipe()

@@ -124,6 +124,7 @@ def test_states_alone_are_no_run(tmp_path, run):
     assert list_runs(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_all_states_damaged_and_no_run_json(stage, run):
     """What could perhaps be mended is not given up for a lost file."""
     folder = Path(run["out"])
@@ -199,6 +200,7 @@ def test_a_recipe_of_another_run(stage, run, caplog):
     assert "differs from the settings of the run in train.epochs" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_was_set_last_counts_also_after_a_kill(stage, run):
     """A change by --set holds although no state was saved since: the run has written it down itself."""
     change = {"sets": ["train.epochs=5", "checkpoint.every=50 steps"]}
@@ -210,6 +212,7 @@ def test_what_was_set_last_counts_also_after_a_kill(stage, run):
     assert status_of(run["out"])["step"] == 50
 
 
+@pytest.mark.slow
 def test_states_without_settings_still_resume(stage, run):
     """Those of versions before this one: the recipe in the folder is all there is."""
     folder = Path(run["out"])

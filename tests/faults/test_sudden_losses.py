@@ -54,6 +54,7 @@ def test_a_start_without_room_leaves_nothing_behind(stage, tmp_path):
         assert {path.name for path in disk.iterdir()} == {"filler"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [0, 1])
 def test_no_room_for_the_cache(stage, tmp_path, num_pages):
     """It costs the cache, never the run."""
@@ -67,6 +68,7 @@ def test_no_room_for_the_cache(stage, tmp_path, num_pages):
     assert_same_end(recipe["out"], stage.whole())
 
 
+@pytest.mark.slow
 def test_no_room_for_what_is_said(stage, tmp_path):
     """A log on a disk that is full for a while loses nothing of the run, and what is said later is in it."""
     recipe = stage.recipe()
@@ -78,6 +80,7 @@ def test_no_room_for_what_is_said(stage, tmp_path):
     assert_same_end(recipe["out"], stage.whole())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [(["check", "{recipe}"], 1), (["check", "nothing.yaml"], 2)])
 def test_no_room_for_what_a_command_says(stage, tmp_path, words, code):
     recipe = tmp_path / "recipe.yaml"
@@ -95,6 +98,7 @@ def test_no_room_for_what_a_command_says(stage, tmp_path, words, code):
 # ---------------------------------------------------------------------- folders that vanish or may not be read
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_vanishes(stage):
     """What can be written again is; that its numbers are lost is said."""
     recipe = stage.recipe()
@@ -107,6 +111,7 @@ def test_a_run_folder_that_vanishes(stage):
     assert status_of(out)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_cache_that_vanishes(stage, tmp_path):
     recipe = stage.recipe()
     finish(stage, recipe, cache=tmp_path / "cache", at={"3": f"vanish {tmp_path / 'cache'}"})
@@ -134,6 +139,7 @@ def test_checkpoints_that_may_not_be_read(stage, stopped, closed):
     assert f"{folder} cannot be read: Permission denied\n  cure: make the folder readable for this user" in said
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_may_not_be_read_is_passed_over(stage, stopped, closed):
     folder = Path(stopped["out"]) / "checkpoints"
     closed(folder / "step-22")
@@ -142,6 +148,7 @@ def test_a_checkpoint_that_may_not_be_read_is_passed_over(stage, stopped, closed
     assert goes_on_from(said) == 20
 
 
+@pytest.mark.slow
 def test_a_cache_that_may_not_be_read(stage, tmp_path, closed):
     cache = tmp_path / "cache"
     shutil.copytree(stage.folder / "cache", cache)
@@ -161,6 +168,7 @@ def test_numbers_that_may_not_be_written(stage, stopped, closed):
 # ---------------------------------------------------------------------- clocks and signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [-400 * 86_400, 4_000 * 86_400])
 def test_a_clock_that_jumps(stage, seconds):
     """In the middle of a run, and back between two starts of it."""
@@ -173,6 +181,7 @@ def test_a_clock_that_jumps(stage, seconds):
     assert shown.wait() == 0, shown.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["step-10", "best.writing"])
 def test_stopped_in_the_middle_of_a_save(stage, file):
     """The save is finished first, then the state after that step is saved as well."""
@@ -187,6 +196,7 @@ def test_stopped_in_the_middle_of_a_save(stage, file):
 # ---------------------------------------------------------------------- two starts at once
 
 
+@pytest.mark.slow
 def test_started_twice_with_resume(stage, tmp_path):
     """The one that comes second is told who trains there, and not to use the option that it was given."""
     for _ in range(3):
@@ -201,6 +211,7 @@ def test_started_twice_with_resume(stage, tmp_path):
         assert_same_end(recipe["out"], stage.whole())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     recipe = stage.recipe()
     first = start(stage, recipe, at={"20": "sleep 60"})

@@ -56,6 +56,7 @@ def test_the_recorded_folder_is_not_written_to(stage, lost, tmp_path):
     assert not Path(recipe["out"]).exists()
 
 
+@pytest.mark.slow
 def test_a_mirror_is_no_place_to_go_on(stage, lost, tmp_path):
     _, mirror = lost
     child, _ = resume(stage, mirror, tmp_path, options={"out": str(mirror)})
@@ -77,6 +78,7 @@ def test_a_checkpoint_with_a_link_is_left_out_and_stays_so(stage, lost, tmp_path
     assert assert_went_on(tmp_path / "notes", child.said) == 15
 
 
+@pytest.mark.slow
 def test_a_hard_link_is_the_file_itself(stage, lost, tmp_path):
     """It is verified and copied as any other; nothing is ever written through it."""
     _, mirror = lost
@@ -89,6 +91,7 @@ def test_a_hard_link_is_the_file_itself(stage, lost, tmp_path):
     assert outside.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recipe.yaml", "best/config.json", "checkpoints"])
 def test_other_links_are_refused(stage, lost, tmp_path, name):
     _, mirror = lost
@@ -101,6 +104,7 @@ def test_other_links_are_refused(stage, lost, tmp_path, name):
     assert not (run / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_links_that_wait_in_a_mirror_are_not_written_through(stage, tmp_path):
     """Under the names that files have while they are copied."""
     victim = tmp_path / "victim"

@@ -153,6 +153,7 @@ def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monk
     assert rows_on(store, run_id_of(result.folder)) == rows_in(result.folder)
 
 
+@pytest.mark.slow
 def test_a_training_that_fails(recipe):
     class Broken:
         def on_step(self, state):

@@ -108,6 +108,7 @@ def test_the_local_store(trimtab, empty_store, tracked):
     assert Path("runs/mlartifacts", found["id"], "artifacts/recipe.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_mistakes_and_outages(trimtab, proxy):
     run = make_run(Path("runs/mine/001"), 3).path
     code, _, err = trimtab("track", "sync", "nowhere")
@@ -136,6 +137,7 @@ def test_the_page_of_a_server_is_its_own(trimtab, monkeypatch):
     assert (code, "http://host:5000" in out, "s3cr3t" in out + err) == (0, True, False)
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_start_says_why(trimtab, monkeypatch):
     """No database answers there, and its password is neither shown nor on a command line."""
     seen = []
