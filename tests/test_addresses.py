@@ -49,6 +49,7 @@ def test_credentials_are_left_out(address, shown):
         "sqlite:////a:b@c/mlflow.db",
         "sqlite:///runs/mlflow.db?timeout=3",
         "postgresql://me@host/db?sslmode=require&sslkey=/a/b",
+        "https://host?design=1&author=me&keyboard=us&monkey=1",
         "databricks",
         "databricks://profile",
         "models:/name@best",

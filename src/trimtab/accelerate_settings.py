@@ -84,6 +84,11 @@ def loader_rules(config: Any, split_batches: bool | None, as_accelerate: bool = 
         split_batches: The argument, which counts more.
         as_accelerate: Share batches out as Accelerate does it, with its defaults.
     """
+    if config is not None and not hasattr(config, "split_batches"):
+        raise RecipeError(
+            f"dataloader_config is a {type(config).__name__}, where a DataLoaderConfiguration is expected",
+            "dataloader_config=DataLoaderConfiguration(split_batches=…)",
+        )
     if split_batches is None:
         split_batches = bool(getattr(config, "split_batches", not as_accelerate))
     dispatches = getattr(config, "dispatch_batches", None)
@@ -117,9 +122,19 @@ def project_folder(folder: str | Path | None, config: Any) -> Path | None:
         raise RecipeError(
             "project_config.automatic_checkpoint_naming=True is not supported", "pass a folder to save_state"
         )
+    if config is not None:
+        _refuse_unless_usual(config, iteration=(0,), save_on_each_node=(False,))
     if getattr(config, "total_limit", None) is not None:
         raise RecipeError("project_config.total_limit is not supported", "remove old folders of save_state yourself")
     chosen = folder if folder is not None else getattr(config, "project_dir", None)
+    logs = getattr(config, "logging_dir", None)
+    if logs is not None and Path(logs) != Path(chosen or logs):
+        raise RecipeError(
+            f"project_config.logging_dir={str(logs)!r} is another folder than project_dir={str(chosen)!r}, and "
+            "trackers write to one",
+            "leave logging_dir out",
+        )
+    chosen = chosen if chosen is not None else logs
     return None if chosen is None else Path(chosen)
 
 

@@ -21,6 +21,7 @@ from trimtab.distributed.data_parallel import DataParallel
 from trimtab.distributed.process_state import ProcessState
 from trimtab.distributed.world import World
 from trimtab.optim.accumulation import Accumulation
+from trimtab.randomness import random_state, restore_random_state
 
 T = TypeVar("T")
 _REFUSED = {
@@ -120,8 +121,7 @@ class AccelerateVerbs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """An engine is pickled by its settings: its processes, and what was prepared, stay where they are."""
-        args, kwargs = self._given
-        return _rebuilt, (type(self), args, {name: value for name, value in kwargs.items() if name != "seed"})
+        return _rebuilt, (type(self), *self._given)
 
     if not TYPE_CHECKING:  # else every misspelt name would be one that mypy takes for granted
 
@@ -283,7 +283,10 @@ class AccelerateVerbs:
 
 
 def _rebuilt(kind: type[AccelerateVerbs], args: tuple[Any, ...], kwargs: dict[str, Any]) -> AccelerateVerbs:
-    return kind(*args, **kwargs)
+    before = random_state()
+    engine = kind(*args, **kwargs)
+    restore_random_state(before)  # a seed among the settings was for the first one
+    return engine
 
 
 def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,8 +7,10 @@ HIDDEN = "***"
 # A user name is part of the address of a database (the password comes from its own configuration). On the web the text
 # before @ is a token as often as a name, so that all of it is left out.
 _SCHEMES_WITH_USERS = frozenset({"postgresql", "postgres", "mysql", "mssql", "oracle"})
-_SECRET_NAMES = ("token", "pass", "pwd", "secret", "key", "auth", "credential", "sig", "session")
-_PUBLIC_NAMES = frozenset({"sslkey", "authmechanism", "authsource", "sslpassfile", "passfile"})
+# Whole words of a parameter's name, and ends of names in which words are joined.
+_SECRET_WORDS = frozenset({"token", "pass", "passwd", "pwd", "secret", "key", "auth", "sig", "signature", "session"})
+_SECRET_ENDS = ("token", "password", "passwd", "secret", "apikey", "accesskey", "credential", "credentials")
+_PUBLIC_NAMES = frozenset({"sslkey"})  # the name of a file
 
 # An address ends at white space, or where the next one begins.
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9.\-]*(?:\+\w+)?)://(?P<rest>(?:(?!\w+://)\S)*)")
@@ -60,6 +62,9 @@ def _split(rest: str) -> tuple[str, str, str]:
 
 
 def _hidden_value(found: "re.Match[str]") -> str:
-    name = re.sub(r"[\W_]", "", unquote_plus(found["name"])).lower()
-    is_secret = any(part in name for part in _SECRET_NAMES) and name not in _PUBLIC_NAMES
+    name = unquote_plus(found["name"])
+    words = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
+    joined = re.sub(r"[\W_]", "", words)
+    is_secret = bool(_SECRET_WORDS & set(re.split(r"[\W_]+", words))) or joined.endswith(_SECRET_ENDS)
+    is_secret = is_secret and joined not in _PUBLIC_NAMES
     return f"{found['before']}{found['name']}={HIDDEN if is_secret and found['value'] else found['value']}"

@@ -513,12 +513,20 @@ def test_predict_a_file(trimtab, trained, own_folder):
 
 
 def test_predict_lines_of_standard_input(trimtab, trained, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{ROWS[0]['text']}\n{ROWS[1]['text']}\n"))
+    typed = f"{ROWS[0]['text']}\n{ROWS[1]['text']}\n".encode()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed)))
     done = trimtab("predict", trained, "-", "--probabilities")
     assert done.code == 0
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert [row["text"] for row in rows] == [ROWS[0]["text"], ROWS[1]["text"]]
     assert all(row["probability_bad"] + row["probability_good"] == pytest.approx(1, abs=2e-6) for row in rows)
+
+
+def test_standard_input_that_is_not_utf8(trimtab, trained, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"good \xff film\n")))
+    done = trimtab("predict", trained, "-")
+    assert done.code == 2
+    assert "standard input is not UTF-8" in done.err
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(trimtab, own_folder):

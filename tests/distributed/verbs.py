@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import trimtab.log
 from trimtab import DistributedType, Engine
-from trimtab.accelerate import DataLoaderConfiguration
+from trimtab.accelerate import Accelerator, DataLoaderConfiguration
 from trimtab.distributed.same import require_same
 from trimtab.errors import CheckpointError, LossError, PrepareError, RecipeError
 from trimtab.log import logger
@@ -379,6 +379,15 @@ def one_cycle_ends_where_it_is_over():
     assert schedule.scheduler._step_count == 8
 
 
+def shuffles_alike_without_a_seed():
+    """Processes have other initial seeds: the first one's decides."""
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    loader = accelerator.prepare(DataLoader(torch.arange(12), batch_size=2, shuffle=True))
+    seen = [row for batch in loader for row in accelerator.gather(batch).tolist()]
+    assert sorted(seen) == list(range(12))
+
+
 def saves_and_resumes(folder):
     def built():
         engine = Engine(cpu=True, seed=3)
@@ -442,6 +451,7 @@ def main(folder: Path) -> None:
     gathers_objects_of_real_rows_only()
     counts_schedules_by_whose_batch_it_is()
     one_cycle_ends_where_it_is_over()
+    shuffles_alike_without_a_seed()
     reads_on_the_first_process_only()
     joins_processes_that_have_fewer_batches()
     saves_and_resumes(folder)

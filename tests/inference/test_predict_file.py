@@ -1,6 +1,7 @@
 """Files: every row comes back once, as it was, with its prediction; or nothing is written."""
 
 import csv
+import errno
 import json
 import logging
 
@@ -187,7 +188,7 @@ def test_an_older_output_survives_a_failure(tmp_path, monkeypatch):
     target.write_text("older")
 
     def full(descriptor):
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
@@ -279,3 +280,20 @@ def test_lines_of_standard_input():
     assert [row["prediction"] for row in found] == [p.label for p in classify_texts(loaded, TEXTS[:2])]
     with pytest.raises(DataError, match="standard input has no rows"):
         predict_lines(loaded, "\n")
+
+
+def test_what_parquet_or_the_disk_does_not_take(tmp_path):
+    source = tmp_path / "in.jsonl"
+    for value in ("100000000000000000000000000000", "{}"):
+        source.write_text(f'{{"text": "good", "n": {value}}}\n')
+        with pytest.raises(DataError, match="cannot be a parquet table"):
+            predict_file(loaded_of(), source, tmp_path / "out.parquet")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(DataError, match="is a folder"):
+        predict_file(loaded_of(), source, tmp_path / "folder.csv", overwrite=True)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_characters_that_only_look_like_the_end_of_a_line():
+    found = predict_lines(loaded_of(), "one\u2028half\r\ntwo\n").split("\n")
+    assert [json.loads(line)["text"] for line in found if line] == ["one\u2028half", "two"]

@@ -63,6 +63,19 @@ def test_a_broken_regular_expression_is_refused(adapter_folder, tiny):
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_modules": "(" * 3000 + "a" + ")" * 3000}, "is no regular expression"),
+        ({"rank_pattern": ["x"]}, "rank_pattern is a list"),
+        ({"alpha_pattern": "abc"}, "alpha_pattern is a str"),
+    ],
+)
+def test_a_config_that_no_tool_writes(adapter_folder, tiny, changes, words):
+    with pytest.raises(ModelError, match=words):
+        load_adapter(base(tiny), changed(adapter_folder, **changes))
+
+
+@pytest.mark.parametrize(
     "pattern",
     [r".*\.(q|v)_proj", r"model\.layers\.\d+\.self_attn\.(?:q_proj|v_proj)", r".*(?<!k)(?<!o)_proj(?<!\w{7})"],
 )

@@ -75,6 +75,16 @@ def test_every_exported_name_is_there_and_one_that_is_not_says_where_it_is():
         from trimtab.accelerate import FullyShardedDataParallelPlugin  # noqa: F401
 
 
+def test_every_way_to_name_a_module():
+    import trimtab.accelerate.utils as module
+
+    from trimtab.accelerate import utils
+
+    assert module is utils is trimtab.accelerate.utils is trimtab.accelerate
+    assert trimtab.accelerate.utils.set_seed is set_seed
+    assert not hasattr(trimtab.accelerate, "no_such_name")
+
+
 def test_every_verb_and_argument_of_accelerate_is_known():
     accelerate = pytest.importorskip("accelerate")
     ours = Accelerator(cpu=True)
@@ -114,6 +124,9 @@ def test_a_misspelt_verb_is_an_ordinary_mistake():
         ({"rng_types": ["torch", "generator"]}, "rng_types=.*not supported\n  cure: .*synchronize_rng_states"),
         ({"mixed_precision": "fp8"}, 'fp8" is not supported\n  cure: mixed_precision="bf16"'),
         ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "automatic_checkpoint_naming"),
+        ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "save_on_each_node=True is not supported"),
+        ({"project_config": ProjectConfiguration("a", logging_dir="b")}, "is another folder than project_dir='a'"),
+        ({"dataloader_config": {"split_batches": True}}, "dataloader_config is a dict"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused_by_name(settings, words):
@@ -124,6 +137,8 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name(settings, words):
 def test_usual_settings_are_no_reason_to_refuse(tmp_path):
     accelerator = Accelerator(cpu=True, dynamo_backend="no", rng_types=["generator"], project_dir=tmp_path)
     assert accelerator.logging_dir == accelerator.project_dir == tmp_path
+    config = ProjectConfiguration(logging_dir=tmp_path)
+    assert Accelerator(cpu=True, project_config=config).logging_dir == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -320,6 +335,15 @@ def test_an_engine_is_pickled_by_its_settings(kind):
     assert type(again) is kind
     assert again.state.__dict__ == engine.state.__dict__
     assert (again.mixed_precision, again.gradient_accumulation_steps) == ("bf16", 4)
+
+
+def test_a_seed_that_was_given_without_its_name_is_not_set_again():
+    pickled = pickle.dumps(Engine("no", 1, "cpu", 5))
+    torch.manual_seed(99)
+    expected = torch.rand(1)
+    torch.manual_seed(99)
+    pickle.loads(pickled)
+    assert torch.equal(torch.rand(1), expected)
 
 
 def test_functions_run_where_they_should():

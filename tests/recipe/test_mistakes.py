@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import keys_of
 from trimtab.recipe.load import load_recipe
+from trimtab.recipe.mistakes import shown
 from trimtab.recipe.schema import Recipe
 
 
@@ -231,3 +232,8 @@ def test_whatever_is_written_the_answer_is_a_recipe_or_a_list_of_mistakes(overri
         assert lines
     else:
         assert isinstance(loaded.recipe, Recipe)
+
+
+def test_a_value_is_shown_without_its_credentials():
+    assert shown("https://host?token=abc") == "'https://host?token=***'"
+    assert shown({"uri": "http://me:abc@host"}) == "{uri: http://host}"

@@ -62,3 +62,12 @@ def test_files_lie_beside_a_sqlite_store_and_a_server_decides_for_itself():
     assert artifact_location(HTTP) is None
     assert sqlite_file("sqlite:////a/b.db?timeout=3") == Path("/a/b.db")
     assert sqlite_file("postgresql://host/db") is None
+
+
+@pytest.mark.parametrize(
+    "written", ["sqlite:///./m.db", "sqlite:///runs//m.db", "sqlite:///e", "sqlite:///m.db?timeout=3"]
+)
+def test_a_sqlite_address_is_made_absolute_whatever_its_path_looks_like(written):
+    absolute = tracking_uri(written, Path("runs/imdb/001"))
+    assert sqlite_file(absolute) == sqlite_file(written).absolute()
+    assert absolute.partition("?")[2] == written.partition("?")[2]

@@ -94,11 +94,15 @@ def __getattr__(name: str) -> Any:
     """Questions such as `is_xpu_available` are answered by Accelerate; other names there are not, and why."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if f"{__name__}.{name}" in sys.modules:  # `trimtab.accelerate.utils`, which is this module
+        return sys.modules[f"{__name__}.{name}"]
     if find_spec("accelerate") is not None:
         theirs = import_module("accelerate.utils")
         if name.startswith("is_") and hasattr(theirs, name):
             return getattr(theirs, name)
-    raise ImportError(
+    # `from … import NAME` shows the words of an ImportError alone; `hasattr` understands an AttributeError alone
+    is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if is_import else AttributeError)(
         f"trimtab.accelerate has no {name}\n  cure: what does not train can still come from Accelerate itself "
         f"(pip install accelerate); docs/accelerate.md lists what is here"
     )

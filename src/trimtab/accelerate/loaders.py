@@ -42,7 +42,12 @@ def prepare_data_loader(
             f"num_processes={asked[0]} and process_index={asked[1]}, but this is process {own[1]} of {own[0]}",
             "leave both out",
         )
-    for name, value in (("slice_fn_for_dispatch", slice_fn_for_dispatch), ("torch_device_mesh", torch_device_mesh)):
+    unusual_rng_types = None if set(rng_types or ()) <= {"generator"} else rng_types
+    for name, value in (
+        ("slice_fn_for_dispatch", slice_fn_for_dispatch),
+        ("torch_device_mesh", torch_device_mesh),
+        (f"rng_types={rng_types}", unusual_rng_types),
+    ):
         if value is not None:
             raise PrepareError(f"{name} is not supported", "leave it out")
     if dispatch_batches and not put_on_device:

@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.build.data import run_name
 from trimtab.data.sources import absolute_source, is_here
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.tracking.uri import sqlite_file
+from trimtab.tracking.uri import with_sqlite_file
 
 _Change = Callable[[str], str]
 
@@ -82,5 +82,4 @@ def _absolute_if_here(text: str) -> str:
 
 
 def _in_sqlite(uri: str, folder: _Change) -> str:
-    path = sqlite_file(uri)
-    return uri if path is None else uri.replace(str(path), folder(str(path)), 1)
+    return with_sqlite_file(uri, lambda path: Path(folder(str(path))))

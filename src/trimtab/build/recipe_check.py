@@ -55,7 +55,7 @@ def _in_metrics(recipe: Recipe) -> Iterator[Mistake]:
     for key, name in named.items():
         if name is not None and name not in allowed:
             near = get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "; one of your own is for fit(…, metrics=…)"
             task = f" for task {recipe.task}" if recipe.task else ""
             text = f"found {shown(name)}; no such metric{task}; allowed: {', '.join(allowed)}{hint}"
             yield Mistake(tuple(key.split(".")), text, ("task",))

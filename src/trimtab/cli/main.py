@@ -327,7 +327,7 @@ def predict(
                 "standard input has one text a line, and its predictions go to standard output",
                 "leave --out, --column and --overwrite out: trimtab predict MODEL - < texts.txt > predicted.jsonl",
             )
-        typer.echo(predict_lines(load(model, device=where), sys.stdin.read(), **settings), nl=False)
+        typer.echo(predict_lines(load(model, device=where), read_stdin(), **settings), nl=False)
         return
     if out is None:
         raise RecipeError("--out is missing: where should the predictions go?", f"--out {file.stem}-predicted.csv")
@@ -553,6 +553,16 @@ def compare(
         typer.echo("\n" + "\n\n".join(lines))
     if not found.is_complete:
         raise typer.Exit(130)
+
+
+def read_stdin() -> str:
+    """What was piped into the command; UTF-8 in any locale."""
+    from trimtab.errors import DataError
+
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not UTF-8 ({error.reason})", "pipe it through iconv -t UTF-8") from error
 
 
 def main() -> None:

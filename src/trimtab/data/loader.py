@@ -548,7 +548,12 @@ class PreparedLoader:
         """Let the next iteration go on from a place that `state_dict` gave."""
         generators, saved = self._generators(), state["generators"]
         if len(generators) != len(saved):
-            raise ValueError(f"the loader has {len(generators)} generators of its own, the saved one {len(saved)}")
+            raise CheckpointError(
+                f"the loader has {len(generators)} generators of its own, the saved one {len(saved)}: it was another "
+                "loader, or one that another number of processes has shared out",
+                "prepare the same objects in the same order; for another number of processes make the loader with "
+                "DataLoader(…, generator=torch.Generator()), or with use_seedable_sampler=True, before it is saved",
+            )
         if self._owner_of_place() is None and "source" in state.get("last_read", {}):
             raise ValueError("the dataset had kept its own place, which this one (or one with workers) does not")
         state = {**state, **self._counted_in_own_groups(state)}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -20,7 +21,8 @@ def prepare_loader(
 ) -> PreparedLoader:
     """A loader whose batches arrive on the device, shared out by the rules."""
     if rules.is_seedable:
-        loader = with_seedable_sampler(loader, rules.data_seed)
+        seed = torch.initial_seed() if rules.data_seed is None else rules.data_seed
+        loader = with_seedable_sampler(loader, world.object_of_first(seed))  # the same order on every process
     is_iterable = isinstance(loader.dataset, IterableDataset)
     dispatches = is_iterable if rules.dispatches is None else rules.dispatches
     sharding = sharding_for(loader, world, rules, dispatches)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import cure_of, is_no_room
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
 from trimtab.data.rows import Places, Rows
@@ -77,6 +78,10 @@ def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
         raise DataError(f"predictions cannot be written to {target}", f"name a file that ends in {', '.join(kinds)}")
     if not target.parent.is_dir():
         raise DataError(f"there is no folder {target.parent} to write {target.name} to", f"mkdir -p {target.parent}")
+    if target.is_dir():
+        raise DataError(f"{target} is a folder", "name a file")
+    if source.suffix and not source.exists():
+        raise DataError(f"{source} cannot be read: No such file or directory", "check the path")
     if not target.exists():
         return
     if source.exists() and target.samefile(source):
@@ -122,7 +127,9 @@ def predict_rows(
 
 def predict_lines(loaded: Loaded, text: str, **settings: Any) -> str:
     """Predict for each line of a text that is not blank: JSON lines; the settings are those of `predict_rows`."""
-    numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # not splitlines: it also cuts at characters that may stand inside a text
+    lines = (line.removesuffix("\r") for line in text.split("\n"))
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     places = Places.of("standard input, line", (number for number, _ in numbered))
     rows = Rows({"text": [line for _, line in numbered]}, "standard input", places=places)
     return _json_lines(predict_rows(loaded, rows, text="text", **settings))
@@ -159,6 +166,12 @@ def _write(target: Path, columns: dict[str, list[Any]]) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
+    except OSError as error:
+        if is_no_room(error):
+            raise
+        raise DataError(
+            f"{target} cannot be written: {error.strerror or error}", cure_of(error, "name another output")
+        ) from error
     finally:
         beside.unlink(missing_ok=True)
 
@@ -181,10 +194,9 @@ def _parquet(columns: dict[str, list[Any]]) -> bytes:
 
     buffer = io.BytesIO()
     try:
-        table = pyarrow.table({name: _of_one_type(values) for name, values in columns.items()})
-    except pyarrow.ArrowException as error:
+        parquet.write_table(pyarrow.table({name: _of_one_type(values) for name, values in columns.items()}), buffer)
+    except (pyarrow.ArrowException, OverflowError) as error:
         raise DataError(f"the rows cannot be a parquet table: {error}", "write a .jsonl file") from error
-    parquet.write_table(table, buffer)
     return buffer.getvalue()
 
 

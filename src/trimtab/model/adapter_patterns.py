@@ -52,6 +52,8 @@ def without_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
 
 def _by_name(values: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
     """Values by name of a module; of several patterns that match a name the first one counts, as in PEFT."""
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{where} is a {type(values).__name__}", "write {name of a module: number} there")
     if all(_PLAIN.fullmatch(pattern) for pattern in values):
         return dict(values)
     found: dict[str, Any] = {}
@@ -74,7 +76,7 @@ def _matching(pattern: str, names: Sequence[str], where: str) -> Iterator[str]:
     except TimeoutError:
         problem = f"{where}: the regular expression {_shown(pattern)} takes too long on names of modules"
         raise ModelError(problem, cure) from None
-    except regex.error as error:
+    except (regex.error, RecursionError) as error:
         raise ModelError(f"{where}: {_shown(pattern)} is no regular expression: {error}", cure) from None
 
 

@@ -73,7 +73,10 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _is_asked_for(model: Any) -> bool:
-    return any(getattr(config, "output_router_logits", None) is True for config in _configs(model))
+    # plain attributes: `get_text_config` searches for names, which takes longer than all else here, in each forward
+    config = getattr(model, "config", None)
+    owners = (config, getattr(config, "text_config", None))
+    return any(getattr(owner, "output_router_logits", None) is True for owner in owners)
 
 
 def _explain_absence(model: Any) -> None:

@@ -197,12 +197,13 @@ def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
     """Multiply in place. A product of a bf16 gradient and the factor is computed in fp32 and rounded once."""
     if factor is None:
         return
-    at_once = [gradient for gradient in gradients if not _foreach_rounds(factor, gradient)]
-    if at_once:
-        torch._foreach_mul_(at_once, factor)
-    for gradient in gradients:
-        if _foreach_rounds(factor, gradient):
-            gradient.mul_(_as_operand(factor, gradient))
+    one_by_one = [gradient for gradient in gradients if _foreach_rounds(factor, gradient)]
+    for gradient in one_by_one:
+        gradient.mul_(_as_operand(factor, gradient))
+    if one_by_one:
+        gradients = [gradient for gradient in gradients if not _foreach_rounds(factor, gradient)]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _foreach_rounds(factor: Weight, gradient: torch.Tensor) -> bool:

@@ -103,7 +103,7 @@ def load_to_resume(
     layers.origins.pop("name", None)
     layers.begin_layer()
     for key, value in {"out": str(folder), **(overrides or {})}.items():
-        layers.put(key, value, _flag(key))
+        layers.put(key, value, _flag(key) if key in _FLAGS else "resume")
     loaded = _loaded(layers, sets)
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
@@ -324,8 +324,9 @@ class _Layers:
 
     def _say_what_is_replaced(self, origin: str) -> None:
         before = self.values.get("model")
-        if isinstance(before, Mapping) and before.get("name") is not None and len(before) > 1:
-            others = ", ".join(f"{name}: {shown(inner)}" for name, inner in before.items() if name != "name")
+        kept = {name: inner for name, inner in before.items() if name != "name"} if isinstance(before, Mapping) else {}
+        if kept:
+            others = ", ".join(f"{name}: {shown(inner)}" for name, inner in kept.items())
             say(f"{origin} replaces the whole of model in the recipe, also {others}")
 
 

@@ -121,7 +121,10 @@ def without(values: Mapping[str, Any], paths: Sequence[tuple[str, ...]]) -> dict
 
 def shown(value: Any) -> str:
     """A value as it may stand in a message: text in quotes, never too long, without credentials."""
-    text = redact(repr(value) if isinstance(value, str | float) else as_yaml(value))
+    if isinstance(value, str):
+        text = repr(redact(value))  # before it has quotes, which could be part of an address
+    else:
+        text = repr(value) if isinstance(value, float) else redact(as_yaml(value))
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 2]} …"
 
 

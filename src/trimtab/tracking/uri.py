@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 RUNS = "runs"  # where runs go that are not told otherwise
@@ -9,6 +10,7 @@ _STORE = "mlflow.db"
 _ARTIFACTS = "mlartifacts"
 _SERVER = "MLFLOW_TRACKING_URI"
 _SWITCH = "TRIMTAB_TRACK"
+_SQLITE = re.compile(r"(?P<before>sqlite(?:\+\w+)?:///)(?P<path>[^?]+)(?P<after>(?:\?.*)?)")
 
 
 def tracking_uri(setting: str, run_folder: Path) -> str | None:
@@ -25,10 +27,8 @@ def tracking_uri(setting: str, run_folder: Path) -> str | None:
         None where nothing is tracked.
     """
     if setting != "local":
-        path = sqlite_file(setting)
-        if path is not None:  # the run's folder may be looked at from elsewhere
-            return setting.replace(str(path), str(path.absolute()), 1)
-        return None if setting == "none" else setting
+        # the run's folder may be looked at from elsewhere
+        return None if setting == "none" else with_sqlite_file(setting, Path.absolute)
     if os.environ.get(_SWITCH, "").strip().lower() == "none":
         return None
     return default_uri(store_root(run_folder))
@@ -58,5 +58,11 @@ def artifact_location(uri: str) -> str | None:
 
 def sqlite_file(uri: str) -> Path | None:
     """The file of a sqlite address; None for any other address."""
-    found = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", uri)
-    return None if found is None or found[1] == ":memory:" else Path(found[1])
+    found = _SQLITE.fullmatch(uri)
+    return None if found is None or found["path"] == ":memory:" else Path(found["path"])
+
+
+def with_sqlite_file(uri: str, change: Callable[[Path], Path]) -> str:
+    """A sqlite address with another path; any other address as it is."""
+    found, path = _SQLITE.fullmatch(uri), sqlite_file(uri)
+    return uri if found is None or path is None else f"{found['before']}{change(path)}{found['after']}"

@@ -14,7 +14,7 @@ from trimtab.data.tasks.chat_template import Rendered, Renderer, Spans, plain_te
 from trimtab.data.tasks.inputs import EncoderInputs
 from trimtab.data.tasks.messages import BadMessages, Conversations
 from trimtab.data.tasks.padding import IGNORED, pad
-from trimtab.data.tasks.tokenizing import ROWS_PER_CALL
+from trimtab.data.tasks.tokenizing import CHARACTERS_PER_CALL, ROWS_PER_CALL
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import DataError, ModelError
 from trimtab.log import say, say_once
@@ -165,11 +165,13 @@ def _examples(rendered: Iterator[Rendered], tokenizer: Any, max_length: int, cou
 
 def _parts(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
     part: list[Rendered] = []
+    num_characters = 0
     for conversation in rendered:
         part.append(conversation)
-        if len(part) == ROWS_PER_CALL:
+        num_characters += len(conversation.text)
+        if len(part) == ROWS_PER_CALL or num_characters >= CHARACTERS_PER_CALL:
             yield part
-            part = []
+            part, num_characters = [], 0
     if part:
         yield part
 

@@ -80,8 +80,8 @@ def tokenize_in_pieces(tokenizer: Any, texts: Sequence[str], max_length: int) ->
         settings |= {"truncation": True, "max_length": max_length, "return_overflowing_tokens": True}
     else:
         settings |= {"add_special_tokens": False}  # a slow tokenizer would give the first piece of a text alone
-    for start in range(0, len(texts), ROWS_PER_CALL):
-        for ids in tokenizer(list(texts[start : start + ROWS_PER_CALL]), **settings)["input_ids"]:
+    for rows in slices_of_calls(texts):
+        for ids in tokenizer(list(texts[rows]), **settings)["input_ids"]:
             if tokenizer.is_fast:
                 yield ids
                 continue
