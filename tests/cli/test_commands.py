@@ -387,6 +387,15 @@ def test_doctor(trimtab):
     assert "mlflow" in done.out
 
 
+def test_an_interrupt_is_not_silent(trimtab, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trimtab.hardware.doctor.examine", interrupted)
+    done = trimtab("doctor")
+    assert (done.code, done.err) == (130, "stopped\n")
+
+
 def test_a_table_shows_square_brackets(capsys):
     """Else rich takes the extra in `pip install 'trimtab[liger]'` for markup and leaves it out."""
     show_table(("", "[cure]"), [("liger", install_line("liger_kernel"))])

@@ -12,6 +12,8 @@ from trimtab.checkpoint.disk_errors import is_no_room, refused_path
 from trimtab.cli.output import keep_exit_code, progress_mode, show_table
 from trimtab.errors import Stopped, TrimtabError
 
+_INTERRUPTED = 130  # as a shell reports SIGINT
+
 app = typer.Typer(
     name="trimtab",
     help="Fine-tune transformers on the hardware you have.",
@@ -552,7 +554,7 @@ def compare(
         lines = [verdict(found), *notes(found), " ".join(str(file) for file in files)]
         typer.echo("\n" + "\n\n".join(lines))
     if not found.is_complete:
-        raise typer.Exit(130)
+        raise typer.Exit(_INTERRUPTED)
 
 
 def read_stdin() -> str:
@@ -575,9 +577,10 @@ def main() -> None:
     except TrimtabError as error:
         _tell(f"error: {error}", fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _tell("stopped")
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:  # typer turns a KeyboardInterrupt into this, without a word
+            _tell("stopped")
+        raise
     except OSError as error:
         if not is_no_room(error):
             raise
