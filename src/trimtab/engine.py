@@ -1,7 +1,7 @@
 """Door 1: the engine for a loop of your own. It has Accelerate's verbs and hands each to the part that knows it."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -734,6 +734,6 @@ def _numbered(name: str, index: int) -> str:
 def _is_all_tensors(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return all(_is_all_tensors(item) for item in value.values())
     return isinstance(value, list | tuple) and all(_is_all_tensors(item) for item in value)

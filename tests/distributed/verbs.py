@@ -11,6 +11,7 @@ import torch.distributed as dist
 from own_loops import Tagger, mean_over_rows, rows
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import trimtab.log
 from trimtab import DistributedType, Engine
@@ -388,6 +389,33 @@ def shuffles_alike_without_a_seed():
     assert sorted(seen) == list(range(12))
 
 
+def saves_in_an_open_window_as_accelerate_does(folder):
+    """No gradients are saved, and the window goes on; an Engine, which saves them, refuses there."""
+
+    def trained(save):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.arange(24.0).reshape(24, 1)))
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                if save and not accelerator.sync_gradients:
+                    accelerator.save_state(folder / f"open-{number}")
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.module.weight.detach().clone(), accelerator, model
+
+    plain, _, _ = trained(save=False)
+    saved, accelerator, model = trained(save=True)
+    assert torch.equal(plain, saved)
+    accelerator.load_state(folder / "open-0")
+    assert model.module.weight.item() == 1.0
+    output = SequenceClassifierOutput(logits=torch.full((1, 2), float(accelerator.process_index)))
+    assert accelerator.gather(output).logits.shape == (accelerator.num_processes, 2)
+
+
 def saves_and_resumes(folder):
     def built():
         engine = Engine(cpu=True, seed=3)
@@ -452,6 +480,7 @@ def main(folder: Path) -> None:
     counts_schedules_by_whose_batch_it_is()
     one_cycle_ends_where_it_is_over()
     shuffles_alike_without_a_seed()
+    saves_in_an_open_window_as_accelerate_does(folder)
     reads_on_the_first_process_only()
     joins_processes_that_have_fewer_batches()
     saves_and_resumes(folder)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import trimtab.accelerate
 from trimtab import Engine
@@ -221,6 +223,51 @@ def test_windows_can_go_on_in_the_next_epoch():
     assert ends == [False, True] * 3
     assert model.weight.item() == -(1.5 + (3 + 1) / 2 + 2.5)
     assert not accelerator.gradient_state.sync_with_dataloader
+
+
+def test_a_state_saved_in_an_open_window_is_that_between_two(tmp_path):
+    """As Accelerate saves it: scripts go back to the start of the window themselves."""
+
+    def trained(save_after=None):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = torch.arange(12.0).reshape(6, 2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
+        for number, batch in enumerate(loader, 1):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                if number == save_after:
+                    kept = model.weight.grad
+                    accelerator.save_state(tmp_path / "state")
+                    assert model.weight.grad is kept
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator, model
+
+    _, undisturbed = trained()
+    accelerator, model = trained(save_after=3)
+    assert torch.equal(model.weight, undisturbed.weight)
+    accelerator.load_state(tmp_path / "state")
+    assert model.weight.grad is None
+    assert accelerator.sync_gradients
+    assert not torch.equal(model.weight, undisturbed.weight), "the weights are those after the first window"
+
+
+def test_there_is_a_scaler_in_fp16_alone():
+    assert Accelerator(cpu=True).scaler is None
+
+
+def test_a_models_output_stays_one():
+    accelerator = Accelerator(cpu=True)
+    output = SequenceClassifierOutput(logits=torch.ones(2, 3))
+    loader = accelerator.prepare(DataLoader(torch.arange(4), batch_size=2))
+    for _ in loader:
+        assert torch.equal(accelerator.gather_for_metrics(output).logits, output.logits)
+        features = {"inner": BatchEncoding({"ids": torch.ones(2, 1)})}
+        assert torch.equal(accelerator.gather_for_metrics(features)["inner"]["ids"], torch.ones(2, 1))
 
 
 def test_a_seedable_order_follows_from_the_seed_and_the_epoch_and_resumes(tmp_path):

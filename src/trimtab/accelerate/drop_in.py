@@ -13,6 +13,7 @@ from trimtab.data.loader import PreparedLoader
 from trimtab.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.optim.prepared import PreparedOptimizer
+from trimtab.optim.scaling import Scaler
 
 _CURES = {
     "deepspeed_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",
@@ -126,6 +127,11 @@ class Accelerator(Engine):
         )
         remember(self)
 
+    @property
+    def scaler(self) -> Scaler | None:  # type: ignore[override]
+        """Loss scaling of fp16; None in other precisions. `.grad` contains true gradients after every backward."""
+        return self._scaler if self._scaler.is_scaling else None
+
     # What follows takes arguments that Accelerate has and the engine has not.
 
     def prepare_model(
@@ -154,11 +160,15 @@ class Accelerator(Engine):
         return super().prepare_optimizer(optimizer)
 
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
-        """Write the state to a folder."""
+        """Write the state to a folder, without the gradients of a window of accumulation that has begun.
+
+        A script that saves in every n-th batch goes back to the start of the window with `skip_first_batches`.
+        """
         if output_dir is None:
             raise RecipeError("save_state() without a folder is not supported", "accelerator.save_state(a folder)")
         _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
-        return super().save_state(output_dir)
+        with self._gradients.window_set_aside():  # Accelerate saves no gradients, and scripts count on that
+            return super().save_state(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
         """Restore what `save_state` wrote."""

@@ -8,7 +8,7 @@ With several processes all read the same order, the one that the first process d
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from trimtab.data.index_batches import NOTHING, UNREAD, IndexSource
 from trimtab.data.placement import Placement
 from trimtab.data.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
 from trimtab.distributed.same import require_same
-from trimtab.distributed.world import SoloWorld, World, concatenated
+from trimtab.distributed.world import SoloWorld, World, concatenated, of_same_kind
 from trimtab.errors import CheckpointError
 from trimtab.log import say, say_once
 from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
@@ -591,6 +591,6 @@ def _first_rows(value: Any, num_rows: int, full: set[int]) -> Any:
         if not value.dim() or (num_rows and (len(value) not in full or len(value) < num_rows)):
             return value
         return value[:num_rows]
-    if isinstance(value, dict):
-        return {key: _first_rows(item, num_rows, full) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return of_same_kind(value, {key: _first_rows(item, num_rows, full) for key, item in value.items()})
     return type(value)(_first_rows(item, num_rows, full) for item in value)

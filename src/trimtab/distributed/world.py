@@ -1,7 +1,7 @@
 """The processes that train together, as one object. `SoloWorld` is the do-nothing default: one process."""
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -161,12 +161,22 @@ def check_reduction(reduction: str) -> None:
         raise RecipeError(f"reduction={reduction!r} is not known", 'use "sum", "mean", "max" or "none"')
 
 
+def of_same_kind(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """The items as a mapping of the same type, such as a model's output; as a dict where that type cannot be made."""
+    if type(mapping) is dict:
+        return items
+    try:
+        return type(mapping)(items)  # type: ignore[call-arg]
+    except TypeError:  # a defaultdict, say
+        return items
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """`value` with every tensor in it replaced by what `function` gives for it; containers keep their type."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return of_same_kind(value, {key: map_tensors(function, item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, list | tuple):
@@ -185,8 +195,8 @@ def concatenated(parts: list[Any]) -> Any:
             raise RecipeError(
                 f"tensors of shapes {shapes} cannot be joined", "engine.pad_across_processes(tensor, dim=1) first"
             ) from error
-    if isinstance(first, dict):
-        return {key: concatenated([part[key] for part in parts]) for key in first}
+    if isinstance(first, Mapping):
+        return of_same_kind(first, {key: concatenated([part[key] for part in parts]) for key in first})
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(concatenated(list(items)) for items in zip(*parts, strict=True)))
     if isinstance(first, list | tuple):

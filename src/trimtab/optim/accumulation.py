@@ -232,6 +232,12 @@ class Accumulation:
         if self._weighted and self._world.process_index > 0:
             self._total = self._total * 0  # the first process counts what all have seen; it must not count twice
 
+    def abandon_window(self) -> None:
+        """The open window has not begun; the reference weight stays."""
+        self.sync = self._stepped = True
+        self._num_opened, self._window_length = 0, self.num_steps
+        self._total = self._total_of_all = 0.0
+
     def undo_point(self) -> Callable[[], None]:
         """A function that takes `load_state_dict` back: what a process counted on its own is in no state dict."""
         before = dict(vars(self))

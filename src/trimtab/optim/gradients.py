@@ -5,6 +5,7 @@ cut. Should another backward follow without a step, the gradients are brought ba
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -169,6 +170,28 @@ class Gradients:
         has_stepped = state.get("stepped", [False] * len(self._optimizers))
         self._stepped = {id(o) for o, stepped in zip(self._optimizers, has_stepped, strict=True) if stepped}
         self._window = self._accumulation.window  # the window that was loaded is the one that is open
+
+    @contextmanager
+    def window_set_aside(self) -> Iterator[None]:
+        """Inside, an open window has not begun, and no gradient waits for a step; afterwards all is as before."""
+        accumulation = self._accumulation
+        if accumulation.sync and not accumulation.is_waiting_for_step:
+            yield
+            return
+        held = [(parameter, parameter.grad) for _, parameters in self._by_owner() for parameter in parameters]
+        reopen, before, window = accumulation.undo_point(), self.state_dict(), self._window
+        accumulation.abandon_window()
+        self._are_true, self._applied = False, None
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
+            reopen()
+            self.load_state_dict(before)
+            self._window = window
 
     def _by_owner(self) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
         """Each parameter once, with the optimizer that holds it."""
