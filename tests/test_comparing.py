@@ -319,7 +319,8 @@ def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home, how):
     stored = json.loads(Path("results/results.json").read_text())
     assert [len(variant["runs"]) for variant in stored["variants"]] == [1, 0]
     assert not stored["is_complete"]
-    assert not Path(f"/proc/{started}").exists()
+    # a signal in the middle of starting it leaves the run to itself, which sees that its parent is gone
+    until(lambda: not Path(f"/proc/{started}").exists())
     assert list(home.iterdir()) == []
 
 

@@ -208,6 +208,8 @@ def test_one_of_two_is_killed_at_random(stage, whole, seed):
         recipe = stage.recipe()
         started = stage.train_together(recipe, {0: {"kill": {"nth": nth}}} if rank == 0 else None)
         if rank == 1:
+            # once they have met: before that only a launcher can tell the other one
+            started[0].wait_until((Path(recipe["out"]) / "run.json").exists)
             time.sleep(seconds)
             started[1].kill()
         codes = [child.wait() for child in started]
