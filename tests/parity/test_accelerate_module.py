@@ -496,3 +496,13 @@ def test_a_profiler_by_its_settings():
     with accelerator.profile() as profile:
         torch.ones(2) + 1
     assert any("add" in event.key for event in profile.key_averages())
+
+
+def test_what_these_functions_cannot_do_is_refused():
+    model = torch.nn.Linear(1, 1)
+    assert trimtab.accelerate.extract_model_from_parallel(model) is model
+    with pytest.raises(RecipeError, match="takes off the connection alone"):
+        trimtab.accelerate.extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    assert concatenate([torch.ones(1, 2)] * 2, dim=1).shape == (1, 4)
+    with pytest.raises(RecipeError, match="takes tensors alone"):
+        concatenate([{"a": torch.ones(1, 2)}] * 2, dim=1)

@@ -10,6 +10,7 @@ from trimtab.data.placement import to_device
 from trimtab.data.sharding import joined_rows
 from trimtab.distributed.data_parallel import DataParallel
 from trimtab.distributed.world import map_tensors
+from trimtab.errors import RecipeError
 
 T = TypeVar("T")
 
@@ -85,15 +86,22 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:
     """Batches of one kind as one."""
-    if dim != 0:
-        return map_tensors(lambda tensor: tensor, torch.cat(data, dim=dim))
-    return joined_rows(list(data))
+    if dim == 0:
+        return joined_rows(list(data))
+    if not all(isinstance(part, torch.Tensor) for part in data):
+        raise RecipeError(f"concatenate(dim={dim}) takes tensors alone", "concatenate each tensor by itself")
+    return torch.cat(data, dim=dim)
 
 
 def extract_model_from_parallel(
     model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> torch.nn.Module:
     """The model without its connection to other processes."""
+    if not keep_fp32_wrapper or not keep_torch_compile:
+        raise RecipeError(
+            "extract_model_from_parallel takes off the connection alone",
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)",
+        )
     return model.module if isinstance(model, DataParallel) else model
 
 
