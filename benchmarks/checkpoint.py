@@ -73,7 +73,7 @@ def trimtab_saving(model, optimizer, loader, scheduler, folder):
     """As the loop of recipes saves."""
     from trimtab import Engine
     from trimtab.checkpoint.background import BackgroundWriter
-    from trimtab.checkpoint.shelf import Shelf
+    from trimtab.checkpoint.checkpoints_folder import Shelf
 
     engine, shelf = Engine(cpu=True), Shelf(folder, keep=KEEP)
     block = overhead.with_the_verbs_of_accelerate(engine, *engine.prepare(model, optimizer, loader, scheduler))

@@ -100,7 +100,7 @@ def encoded(folder, num_rows):
 
 def with_fit(model, num_steps, uri, place, watch):
     from trimtab import Recipe, fit
-    from trimtab.tracking.run_folder import RunFolder
+    from trimtab.runs.run_folder import RunFolder
 
     watch.around(RunFolder, "record")
 
@@ -125,7 +125,7 @@ def with_engine(model, num_steps, uri, place, watch):
     from transformers import AutoModelForSequenceClassification, get_linear_schedule_with_warmup
 
     from trimtab import Engine
-    from trimtab.tracking.mlflow_tracker import MlflowTracker
+    from trimtab.tracking.mlflow.tracker import MlflowTracker
 
     watch.around(MlflowTracker, "log")
     engine = Engine(cpu=True, log_with=None if uri is None else "mlflow", project_dir=place)

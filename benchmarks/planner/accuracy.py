@@ -144,8 +144,8 @@ class Predictor:
         return hashlib.sha256(same.encode()).hexdigest()[:12]
 
     def _trace(self, row: Row) -> Any:
-        from trimtab.planner.cuda import Gpu
-        from trimtab.planner.plain import trace_plain_step
+        from trimtab.planner.trace.cuda import Gpu
+        from trimtab.planner.trace.plain_step import trace_plain_step
 
         gpu = Gpu(flash=row.values["flash"])
         if "recipe" in row.values:
@@ -153,7 +153,7 @@ class Predictor:
         return trace_plain_step(**{key: row.values[key] for key in OF_A_PLAIN_STEP}, gpu=gpu)
 
     def _own(self, values: dict[str, Any], gpu: Any) -> Any:
-        from trimtab.build import tracing
+        from trimtab.planner.trace import recipe_step as tracing
         from trimtab.recipe.load import load_recipe
 
         changes = [f"{key}={json.dumps(value)}" for key, value in values["changes"].items()]

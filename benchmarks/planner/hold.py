@@ -99,9 +99,9 @@ def recipe_of(one: dict[str, Any], budget: int | None, out: str) -> Any:
 
 def planner_of(recipe: Any) -> Any:
     """What `fit` asks on an H200, without one."""
-    from trimtab.build.planning import LengthsOfData, Planner
-    from trimtab.build.settling import _Rows
-    from trimtab.build.targets import known_target
+    from trimtab.planner.decide import _Rows
+    from trimtab.planner.recipe_planner import LengthsOfData, Planner
+    from trimtab.planner.target import known_target
 
     rows = _Rows(recipe)
     lengths, target = LengthsOfData(recipe, rows.tokens, rows.data.task), known_target("h200", None)

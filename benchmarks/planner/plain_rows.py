@@ -4,7 +4,7 @@
 
 Each row builds a model from a config, takes four steps and notes what the allocator says. Rows with `cap` may look for
 the smallest limit under which the step still runs. What a row says of the step is named as in
-`trimtab.planner.plain.trace_plain_step`, which predicts the same.
+`trimtab.planner.trace.plain_step.trace_plain_step`, which predicts the same.
 """
 
 import argparse

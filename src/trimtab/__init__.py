@@ -11,7 +11,7 @@ from trimtab.hardware.budget import BudgetKeeper, register_keeper
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Engine": "trimtab.engine",
+    "Engine": "trimtab.engine.engine",
     "DistributedType": "trimtab.distributed.world",
     "set_seed": "trimtab.randomness",
     "Stopped": "trimtab.errors",
@@ -20,8 +20,8 @@ _HOMES = {
     "fit": "trimtab.run",
     "resume": "trimtab.run",
     "plan": "trimtab.run",
-    "predict_step_memory": "trimtab.build.predicting",
-    "launch": "trimtab.distributed.notebook",
+    "predict_step_memory": "trimtab.planner.predict_step",
+    "launch": "trimtab.distributed.launch.notebook",
     "load": "trimtab.inference.load",
     "best_model": "trimtab.inference.load",
 }
@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from trimtab.build.predicting import predict_step_memory
-    from trimtab.distributed.notebook import launch
+    from trimtab.distributed.launch.notebook import launch
     from trimtab.distributed.world import DistributedType
-    from trimtab.engine import Engine
+    from trimtab.engine.engine import Engine
     from trimtab.errors import Stopped, TrimtabError
     from trimtab.inference.load import best_model, load
+    from trimtab.planner.predict_step import predict_step_memory
     from trimtab.randomness import set_seed
     from trimtab.recipe.schema import Recipe
     from trimtab.run import fit, plan, resume
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 def _keep_budget(*args: Any) -> BudgetKeeper:
     """The planner of own loops, imported when an engine is given a budget."""
-    from trimtab.build.own_loop import OwnLoop
+    from trimtab.planner.own_loop import OwnLoop
 
     return OwnLoop(*args)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from trimtab.build import (
     Data,
-    Survey,
     build_companion,
     build_data,
     build_engine,
@@ -21,31 +20,29 @@ from trimtab.build import (
     compare_processes,
     find_tracked_model,
     place_model,
-    settle,
-    stored_plan,
-    survey,
     with_absolute_paths,
     with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
-from trimtab.continuing import Beginning, find_beginning, go_on, load_settings, recover, same_mirror
+from trimtab.commands.resume import Beginning, find_beginning, go_on, load_settings, recover, same_mirror
 from trimtab.data.metrics import check_own_metrics
-from trimtab.data.show import DataReport, describe_data
+from trimtab.data.report import DataReport, describe_data
 from trimtab.distributed.environment import find_place
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, Stopped, TrimtabError
 from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
+from trimtab.planner.decide import Survey, settle, stored_plan, survey
 from trimtab.recipe.load import LoadedRecipe, resolved_yaml
-from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
-from trimtab.tracking.run_folder import Folder, FollowedFolder, RunFolder
-from trimtab.train.callbacks import check_callbacks
-from trimtab.train.evaluate import OwnMetric
-from trimtab.train.loop import FitResult
-from trimtab.train.progress import build_progress
+from trimtab.runs.plan import Plan
+from trimtab.runs.run_folder import Folder, FollowedFolder, RunFolder
+from trimtab.training.callbacks import check_callbacks
+from trimtab.training.evaluate import OwnMetric
+from trimtab.training.loop import FitResult
+from trimtab.training.progress import build_progress
 
 
 @dataclass(frozen=True)

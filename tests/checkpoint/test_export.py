@@ -119,7 +119,7 @@ def test_folders_of_others_are_left_alone(tmp_path):
 
 def test_wrapped_models(tmp_path):
     """As DDP and torch.compile wrap them, and in the mixed precision of the engine."""
-    from trimtab.engine import Engine
+    from trimtab.engine.engine import Engine
 
     model = classifier()
     prepared = Engine("bf16", device="cpu").prepare(model)

@@ -5,7 +5,7 @@ import safetensors.torch
 import torch
 
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.frozen import FrozenBase, left_out, likeness_of
+from trimtab.checkpoint.frozen_base import FrozenBase, left_out, likeness_of
 from trimtab.checkpoint.state import ModelPart, load_parts, num_bytes_of_parts, save_parts
 from trimtab.errors import CheckpointError
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimtab.checkpoint.frozen import FrozenBase, frozen_parameters, left_out, likeness_of
+from trimtab.checkpoint.frozen_base import FrozenBase, frozen_parameters, left_out, likeness_of
 from trimtab.checkpoint.state import ModelPart, load_parts, save_parts
 from trimtab.errors import CheckpointError
 
@@ -87,7 +87,7 @@ def test_a_quantized_base_is_found_to_be_the_same_or_another(tmp_path):
 def test_what_another_device_has_quantized_is_not_compared(tmp_path, monkeypatch):
     """Its bits may differ in rounding; the form still counts."""
     save_parts(tmp_path / "c", [ModelPart("model", quantized())])
-    monkeypatch.setattr("trimtab.checkpoint.frozen._quantized_by", lambda tensor: "another device")
+    monkeypatch.setattr("trimtab.checkpoint.frozen_base._quantized_by", lambda tensor: "another device")
     load_parts(tmp_path / "c", [ModelPart("model", quantized([(5, 7, 1.5)]))])
 
 

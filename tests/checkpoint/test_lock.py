@@ -10,15 +10,15 @@ import zlib
 
 import pytest
 
-from trimtab.checkpoint import lock as lock_module
-from trimtab.checkpoint.lock import LOCK, RunLock, lock_holder
-from trimtab.checkpoint.process import this_process
+from trimtab.checkpoint.process_identity import this_process
 from trimtab.errors import CheckpointError
+from trimtab.runs import lock as lock_module
+from trimtab.runs.lock import LOCK, RunLock, lock_holder
 
 NUM_ROUNDS = 100
 HOLD = """
 import sys
-from trimtab.checkpoint.lock import RunLock
+from trimtab.runs.lock import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.readline()
@@ -26,7 +26,7 @@ with RunLock(sys.argv[1]):
 # every line starts a round; who gets the lock keeps it until the round is over
 RACE = """
 import sys
-from trimtab.checkpoint import lock
+from trimtab.runs import lock
 from trimtab.errors import CheckpointError
 if sys.argv[2] == "no flock":
     def refuse(*_): raise OSError(38, "Function not implemented")
@@ -167,7 +167,7 @@ def test_a_lock_that_was_lost_does_not_release_the_next(tmp_path):
 
 def test_a_forked_child_does_not_release(tmp_path):
     code = (
-        "import os, sys; from trimtab.checkpoint.lock import RunLock\n"
+        "import os, sys; from trimtab.runs.lock import RunLock\n"
         "lock = RunLock(sys.argv[1]); lock.acquire()\n"
         "if os.fork() == 0: lock.release(); os._exit(0)\n"
         "os.wait(); print(lock.is_held())"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from trimtab.checkpoint import mirror as mirror_module
+from trimtab.checkpoint.checkpoints_folder import Shelf
 from trimtab.checkpoint.codec import encode
 from trimtab.checkpoint.folder import whole_folder
 from trimtab.checkpoint.mirror import Mirror, restore
-from trimtab.checkpoint.shelf import Shelf
 from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
 

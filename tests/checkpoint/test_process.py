@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.checkpoint.process import Process, is_running, ran_at, this_process
+from trimtab.checkpoint.process_identity import Process, is_running, ran_at, this_process
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from trimtab.checkpoint import shelf as shelf_module
+from trimtab.checkpoint import checkpoints_folder as shelf_module
+from trimtab.checkpoint.checkpoints_folder import Shelf, disk_room
 from trimtab.checkpoint.codec import decode, encode
-from trimtab.checkpoint.shelf import Shelf, disk_room
 from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
 

@@ -315,7 +315,7 @@ def test_a_folder_in_use_is_untouched(trimtab, bert, trained):
 
 
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback(trimtab, bert, monkeypatch):
-    monkeypatch.setattr("trimtab.train.loop.window_gradients", lambda *parts, **options: 1 / 0)
+    monkeypatch.setattr("trimtab.training.loop.window_gradients", lambda *parts, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", "run", "--quiet")
     assert json.loads(Path("run/run.json").read_text())["state"] == "failed"
@@ -471,7 +471,7 @@ def test_launch_runs_a_script(trimtab):
 
 
 def test_mistakes_of_compare_cost_nothing(trimtab, bert, own_folder):
-    """What its processes do is tested beside `trimtab.comparing`."""
+    """What its processes do is tested beside `trimtab.commands.compare`."""
     (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv}}\n")
     for arguments, words in (
         ((), "one of --vary, --study and --variants"),

@@ -10,7 +10,7 @@ import yaml
 import trimtab
 from tiny_runs import reviews, write_csv
 from trimtab.build.paths import with_absolute_paths
-from trimtab.merging import merge
+from trimtab.commands.merge import merge
 from trimtab.recipe.load import load_recipe
 
 

@@ -13,7 +13,7 @@ import yaml
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab.cli.main import main
 from trimtab.log import logger
-from trimtab.tracking.journal import OF_THE_MOMENT
+from trimtab.runs.journal import OF_THE_MOMENT
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_stopped_resumed_extended_replaced(trimtab, own_folder):
 @pytest.mark.parametrize("start", ["forked", pytest.param("started", marks=pytest.mark.slow)])
 def test_the_proof(trimtab, fork_server, monkeypatch, start):
     if start == "forked":  # three processes that need not import everything; the kill is a real one
-        monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
+        monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)
     code, out, err = trimtab("check", "recipe.yaml", "--resume")
     assert code == 0, err
     assert re.search(r"equal: killed, resumed from step 3, .* all \d\d+ tensors .* all \d+ lines", out)
@@ -133,7 +133,7 @@ def test_the_proof(trimtab, fork_server, monkeypatch, start):
 
 def test_a_recipe_that_cannot_be_proven(trimtab, fork_server, monkeypatch):
     """The mistake is found in another process, and comes as one message all the same."""
-    monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
+    monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)
     code, out, err = trimtab("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
     assert code == 2, out + err
     assert "nothing" in err

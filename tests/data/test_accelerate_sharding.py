@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from trimtab.data.accelerate_sharding import AccelerateSharding
-from trimtab.data.index_batches import IndexSource
+from trimtab.engine.accelerate_sharding import AccelerateSharding
+from trimtab.engine.index_batches import IndexSource
 from trimtab.errors import PrepareError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from trimtab import Engine
-from trimtab.data.placement import to_device
+from trimtab.engine.placement import to_device
 
 META = torch.device("meta")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # two workers on a machine of one core

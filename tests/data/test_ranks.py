@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.data.auc import RankedScores
 from trimtab.data.metrics import Metrics
-from trimtab.data.ranks import RankedScores
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 

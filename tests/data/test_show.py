@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from trimtab.data.report import describe_data, render
 from trimtab.data.rows import Rows
-from trimtab.data.show import describe_data, render
 from trimtab.data.tokens import TokenDataset
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *["a", "good", "film", "bad", "was", "it", "the", "end", "of"]]

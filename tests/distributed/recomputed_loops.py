@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trimtab import Engine
-from trimtab.model.gradient_checkpointing import blocks_of, checkpoint_layers
+from trimtab.model.blocks import blocks_of
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 KINDS = ["none", "all", "ops", {"every": 2}, {"layers": [-1]}]
 NUM_ROWS = 8

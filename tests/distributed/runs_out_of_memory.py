@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import trimtab.train.loop
+import trimtab.training.loop
 from tiny_runs import Watch, same_bits
 from trimtab import Recipe, fit
+from trimtab.engine.accumulation import Accumulation
 from trimtab.errors import DoesNotFit, PeerError
-from trimtab.optim.accumulation import Accumulation
-from trimtab.train.loop import Trainer
+from trimtab.training.loop import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
-window_gradients = trimtab.train.loop.window_gradients
+window_gradients = trimtab.training.loop.window_gradients
 LEVERS = {
     "plain": {},
     "micro-batches": {"memory": {"micro_batch": 2}},
@@ -81,7 +81,7 @@ class Runs:
         self._model = json.loads((folder / "models.json").read_text())["bert"]
 
     def train(self, faults, callbacks=(), resume=False, out=None, **sections):
-        trimtab.train.loop.window_gradients = faults
+        trimtab.training.loop.window_gradients = faults
         settings = {"max_steps": 3, "lr": 1e-3, "batch_size": 8, "log_every": 1}
         recipe = {
             "model": self._model,
@@ -110,7 +110,7 @@ def at_each_operation(runs: Runs, stride: int, **sections) -> None:
         sampler = trainer._batches.batch_sampler
         planned = sampler.micro_batch_size
         counted = Faults({})
-        trimtab.train.loop.window_gradients = counted
+        trimtab.training.loop.window_gradients = counted
         size, micro_batches = next(trainer._windows())
         assert not trainer._one_step(micro_batches, size)
         fewest = torch.tensor(counted.num_until_exchanged[0])  # a process with fewer rows may have fewer operations
@@ -120,7 +120,7 @@ def at_each_operation(runs: Runs, stride: int, **sections) -> None:
         trainer.find_place()
         before = None
         for number, at in enumerate(range(1, num_operations + 1, stride)):
-            trimtab.train.loop.window_gradients = Faults({1: at} if number % 3 in (RANK, 2) else {})
+            trimtab.training.loop.window_gradients = Faults({1: at} if number % 3 in (RANK, 2) else {})
             windows = trainer._windows()
             size, micro_batches = next(windows)
             before = torch.get_rng_state() if before is None else before  # an epoch that begins draws a number
@@ -130,7 +130,7 @@ def at_each_operation(runs: Runs, stride: int, **sections) -> None:
             assert all(parameter.grad is None for parameter in trainer._model.parameters())
             windows.close()
             sampler.recut(planned)
-        trimtab.train.loop.window_gradients = Faults({})
+        trimtab.training.loop.window_gradients = Faults({})
         size, micro_batches = next(trainer._windows())
         assert not trainer._one_step(micro_batches, size)
         raise Enough

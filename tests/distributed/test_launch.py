@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.run import parse_args
 
-from trimtab.distributed import launch_run
-from trimtab.distributed.launch import plan_launch
-from trimtab.distributed.launch_config import QUESTIONS, write_launch_file
-from trimtab.distributed.launch_file import LaunchFile, launch_file_text, read_launch_file
-from trimtab.distributed.launch_run import start
-from trimtab.distributed.launch_settings import Machine, free_port, resolve_settings
+from trimtab.distributed.launch import run as launch_run
+from trimtab.distributed.launch.command import plan_launch
+from trimtab.distributed.launch.file import LaunchFile, launch_file_text, read_launch_file
+from trimtab.distributed.launch.questions import QUESTIONS, write_launch_file
+from trimtab.distributed.launch.run import start
+from trimtab.distributed.launch.settings import Machine, free_port, resolve_settings
 from trimtab.errors import RecipeError
 
 CPU = Machine(num_devices=0, num_cpus=4)
@@ -217,7 +217,7 @@ def test_processes_are_not_launched_twice(environ, words):
 
 
 def test_the_file_that_config_writes(own_folder, monkeypatch):
-    monkeypatch.setattr("trimtab.distributed.launch_config.look_at_machine", lambda: CPU)
+    monkeypatch.setattr("trimtab.distributed.launch.questions.look_at_machine", lambda: CPU)
     asked = []
 
     def answers(*given):
@@ -244,7 +244,7 @@ def test_the_file_that_config_writes(own_folder, monkeypatch):
     with pytest.raises(RecipeError, match="mine.yaml exists"):
         write_launch_file(Path("mine.yaml"), [], answers())
 
-    monkeypatch.setattr("trimtab.distributed.launch_config.look_at_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.questions.look_at_machine", lambda: GPUS)
     asked.clear()
     write_launch_file(Path("gpus.yaml"), QUESTIONS, answers(""))
     assert [question for question, _ in asked] == ["Names of all hosts, with commas (empty: this one alone)"]
@@ -286,7 +286,7 @@ def planned(target, *arguments, module=False, **given):
 
 def test_the_torchrun_command(own_folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("trimtab.distributed.launch.look_at_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.command.look_at_machine", lambda: GPUS)
     Path("train.py").touch()
     Path("recipe.yaml").touch()
     plan = planned("train.py", "--lr", "1e-3", "--processes", "x", "$HOME $$", processes=3)
@@ -313,7 +313,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
     options = parse_args(planned("json.tool", "x", module=True, host_index=1, processes=2, **hosts).torchrun)
     assert (options.nnodes, options.node_rank, options.redirects) == ("2", 1, "3")
     assert (options.module, options.training_script, options.training_script_args) == (True, "json.tool", ["x"])
-    monkeypatch.setattr("trimtab.distributed.launch.look_at_machine", lambda: Machine(16, 32))
+    monkeypatch.setattr("trimtab.distributed.launch.command.look_at_machine", lambda: Machine(16, 32))
     options = parse_args(planned("train.py", processes=16).torchrun)
     assert (options.redirects, options.tee, options.local_ranks_filter) == ("3", "0:3", "0")
 

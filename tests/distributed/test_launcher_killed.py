@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.checkpoint.process import is_running
+from trimtab.checkpoint.process_identity import is_running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 

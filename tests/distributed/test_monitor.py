@@ -22,10 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.distributed import monitor as monitor_module
-from trimtab.distributed.monitor import Monitor, NoMonitor
-from trimtab.distributed.peer_rules import DEADLOCK
-from trimtab.distributed.peers import Patience
+from trimtab.distributed.health import monitor as monitor_module
+from trimtab.distributed.health.monitor import Monitor, NoMonitor
+from trimtab.distributed.health.peers import Patience
+from trimtab.distributed.health.rules import DEADLOCK
 from trimtab.errors import PeerError, RecipeError
 
 

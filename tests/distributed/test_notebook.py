@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab.distributed.notebook import ERROR, _results
+from trimtab.distributed.launch.notebook import ERROR, _results
 from trimtab.errors import PeerError, RecipeError
 
 # One script for everything: each launch takes seconds. Nothing in it is importable by the processes.

@@ -1,9 +1,15 @@
 """When a process that waits decides that another one is lost, hung, elsewhere or only slow; time is an argument."""
 
-from trimtab.distributed import peers, process_activity
-from trimtab.distributed.peer_rules import DEADLOCK, find_departed, find_fault, find_silent_since, find_stopped_by_peer
-from trimtab.distributed.peers import Patience, Peers, Report, Wait
-from trimtab.distributed.process_activity import Process
+from trimtab.distributed.health import peers, process_activity
+from trimtab.distributed.health.peers import Patience, Peers, Report, Wait
+from trimtab.distributed.health.process_activity import Process
+from trimtab.distributed.health.rules import (
+    DEADLOCK,
+    find_departed,
+    find_fault,
+    find_silent_since,
+    find_stopped_by_peer,
+)
 
 WAIT = Wait("gather", 5)
 

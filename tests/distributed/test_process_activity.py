@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from trimtab.distributed import process_activity
-from trimtab.distributed.process_activity import Activity, find_machine, find_process, where_thread_stands
+from trimtab.distributed.health import process_activity
+from trimtab.distributed.health.process_activity import Activity, find_machine, find_process, where_thread_stands
 
 
 def until(condition, seconds=100.0):

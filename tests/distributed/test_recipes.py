@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rounding import rounding_error
 from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
-from trimtab.tracking.journal import OF_THE_MOMENT
+from trimtab.runs.journal import OF_THE_MOMENT
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import trimtab.log
 from trimtab import DistributedType, Engine
 from trimtab.accelerate import Accelerator, DataLoaderConfiguration
-from trimtab.distributed.same import require_same
+from trimtab.distributed.consistency import require_same
 from trimtab.errors import CheckpointError, LossError, PrepareError, RecipeError
 from trimtab.log import logger
 

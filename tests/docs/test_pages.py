@@ -65,7 +65,7 @@ def test_the_first_command_of_the_readme_runs(folder_of_a_reader):
 @pytest.mark.slow
 def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
     """In this process; what starts others really does, but for `check --resume`, which needs three of them."""
-    monkeypatch.setattr("trimtab.proof.subprocess", fork_server)
+    monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)
     commands = commands_of_the_pages()
     assert len(commands) >= 9
     for command in commands:

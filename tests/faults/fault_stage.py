@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from forked import Child, ForkServer
 from tiny_runs import lines_of
-from trimtab.tracking.journal import OF_THE_MOMENT
+from trimtab.runs.journal import OF_THE_MOMENT
 
 # Everything that has a state takes part: accumulation, warmup, a part that thaws, dropout, early stopping, logs that
 # fall between saves, evaluations that do too, and a last batch that is smaller.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from trimtab.checkpoint.export import weight_checksums, why_damaged
 from trimtab.checkpoint.store import MANIFEST, _signed
-from trimtab.tracking.run_folder import RunFolder
+from trimtab.runs.run_folder import RunFolder
 
 # This metric never changes: the first model stays the best. In one of the runs a state is saved after its step.
 FIRST_IS_BEST = {
@@ -125,7 +125,7 @@ def test_a_whole_one_is_left_alone(stage, stopped):
 
 def test_checksums_are_noted_while_the_run_goes_on(tmp_path, monkeypatch):
     """A run that is killed has them as well, of the model that is the best by then."""
-    monkeypatch.setattr("trimtab.tracking.run_folder._STEP_WRITTEN_EVERY_S", 0.01)
+    monkeypatch.setattr("trimtab.runs.run_folder._STEP_WRITTEN_EVERY_S", 0.01)
     folder = RunFolder(tmp_path / "run")
     folder.best.mkdir()
     for step in (5, 10):

@@ -13,9 +13,9 @@ import yaml
 import trimtab
 from small_disk import mounted
 from tiny_runs import reviews, write_csv
-from trimtab.checkpoint.lock import LOCK, RunLock
 from trimtab.errors import CheckpointError, RecipeError
-from trimtab.tracking.run_folder import RunFolder, check_free, clear_folder
+from trimtab.runs.lock import LOCK, RunLock
+from trimtab.runs.run_folder import RunFolder, check_free, clear_folder
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 from fault_stage import assert_same_end, goes_on_from, notes_of, saved_steps, seen_rows, status_of, steps_by_process
 
 from tiny_runs import GOOD, lines_of, reviews, write_csv
-from trimtab.tracking.journal import OF_THE_MOMENT
+from trimtab.runs.journal import OF_THE_MOMENT
 
 BAD_LENGTH = 14  # in tokens: no other row is so long
 BAD_TEXT = " ".join(GOOD * 3)

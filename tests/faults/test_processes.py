@@ -25,7 +25,7 @@ from torch.distributed import TCPStore
 
 from rounding import rounding_error
 from tiny_runs import lines_of
-from trimtab.tracking.journal import OF_THE_MOMENT
+from trimtab.runs.journal import OF_THE_MOMENT
 
 HERE = Path(__file__).parent
 

@@ -10,11 +10,11 @@ import yaml
 from fault_stage import STANDARD, assert_same_end, assert_went_on, goes_on_from, status_of
 
 from trimtab.checkpoint.store import MANIFEST, _signed
-from trimtab.continuing import load_settings
+from trimtab.commands.resume import load_settings
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
-from trimtab.recipe.resuming import all_differences
-from trimtab.tracking.run_folder import RunFolder, find_run, list_runs
+from trimtab.recipe.resume_rules import all_differences
+from trimtab.runs.run_folder import RunFolder, find_run, list_runs
 
 
 def empty(path):

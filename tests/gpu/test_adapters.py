@@ -7,9 +7,9 @@ import torch
 
 from tiny_models import config_of, tokenizer
 from trimtab.model.adapters import LoraSpec, add_adapter
-from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.model.load import load_model
 from trimtab.model.nf4 import Nf4, dequantized, is_nf4, stored_bytes
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 pytestmark = [
     pytest.mark.gpu,

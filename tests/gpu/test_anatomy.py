@@ -106,7 +106,7 @@ def test_paged_state_is_on_the_host():
 
 
 def test_steps_are_timed_without_waiting_for_them():
-    from trimtab.measuring import StepClock
+    from trimtab.commands.measure import StepClock
 
     clock, matrix = StepClock(CUDA), torch.randn(4096, 4096, device=CUDA)
     for _ in range(4):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from trimtab import DistributedType, Engine
-from trimtab.distributed.data_parallel import DataParallel
+from trimtab.distributed.ddp import DataParallel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def nccl(tmp_path_factory):
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
     yield
-    from trimtab.distributed.join import _leave
+    from trimtab.distributed.rendezvous import _leave
 
     _leave()
     assert not dist.is_initialized()

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trimtab import Engine
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import memory_outside
-from trimtab.planner.memory import usually_outside
+from trimtab.hardware.memory import memory_outside, usually_outside
 from trimtab.units import parse_bytes
 
 pytestmark = [

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trimtab.model.gradient_checkpointing import blocks_of, checkpoint_layers
+from trimtab.model.blocks import blocks_of
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,7 @@ from tiny_models import config_of
 from tiny_runs import lines_of
 from trimtab import Recipe, fit
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import cap_memory, memory_outside
-from trimtab.planner.memory import usually_outside
+from trimtab.hardware.memory import cap_memory, memory_outside, usually_outside
 
 pytestmark = [
     pytest.mark.gpu,

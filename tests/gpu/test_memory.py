@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tiny_models import config_of, tokenizer
-from trimtab.model.host_embedding import keep_embeddings_on_host
-from trimtab.model.kernels import choose_kernels, use_liger
 from trimtab.model.load import load_model
 from trimtab.model.precision import Precision
+from trimtab.techniques.host_embeddings import keep_embeddings_on_host
+from trimtab.techniques.kernels import choose_kernels, use_liger
 
 pytestmark = [
     pytest.mark.gpu,

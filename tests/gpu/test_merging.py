@@ -6,8 +6,8 @@ import torch
 from tiny_adapters import adapted, export_run, nf4
 from tiny_models import batch_of
 from tiny_runs import reviews, write_csv
+from trimtab.commands.merge import merge
 from trimtab.inference.load import load
-from trimtab.merging import merge
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from tiny_runs import reviews, write_csv
 from trimtab import Recipe, fit
+from trimtab.commands.verify_resume import prove_resume
 from trimtab.errors import LossNotFinite
-from trimtab.proof import prove_resume
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ from rounding import assert_same_up_to_rounding
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import Adapter, LoraSpec, adapter_of, add_adapter, load_adapter
-from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, newly_initialised
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 KINDS = {
     "bert": "sequence-classification",

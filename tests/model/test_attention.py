@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trimtab.model.attention import flash_runs, repeat_heads
+from trimtab.model.grouped_heads import flash_runs, repeat_heads
 
 
 def small(kind: str = "llama", key_value_heads: int = 2, **more) -> torch.nn.Module:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rounding import assert_same_up_to_rounding
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.data.metrics import Metrics
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import LossError, MissingDependency, RecipeError
 from trimtab.model import linear_cross_entropy
 from trimtab.model.chunked_loss import check_head
@@ -22,7 +22,7 @@ from trimtab.model.linear_cross_entropy import Job, chunk_rows, chunked_cross_en
 from trimtab.model.load import load_model
 from trimtab.model.losses import build_loss
 from trimtab.model.precision import Precision
-from trimtab.train.evaluate import Evaluator
+from trimtab.training.evaluate import Evaluator
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 _GATED = {**_SMALL, "num_key_value_heads": 1, "max_position_embeddings": 64}

@@ -5,8 +5,8 @@ import torch
 
 from tiny_models import config_of, tokenizer
 from trimtab.errors import RecipeError
-from trimtab.model.host_embedding import keep_embeddings_on_host
 from trimtab.model.load import load_model
+from trimtab.techniques.host_embeddings import keep_embeddings_on_host
 
 
 def llama(**config):

@@ -7,8 +7,8 @@ import torch
 
 from tiny_models import config_of, tokenizer
 from trimtab.errors import MissingDependency, RecipeError
-from trimtab.model.kernels import choose_kernels
 from trimtab.model.load import load_model
+from trimtab.techniques.kernels import choose_kernels
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import MissingDependency, RecipeError
 from trimtab.model import nf4 as nf4_module
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
-from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, newly_initialised
 from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded, stored_bytes
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
 

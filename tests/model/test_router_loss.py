@@ -5,16 +5,16 @@ import torch
 
 from tiny_models import TEXTS, batch_of, tokenizer
 from trimtab.data.metrics import Metrics
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import LossError
 from trimtab.model import router_loss as router_loss_module
 from trimtab.model.chunked_loss import check_head
-from trimtab.model.gradient_checkpointing import checkpoint_layers
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
 from trimtab.model.losses import build_loss
-from trimtab.train.evaluate import Evaluator
-from trimtab.train.step import window_gradients
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.training.evaluate import Evaluator
+from trimtab.training.step import window_gradients
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 _SMALL |= {"intermediate_size": 48, "max_position_embeddings": 64, "num_experts_per_tok": 2}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab import Engine
+from trimtab.engine.gradients import _multiply
 from trimtab.errors import LossError, RecipeError
-from trimtab.optim.gradients import _multiply
 
 VOCAB, LENGTH, ROWS = 11, 7, 12
 IGNORED = -100
@@ -382,7 +382,7 @@ def test_a_closure_is_refused_in_fp16():
 
 def test_weights_on_the_device_may_begin_with_nothing(monkeypatch):
     """What a device's weights go through, on the CPU: no host read, so zero is a value like any other."""
-    from trimtab.optim import accumulation
+    from trimtab.engine import accumulation
 
     monkeypatch.setattr(accumulation, "_checked", lambda weight, device: weight.float())
     engine = Engine(device="cpu")

@@ -38,7 +38,7 @@ from trimtab.accelerate import (
     synchronize_rng_states,
 )
 from trimtab.accelerate.latest import forget
-from trimtab.accelerate_verbs import _REFUSED
+from trimtab.engine.accelerate_verbs import _REFUSED
 from trimtab.errors import DoesNotFit, PrepareError, RecipeError
 
 

@@ -14,7 +14,7 @@ from trimtab.planner.allocator import (
     runs_under,
     segment_size,
 )
-from trimtab.planner.trace import Event
+from trimtab.planner.trace.recorder import Event
 
 KIB = 1024
 

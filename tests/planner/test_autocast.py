@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.planner.autocast import autocast_on_stand_in
-from trimtab.planner.cuda import CudaRules, Gpu, as_on_cuda
-from trimtab.planner.trace import Recorder
+from trimtab.planner.trace.autocast import autocast_on_stand_in
+from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.trace.recorder import Recorder
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

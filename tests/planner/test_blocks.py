@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from trimtab import Recipe
-from trimtab.build import tracing
-from trimtab.build.tracing import BatchShape, Choice, StepTracer
-from trimtab.planner.blocks import NotPeriodic, Repeat, extend, find_repeat
-from trimtab.planner.cuda import Gpu
 from trimtab.planner.memory import predict
-from trimtab.planner.plain import trace_plain_step
-from trimtab.planner.shortening import shorten, stacks_of
+from trimtab.planner.trace import recipe_step as tracing
+from trimtab.planner.trace.blocks import NotPeriodic, Repeat, extend, find_repeat
+from trimtab.planner.trace.cuda import Gpu
+from trimtab.planner.trace.plain_step import trace_plain_step
+from trimtab.planner.trace.recipe_step import BatchShape, Choice, StepTracer
+from trimtab.planner.trace.shortened_model import shorten, stacks_of
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 200}
 CONFIGS = {

@@ -1,5 +1,5 @@
 from trimtab.planner.host import PROCESS_BYTES, predict_host
-from trimtab.planner.trace import Birth, Trace
+from trimtab.planner.trace.recorder import Birth, Trace
 
 
 def trace(gradients: list[int], state: list[int]) -> Trace:

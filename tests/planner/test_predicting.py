@@ -8,10 +8,10 @@ import pytest
 
 import trimtab
 from tiny_models import config_of
-from trimtab.build.targets import known_target
 from trimtab.errors import ModelError, RecipeError
 from trimtab.planner.allocator import CAP_STEP, replay
 from trimtab.planner.memory import PARTS
+from trimtab.planner.target import known_target
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[2]

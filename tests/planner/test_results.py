@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trimtab.planner import results
-from trimtab.planner.results import run_on_meta
+from trimtab.planner.trace import cache as results
+from trimtab.planner.trace.cache import run_on_meta
 
 aten = torch.ops.aten
 

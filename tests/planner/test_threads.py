@@ -14,8 +14,8 @@ import trimtab
 from tiny_models import CONFIGS
 from trimtab.log import logger, say, say_once, unheard
 from trimtab.model import linear_cross_entropy
-from trimtab.planner.confinement import stand_ins_on_this_thread
-from trimtab.planner.default_dtype import own_default_dtype
+from trimtab.planner.trace.default_dtype import own_default_dtype
+from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4, "vocab_size": 500}
 # between them, every stand-in of the planner is in use

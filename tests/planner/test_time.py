@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.hardware.catalog import CATALOG
 from trimtab.planner.time import CALIBRATION, Calibration, op_seconds, step_seconds
-from trimtab.planner.trace import Op
+from trimtab.planner.trace.recorder import Op
 
 H200, T4 = CATALOG["h200"], CATALOG["t4"]
 EXACT = Calibration(

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from trimtab.model import linear_cross_entropy, lora_product, nf4, precision
 from trimtab.optim import quantized, stochastic_rounding
-from trimtab.planner.cuda import MIB, CudaRules, Gpu, as_on_cuda
-from trimtab.planner.plain import trace_plain_step
-from trimtab.planner.stand_ins import kernels_stood_in
-from trimtab.planner.trace import Owner, Recorder
+from trimtab.planner.trace.cuda import MIB, CudaRules, Gpu, as_on_cuda
+from trimtab.planner.trace.plain_step import trace_plain_step
+from trimtab.planner.trace.recorder import Owner, Recorder
+from trimtab.planner.trace.stand_ins import kernels_stood_in
 
 LLAMA = {
     "model_type": "llama",

@@ -9,7 +9,7 @@ import pytest
 
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import keys_of
-from trimtab.recipe.foreign import our_word
+from trimtab.recipe.foreign_keys import our_word
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
 
@@ -161,7 +161,7 @@ def test_the_library_is_named():
 
 @pytest.mark.parametrize("value", [None, True, "text", 1, 1.5, [], {}, {"a": 1}, object()])
 def test_no_value_breaks_an_answer(value):
-    from trimtab.recipe import foreign
+    from trimtab.recipe import foreign_keys as foreign
 
     names = {name for words in foreign._WORDS.values() for name in words}
     assert len(names) > 180

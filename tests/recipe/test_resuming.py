@@ -3,7 +3,7 @@
 import pytest
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.resuming import differences
+from trimtab.recipe.resume_rules import differences
 from trimtab.recipe.schema import Recipe
 
 

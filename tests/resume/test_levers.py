@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import Stopped
-from trimtab.tracking.journal import OF_THE_MOMENT
+from trimtab.runs.journal import OF_THE_MOMENT
 
 CASES = {
     "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}},

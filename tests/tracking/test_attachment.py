@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from trimtab.errors import CheckpointError
-from trimtab.tracking.attachment import About, Tracking, is_tracked, sent_of, shipping
+from trimtab.tracking.upload.attachment import About, Tracking, is_tracked, sent_of, shipping
 
 HOLDER = """
 import pathlib, sys, time
-from trimtab.tracking.attachment import shipping
+from trimtab.tracking.upload.attachment import shipping
 with shipping(pathlib.Path(sys.argv[1]), 0.0):
     print("held", flush=True)
     time.sleep(60)

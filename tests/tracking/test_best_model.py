@@ -16,13 +16,13 @@ import torch
 from tracked_models import CAUSAL, CLASSIFIER, THREE, TrackedModels, exported, loud
 
 from tiny_adapters import adapted, export_run, nf4
-from trimtab.distributed.launch_settings import free_port
+from trimtab.distributed.launch.settings import free_port
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
-from trimtab.tracking.best_model import NOTE
-from trimtab.tracking.mlflow_folder import kind_of_folder
+from trimtab.tracking.mlflow.best_model import NOTE
+from trimtab.tracking.mlflow.model_folder import kind_of_folder
 
 pytestmark = [  # of MLflow and what it stands on
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

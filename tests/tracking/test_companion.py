@@ -19,11 +19,11 @@ from trimtab import Recipe, fit
 from trimtab.build import sync_run
 from trimtab.errors import TrimtabError
 from trimtab.run import resume
-from trimtab.tracking import companion
-from trimtab.tracking.attachment import About
-from trimtab.tracking.companion import MlflowCompanion
-from trimtab.tracking.journal import OF_THE_MOMENT
-from trimtab.tracking.run_folder import RunFolder
+from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.run_folder import RunFolder
+from trimtab.tracking.upload import uploader as companion
+from trimtab.tracking.upload.attachment import About
+from trimtab.tracking.upload.uploader import MlflowCompanion
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy

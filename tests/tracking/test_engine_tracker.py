@@ -14,9 +14,9 @@ from tiny_runs import lines_of
 from trimtab import Engine
 from trimtab.build import sync_run
 from trimtab.errors import RecipeError
-from trimtab.tracking import companion
-from trimtab.tracking.mlflow_tracker import MlflowTracker
-from trimtab.tracking.run_folder import read_status, unfinished_run
+from trimtab.runs.run_folder import read_status, unfinished_run
+from trimtab.tracking.mlflow.tracker import MlflowTracker
+from trimtab.tracking.upload import uploader as companion
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy

@@ -7,10 +7,10 @@ import pytest
 
 from small_disk import mounted
 from trimtab.checkpoint.disk_errors import refused_path
-from trimtab.tracking import ship_process
-from trimtab.tracking.attachment import About, Tracking
-from trimtab.tracking.mlflow_server import Trouble, trouble_of
-from trimtab.tracking.ship_process import Patience, ship
+from trimtab.tracking.mlflow.server import Trouble, trouble_of
+from trimtab.tracking.upload import process as ship_process
+from trimtab.tracking.upload.attachment import About, Tracking
+from trimtab.tracking.upload.process import Patience, ship
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 from mlflow_servers import rows_on, runs_on
 
-from trimtab.tracking.mlflow_server import (
+from trimtab.tracking.mlflow.server import (
     ExperimentDeleted,
     MlflowServer,
     Row,

@@ -21,10 +21,10 @@ from trimtab.inference.classify import classify_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
 from trimtab.run import look_at_data, resume
-from trimtab.tracking import registry
-from trimtab.tracking.mlflow_folder import quiet_mlflow
-from trimtab.tracking.registry import fetch_model, find_model, local_source, pull_model, rank_runs
-from trimtab.tracking.run_folder import read_status
+from trimtab.runs.run_folder import read_status
+from trimtab.tracking.mlflow import registry
+from trimtab.tracking.mlflow.model_folder import quiet_mlflow
+from trimtab.tracking.mlflow.registry import fetch_model, find_model, local_source, pull_model, rank_runs
 
 TEXTS = ["the film was good", "a very long and dull story"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and what it stands on

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trimtab.errors import CheckpointError, RecipeError
-from trimtab.tracking.attachment import About, Tracking
-from trimtab.tracking.run_folder import RunFolder, check_free, default_folder, how_it_stands, list_runs
+from trimtab.runs.run_folder import RunFolder, check_free, default_folder, how_it_stands, list_runs
+from trimtab.tracking.upload.attachment import About, Tracking
 
 
 def status_of(path):
@@ -246,7 +246,7 @@ def test_killed_before_any_state_was_saved(tmp_path):
 
 def test_how_far_it_is_is_written_once_in_a_while_and_at_the_end(tmp_path, monkeypatch):
     """By a thread: the training does not wait for the disk."""
-    monkeypatch.setattr("trimtab.tracking.run_folder._STEP_WRITTEN_EVERY_S", 3600.0)
+    monkeypatch.setattr("trimtab.runs.run_folder._STEP_WRITTEN_EVERY_S", 3600.0)
     seldom = RunFolder(tmp_path / "seldom")
     seldom.start({}, num_steps=9)
     for step in (1, 2, 3):
@@ -254,7 +254,7 @@ def test_how_far_it_is_is_written_once_in_a_while_and_at_the_end(tmp_path, monke
     assert status_of(seldom.path)["step"] == 0
     seldom.finish("finished")
     assert status_of(seldom.path)["step"] == 3
-    monkeypatch.setattr("trimtab.tracking.run_folder._STEP_WRITTEN_EVERY_S", 0.01)
+    monkeypatch.setattr("trimtab.runs.run_folder._STEP_WRITTEN_EVERY_S", 0.01)
     often = RunFolder(tmp_path / "often")
     often.start({}, num_steps=9)
     often.record({"loss": 1.0}, 4)
@@ -289,7 +289,7 @@ def test_how_a_run_stands(tmp_path):
 
 def test_of_two_runs_that_find_the_same_folder_free_one_gets_it(tmp_path, monkeypatch):
     first = RunFolder(tmp_path / "run")
-    monkeypatch.setattr("trimtab.tracking.run_folder.check_free", lambda path: None)  # as it was a moment before
+    monkeypatch.setattr("trimtab.runs.run_folder.check_free", lambda path: None)  # as it was a moment before
     with pytest.raises(CheckpointError, match="is in use by process"):
         RunFolder(tmp_path / "run")
     assert status_of(first.path)["state"] == "running"

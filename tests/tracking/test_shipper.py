@@ -11,14 +11,14 @@ import pytest
 from mlflow_servers import Proxy, acked_of, free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of, wait_until
 
 from small_disk import mounted
-from trimtab.tracking import ship_process
-from trimtab.tracking.ahead import RowsAhead
-from trimtab.tracking.attachment import About, Tracking
-from trimtab.tracking.lines import rows_of
-from trimtab.tracking.mlflow_server import Row, mlflow_settings
-from trimtab.tracking.run_folder import RunFolder
-from trimtab.tracking.ship_process import Patience, ship
-from trimtab.tracking.shipper import _rises, flat_params, what_waits
+from trimtab.runs.run_folder import RunFolder
+from trimtab.tracking.mlflow.server import Row, mlflow_settings
+from trimtab.tracking.upload import process as ship_process
+from trimtab.tracking.upload.attachment import About, Tracking
+from trimtab.tracking.upload.journal_rows import rows_of
+from trimtab.tracking.upload.process import Patience, ship
+from trimtab.tracking.upload.server_history import RowsAhead
+from trimtab.tracking.upload.shipper import _rises, flat_params, what_waits
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own use of sqlalchemy
 
@@ -427,7 +427,7 @@ def test_what_a_line_says():
 
 
 def test_waiting_grows_and_is_said_once(monkeypatch):
-    from trimtab.tracking.mlflow_server import Trouble
+    from trimtab.tracking.mlflow.server import Trouble
 
     monkeypatch.setattr(ship_process, "_FIRST_WAIT_S", 1.0)
     monkeypatch.setattr(ship_process, "_LONGEST_WAIT_S", 60.0)

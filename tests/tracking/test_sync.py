@@ -13,8 +13,8 @@ import pytest
 from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of
 
 from trimtab.cli.main import main
-from trimtab.tracking import page
-from trimtab.tracking.run_folder import RunFolder
+from trimtab.runs.run_folder import RunFolder
+from trimtab.tracking.mlflow import ui as page
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy

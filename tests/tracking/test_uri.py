@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.tracking.uri import (
+from trimtab.tracking.mlflow.uri import (
     artifact_location,
     default_uri,
     local_uri,

@@ -6,7 +6,7 @@ from pathlib import Path
 from trimtab.checkpoint.export import export_model
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer
-from trimtab.tracking.best_model import log_best_model
+from trimtab.tracking.mlflow.best_model import log_best_model
 
 CLASSIFIER, CAUSAL = "sequence-classification", "causal-lm"
 THREE = {"num_labels": 3, "id2label": {0: "bad", 1: "fine", 2: "good"}, "label2id": {"bad": 0, "fine": 1, "good": 2}}

@@ -41,12 +41,12 @@ from trimtab.accelerate.operations import (
     synchronize_rng_states,
 )
 from trimtab.accelerate.seeding import set_seed
-from trimtab.data.dispatch import DispatchedLoader as DataLoaderDispatcher
-from trimtab.data.loader import PreparedLoader as DataLoaderShard
-from trimtab.data.seedable import SeedableRandomSampler
 from trimtab.distributed.world import DistributedType
-from trimtab.optim.prepared import PreparedOptimizer as AcceleratedOptimizer
-from trimtab.optim.prepared import PreparedScheduler as AcceleratedScheduler
+from trimtab.engine.dispatched_loader import DispatchedLoader as DataLoaderDispatcher
+from trimtab.engine.prepared_loader import PreparedLoader as DataLoaderShard
+from trimtab.engine.prepared_optimizer import PreparedOptimizer as AcceleratedOptimizer
+from trimtab.engine.prepared_optimizer import PreparedScheduler as AcceleratedScheduler
+from trimtab.engine.seedable_samplers import SeedableRandomSampler
 
 __all__ = [
     "AcceleratedOptimizer",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from trimtab.accelerate.latest import is_set, remember
-from trimtab.data.loader import PreparedLoader
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
+from trimtab.engine.loss_scaler import Scaler
+from trimtab.engine.prepared_loader import PreparedLoader
+from trimtab.engine.prepared_optimizer import PreparedOptimizer
 from trimtab.errors import RecipeError
-from trimtab.optim.prepared import PreparedOptimizer
-from trimtab.optim.scaling import Scaler
 
 _CURES = {
     "deepspeed_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",

@@ -8,14 +8,14 @@ import os
 import weakref
 from typing import Any
 
-from trimtab.accelerate_verbs import GradientState as _GradientView
-from trimtab.data.loader import ActiveLoaders
 from trimtab.distributed.environment import find_place
-from trimtab.distributed.join import find_world
 from trimtab.distributed.process_state import ProcessState
-from trimtab.engine import Engine
+from trimtab.distributed.rendezvous import find_world
+from trimtab.engine.accelerate_verbs import GradientState as _GradientView
+from trimtab.engine.accumulation import Accumulation
+from trimtab.engine.engine import Engine
+from trimtab.engine.prepared_loader import ActiveLoaders
 from trimtab.hardware.inventory import find_device
-from trimtab.optim.accumulation import Accumulation
 
 _latest: weakref.ref[Engine] | None = None
 _without_engine: ProcessState | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab.distributed.notebook import launch
+from trimtab.distributed.launch.notebook import launch
 from trimtab.errors import RecipeError
 
 

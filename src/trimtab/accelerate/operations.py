@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from trimtab.accelerate.latest import PartialState
-from trimtab.data.placement import to_device
-from trimtab.data.sharding import joined_rows
-from trimtab.distributed.data_parallel import DataParallel
+from trimtab.distributed.ddp import DataParallel
 from trimtab.distributed.world import map_tensors
+from trimtab.engine.placement import to_device
+from trimtab.engine.sharding import joined_rows
 from trimtab.errors import RecipeError
 
 T = TypeVar("T")

@@ -6,7 +6,6 @@ from trimtab.build.model import build_freezing, build_model, build_skeleton, pla
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.build.paths import with_absolute_paths, with_moved_paths
 from trimtab.build.plan import build_plan
-from trimtab.build.settling import Survey, settle, stored_plan, survey
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.build.tracking import build_companion, sync_run
 from trimtab.build.training import build_trainer
@@ -14,7 +13,6 @@ from trimtab.build.training import build_trainer
 __all__ = [
     "Data",
     "Loaded",
-    "Survey",
     "Tokens",
     "build_companion",
     "build_data",
@@ -29,9 +27,6 @@ __all__ = [
     "find_tracked_model",
     "place_model",
     "run_name",
-    "settle",
-    "stored_plan",
-    "survey",
     "sync_run",
     "with_absolute_paths",
     "with_model_here",

@@ -11,8 +11,8 @@ from trimtab.build.parts import Tokens
 from trimtab.data.batching import LengthGroupedBatches
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset
-from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.plan import Plan
 
 
 def train_batches(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> LengthGroupedBatches:

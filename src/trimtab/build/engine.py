@@ -7,16 +7,16 @@ import torch
 
 from trimtab.build.parts import Data, Tokens
 from trimtab.data.fingerprint import NoFingerprint, fingerprint
-from trimtab.data.placement import to_device
 from trimtab.data.tasks.base import Task
-from trimtab.distributed.data_parallel import leave_out
-from trimtab.engine import Engine
+from trimtab.distributed.ddp import leave_out
+from trimtab.engine.engine import Engine
+from trimtab.engine.placement import to_device
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import budget_in_bytes, keep_freed_memory, prefer_expandable_segments
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.randomness import use_deterministic_kernels
-from trimtab.recipe.resuming import flat
+from trimtab.recipe.resume_rules import flat
 from trimtab.recipe.schema import Recipe
 
 

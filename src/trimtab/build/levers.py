@@ -6,9 +6,9 @@ import torch
 
 from trimtab.build.model import adapter_settings
 from trimtab.build.parts import Loaded, Tokens
-from trimtab.data.placement import to_device
 from trimtab.data.tasks.base import Task
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
+from trimtab.engine.placement import to_device
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.chunked_loss import check_head, require_liger

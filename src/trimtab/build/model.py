@@ -8,18 +8,18 @@ import torch
 from trimtab.build.data import texts_of
 from trimtab.build.parts import Data, Loaded
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.adapters import LoraSpec, add_adapter
-from trimtab.model.attention import flash_runs, repeat_heads
 from trimtab.model.freeze import Freezing
-from trimtab.model.gradient_checkpointing import checkpoint_layers
-from trimtab.model.host_embedding import keep_embeddings_on_host
-from trimtab.model.kernels import choose_kernels, use_liger
+from trimtab.model.grouped_heads import flash_runs, repeat_heads
 from trimtab.model.load import load_model, load_skeleton, load_tokenizer, train_tokenizer
 from trimtab.model.nf4 import Nf4
 from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
+from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.host_embeddings import keep_embeddings_on_host
+from trimtab.techniques.kernels import choose_kernels, use_liger
 from trimtab.units import parse_every
 
 _LR_OF_ADAPTERS = 1e-4  # below it adapters learn slowly

@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.build.data import run_name
 from trimtab.data.sources import absolute_source, is_here
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.tracking.uri import with_sqlite_file
+from trimtab.tracking.mlflow.uri import with_sqlite_file
 
 _Change = Callable[[str], str]
 

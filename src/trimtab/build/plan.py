@@ -7,11 +7,11 @@ from trimtab.build.batches import fast_steps, train_batches
 from trimtab.build.levers import choose_loss, choose_optimizer, describe_adapter, spelled
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.batching import LengthGroupedBatches, padding_share
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.model.nf4 import num_weights
-from trimtab.recipe.plan import Outlook, Plan
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.plan import Outlook, Plan
 
 
 def build_plan(

@@ -14,7 +14,7 @@ from trimtab.errors import UserError
 from trimtab.model.load import check_config, load_config, load_tokenizer
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.tracking.registry import is_on_server
+from trimtab.tracking.mlflow.registry import is_on_server
 
 
 def missing_parts(recipe: Recipe) -> Iterator[Mistake]:

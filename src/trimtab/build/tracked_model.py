@@ -4,9 +4,9 @@ from pathlib import Path
 
 from trimtab.log import say
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.tracking.registry import TrackedModel, fetch_model, find_model, is_on_server
-from trimtab.tracking.run_folder import find_run
-from trimtab.tracking.uri import RUNS, default_uri, local_uri, sqlite_file, store_root
+from trimtab.runs.run_folder import find_run
+from trimtab.tracking.mlflow.registry import TrackedModel, fetch_model, find_model, is_on_server
+from trimtab.tracking.mlflow.uri import RUNS, default_uri, local_uri, sqlite_file, store_root
 
 MODEL_SOURCE = "model_source"  # in run.json
 

@@ -8,20 +8,20 @@ from trimtab import __version__
 from trimtab.addresses import redact
 from trimtab.build.data import run_name
 from trimtab.build.parts import Tokens
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.hardware.surroundings import describe_surroundings
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
-from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
-from trimtab.tracking.attachment import About, Tracking, shipping
-from trimtab.tracking.companion import Companion, MlflowCompanion, NoCompanion
-from trimtab.tracking.mlflow_server import mlflow_settings, trouble_of
-from trimtab.tracking.origin import origin_tags
-from trimtab.tracking.run_folder import Folder, FollowedFolder, find_run, is_own_loop, read_status
-from trimtab.tracking.shipper import flat_params, ship_all
-from trimtab.tracking.uri import tracking_uri
+from trimtab.runs.plan import Plan
+from trimtab.runs.run_folder import Folder, FollowedFolder, find_run, is_own_loop, read_status
+from trimtab.tracking.mlflow.origin_tags import origin_tags
+from trimtab.tracking.mlflow.server import mlflow_settings, trouble_of
+from trimtab.tracking.mlflow.uri import tracking_uri
+from trimtab.tracking.upload.attachment import About, Tracking, shipping
+from trimtab.tracking.upload.shipper import flat_params, ship_all
+from trimtab.tracking.upload.uploader import Companion, MlflowCompanion, NoCompanion
 
 
 def build_companion(

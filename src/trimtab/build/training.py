@@ -6,30 +6,29 @@ from typing import Any
 
 from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
-from trimtab.build.keeping import build_checkpoints, build_keeper, checkpoint_bytes
 from trimtab.build.levers import loads_kernels
 from trimtab.build.optimizer import optimizer_of
+from trimtab.build.outputs import build_checkpoints, build_keeper, checkpoint_bytes
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
-from trimtab.engine import Engine
+from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
-from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside
+from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside, usually_outside
 from trimtab.log import say_once
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss, build_loss, own_loss
 from trimtab.optim.schedules import build_schedule
-from trimtab.planner.memory import usually_outside
 from trimtab.randomness import set_seed
-from trimtab.recipe.plan import Plan
 from trimtab.recipe.schema import Recipe
-from trimtab.tracking.run_folder import Folder
-from trimtab.train.evaluate import Evaluator, OwnMetric
-from trimtab.train.hold import Hold
-from trimtab.train.loop import Schedule, Trainer
-from trimtab.train.progress import Progress
-from trimtab.train.stopping import Best, EarlyStopping
+from trimtab.runs.plan import Plan
+from trimtab.runs.run_folder import Folder
+from trimtab.training.evaluate import Evaluator, OwnMetric
+from trimtab.training.loop import Schedule, Trainer
+from trimtab.training.memory_guard import Hold
+from trimtab.training.progress import Progress
+from trimtab.training.stopping import Best, EarlyStopping
 from trimtab.units import Every, parse_every, parse_seconds
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trimtab.checkpoint.process import ran_at
+from trimtab.checkpoint.process_identity import ran_at
 from trimtab.errors import CheckpointError
 
 _BESIDE = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|outdated|removing)-(?P<pid>\d+)")

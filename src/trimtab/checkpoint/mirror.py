@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.checkpoints_folder import Shelf
 from trimtab.checkpoint.disk_errors import refused_path
 from trimtab.checkpoint.folder import clear_leftovers, remove_folder, sync_path, whole_folder
-from trimtab.checkpoint.shelf import Shelf
 from trimtab.checkpoint.store import why_invalid
 from trimtab.errors import CheckpointError
 from trimtab.log import say, say_once

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, entries, is_tensor, tensor_form
-from trimtab.checkpoint.frozen import FrozenBase, different_from, frozen_parameters, left_out
+from trimtab.checkpoint.frozen_base import FrozenBase, different_from, frozen_parameters, left_out
 from trimtab.checkpoint.store import StoredCheckpoint, TensorReader, write_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.optim.quantized import allocate_state, wait_for_paged

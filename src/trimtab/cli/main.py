@@ -159,10 +159,10 @@ def resume(
 @app.command()
 def checkpoints(run: Annotated[Path, typer.Argument(help="A run's folder, or its mirror.")]) -> None:
     """List the saved states of a run: step, metric, size, valid or why not."""
-    from trimtab.checkpoint.shelf import Shelf
+    from trimtab.checkpoint.checkpoints_folder import Shelf
     from trimtab.cli.output import show_checkpoints
     from trimtab.errors import RecipeError
-    from trimtab.tracking.run_folder import CHECKPOINTS, find_run
+    from trimtab.runs.run_folder import CHECKPOINTS, find_run
 
     status = find_run(run)
     if status is None:
@@ -219,7 +219,7 @@ def check(
         typer.echo(resolved_yaml(loaded))
         return
     from trimtab.cli.output import show_proof
-    from trimtab.proof import prove_resume
+    from trimtab.commands.verify_resume import prove_resume
 
     proof = prove_resume(loaded.recipe, device)
     show_proof(proof)
@@ -274,7 +274,7 @@ def data_show(
 ) -> None:
     """Print rows as the model sees them: tokens, which carry loss, lengths, labels, duplicates."""
     from trimtab.cli.output import show
-    from trimtab.data.show import render
+    from trimtab.data.report import render
     from trimtab.run import look_at_data
 
     loaded = _loaded(recipe, sets, model=model, data__train=data, data__eval=eval_data, task=task)
@@ -356,7 +356,7 @@ def merge(
 ) -> None:
     """Make one plain model of an adapter and its base, if it answers as the adapter does."""
     from trimtab.cli.output import show_merged
-    from trimtab.merging import merge as merge_adapter
+    from trimtab.commands.merge import merge as merge_adapter
 
     limits = {"max_kl": max_kl, "min_agreement": min_agreement}
     given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
@@ -367,7 +367,7 @@ def merge(
 def runs(root: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs")) -> None:
     """List runs: state, step, best metric, age."""
     from trimtab.cli.output import show_runs
-    from trimtab.tracking.run_folder import list_runs
+    from trimtab.runs.run_folder import list_runs
 
     show_runs(list_runs(root), root)
 
@@ -381,7 +381,7 @@ def best(
 ) -> None:
     """Show the runs of an experiment, the best first."""
     from trimtab.cli.output import show_ranking
-    from trimtab.tracking.registry import rank_runs
+    from trimtab.tracking.mlflow.registry import rank_runs
 
     show_ranking(rank_runs(experiment, metric, uri), as_json=json_lines)
 
@@ -394,7 +394,7 @@ def pull(
     uri: Uri = None,
 ) -> None:
     """Fetch a model from the tracking server, as a Hugging Face folder."""
-    from trimtab.tracking.registry import pull_model
+    from trimtab.tracking.mlflow.registry import pull_model
 
     found = pull_model(model, folder, metric=metric, uri=uri)
     typer.echo(f"{folder}: {found.words}")
@@ -417,7 +417,7 @@ def ui(
     port: Annotated[int, typer.Option(help="Of the page.")] = 5000,
 ) -> None:
     """Open MLflow's own page on the runs below a folder; Ctrl-C ends it."""
-    from trimtab.tracking.page import serve_page
+    from trimtab.tracking.mlflow.ui import serve_page
 
     raise typer.Exit(serve_page(root, port, typer.echo))
 
@@ -439,7 +439,7 @@ def demo(
 ) -> None:
     """Fine-tune a real pretrained model on real text, on this machine, in about a minute."""
     from trimtab.cli.output import show_demo
-    from trimtab.demo import run_classifier_demo, run_language_model_demo
+    from trimtab.commands.demo import run_classifier_demo, run_language_model_demo
 
     mode = progress_mode(quiet, json_lines)
     result = (run_language_model_demo if lm else run_classifier_demo)(mode, out)
@@ -456,7 +456,7 @@ def config(
 ) -> None:
     """Write a commented launch file: how many processes, on which hosts."""
     from trimtab.cli.output import ask
-    from trimtab.distributed.launch_config import QUESTIONS, write_launch_file
+    from trimtab.distributed.launch.questions import QUESTIONS, write_launch_file
 
     typer.echo(write_launch_file(to, [] if default else QUESTIONS, ask))
 
@@ -485,9 +485,9 @@ def launch(
 ) -> None:
     """Start a script or a recipe on several processes, here or on several hosts."""
     from trimtab.cli.output import show_launch
-    from trimtab.distributed.launch import plan_launch
-    from trimtab.distributed.launch_file import read_launch_file, split_hosts
-    from trimtab.distributed.launch_run import start
+    from trimtab.distributed.launch.command import plan_launch
+    from trimtab.distributed.launch.file import read_launch_file, split_hosts
+    from trimtab.distributed.launch.run import start
 
     given = {
         "processes": processes,
@@ -533,8 +533,8 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Measure variants of a recipe side by side: memory, speed, loss; each run in a fresh process."""
-    from trimtab.comparing import Protocol, candidates_of, choose_variants, make_folder
-    from trimtab.comparing import compare as run_comparison
+    from trimtab.commands.compare import Protocol, candidates_of, choose_variants, make_folder
+    from trimtab.commands.compare import compare as run_comparison
     from trimtab.report.tables import anatomy_table, main_table, notes, write_folder
     from trimtab.report.verdict import verdict
     from trimtab.units import parse_seconds

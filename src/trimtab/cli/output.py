@@ -13,14 +13,14 @@ from trimtab.log import logger
 from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from trimtab.build import Survey
-    from trimtab.checkpoint.shelf import Checkpoint
-    from trimtab.distributed.launch import LaunchPlan
-    from trimtab.merging import Merged
-    from trimtab.proof import Proof
+    from trimtab.checkpoint.checkpoints_folder import Checkpoint
+    from trimtab.commands.merge import Merged
+    from trimtab.commands.verify_resume import Proof
+    from trimtab.distributed.launch.command import LaunchPlan
+    from trimtab.planner.decide import Survey
     from trimtab.run import Result
-    from trimtab.tracking.ranking import Ranking
-    from trimtab.tracking.run_folder import RunSummary
+    from trimtab.runs.run_folder import RunSummary
+    from trimtab.tracking.mlflow.ranking import Ranking
 
 _WIDEST = 10_000  # of a table that goes into a file or a program: a line of it is a row
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimtab.data.ranks import RankedScores
+from trimtab.data.auc import RankedScores
 from trimtab.errors import LossError, RecipeError
 
 _HIGHER_IS_BETTER = {

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trimtab.distributed.data_parallel import DataParallel, DataParallelOptions
-from trimtab.distributed.monitor import Monitor, NoMonitor
-from trimtab.distributed.shares import share_of
+from trimtab.distributed.ddp import DataParallel, DataParallelOptions
+from trimtab.distributed.health.monitor import Monitor, NoMonitor
+from trimtab.distributed.row_shares import share_of
 from trimtab.distributed.world import DistributedType, Number, check_reduction, concatenated, map_tensors
 from trimtab.errors import RecipeError
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from trimtab.distributed.monitor import Monitor, NoMonitor
+from trimtab.distributed.health.monitor import Monitor, NoMonitor
 from trimtab.errors import RecipeError
 
 T = TypeVar("T")

@@ -19,6 +19,10 @@ from trimtab.units import bytes_as_words, format_bytes, parse_bytes
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # a context with its libraries takes 0.3 to 0.8 GiB; what is more belongs to other processes, which no budget counts
 _LARGEST_CONTEXT = 2**30
+# CUDA's context and libraries, as nvidia-smi sees them beside the allocator; with kernels of Triton and bitsandbytes
+# more. Measured on an H200 with CUDA 13.
+CONTEXT_BYTES = 850 * 2**20
+KERNELS_BYTES = 125 * 2**20
 _capped: set[torch.device] = set()
 _WORDS_OF_TOO_LITTLE = ("out of memory", "can't allocate memory", "status_alloc_failed")
 
@@ -261,3 +265,8 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
     return bool(mallopt(mmap_threshold, 2**30)) and bool(mallopt(trim_threshold, 2**31 - 1))
+
+
+def usually_outside(with_kernels: bool) -> int:
+    """What a process holds of a GPU besides the allocator's, once its steps run: the context and loaded kernels."""
+    return CONTEXT_BYTES + (KERNELS_BYTES if with_kernels else 0)

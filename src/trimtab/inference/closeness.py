@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trimtab.data.placement import to_device
 from trimtab.data.tasks.base import Task
+from trimtab.engine.placement import to_device
 from trimtab.model.forward import IGNORED, logits_of, run_model
 
 _KEPT_BYTES = 512 * 2**20  # of all answers of the first model, on the host

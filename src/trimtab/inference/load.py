@@ -11,7 +11,7 @@ from trimtab.errors import ModelError
 from trimtab.inference.adapted import kind_of, load_adapted, read_adapter_source, tokenizer_of
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
-from trimtab.tracking.registry import best_name, local_source
+from trimtab.tracking.mlflow.registry import best_name, local_source
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What MLflow loads, by the name of this module, to serve a model that its own loader cannot: `trimtab.load` does.
 
-See `trimtab.tracking.mlflow_folder`, which decides which models those are.
+See `trimtab.tracking.mlflow.model_folder`, which decides which models those are.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from trimtab.errors import DataError
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.load import Loaded, load
-from trimtab.tracking.mlflow_folder import MODEL
+from trimtab.tracking.mlflow.model_folder import MODEL
 
 _PAIR = ("text", "text_pair")
 

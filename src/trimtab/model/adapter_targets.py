@@ -9,6 +9,7 @@ import torch
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
+from trimtab.model.blocks import blocks_of
 from trimtab.model.load import newly_initialised
 from trimtab.model.nf4 import base_parts, num_weights
 
@@ -133,8 +134,6 @@ def _linear_of(model: Any, pattern: str, linear: Mapping[str, torch.nn.Module], 
 
 
 def _in_layers(model: Any, chosen: dict[str, torch.nn.Module], layers: tuple[int, int]) -> dict[str, torch.nn.Module]:
-    from trimtab.model.gradient_checkpointing import blocks_of
-
     blocks = [name for name, _ in blocks_of(model)]
     first, last = (index + len(blocks) if index < 0 else index for index in layers)
     if not 0 <= first <= last < len(blocks):

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import require_extra
+from trimtab.model.blocks import blocks_of
 
 _BLOCK = 64  # weights that share one scale
 _NESTED_BLOCK = 256  # scales that share one scale, with double quantization
@@ -261,7 +262,7 @@ def build_quantized(auto_class: Any, config: Any, dtype: torch.dtype, nf4: Nf4, 
     model = skeleton(auto_class, config, dtype)
     names = quantizable(model)
     with torch.no_grad():
-        for block_name, block in _blocks_of(model):
+        for block_name, block in blocks_of(model):
             _materialize(block, device)
             _initialise(block, _owner_of(model, block_name))
             for name in names:
@@ -275,15 +276,6 @@ def build_quantized(auto_class: Any, config: Any, dtype: torch.dtype, nf4: Nf4, 
     settle(model, nf4, names)
     gc.collect()  # what was replaced may hang in a cycle, a matrix of half precision with it
     return model
-
-
-def _blocks_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    from trimtab.model.gradient_checkpointing import blocks_of
-
-    try:
-        return blocks_of(model)
-    except RecipeError:  # a model without repeated blocks is small enough to be made at once
-        return []
 
 
 def skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:

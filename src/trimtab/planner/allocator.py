@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trimtab.planner.trace import Event
+from trimtab.planner.trace.recorder import Event
 
 MIB = 2**20
 ROUNDING = 512

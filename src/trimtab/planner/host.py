@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab.planner.trace import Trace
+from trimtab.planner.trace.recorder import Trace
 
 GIB = 2**30
 # Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured beside an H200.

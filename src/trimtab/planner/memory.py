@@ -4,14 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trimtab.hardware.memory import usually_outside
 from trimtab.planner.allocator import peaks, round_size, runs_under, smallest_cap
-from trimtab.planner.trace import Event, Trace
+from trimtab.planner.trace.recorder import Event, Trace
 
-MIB = 2**20
-# CUDA's context and libraries, as nvidia-smi sees them beside the allocator; with kernels of Triton and bitsandbytes
-# more. Measured on an H200 with CUDA 13.
-CONTEXT_BYTES = 850 * MIB
-KERNELS_BYTES = 125 * MIB
 PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
 
 
@@ -105,11 +101,6 @@ def beside_library_of(trace: Trace, other: Trace) -> Trace:
     later = len(events)
     marks = tuple(replace(mark, event=mark.event + later) for mark in trace.marks)
     return replace(trace, events=(*events, *trace.events), births={**births, **trace.births}, marks=marks)
-
-
-def usually_outside(with_kernels: bool) -> int:
-    """What a process holds of a GPU besides the allocator's, once its steps run: the context and loaded kernels."""
-    return CONTEXT_BYTES + (KERNELS_BYTES if with_kernels else 0)
 
 
 def _peak(events: Sequence[Event]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.hardware.catalog import Device
-from trimtab.planner.trace import Op
+from trimtab.planner.trace.recorder import Op
 
 
 @dataclass(frozen=True)

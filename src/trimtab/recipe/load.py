@@ -13,9 +13,9 @@ from typing import Any
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.recipe.describe import Key, choices_of, is_section, keys_of
-from trimtab.recipe.kinds import says_none, says_off
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import Recipe, Section
+from trimtab.recipe.value_types import says_none, says_off
 from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
 
 _KEYS = {key.dotted: key for key in keys_of(Recipe)}

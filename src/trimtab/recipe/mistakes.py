@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from trimtab.addresses import redact
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import Key, Later, choices_of, is_section, keys_of
-from trimtab.recipe.foreign import our_value, our_word
+from trimtab.recipe.foreign_keys import our_value, our_word
 from trimtab.recipe.yaml_text import as_yaml
 
 _LONGEST_VALUE = 60

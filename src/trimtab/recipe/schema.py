@@ -18,8 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from trimtab.recipe.consistency import contradictions
 from trimtab.recipe.describe import Later
-from trimtab.recipe.kinds import (
+from trimtab.recipe.mistakes import Mistake, mistakes_of, refuse, without
+from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
     BlockRange,
@@ -46,8 +48,6 @@ from trimtab.recipe.kinds import (
     Warmup,
     tidy,
 )
-from trimtab.recipe.mistakes import Mistake, mistakes_of, refuse, without
-from trimtab.recipe.rules import contradictions
 
 R = TypeVar("R")
 Beta = Annotated[float, Ge(0), Lt(1)]

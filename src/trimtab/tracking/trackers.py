@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.errors import RecipeError
-from trimtab.tracking.journal import Journal
-from trimtab.tracking.mlflow_tracker import MlflowTracker
+from trimtab.runs.journal import Journal
+from trimtab.tracking.mlflow.tracker import MlflowTracker
 
 
 class Tracker(Protocol):

@@ -1,0 +1,233 @@
+"""One variant of a comparison, measured in a process of its own: the child that `trimtab.commands.compare` starts.
+
+The run is the real one, `trimtab.run.fit` with a callback that looks at the clock; nothing of it is kept.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.errors import TrimtabError, UserError
+from trimtab.hardware.memory import is_out_of_memory, peak_memory, wanted_words
+from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.report.anatomy import MemoryWatch
+from trimtab.report.compare import Measurement
+
+_WORTH_A_RECORD = 1.02  # a batch so much larger than that of the last record is recorded too
+
+
+class Enough(Exception):  # noqa: N818 (nothing is wrong)
+    """Ends a run that has shown what it had to, before its model is written."""
+
+
+class StepClock:
+    """When each step ended. An accelerator notes the time by itself: nobody waits for it until the end.
+
+    Args:
+        device: Where the steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
+        self._ticks: list[Any] = []
+
+    def tick(self) -> None:
+        """A step has ended, or the first of them begins."""
+        if self._module is not None:
+            event = self._module.Event(enable_timing=True)
+            event.record()
+            self._ticks.append(event)
+        else:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
+            self._ticks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """The time from each tick to the next."""
+        if self._module is not None:
+            self._module.synchronize(self._device)
+            return [one.elapsed_time(next_) / 1e3 for one, next_ in zip(self._ticks, self._ticks[1:], strict=False)]
+        return [next_ - one for one, next_ in zip(self._ticks, self._ticks[1:], strict=False)]
+
+
+class Observer:
+    """A callback that measures a run: time and tokens of each step, the peak, and what the memory was at it.
+
+    The largest batch so far is run under a `MemoryWatch`; such a step, and the next, which finds an idle device, are
+    not timed.
+
+    Args:
+        folder: The folder of the run.
+        num_steps: How many steps the run has.
+        num_warmup: How many of them are not timed.
+        records_memory: Whether to look into the memory.
+        evaluates: Whether an evaluation follows the last step.
+    """
+
+    def __init__(self, folder: Path, num_steps: int, num_warmup: int, *, records_memory: bool, evaluates: bool) -> None:
+        self._folder = folder
+        self._num_steps, self._num_warmup, self._evaluates = num_steps, num_warmup, evaluates
+        self._records_memory = records_memory
+        self._watch: MemoryWatch | None = None
+        self._largest = 0.0
+        self._clock: StepClock | None = None
+        self._step = 0  # the last one that has ended
+        self._rows: dict[int, int] = {}
+        self._tokens: dict[int, list[torch.Tensor | int]] = {}
+        self._not_timed: set[int] = set()
+        self._parent = os.getppid()
+        self.numbers: dict[str, Any] = {}
+        self.metrics: dict[str, float] = {}
+
+    def on_step(self, state: Any) -> None:
+        """Note the time; after the last step read everything."""
+        if os.getppid() != self._parent:
+            sys.exit("the comparison that this run belongs to is gone")
+        self._step = state.step
+        if self._clock is None:
+            self._begin(state)
+        if self._watch is not None and self._watch.is_recording:
+            self.numbers["anatomy"] = self._watch.stop()
+            self._not_timed |= {self._step, self._step + 1}
+        assert self._clock is not None
+        self._clock.tick()
+        if self._step == self._num_steps:
+            self._read()
+            if not self._evaluates:
+                raise Enough
+
+    def on_eval(self, state: Any, metrics: dict[str, float]) -> None:
+        """The evaluation after the last step is the last thing wanted of a run."""
+        if state.step >= self._num_steps:
+            self.metrics = dict(metrics)
+            raise Enough
+
+    def _begin(self, state: Any) -> None:
+        """After the first step, in which the optimizer made its state."""
+        # not that of a parameter, which may stay on the host
+        self._device = torch.device(json.loads((self._folder / "plan.json").read_text())["device"])
+        self._clock = StepClock(self._device)
+        if self._records_memory:
+            self._watch = MemoryWatch(state.model, state.optimizer, self._device)
+        state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not model.training:
+            return
+        step, inputs = self._step + 1, {name: v for name, v in kwargs.items() if isinstance(v, torch.Tensor)}
+        tokens, mask = next(iter(inputs.values())), inputs.get("attention_mask")
+        self._rows[step] = self._rows.get(step, 0) + tokens.shape[0]
+        self._tokens.setdefault(step, []).append(tokens.numel() if mask is None or mask.dim() != 2 else mask.sum())
+        size = sum(tensor.numel() for tensor in inputs.values())
+        if self._watch is not None and not self._watch.is_recording and size > _WORTH_A_RECORD * self._largest:
+            self._largest = size
+            self._watch.start()
+
+    def _read(self) -> None:
+        assert self._clock is not None
+        seconds = dict(zip(range(2, self._num_steps + 1), self._clock.seconds(), strict=True))
+        timed = [step for step in seconds if step > self._num_warmup and step not in self._not_timed]
+        if not timed:  # a very short run: better times with a disturbance in them than none
+            timed = [step for step in seconds if step > self._num_warmup]
+        self.numbers |= {
+            "step_s": [seconds[step] for step in timed],
+            "num_rows": sum(self._rows[step] for step in timed),
+            "num_tokens": sum(int(tokens) for step in timed for tokens in self._tokens[step]),
+            **_peaks(self._device),
+        }
+
+
+def _peaks(device: torch.device) -> dict[str, Any]:
+    peaks: dict[str, Any] = {"host_peak_bytes": peak_memory(torch.device("cpu"))}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        peaks |= {
+            "allocated_peak_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_peak_bytes": torch.cuda.max_memory_reserved(device),
+            "outside_bytes": max(0, total - free - torch.cuda.memory_reserved(device)),
+        }
+    elif device.type != "cpu":
+        peaks["allocated_peak_bytes"] = peak_memory(device)
+    return peaks
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run what a spec says.
+
+    Args:
+        spec: "recipe", "run" (its folder), "device", "num_steps", "num_warmup", "repeat", "records_memory".
+
+    Returns:
+        "measurement" and "surroundings", or "failure": why there is no measurement, in a few words.
+    """
+    from trimtab.recipe.schema import Recipe
+    from trimtab.run import fit
+
+    began, folder = time.monotonic(), Path(spec["run"])
+    try:
+        recipe = Recipe(**spec["recipe"], out=str(folder))
+        evaluates = bool(recipe.data.eval or recipe.data.eval_share or recipe.limits.overfit_batches)
+        observer = Observer(
+            folder,
+            spec["num_steps"],
+            spec["num_warmup"],
+            records_memory=spec["records_memory"],
+            evaluates=evaluates,
+        )
+        fit(recipe, callbacks=[observer], progress="quiet", device=spec["device"])
+    except Enough:
+        pass
+    except UserError as error:
+        return {"failure": _first_line(error.problem), "cure": error.cure}
+    except TrimtabError as error:
+        return {"failure": _first_line(str(error))}
+    except Exception as error:
+        if is_out_of_memory(error):
+            return {"failure": _out_of_memory(error)}
+        raise
+    plan = json.loads((folder / "plan.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measurement = Measurement(
+        repeat=spec["repeat"],
+        num_steps=spec["num_steps"],
+        losses=tuple((line["step"], line["loss"]) for line in lines if "loss" in line and "step" in line),
+        metrics=observer.metrics,
+        metric=plan["metric"],
+        plan=plan,
+        wall_s=time.monotonic() - began,
+        **observer.numbers,
+    )
+    surroundings = describe_surroundings(plan["device"], torch.get_num_threads())
+    return {"measurement": asdict(measurement), "surroundings": surroundings}
+
+
+def _out_of_memory(error: BaseException) -> str:
+    wanted = wanted_words(error)
+    return f"out of memory (tried to allocate {wanted})" if wanted else "out of memory"
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (
+        " ".join(lines[:2]) if len(lines) > 1 and lines[0].endswith(":") else lines[0] if lines else "no reason given"
+    )
+
+
+def main(spec_file: str) -> None:
+    """Measure what a spec file says, and write the result beside it."""
+    spec = json.loads(Path(spec_file).read_text())
+    result = measure(spec)
+    beside = Path(spec["result"]).with_suffix(".writing")
+    beside.write_text(json.dumps(result))
+    beside.replace(spec["result"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

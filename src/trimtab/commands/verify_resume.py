@@ -1,0 +1,179 @@
+"""The proof of resuming on a user's own recipe: a few steps undisturbed, and the same killed for real and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trimtab.checkpoint.checkpoints_folder import Shelf
+from trimtab.checkpoint.tensor_file import as_bytes
+from trimtab.errors import RecipeError, TrimtabError, UserError
+from trimtab.log import say
+from trimtab.recipe.load import load_recipe
+from trimtab.recipe.schema import Recipe
+from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.run_folder import CHECKPOINTS
+
+_SAVED_AT, _KILLED_AT, _NUM_STEPS = 3, 5, 8
+_WRITTEN_WITHIN_S = 300.0
+_REFUSED = "refused.json"  # a mistake of the user, from the process that found it
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the comparison found."""
+
+    num_tensors: int
+    num_lines: int
+    resumed_from: int
+    difference: str = ""  # the first one; empty if all is equal
+
+
+def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
+    """Train a few steps of a recipe twice, once killed with SIGKILL and resumed, and compare every bit.
+
+    Args:
+        recipe: The recipe; it is shortened, and nothing of it is kept.
+        device: Where to train.
+
+    Raises:
+        UserError: The recipe cannot be trained.
+        TrimtabError: One of the runs failed by itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="trimtab-proof-") as name:
+        home = Path(name)
+        (home / "recipe.yaml").write_text(yaml.safe_dump(_shortened(recipe), allow_unicode=True))
+        say(f"{_NUM_STEPS} steps, undisturbed …")
+        _run(home, "whole", device)
+        say(f"the same, killed after step {_KILLED_AT} …")
+        _run(home, "killed", device, kill_at=_KILLED_AT)
+        say("… and resumed")
+        said = _run(home, "killed", device, resume=True)
+        if f"goes on from step-{_SAVED_AT}" not in said:
+            raise TrimtabError(f"the run was killed, but did not go on from step {_SAVED_AT}:\n{said[-2000:]}")
+        return _compare(home / "whole", home / "killed")
+
+
+def _shortened(recipe: Recipe) -> dict[str, Any]:
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    train = {key: value for key, value in values.get("train", {}).items() if key not in ("epochs", "max_time")}
+    values["train"] = train | {"max_steps": _NUM_STEPS, "log_every": 1, "deterministic": True}
+    values["checkpoint"] = {"every": f"{_SAVED_AT} steps", "keep": 2}
+    values["evaluate"] = values.get("evaluate", {}) | {"every": "2 steps"}
+    values["limits"] = {"eval": 2} | {
+        key: value for key, value in values.get("limits", {}).items() if key in ("train", "overfit_batches")
+    }
+    if values["limits"].get("overfit_batches"):
+        values["limits"].pop("eval")
+    values.pop("early_stopping", None)
+    values["track"] = "none"
+    return {key: value for key, value in values.items() if key not in ("out", "name")}
+
+
+def _run(home: Path, name: str, device: str | None, kill_at: int | None = None, resume: bool = False) -> str:
+    """One run in a process of its own; what it said."""
+    command = [
+        sys.executable,
+        "-m",
+        "trimtab.commands.verify_resume",
+        str(home),
+        name,
+        device or "",
+        str(kill_at or 0),
+        str(int(resume)),
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if (home / _REFUSED).exists():
+        raise UserError(*json.loads((home / _REFUSED).read_text()))
+    expected = -signal.SIGKILL if kill_at else 0
+    if done.returncode != expected:
+        raise TrimtabError(f"the run ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+class _Killer:
+    """Kills its own process after a step, as an outage would."""
+
+    def __init__(self, at_step: int, saved: Path) -> None:
+        self._at_step, self._saved = at_step, saved
+
+    def on_step(self, state: Any) -> None:
+        if state.step == self._at_step:
+            deadline = time.monotonic() + _WRITTEN_WITHIN_S
+            while not self._saved.exists() and time.monotonic() < deadline:  # it is written beside the training
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _child(home: str, name: str, device: str, kill_at: str, resume: str) -> None:
+    from trimtab.run import fit
+
+    loaded = load_recipe(Path(home) / "recipe.yaml", {"out": str(Path(home) / name)}, [])
+    saved = Path(home) / name / CHECKPOINTS / f"step-{_SAVED_AT}"
+    callbacks = [_Killer(int(kill_at), saved)] if int(kill_at) else []
+    try:
+        fit(loaded, callbacks=callbacks, progress="quiet", device=device or None, resume=bool(int(resume)))
+    except UserError as error:
+        (Path(home) / _REFUSED).write_text(json.dumps([error.problem, error.cure]))
+        sys.exit(error.exit_code)
+
+
+def _compare(whole: Path, resumed: Path) -> Proof:
+    one, other = (_last_checkpoint(run) for run in (whole, resumed))
+    num_tensors, num_lines, difference = 0, 0, ""
+    for label, first, second in _pairs(one, other):
+        num_tensors += 1
+        difference = difference or _tensor_difference(label, first, second)
+    lines = [_lines(run) for run in (whole, resumed)]
+    num_lines = len(lines[0])
+    if lines[0] != lines[1] and not difference:
+        at = next((i for i, pair in enumerate(zip(*lines, strict=False)) if pair[0] != pair[1]), min(map(len, lines)))
+        found = [run[at] if at < len(run) else "nothing" for run in lines]
+        difference = f"line {at + 2} of metrics.jsonl: {found[0]} and, resumed, {found[1]}"
+    return Proof(num_tensors, num_lines, _SAVED_AT, difference)
+
+
+def _last_checkpoint(run: Path) -> Path:
+    newest = Shelf(run / CHECKPOINTS).newest()
+    if newest is None or newest.step != _NUM_STEPS:
+        raise RecipeError(f"{run.name} has no state of step {_NUM_STEPS}", "the data must allow that many steps")
+    return newest.path
+
+
+def _pairs(one: Path, other: Path) -> Iterator[tuple[str, Any, Any]]:
+    from safetensors.torch import load_file
+
+    for path in sorted(one.glob("*.safetensors")):
+        tensors = [load_file(folder / path.name) if (folder / path.name).exists() else {} for folder in (one, other)]
+        for key in dict.fromkeys([*tensors[0], *tensors[1]]):
+            yield f"{path.stem}: {key}", tensors[0].get(key), tensors[1].get(key)
+
+
+def _tensor_difference(label: str, one: Any, other: Any) -> str:
+    import torch
+
+    if one is None or other is None:
+        return f"{label} is missing in one of them"
+    if one.shape == other.shape and one.dtype == other.dtype and torch.equal(*map(as_bytes, (one, other))):
+        return ""
+    if one.shape != other.shape or not one.is_floating_point():
+        return f"{label} differs"
+    return f"{label} differs by up to {(one.double() - other.double()).abs().max().item():.3g}"
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
+    return [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines]
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

@@ -1,0 +1,31 @@
+"""A prepared loader of which only the first process reads the data, and sends the others their part.
+
+For data that is costly to read, that only one process can read, or that comes in another order each time it is read.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trimtab.engine.prepared_loader import PreparedLoader
+
+
+class DispatchedLoader(PreparedLoader):
+    """A prepared loader whose batches come from the first process."""
+
+    def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """A copy that is read batch by batch; on the other processes it never starts a worker."""
+        source = self._copy_of(loader)
+        if self._world.process_index > 0:
+            object.__setattr__(source, "persistent_workers", False)
+            object.__setattr__(source, "num_workers", 0)
+        return source
+
+    def _iterate(self) -> Iterator[Any]:
+        return super()._iterate() if self._world.process_index == 0 else iter(())
+
+    def _read_group(self, batches: Iterator[Any]) -> list[Any]:
+        group = self._world.object_of_first(super()._read_group(batches))
+        self._first_group = self._first_group or group
+        return group

@@ -1,0 +1,42 @@
+"""The repeated blocks of a model: transformer layers, found by transformers' own mark or as items of a module list."""
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of a model with their names, in the order of the model (encoder before decoder).
+
+    Empty where the model has none.
+    """
+    return list(_outermost(model, _is_marked)) or list(_outermost_items(model))
+
+
+def _is_marked(module: nn.Module) -> bool:
+    """Whether transformers marks the module as a block. By name, since a model of one's own must not import it."""
+    return any(parent.__name__ == "GradientCheckpointingLayer" for parent in type(module).__mro__)
+
+
+def _outermost(
+    module: nn.Module, is_wanted: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if is_wanted(child):
+            yield prefix + name, child
+        else:
+            yield from _outermost(child, is_wanted, f"{prefix}{name}.")
+
+
+def _outermost_items(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The items of lists of like modules, for models that mark nothing."""
+    for name, stack in _outermost(model, _is_stack):
+        for number, block in stack.named_children():
+            yield f"{name}.{number}", block
+
+
+def _is_stack(module: nn.Module) -> bool:
+    items = list(module.children())
+    is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(items) > 1)
+    # a Sequential of a few layers, or a list of single Linear modules, holds no blocks
+    return is_list and len({type(item) for item in items}) == 1 and any(items[0].children())

@@ -1,0 +1,301 @@
+"""Blocks of a model repeat: a few of them are traced, and the record of the whole model is made from theirs.
+
+Not by a formula: the events of one block are repeated, each storage in the place that it would have, so that everything
+that reads a trace (peaks, the allocator's model, times) sees what a trace of the whole model would have shown.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimtab.planner.trace.recorder import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
+
+_BEFORE, _AFTER = 1, 2  # blocks at each side of the repeated ones that have other neighbours
+
+
+class NotPeriodic(Exception):  # noqa: N818 (the cure is to trace the whole model)
+    """The blocks that were traced do not tell what the others would do."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Which blocks of a stack are repeated.
+
+    Attributes:
+        first: The first block of the unit, in the traced model.
+        period: How many blocks the unit has.
+        num_more: How often it is repeated beyond the one time that was traced.
+    """
+
+    first: int
+    period: int
+    num_more: int
+
+
+def find_repeat(kinds: Sequence[Any]) -> tuple[Repeat, list[int]] | None:
+    """How a stack of blocks can be shortened.
+
+    Args:
+        kinds: What each block is: those that are alike are equal.
+
+    Returns:
+        The unit, and the blocks to keep; None where nothing is won.
+    """
+    best: tuple[Repeat, list[int]] | None = None
+    for period in range(1, len(kinds) // 2 + 1):
+        begin, end = _longest_run(kinds, period)
+        first = begin + max(_BEFORE, period)
+        room = end - first - max(_AFTER, period)  # blocks that may be the unit or be left out
+        num_units = room // period
+        if num_units < 2:
+            continue
+        num_out = (num_units - 1) * period
+        kept = [*range(first + period), *range(first + period + num_out, len(kinds))]
+        if best is None or len(kept) < len(best[1]):
+            best = Repeat(first, period, num_units - 1), kept
+    return best
+
+
+def _longest_run(kinds: Sequence[Any], period: int) -> tuple[int, int]:
+    """The longest stretch in which each block is like the one a period before."""
+    best, begin = (0, 0), 0
+    for index in range(len(kinds) + 1):
+        if index == len(kinds) or (index >= begin + period and kinds[index] != kinds[index - period]):
+            if index - begin > best[1] - best[0]:
+                best = begin, index
+            begin = index - period + 1
+    return best
+
+
+# ---------------------------------------------------------------------- watching blocks
+
+
+def watch_blocks(stacks: Sequence[Sequence[torch.nn.Module]], recorder: Recorder) -> None:
+    """Tell a recorder in which block the step is, forward and backward."""
+    for stack, blocks in enumerate(stacks):
+        for number, block in enumerate(blocks):
+            _watch(block, Owner(stack, number), len(blocks), recorder)
+
+
+def _watch(block: torch.nn.Module, owner: Owner, num_blocks: int, recorder: Recorder) -> None:
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if recorder.is_in_backward:
+            return
+        recorder.enter("forward", owner)
+        if owner.block == 0:
+            for tensor in _floating((*args, *kwargs.values())):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: recorder.enter("", None))  # type: ignore[no-untyped-call]
+                    break
+
+    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if recorder.is_in_backward:
+            return
+        if owner.block == num_blocks - 1:
+            recorder.enter("", None)
+        for tensor in _floating(output if isinstance(output, tuple | list) else (output,)):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: recorder.enter("backward", owner))  # type: ignore[no-untyped-call]
+                break
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
+    block.register_forward_hook(after, with_kwargs=True)
+
+
+def _floating(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield value
+
+
+# ---------------------------------------------------------------------- the whole from the part
+
+
+def extend(trace: Trace, repeats: dict[int, Repeat]) -> Trace:
+    """The trace of the whole model from that of a shortened one.
+
+    Args:
+        trace: Of the shortened model.
+        repeats: For each stack that was shortened, its unit.
+
+    Raises:
+        NotPeriodic: If what was traced does not fit together that way.
+    """
+    return _Extension(trace, repeats).made() if repeats else trace
+
+
+class _Extension:
+    """One trace on its way to be a longer one. Storages are known by their number and how far they were shifted."""
+
+    def __init__(self, trace: Trace, repeats: dict[int, Repeat]) -> None:
+        self._trace, self._repeats = trace, repeats
+        self._events: list[Event] = []
+        self._births: dict[int, Birth] = {}
+        self._ops: list[Op] = []
+        self._marks: list[Mark] = []
+        self._segments: list[Segment] = []
+        self._gradients: set[int] = set()
+        self._numbers: dict[tuple[int, int], int] = {}  # (storage, shift) that lives: its number in the new trace
+        self._where = self._addresses()
+        self._at: dict[tuple[Place, int], int] = {place: storage for storage, place in self._where.items()}
+        self._by_place = {segment.place: index for index, segment in enumerate(trace.segments)}
+        self._alone = {  # not of a block that repeats
+            storage
+            for storage, birth in trace.births.items()
+            if birth.owner is None or birth.owner.stack not in repeats
+        }
+
+    def made(self) -> Trace:
+        trace, marks = self._trace, list(self._trace.marks)
+        for index, segment in enumerate(trace.segments):
+            place = segment.place
+            repeat = None if place.owner is None else self._repeats.get(place.owner.stack)
+            if repeat is None or place.owner is None:
+                self._emit(index, 0, marks)
+                continue
+            last = repeat.first + repeat.period - 1
+            if place.kind == "backward" and place.owner.block == last:  # later copies come earlier
+                for copy in range(repeat.num_more, 0, -1):
+                    self._emit_unit(place, repeat, copy)
+            after = place.owner.block > last
+            self._emit(index, repeat.num_more * repeat.period if after else 0, marks)
+            if place.kind != "backward" and place.owner.block == last:
+                for copy in range(1, repeat.num_more + 1):
+                    self._emit_unit(place, repeat, copy)
+        self._marks += [Mark(mark.name, len(self._events)) for mark in marks]
+        mortal = {storage for storage, size in trace.events if not size}
+        if any(storage in mortal for storage, _ in self._numbers):
+            raise NotPeriodic("lives on, where it died in what was traced")
+        return Trace(
+            tuple(self._events),
+            self._births,
+            tuple(self._ops),
+            tuple(self._marks),
+            frozenset(self._gradients),
+            tuple(self._segments),
+            {},
+        )
+
+    def _addresses(self) -> dict[int, tuple[Place, int]]:
+        """Where each storage was born: in which pass, and as which of its births."""
+        found: dict[int, tuple[Place, int]] = {}
+        for index, segment in enumerate(self._trace.segments):
+            count = 0
+            for event in self._events_of(index):
+                if event.size:
+                    found[event.storage] = segment.place, count
+                    count += 1
+        return found
+
+    def _span(self, index: int) -> tuple[int, int, int, int]:
+        segments, trace = self._trace.segments, self._trace
+        here = segments[index]
+        if index + 1 < len(segments):
+            return here.first_event, segments[index + 1].first_event, here.first_op, segments[index + 1].first_op
+        return here.first_event, len(trace.events), here.first_op, len(trace.ops)
+
+    def _events_of(self, index: int) -> tuple[Event, ...]:
+        first, end, _, _ = self._span(index)
+        return self._trace.events[first:end]
+
+    def _emit_unit(self, place: Place, repeat: Repeat, copy: int) -> None:
+        assert place.owner is not None
+        numbers = range(repeat.first, repeat.first + repeat.period)
+        for block in reversed(numbers) if place.kind == "backward" else numbers:
+            there = Place(place.kind, Owner(place.owner.stack, block), place.number)
+            if there not in self._by_place:
+                raise NotPeriodic(f"{there} was not traced")
+            self._emit(self._by_place[there], copy * repeat.period, [])
+
+    def _emit(self, index: int, shift: int, marks: list[Mark]) -> None:
+        """Write a segment with everything in it moved by so many blocks."""
+        place = self._trace.segments[index].place
+        first, end, first_op, end_op = self._span(index)
+        owner = place.owner
+        moved = place if owner is None else Place(place.kind, Owner(owner.stack, owner.block + shift), place.number)
+        self._segments.append(Segment(moved, len(self._events), len(self._ops)))
+        events, births, gradients = self._trace.events, self._trace.births, self._trace.gradients
+        numbers, written = self._numbers, self._events
+        for position in range(first, end):
+            while marks and marks[0].event <= position:
+                self._marks.append(Mark(marks.pop(0).name, len(written)))
+            storage, size = events[position]
+            for key in ((storage, 0),) if storage in self._alone else self._keys(storage, owner, shift):
+                if not size:
+                    dying = numbers.pop(key, None)
+                    if dying is None:
+                        raise NotPeriodic("dies before it is born, or twice")
+                    written.append(Event(dying, 0))
+                    continue
+                if key in numbers:
+                    raise NotPeriodic("born twice")
+                number = numbers[key] = len(self._births)
+                birth = births[key[0]]
+                self._births[number] = _moved(birth, key[1]) if key[1] else birth
+                if key[0] in gradients:
+                    self._gradients.add(number)
+                written.append(Event(number, size))
+        for position in range(first_op, end_op):
+            self._ops += self._scaled(position)
+
+    def _keys(self, storage: int, here: Owner | None, shift: int) -> list[tuple[int, int]]:
+        """Which storages of the new trace one of the old stands for, seen from a place."""
+        owner = self._trace.births[storage].owner
+        assert owner is not None
+        repeat, block = self._repeats[owner.stack], owner.block
+        last, whole = repeat.first + repeat.period - 1, repeat.num_more * repeat.period
+        if here is None or here.stack != owner.stack:  # between blocks: all copies of it
+            if block > last:
+                return [(storage, whole)]
+            if block < repeat.first:
+                return [(storage, 0)]
+            return [(storage, copy * repeat.period) for copy in range(repeat.num_more + 1)]
+        if block > last and here.block < repeat.first:  # beyond all copies: this one and no neighbour
+            return [(storage, whole)]
+        if block < repeat.first and here.block > last:
+            return [(storage, 0)]
+        return [self._counterpart(storage, owner, block + shift, repeat)]
+
+    def _counterpart(self, storage: int, owner: Owner, block: int, repeat: Repeat) -> tuple[int, int]:
+        """The storage that plays the same part in a block of the whole model."""
+        whole = repeat.num_more * repeat.period
+        if block < repeat.first:
+            traced = block
+        elif block < repeat.first + repeat.period + whole:
+            traced = repeat.first + (block - repeat.first) % repeat.period
+        else:
+            traced = block - whole
+        if traced == owner.block:
+            return storage, block - traced
+        place, count = self._where[storage]
+        if place.owner is None:
+            raise NotPeriodic("a storage from between the blocks")
+        other = self._at.get((Place(place.kind, Owner(owner.stack, traced), place.number), count))
+        if other is None or self._trace.births[other][:3] != self._trace.births[storage][:3]:
+            raise NotPeriodic(f"no counterpart in block {traced}")
+        return other, block - traced
+
+    def _scaled(self, position: int) -> list[Op]:
+        """An operation between blocks: as often as there are blocks for it, or with the bytes of all of them."""
+        op, shares = self._trace.ops[position], self._trace.shares.get(position, {})
+        more = [
+            (self._repeats[owner.stack].num_more, size) for owner, size in shares.items() if self._is_repeated(owner)
+        ]
+        if not more:
+            return [op]
+        if len(shares) == 1:
+            return [op] * (more[0][0] + 1)
+        return [op._replace(moved=op.moved + sum(count * size for count, size in more))]
+
+    def _is_repeated(self, owner: Owner) -> bool:
+        repeat = self._repeats.get(owner.stack)
+        return repeat is not None and 0 <= owner.block - repeat.first < repeat.period
+
+
+def _moved(birth: Birth, shift: int) -> Birth:
+    """The same of a block further on."""
+    size, part, op, is_wide, owner = birth
+    assert owner is not None
+    return Birth(size, part, op, is_wide, Owner(owner.stack, owner.block + shift))

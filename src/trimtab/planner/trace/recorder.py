@@ -1,0 +1,429 @@
+"""The record of one training step on tensors without data: every storage's birth and death, every operation.
+
+The step runs on the `meta` device, where operations compute shapes and allocate nothing. What the real device would do
+beside that (work memory of its libraries, temporaries inside kernels) is said by rules: `trimtab.planner.trace.cuda`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from trimtab.planner.trace.cache import run_on_meta, tensors_in
+
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_READ = torch.ops.aten._local_scalar_dense.default
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Event(NamedTuple):
+    """One storage is born or dies."""
+
+    storage: int  # unique in a trace
+    size: int  # bytes, more than 0 where it is born; 0 where it dies
+
+
+class Op(NamedTuple):
+    """One operation on the device; views are left out."""
+
+    name: str
+    stage: str  # "forward", "backward", "recompute" (inside backward) or "optimizer"
+    flops: int  # a multiplication with an addition counts two; 0 for what only moves memory
+    moved: int  # bytes read and written
+    dtype: str  # of the product: fp32, bf16, fp16
+
+
+class Owner(NamedTuple):
+    """One of the repeated blocks of a model."""
+
+    stack: int  # 0, or 1 for the decoder after an encoder
+    block: int
+
+
+class Birth(NamedTuple):
+    """What is known of a storage."""
+
+    size: int
+    part: str  # "weights", "inputs", "state", "library", or the stage in which it was made
+    op: str
+    is_wide: bool  # as wide as the vocabulary
+    owner: Owner | None  # the block that it belongs to
+
+
+class Place(NamedTuple):
+    """A stretch of the step: one pass of one block, or what lies between."""
+
+    kind: str  # "forward" or "backward" of a block, its "weights" or their "state"; "" between blocks
+    owner: Owner | None
+    number: int  # how often this pass of this block was there before
+
+
+class Segment(NamedTuple):
+    """What happened in one place, as positions in the events and in the operations."""
+
+    place: Place
+    first_event: int
+    first_op: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment that has a name, such as the end of a forward."""
+
+    name: str
+    event: int  # how many events came before
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened in a step.
+
+    Attributes:
+        events: In the order of time; what exists before the step is born first.
+        births: What each storage is.
+        ops: Of the step that is timed.
+        marks: Moments with a name.
+        gradients: Storages that became gradients of parameters.
+        segments: The stretches of the step, in order.
+        shares: Of operations between blocks that work on all parameters: the bytes that belong to each block.
+    """
+
+    events: tuple[Event, ...]
+    births: Mapping[int, Birth]
+    ops: tuple[Op, ...]
+    marks: tuple[Mark, ...]
+    gradients: frozenset[int]
+    segments: tuple[Segment, ...]
+    shares: Mapping[int, Mapping[Owner, int]]
+
+
+class Rules(Protocol):
+    """What a real device does beside what the shapes say."""
+
+    def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> list[int]:
+        """Bytes of what a kernel takes for itself while it runs."""
+
+    def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
+        """Work memory that a library takes with its first call and keeps: a name for each, and its bytes."""
+
+    def stand_in(self, func: Any) -> Callable[..., Any] | None:
+        """What to run in the place of an operation that does not run on meta."""
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations on `meta` tensors and writes down what they allocate and free.
+
+    Args:
+        rules: Of the device that is stood in for.
+        answer: What a question to the device (`bool(tensor)`, `tensor.item()`) is answered with.
+    """
+
+    def __init__(self, rules: Rules, answer: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rules, self._answer = rules, answer
+        self._living: dict[int, int] = {}  # address of a storage, and its number; -1 is not on the device
+        self._kept: set[str] = set()
+        self._library: list[Event] = []
+        self._is_recomputing = False
+        self._num_storages = 0
+        self._is_on_host = self._is_paused = False
+        self._part: str | None = None
+        self._stage = "forward"
+        self._visits: dict[tuple[str, Owner | None], int] = {}
+        self._counts_of_unshared: tuple[int, int] | None = None
+        self.vocab_size: int | None = None  # the width of logits
+        self.events: list[Event] = []
+        self.births: dict[int, Birth] = {}
+        self.ops: list[Op] = []
+        self.marks: list[Mark] = []
+        self.segments: list[Segment] = []
+        self.shares: dict[int, dict[Owner, int]] = {}
+        self.gradients: set[int] = set()
+        self.is_timing = True
+        self._learn_counts()
+        self.enter("", None)
+
+    def trace(self) -> Trace:
+        """What was recorded so far; work memory of libraries, which stays, is there from the beginning."""
+        later = len(self._library)
+        first, *others = self.segments
+        return Trace(
+            (*self._library, *self.events),
+            dict(self.births),
+            tuple(self.ops),
+            tuple(Mark(mark.name, mark.event + later) for mark in self.marks),
+            frozenset(self.gradients),
+            (first, *(segment._replace(first_event=segment.first_event + later) for segment in others)),
+            dict(self.shares),
+        )
+
+    # ------------------------------------------------------------------ where the step is
+
+    @property
+    def stage(self) -> str:
+        """One of "forward", "backward", "recompute" and "optimizer"."""
+        again = torch.is_grad_enabled() or self._is_recomputing  # functions of one's own compute without autograd
+        return "recompute" if self._stage == "backward" and again else self._stage
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether autograd is at work."""
+        return self._stage == "backward"
+
+    @contextmanager
+    def during(self, stage: str) -> Iterator[None]:
+        """A stage of the step."""
+        before, self._stage = self._stage, stage
+        self.mark(f"{stage} begins")
+        try:
+            yield
+        finally:
+            self._stage = before
+            self.enter("", None)
+            self.mark(f"{stage} ends")
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """What a forward has done is done again."""
+        before, self._is_recomputing = self._is_recomputing, True
+        try:
+            yield
+        finally:
+            self._is_recomputing = before
+
+    def mark(self, name: str) -> None:
+        """Give this moment a name."""
+        self.marks.append(Mark(name, len(self.events)))
+
+    def enter(self, kind: str, owner: Owner | None) -> None:
+        """A pass of a block begins, or, without an owner, what lies between blocks."""
+        if self._is_paused:
+            return
+        number = self._visits.get((kind, owner), 0)
+        self._visits[kind, owner] = number + 1
+        self.segments.append(Segment(Place(kind, owner, number), len(self.events), len(self.ops)))
+
+    @property
+    def _owner(self) -> Owner | None:
+        return self.segments[-1].place.owner if self.segments else None
+
+    # ------------------------------------------------------------------ what exists already
+
+    def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Let tensors that were made outside be born now."""
+        for tensor in tensors:
+            if tensor.is_meta:
+                self._bear(tensor, part, "", self._owner)
+
+    def adopt_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """What parameters have as gradients now are gradients."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                number = self._living.get(parameter.grad.untyped_storage()._cdata)
+                if number is not None:
+                    self.gradients.add(number)
+
+    @contextmanager
+    def born_as(self, part: str) -> Iterator[None]:
+        """Inside, new tensors are of this part."""
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, new tensors take no memory of the device."""
+        before, self._is_on_host = self._is_on_host, True
+        try:
+            yield
+        finally:
+            self._is_on_host = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is written down; what is made there has to be gone at the end."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    # ------------------------------------------------------------------ operations
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs as much as a small operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _READ and args[0].is_meta:
+            return self._answer(args[0])
+        if func is _ADD and self._stage == "backward" and self._adds_in_place(args, kwargs):
+            func = _ADD_IN_PLACE
+        stand_in = self._rules.stand_in(func)
+        out = run_on_meta(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        if not self._is_paused:
+            self._observe(func, args, out)
+        return out
+
+    def note(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Write a kernel down that is stood in for, and reads and writes these tensors."""
+        if self.is_timing:
+            self.ops.append(Op(name, self.stage, 0, sum(map(_nbytes, tensors)), "fp32"))
+            self._share_out(tensors)
+
+    def _observe(self, func: Any, args: Any, out: Any) -> None:
+        name, is_mutable = _known(func)
+        for label, size in self._rules.kept(func, args, self.is_in_backward):
+            if label not in self._kept:
+                self._kept.add(label)
+                self._make(size, "library", label, False, None)
+                self._library.append(self.events.pop())
+        temporary = [
+            self._make(size, self.stage, name, False, self._owner) for size in self._rules.temporaries(func, args, out)
+        ]
+        outs = [tensor for tensor in tensors_in(out) if tensor.is_meta]
+        owners = self._owners_in_lists(args, outs)
+        is_new = False
+        for tensor, owner in zip(outs, owners, strict=True):
+            is_new = self._bear(tensor, self._part or self.stage, name, owner) or is_new
+        for number in temporary:
+            self.events.append(Event(number, 0))
+        if self.is_timing and (is_new or temporary or is_mutable):
+            tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
+            flops, dtype = _flops(func, args, out)
+            tensors += outs
+            self.ops.append(Op(name, self.stage, flops, sum(map(_nbytes, tensors)), dtype))
+            self._share_out(tensors)
+
+    def _owners_in_lists(self, args: Any, outs: list[torch.Tensor]) -> list[Owner | None]:
+        """The block of each result: the one that is at work, or, of a list, that of its item."""
+        here = self._owner
+        if here is not None or not args or not isinstance(args[0], list | tuple) or len(args[0]) != len(outs):
+            return [here] * len(outs)
+        return [self._owner_of(item) if isinstance(item, torch.Tensor) else None for item in args[0]]
+
+    def _owner_of(self, tensor: torch.Tensor) -> Owner | None:
+        number = self._living.get(tensor.untyped_storage()._cdata, -1)
+        return self.births[number].owner if number >= 0 else None
+
+    def _share_out(self, tensors: list[torch.Tensor]) -> None:
+        if self._owner is not None:
+            return
+        shares: dict[Owner, int] = {}
+        for tensor in tensors:
+            owner = self._owner_of(tensor)
+            if owner is not None:
+                shares[owner] = shares.get(owner, 0) + _nbytes(tensor)
+        if shares:
+            self.shares[len(self.ops) - 1] = shares
+
+    def _bear(self, tensor: torch.Tensor, part: str, op: str, owner: Owner | None) -> bool:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        size = storage.nbytes()
+        if address in self._living or not size:
+            return False
+        if self._is_on_host:
+            number = -1  # nor do views of it take any later
+        else:
+            is_wide = self.vocab_size is not None and tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
+            number = self._make(size, part, op, is_wide, owner)
+        self._living[address] = number
+        weakref.finalize(storage, self._die, address, number).atexit = False
+        return number >= 0
+
+    def _make(self, size: int, part: str, op: str, is_wide: bool, owner: Owner | None) -> int:
+        number = self._num_storages
+        self._num_storages += 1
+        self.events.append(Event(number, size))
+        self.births[number] = Birth(size, part, op, is_wide, owner)
+        return number
+
+    def _die(self, address: int, number: int) -> None:
+        self._living.pop(address, None)
+        if number >= 0:
+            self.events.append(Event(number, 0))
+
+    # ------------------------------------------------------------------ sums of gradients
+
+    def _adds_in_place(self, args: Any, kwargs: Any) -> bool:
+        """Whether this is autograd adding up two gradients, in the memory of the first.
+
+        It does so where nobody else holds that one; never on `meta`, which is why it is told here.
+        """
+        if torch.is_grad_enabled() or kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
+            return False
+        first, second = args
+        counts = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
+        if self._counts_of_unshared is None:  # the first addition is one that is known
+            self._counts_of_unshared = counts
+        is_alike = first.dtype == second.dtype and first.shape == second.shape
+        is_dense = first.numel() * first.element_size() <= first.untyped_storage().nbytes()
+        return is_alike and is_dense and counts == self._counts_of_unshared
+
+    def _learn_counts(self) -> None:
+        """See how often a gradient is held that only autograd holds, by a backward in which this is so."""
+        weight = torch.empty((2, 2), device="meta", requires_grad=True)
+        with self, self.during("backward"):
+            (torch.empty((2, 2), device="meta") @ weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
+        del weight
+        for record in (
+            self.events,
+            self.births,
+            self.ops,
+            self.marks,
+            self.segments,
+            self._visits,
+            self._kept,
+            self._library,
+        ):
+            record.clear()
+        self._living.clear()
+
+
+@cache
+def _known(func: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it writes into what it is given."""
+    return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
+
+
+_TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    # an expanded tensor is read once
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
+    """Multiplications and additions of a product, and its format; 0 of everything else."""
+    name = func._overloadpacket.__name__
+    tensors = tensors_in(args)
+    if not tensors:
+        return 0, "fp32"
+    dtype = _NAMES.get(tensors[0].dtype, "fp32")
+    if "attention" in name:
+        return _flops_of_attention(*args[1:4]) * 5 // 2 if "backward" in name else _flops_of_attention(*args[:3]), dtype
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0, dtype
+    num_tensors = _TENSORS_OF_PRODUCTS.get(name)
+    if num_tensors is not None:
+        args = args[:num_tensors]  # a format may follow
+        dtype = _NAMES.get(args[-1].dtype, "fp32")
+    return int(count(*args, out_val=out)), dtype
+
+
+def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Of its two products; backward has five. Heads of keys may be fewer than those of queries."""
+    pairs = query.numel() // query.shape[-1] * key.shape[-2]
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])

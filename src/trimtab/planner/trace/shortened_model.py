@@ -1,0 +1,112 @@
+"""A model with fewer of its repeated blocks, for tracing."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trimtab.model.blocks import blocks_of
+from trimtab.planner.trace.blocks import Repeat, find_repeat
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A model of which some blocks were left out.
+
+    Attributes:
+        model: The model, its own copy.
+        repeats: For each stack that was shortened, what has to be repeated.
+        kept: The blocks of all stacks that are left, by their number in the whole model, counted through.
+    """
+
+    model: Any
+    repeats: dict[int, Repeat] = field(default_factory=dict)
+    kept: tuple[int, ...] = ()
+
+
+def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed: bool = True) -> Shortened:
+    """Leave blocks out that are like their neighbours.
+
+    Args:
+        whole: A model on meta; it stays as it is.
+        mark: What a plan does to a block, by its number counted through all stacks; blocks that differ in it differ.
+        allowed: False copies the model as it is.
+    """
+    stacks = stacks_of(whole)
+    repeats: dict[int, Repeat] = {}
+    kept: list[int] = []
+    short: list[list[int]] = []
+    begin = 0
+    for stack, (_, blocks) in enumerate(stacks):
+        kinds = [(_kind(whole, block, number), mark(begin + number)) for number, block in enumerate(blocks)]
+        found = find_repeat(kinds) if allowed else None
+        numbers = list(range(len(blocks))) if found is None else found[1]
+        if found is not None:
+            repeats[stack] = found[0]
+        short.append(numbers)
+        kept += [begin + number for number in numbers]
+        begin += len(blocks)
+    return Shortened(_copied(whole, stacks, short), repeats, tuple(kept))
+
+
+def stacks_of(model: Any) -> list[tuple[str, list[torch.nn.Module]]]:
+    """The lists of blocks of a model, by name; empty where it has none."""
+    stacks: dict[str, list[torch.nn.Module]] = {}
+    for name, block in blocks_of(model):
+        stacks.setdefault(name.rpartition(".")[0], []).append(block)
+    return list(stacks.items())
+
+
+def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
+    """What makes blocks alike: their class, the shapes of their weights, and what the config says of each."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    config = getattr(model.config, "text_config", None) or model.config
+    own = tuple(
+        repr(values[number])  # such as the kind of each block, or which of them have no positions
+        for name in sorted(vars(config))
+        if isinstance(values := getattr(config, name, None), list | tuple) and number < len(values)
+        if len(values) == getattr(config, "num_hidden_layers", None)
+    )
+    return type(block).__name__, shapes, own, getattr(block, "attention_type", None)
+
+
+def _copied(whole: Any, stacks: list[tuple[str, list[torch.nn.Module]]], kept: list[list[int]]) -> Any:
+    """A copy with these blocks alone; what is left out is not copied at all."""
+    homes = [whole.get_submodule(name) for name, _ in stacks]
+    before = [dict(home._modules) for home in homes]
+    try:
+        for home, (_, blocks), numbers in zip(homes, stacks, kept, strict=True):
+            home._modules.clear()
+            home._modules.update({str(index): blocks[number] for index, number in enumerate(numbers)})
+        model = copy.deepcopy(whole)
+    finally:
+        for home, modules in zip(homes, before, strict=True):
+            home._modules.clear()
+            home._modules.update(modules)
+    if stacks:
+        _fit_config(model, [len(blocks) for _, blocks in stacks], kept)
+    return model
+
+
+def _fit_config(model: Any, lengths: list[int], kept: list[list[int]]) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or getattr(config, "_trimtab_shortened", False):
+            continue
+        config._trimtab_shortened = True
+        types = getattr(config, "layer_types", None)
+        if types is not None and len(types) == lengths[0]:
+            with contextlib.suppress(AttributeError):  # Mamba's are all the same, and follow from their number
+                config.layer_types = [types[number] for number in kept[0]]
+        if getattr(config, "num_hidden_layers", None) == lengths[0]:
+            config.num_hidden_layers = len(kept[0])
+    for index, numbers in enumerate(kept):
+        for position, number in enumerate(numbers):
+            block = stacks_of(model)[index][1][position]
+            for module in block.modules():
+                if getattr(module, "layer_idx", None) == number:
+                    module.layer_idx = position  # type: ignore[assignment]

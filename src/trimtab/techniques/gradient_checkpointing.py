@@ -1,0 +1,231 @@
+"""Gradient checkpointing: blocks of a model keep their inputs alone, and are computed again when backward needs them.
+
+Chosen block by block, on any model of transformers and on most others. Results are those of the plain step, bit for
+bit: a recomputed block draws the random numbers that it drew before.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.errors import RecipeError
+from trimtab.log import say, say_once
+from trimtab.model.blocks import blocks_of
+from trimtab.model.selective_recompute import Keeping, keep_products
+
+_KEY = "memory.gradient_checkpointing"
+_OWN_FORWARD = "_trimtab_plain_block"
+_KINDS = "none, all, ops, {every: 2} or {layers: [0, 1, -1]}"
+
+
+def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
+    """Choose the blocks of `model` that are recomputed in backward; an earlier choice is replaced.
+
+    A block is recomputed only while it trains and gradients are wanted. One that has nothing to train, in itself or
+    below, keeps nothing in any case and runs as it is.
+
+    Args:
+        model: The model; its parameters, names and outputs stay what they are.
+        which: "none"; "all"; "ops" (every block, but matrix products and attention are kept); {"every": k} (blocks
+            0, k, 2k …: the last one is left out where it can be, so that its memory is free before any other is
+            recomputed); {"layers": [...]}, counted from 0, from the end where negative, encoder before decoder.
+
+    Returns:
+        The number of blocks that are recomputed.
+    """
+    _stop_own_checkpointing(model)
+    for module in model.modules():
+        _unwrap(module)
+    if which == "none":
+        return 0
+    blocks = [block for _, block in blocks_of(model)]
+    if not blocks:
+        children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
+        raise RecipeError(
+            f"{_KEY}: {type(model).__name__} has no list of blocks to recompute, only {children or 'itself'}",
+            f"{_KEY}: none",
+        )
+    chosen = chosen_blocks(which, len(blocks))
+    contexts = _keeping_products if which == "ops" else _keeping_nothing
+    for number in chosen:
+        _wrap(blocks[number], contexts)
+    return len(chosen)
+
+
+def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
+    """The numbers of the blocks that are recomputed, of so many."""
+    if which in ("all", "ops"):
+        return list(range(num_blocks))
+    if isinstance(which, Mapping) and len(which) == 1:
+        ((kind, value),) = which.items()
+        if kind == "every" and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return list(range(0, num_blocks, value))
+        if kind == "layers" and not isinstance(value, str) and all(type(number) is int for number in value):
+            outside = [number for number in value if not -num_blocks <= number < num_blocks]
+            if outside:
+                raise RecipeError(
+                    f"{_KEY}: there is no block {', '.join(map(str, outside))}, the model has {num_blocks}",
+                    f"numbers from 0 to {num_blocks - 1}, or from {-num_blocks} to -1 from the end",
+                )
+            return sorted({number % num_blocks for number in value})
+    raise RecipeError(f"{_KEY}: {which!r} is not known", f"one of {_KINDS}")
+
+
+def _stop_own_checkpointing(model: nn.Module) -> None:
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+        say(f"{type(model).__name__}: its own gradient checkpointing was on and is off now; {_KEY} decides")
+
+
+def _wrap(block: nn.Module, contexts: Callable[[list[torch.device]], tuple["_Drawing", "_DrawingAgain"]]) -> None:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__[_OWN_FORWARD]
+        if not self.training or not torch.is_grad_enabled() or not _anything_trains(self, args, kwargs):
+            return own(*args, **kwargs)
+        return _recomputed(self, own, args, kwargs, contexts)
+
+    # Bound methods follow their object through copy.deepcopy; a closure over the block would not.
+    own = block.forward
+    forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for those who read signatures
+    block.__dict__[_OWN_FORWARD] = own
+    block.forward = MethodType(forward, block)
+
+
+def _unwrap(block: nn.Module) -> None:
+    own = block.__dict__.pop(_OWN_FORWARD, None)
+    if own is not None:
+        del block.__dict__["forward"]
+        if own != block.forward:
+            block.forward = own
+
+
+def _recomputed(
+    block: nn.Module,
+    own: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    contexts: Callable[[list[torch.device]], tuple["_Drawing", "_DrawingAgain"]],
+) -> Any:
+    args, kwargs = _without_cache(block, args, kwargs)
+    names, num_args = tuple(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        return own(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+    values = (*args, *kwargs.values())
+    # torch looks for devices and keeps tensors among positional arguments only
+    devices = list({value.device for value in values if isinstance(value, torch.Tensor)})
+    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts(devices))
+
+
+def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values())
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values) or any(
+        parameter.requires_grad for parameter in block.parameters()
+    )
+
+
+def _without_cache(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A recomputed block would write its keys and values into a cache for a second time."""
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return args, kwargs
+    layer = next((module.layer_idx for module in block.modules() if hasattr(module, "layer_idx")), 0)
+    if any(cache.get_seq_length(layer) for cache in caches):
+        raise RecipeError(
+            f"{_KEY}: {type(block).__name__} got past_key_values with positions in them, and would add to them twice",
+            f"train without past_key_values, or {_KEY}: none",
+        )
+    say_once("past_key_values stay empty while blocks are recomputed in backward; use_cache=False says so to the model")
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _keeping_nothing(devices: list[torch.device]) -> tuple["_Drawing", "_DrawingAgain"]:
+    drawn = _Drawn(devices)
+    return _Drawing(drawn), _DrawingAgain(drawn)
+
+
+def _keeping_products(devices: list[torch.device]) -> tuple["_Drawing", "_DrawingAgain"]:
+    drawn = _Drawn(devices)
+    keeping, handing_out = keep_products()
+    return _Drawing(drawn, keeping), _DrawingAgain(drawn, handing_out)
+
+
+class _Drawn:
+    """Where the generators stood before a block, if it drew from them.
+
+    torch.utils.checkpoint would keep and set back all of them for each block; most blocks draw nothing.
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        # where nothing has data nothing is drawn, and the host's generator is another thread's
+        has_data = any(device.type != "meta" for device in devices) or not devices
+        self._generators = [torch.default_generator] if has_data else []
+        for device in devices:
+            if device.type == "mps":
+                self._generators.append(torch.mps._get_default_mps_generator())
+            elif device.type not in ("cpu", "meta"):
+                self._generators.append(torch.get_device_module(device).default_generators[device.index])
+        self.before: list[torch.Tensor] | None = None
+
+    def read(self) -> list[torch.Tensor]:
+        # as numbers of 4 bytes they are compared faster than byte by byte
+        return [generator.get_state().view(torch.int32) for generator in self._generators]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state.view(torch.uint8))
+
+
+class _Drawing:
+    """Around the forward of a block: finds out whether it draws."""
+
+    def __init__(self, drawn: _Drawn, keeping: Keeping | None = None) -> None:
+        self._drawn = drawn
+        self.keeping = keeping
+
+    def __enter__(self) -> None:
+        self._before = self._drawn.read()
+        if self.keeping is not None:
+            self.keeping.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.keeping is not None:
+            self.keeping.__exit__(*exception)
+        if not all(map(torch.equal, self._before, self._drawn.read())):
+            self._drawn.before = self._before
+        del self._before
+
+
+class _DrawingAgain:
+    """Around the recomputation: it draws what the forward drew, and the generators go on as if nothing had been."""
+
+    def __init__(self, drawn: _Drawn, inner: Any = None) -> None:
+        self._drawn = drawn
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        if self._drawn.before is not None:
+            self._now = self._drawn.read()
+            self._drawn.set(self._drawn.before)
+        if self._inner is not None:
+            self._inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._inner is not None:
+            self._inner.__exit__(*exception)
+        if self._drawn.before is not None:
+            self._drawn.set(self._now)
+            del self._now

@@ -1,0 +1,180 @@
+"""The states of a run, saved beside the training: when, where, which are kept, and what it goes on from."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.checkpoint.background import BackgroundWriter
+from trimtab.checkpoint.checkpoints_folder import Checkpoint, Shelf
+from trimtab.checkpoint.mirror import Mirror
+from trimtab.checkpoint.store import read_manifest
+from trimtab.engine.engine import Engine
+from trimtab.errors import CheckpointError
+from trimtab.log import say
+
+_MIRROR_WAIT_S = 600.0
+_SLOW_DISK = 200e6  # bytes a second
+
+
+class Checkpoints:
+    """Saves the state of a run and knows which one is the newest.
+
+    Args:
+        engine: Holds the state.
+        shelf: Where checkpoints are; only the first process writes to it.
+        mirror: A second place for everything that is kept, or None.
+        on_saved: Called after each save, on the thread that wrote it.
+        facts: What else to write down with each state: the settings, and what is known of the run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        shelf: Shelf,
+        mirror: Mirror | None = None,
+        on_saved: Callable[[int], None] = lambda step: None,
+        facts: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self._engine = engine
+        self.shelf = shelf
+        self._mirror = mirror
+        self._on_saved = on_saved
+        self._facts_of_run = facts
+        self._writer = BackgroundWriter(on_saved=self._saved)
+        self._num_bytes = 0
+
+    def save(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        best_step: int | None,
+        *,
+        wait: bool = False,
+        problem: CheckpointError | None = None,
+    ) -> None:
+        """Save the state after `step`. All processes call it, the first one writes.
+
+        Args:
+            step: Optimizer steps done.
+            metrics: Of the last evaluation.
+            best_step: The step of the best model, whose checkpoint is never removed.
+            wait: Return only when it is on the disk.
+            problem: Why the best model is not on the disk. Then the state is not saved either: whoever went on from it
+                would never write that model.
+        """
+        state = self._engine.capture_state()
+        if state is None:
+            return
+        if problem is not None:
+            self._writer.wait()
+            self._writer.failure = problem
+            say(f"the state after step {step} is not saved, because the best model is not: {problem.problem}")
+            return
+        with self._engine.busy("saving a checkpoint"):
+            self._writer.save(self.shelf.place(step), state, self._facts(step, metrics) | {"best_step": best_step})
+            if wait:
+                self._writer.wait()
+
+    def _facts(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+        return {
+            "step": step,
+            "metrics": metrics,
+            "time": time.time(),
+            **_numerics(self._engine),
+            **self._facts_of_run(),
+        }
+
+    def _saved(self, folder: Path) -> None:
+        self.shelf.tidy(read_manifest(folder).facts.get("best_step"))
+        self._on_saved(int(folder.name.removeprefix("step-")))
+        if self._mirror is not None:
+            self._mirror.sync_soon()
+
+    def newest(self) -> Checkpoint | None:
+        """The newest valid checkpoint, also of processes before this one, after what is being written; if there is one.
+
+        All processes call it, and get the same.
+        """
+        return self._engine.first_decides(self._newest)
+
+    def _newest(self) -> Checkpoint | None:
+        self._writer.wait()
+        return self.shelf.newest()
+
+    @property
+    def seconds_needed(self) -> float:
+        """How long before a deadline a save should begin; before the first one, by its size on a slow disk."""
+        measured = self._writer.last_seconds
+        return 2.0 * (self._num_bytes / _SLOW_DISK if measured is None else measured)
+
+    def warn_if_disk_is_small(self, num_bytes: int) -> None:
+        """Say before the run if its checkpoints, of so many bytes each, will not fit."""
+        self._num_bytes = num_bytes
+        if self._engine.is_main_process:
+            shortage = self.shelf.room_for(num_bytes).shortage
+            if shortage:
+                say(f"checkpoints will fail: {shortage}")
+
+    def close(self) -> CheckpointError | None:
+        """Wait for what is being written and copied.
+
+        Returns:
+            Why the last save failed, if it did.
+        """
+        failure = self._writer.close()
+        if self._mirror is not None and self._engine.is_main_process:
+            self._mirror.sync_soon()  # also what was written since the last checkpoint, the best model
+            self._mirror.wait(_MIRROR_WAIT_S)
+        return failure
+
+
+class NoCheckpoints:
+    """Nothing is saved: the run cannot go on after a kill."""
+
+    seconds_needed = 0.0
+
+    def save(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        best_step: int | None,
+        *,
+        wait: bool = False,
+        problem: CheckpointError | None = None,
+    ) -> None:
+        """Nothing to do."""
+
+    def newest(self) -> Checkpoint | None:
+        """There is none."""
+        return None
+
+    def warn_if_disk_is_small(self, num_bytes: int) -> None:
+        """Nothing is needed."""
+
+    def close(self) -> CheckpointError | None:
+        """Nothing to wait for."""
+        return None
+
+
+def _numerics(engine: Engine) -> dict[str, Any]:
+    """What decides the last bits of a sum."""
+    return {
+        "num_processes": engine.num_processes,
+        "num_threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": engine.device.type,
+        "torch": str(torch.__version__),
+    }
+
+
+def different_numerics(facts: dict[str, Any], engine: Engine) -> list[str]:
+    """What differs between the machine of a checkpoint and this one, and lets the last bits of a resumed run differ."""
+    words = {"num_threads": "threads", "cpu": "CPU capability", "num_processes": "processes"}
+    return [
+        f"{words.get(name, name)} {facts[name]} then, {value} now"
+        for name, value in _numerics(engine).items()
+        if name in facts and facts[name] != value
+    ]

@@ -1,0 +1,190 @@
+"""One pass over held-out data. Sums are kept on the device, never logits, so that evaluation needs no more memory.
+
+Where memory runs out all the same, batches are cut into halves from there on; no row is counted twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.data.batching import cut_rows
+from trimtab.engine.engine import Engine
+from trimtab.errors import DoesNotFit, LossError
+from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
+from trimtab.log import say
+from trimtab.model.losses import Loss, StepLoss
+from trimtab.randomness import host_randomness_kept
+
+OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+class Metrics(Protocol):
+    """Streaming metrics of a task."""
+
+    def combine(
+        self, reduce: Callable[[torch.Tensor], torch.Tensor], gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Take in what the other processes have seen, by sums and by concatenated tensors."""
+
+    def update(
+        self,
+        logits: torch.Tensor,
+        batch: dict[str, torch.Tensor],
+        loss_sum: torch.Tensor,
+        weight: torch.Tensor | int,
+        hits: torch.Tensor | None = None,
+    ) -> None:
+        """Take in one batch; `logits` are empty where the loss made none, and `hits` may tell what they would."""
+
+    def compute(self) -> dict[str, float]:
+        """The metrics over everything taken in."""
+
+
+class Evaluator:
+    """Evaluates a model on one loader, as often as asked.
+
+    Args:
+        engine: The engine that prepared the loader.
+        loader: Batches of held-out data, prepared.
+        loss: The loss that training uses.
+        make_metrics: Fresh streaming metrics for one pass.
+        own_metrics: Functions of (logits, batch) that give one value a row; their mean is reported under their name.
+            They need a loss that makes logits.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Any,
+        loss: Loss,
+        make_metrics: Callable[[], Metrics],
+        own_metrics: Mapping[str, OwnMetric] | None = None,
+    ) -> None:
+        self._engine = engine
+        self.loader = loader
+        self._loss = loss
+        self._make_metrics = make_metrics
+        self._own = dict(own_metrics or {})
+        self.num_rows: int | None = None  # that go through the model at once, at most; None: whole batches
+
+    @torch.no_grad()
+    def run(self, model: torch.nn.Module, on_batch: Callable[[int], None] = lambda num_done: None) -> dict[str, float]:
+        """The metrics of `model`, which is left in the mode it was in; so are the random numbers of the training.
+
+        Args:
+            model: The model to measure.
+            on_batch: Called with the number of batches done, for a progress bar.
+        """
+        sums = None
+        with self._evaluating(model) as inner:
+            while sums is None:
+                sums = self._pass(inner, on_batch)
+        own_sums = {name: torch.stack(own).sum(0).cpu() if own else torch.zeros(2) for name, own in sums.own.items()}
+        if self._engine.use_distributed:
+            sums.metrics.combine(self._engine.reduce, self._engine.gather)
+            own_sums = self._engine.reduce(own_sums)
+        return sums.metrics.compute() | {name: _mean(own) for name, own in own_sums.items()}
+
+    @torch.no_grad()
+    def try_batch(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        """Evaluate one batch for nothing: to see whether there is memory for it."""
+        with self._evaluating(model) as inner:
+            sums = self._fresh_sums()
+            for piece in self._pieces(batch):
+                sums.add(self._loss(inner, piece), piece)
+
+    @contextmanager
+    def _evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        model = self._engine.unwrap_model(model)  # nothing is exchanged but the sums
+        was_training = model.training
+        model.eval()
+        try:
+            # a loader draws a number when it begins, which must not move the dropout of the steps that follow
+            with host_randomness_kept():
+                yield model
+        finally:
+            model.train(was_training)
+
+    def _fresh_sums(self) -> "_Sums":
+        return _Sums(self._make_metrics(), self._own)
+
+    def _pass(self, model: torch.nn.Module, on_batch: Callable[[int], None]) -> "_Sums | None":
+        """The sums over all batches; None where they are spoilt, because memory ran out while they were added to."""
+        sums = self._fresh_sums()
+        for num_done, batch in enumerate(self.loader, 1):
+            if self._engine.has_no_rows:
+                continue
+            left = self._pieces(batch)
+            while left:
+                added = sums.num_added
+                try:
+                    sums.add(self._loss(model, left[0]), left[0])
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                else:
+                    del left[0]
+                    continue
+                # out of the except block, whose traceback holds what is to be freed
+                self.halve(len(next(iter(left[0].values()))))
+                if sums.num_added > added:
+                    return None
+                left = [smaller for piece in left for smaller in self._pieces(piece)]
+            on_batch(num_done)
+        return sums
+
+    def _pieces(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return [batch] if self.num_rows is None else cut_rows(batch, self.num_rows)
+
+    def halve(self, num_rows: int) -> None:
+        """From now on at most half of so many rows at once, which were too many.
+
+        Raises:
+            DoesNotFit: It was one row, or what cannot be cut.
+        """
+        release_cached_memory(self._engine.device)
+        if num_rows == 1 or (self.num_rows is not None and num_rows > self.num_rows):
+            raise DoesNotFit(
+                f"out of memory in an evaluation of {'one row' if num_rows == 1 else 'a batch that cannot be cut'}\n"
+                "  cure: a larger memory.budget, a smaller data.max_length, or no evaluation (data.eval_share: 0)"
+            )
+        self.num_rows = (num_rows + 1) // 2
+        say(f"out of memory in an evaluation: {num_rows} → {self.num_rows} rows at once")
+
+
+class _Sums:
+    """The metrics of a pass, and the sums of the user's own."""
+
+    def __init__(self, metrics: Metrics, functions: Mapping[str, OwnMetric]) -> None:
+        self.metrics = metrics
+        self.own: dict[str, list[torch.Tensor]] = {name: [] for name in functions}
+        self._functions = functions
+        self.num_added = 0  # batches, also one that was added in part
+
+    def add(self, step: StepLoss, batch: dict[str, torch.Tensor]) -> None:
+        """Take one batch in."""
+        if self._functions and not step.logits.numel():
+            raise _no_logits(self._functions)
+        self.num_added += 1
+        self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
+        for name, function in self._functions.items():
+            self.own[name].append(_sum_and_count(function(step.logits, batch)))
+
+
+def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
+    return LossError(
+        f"{', '.join(own)} need the logits of the model, and this loss makes none",
+        "compute the loss of evaluations plainly (memory.loss: plain)",
+    )
+
+
+def _sum_and_count(values: Any) -> torch.Tensor:
+    values = torch.as_tensor(values).detach().float().reshape(-1)
+    return torch.stack([values.sum(), torch.full_like(values[:1], len(values)).sum()])
+
+
+def _mean(sum_and_count: torch.Tensor) -> float:
+    total, count = sum_and_count.tolist()
+    return float(total / count) if count else float("nan")

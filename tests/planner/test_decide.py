@@ -1,0 +1,333 @@
+"""A recipe's plan: what is open, what is fixed, what a run takes from it, and that a resumed run keeps it."""
+
+import json
+
+import pytest
+import torch
+
+import trimtab
+import trimtab.training.evaluate
+from tiny_runs import reviews, write_csv
+from trimtab.errors import DoesNotFit
+from trimtab.hardware.memory import memory_in_use
+from trimtab.planner import decide as settling
+from trimtab.planner.memory import predict
+from trimtab.planner.recipe_planner import LengthsOfData, OneLength, Planner, named_task
+from trimtab.planner.search import Candidate
+from trimtab.planner.target import known_target
+from trimtab.planner.time import step_seconds
+from trimtab.planner.trace.recipe_step import Choice
+
+GIB = 2**30
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+
+
+def recipe(**sections):
+    sections.setdefault("train", {"batch_size": 16})
+    return trimtab.Recipe(
+        model={"config": CONFIG, "tokenizer": "train"}, task="causal-lm", data={"train": "nowhere"}, **sections
+    )
+
+
+def planner(made, gpu="t4", budget=None, length=512):
+    return Planner(made, named_task(made), known_target(gpu, budget), OneLength(length))
+
+
+def test_what_is_open():
+    space = planner(recipe()).space
+    assert space.rows == (16, 8, 4, 2, 1)
+    assert space.losses == ("plain", "chunked")
+    assert space.recomputed == ("none", "{every: 2}", "all")
+    assert space.optimizers == ("adamw",)
+    assert space.offloads == ("none",), "embeddings that train stay on the device"
+
+
+@pytest.mark.parametrize(("gpu", "more"), [("a100", 2 * (32 * 2**20 - 8320 * 1024)), ("h200", 0)])
+def test_deterministic_kernels_have_work_memory_of_their_own(gpu, more):
+    """Of cuBLAS, for the thread of forward and for autograd's; from Hopper on it is the usual size."""
+
+    def library_bytes(deterministic):
+        asked = planner(recipe(train={"batch_size": 2, "deterministic": deterministic}), gpu, length=64)
+        births = asked.prediction(Candidate(2, optimizer="adamw")).trace.births.values()
+        return sum(birth.size for birth in births if birth.part == "library")
+
+    assert library_bytes(True) - library_bytes(False) == more
+
+
+def test_what_is_fixed_is_kept():
+    memory = {"micro_batch": 3, "gradient_checkpointing": {"layers": [0, -1]}, "loss": "plain", "allow": ["8bit"]}
+    space = planner(recipe(memory=memory, train={"batch_size": 16, "optimizer": "adam"}, adapter="lora")).space
+    assert space.rows == (3,)
+    assert space.losses == ("plain",)
+    assert space.recomputed == ("{layers: [0, -1]}",)
+    assert space.optimizers == ("adam", "adam8bit")
+    assert space.offloads == ("none", "embeddings")
+    assert space.adapter == "lora"
+
+
+def test_small_logits_are_not_cut():
+    assert planner(recipe(), length=32).space.losses == ("plain",)
+
+
+@pytest.mark.parametrize(("gpu", "wanted", "precision"), [("t4", "auto", "fp16"), ("a100", "auto", "bf16")])
+def test_precision_follows_the_device_that_is_planned_for(gpu, wanted, precision):
+    assert planner(recipe(), gpu).precision == precision
+    assert planner(recipe(train={"precision": "fp32"}), gpu).precision == "fp32"
+
+
+def test_two_micro_batches_stand_for_more():
+    """The peak is that of many micro-batches, the time that of all of them."""
+    made = planner(recipe(train={"batch_size": 8}))
+    many, few = (made.estimate(Candidate(rows)) for rows in (1, 4))
+    whole = made._tracer("none").trace(Choice(made.precision, "adamw"), made.lengths.shape(1), 8)
+    assert many.allocated_bytes == pytest.approx(predict(whole).allocated, rel=1e-4)
+    assert many.step_s == pytest.approx(step_seconds(whole.ops, made.target.device).seconds, rel=0.01)
+    assert many.step_s > few.step_s
+
+
+def test_a_plan_in_python():
+    plan = trimtab.plan(recipe(train={"batch_size": 4}), gpu="t4", length=512)
+    assert plan.device == "t4"
+    assert plan.precision == "fp16"
+    assert plan.budget_bytes == int(14.74 * GIB)
+    assert plan.predicted_peak_bytes == sum(plan.predicted_parts.values())
+    assert plan.predicted_peak_bytes < plan.predicted_total_bytes <= plan.budget_bytes
+    assert plan.predicted_step_s > 0
+    assert (plan.micro_batch_size, plan.gradient_checkpointing, plan.loss) == (4, "none", "plain")
+
+
+def test_a_plan_in_less_memory():
+    memory = {"budget": "1230MiB", "gradient_checkpointing": "all"}
+    plan = trimtab.plan(recipe(train={"batch_size": 4}, memory=memory), gpu="t4", length=512)
+    assert plan.budget_bytes == 1230 * 2**20
+    assert plan.predicted_total_bytes <= 0.98 * plan.budget_bytes
+    assert (plan.micro_batch_size, plan.loss) != (4, "plain")
+
+
+# ---------------------------------------------------------------------- a run
+
+
+@pytest.fixture
+def train(tiny, own_folder):
+    rows = write_csv(own_folder / "reviews.csv", reviews(24))
+
+    def run(name, resume=False, memory=None, **sections):
+        made = trimtab.Recipe(
+            model=tiny.folder("bert"),
+            data={"train": str(rows)},
+            train={"batch_size": 8, "max_steps": 4, **sections},
+            memory=memory or {},
+            out=str(own_folder / name),
+        )
+        return trimtab.fit(made, progress="quiet", device="cpu", resume=resume)
+
+    return run
+
+
+def test_on_a_cpu_without_a_budget_nothing_is_predicted(train, monkeypatch):
+    monkeypatch.setattr(settling, "_planner", None)  # would fail if it were asked
+    plan = train("plain").plan
+    assert (plan.micro_batch_size, plan.gradient_checkpointing, plan.offload) == (8, "none", "none")
+    assert plan.predicted_peak_bytes is None
+    assert plan.budget_bytes is None
+
+
+def test_a_budget_that_is_plenty_changes_nothing(train):
+    plain, held = train("plain"), train("held", memory={"budget": "auto"})
+    assert plain.fit.metrics == held.fit.metrics
+    assert held.plan.micro_batch_size == 8
+    assert 0 < held.plan.predicted_peak_bytes < held.plan.budget_bytes
+    assert any("predicted: " in line for line in held.plan.describe())
+
+
+def test_on_a_cpu_the_memory_of_the_process_is_predicted_and_measured(train):
+    """Not that of tensors beside that of a process with all its libraries."""
+    before = memory_in_use(torch.device("cpu"))
+    held = train("held", memory={"budget": "auto"})
+    measured = json.loads((held.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert measured["predicted_peak_bytes"] == held.plan.predicted_total_bytes > before / 2
+
+
+def test_a_budget_that_is_small_decides_and_a_resumed_run_keeps_it(train, monkeypatch, own_folder):
+    """Nothing fits into 1 MiB beside Python: the smallest plan is taken on a CPU, where no limit is hard."""
+    held = train("held", memory={"budget": "1MiB"})
+    stored = json.loads((own_folder / "held" / "plan.json").read_text())
+    assert stored["micro_batch_size"] == held.plan.micro_batch_size < 8
+    assert stored["predicted_peak_bytes"] == held.plan.predicted_peak_bytes
+    recipe_text = (own_folder / "held" / "recipe.yaml").read_text()
+    assert "micro_batch: auto" in recipe_text, "the recipe stays open, the plan has decided"
+    monkeypatch.setattr(settling, "_planner", None)
+    again = train("held", resume=True, memory={"budget": "1MiB"}, max_steps=6)
+    levers = ("micro_batch_size", "gradient_checkpointing", "loss", "kernels", "offload", "predicted_peak_bytes")
+    assert [getattr(again.plan, name) for name in levers] == [getattr(held.plan, name) for name in levers]
+    monkeypatch.undo()
+    wider = train("held", resume=True, memory={"budget": "auto"}, max_steps=8)
+    assert wider.plan.micro_batch_size == held.plan.micro_batch_size, "auto is no other budget"
+
+
+def test_what_was_chosen_reaches_the_run(train, monkeypatch):
+    """As on a GPU: a search decides also without a budget, and too little memory ends a run before it begins."""
+    memory = {"loss": "plain", "offload": "none", "gradient_checkpointing": "none"}
+    larger = recipe(train={"batch_size": 8}, memory=memory, adapter="lora")
+
+    def on_a_card(recipe, *parts):
+        return planner(larger, "t4", budget)
+
+    monkeypatch.setattr(settling, "_is_planned", lambda recipe, device: True)
+    monkeypatch.setattr(settling, "_planner", on_a_card)
+    budget = "14GiB"
+    plan = train("roomy").plan
+    assert (plan.micro_batch_size, plan.gradient_checkpointing, plan.budget_bytes) == (8, "none", 14 * GIB)
+    budget = "1300MiB"
+    plan = train("tight").plan
+    assert plan.micro_batch_size < 8
+    assert plan.predicted_total_bytes <= plan.budget_bytes == 1300 * 2**20
+    budget = "855MiB"  # of which a context takes 850
+    with pytest.raises(DoesNotFit, match="it does not fit into 855.0 MiB") as caught:
+        train("nothing")
+    assert caught.value.exit_code == 3
+
+
+def test_a_model_that_cannot_be_traced_trains_all_the_same(train, monkeypatch, caplog):
+    def fails(*parts):
+        raise NotImplementedError("no such operation")
+
+    monkeypatch.setattr(settling, "_planner", fails)
+    with caplog.at_level("INFO", logger="trimtab"):
+        plan = train("odd", memory={"budget": "auto"}).plan
+    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (8, "none")
+    assert "no plan could be made (NotImplementedError: no such operation)" in caplog.text
+
+
+def test_lengths_of_data(tiny, own_folder):
+    rows = write_csv(own_folder / "reviews.csv", reviews(40))
+    made = trimtab.Recipe(model=tiny.folder("bert"), data={"train": str(rows)}, train={"batch_size": 8})
+    found = settling._Rows(made)
+    lengths = LengthsOfData(made, found.tokens, found.data.task)
+    all_lengths = found.tokens.train.lengths
+    assert lengths.longest == max(all_lengths)
+    assert lengths.shape(4).is_padded
+    assert not lengths.shape(1).is_padded
+    assert lengths.tokens(8) == pytest.approx(8 * sum(all_lengths) / len(all_lengths))
+    # one row at once is never padded: the mean of all rows
+    real = sum(all_lengths) / len(all_lengths) / max(all_lengths)
+    steps = -(-len(all_lengths) // 8)
+    assert lengths.share(1) == pytest.approx(real * len(all_lengths) / (steps * 8))
+    assert lengths.share(8) >= lengths.share(1)
+
+
+# ---------------------------------------------------------------------- evaluations, the host, other processes
+
+
+def test_an_evaluation_is_cut_to_what_fits():
+    """Plain logits of 64 rows of 512 tokens alone are 4 GiB in fp32."""
+    made = recipe(memory={"loss": "plain"}, evaluate={"batch_size": 64})
+    all_rows, found = planner(made, "a100").evaluation(Candidate(1))
+    assert all_rows == 64
+    assert found.allocated > 4 * GIB
+    tight = planner(made, "a100", "3GiB")
+    rows, smaller = tight.evaluation(Candidate(1))
+    assert rows in (8, 16, 32)
+    assert smaller.total <= 3 * GIB
+    assert smaller.allocated < found.allocated / 2
+    outlook = settling._outlook(tight, tight.choose().chosen)
+    assert outlook.eval_micro_batch == rows
+    assert outlook.predicted_peak_bytes >= outlook.predicted_eval_peak_bytes
+
+
+def test_evaluations_begin_with_what_was_planned(train, monkeypatch):
+    sizes = []
+    real = settling.Planner.evaluation
+
+    def few(planner, candidate):
+        return 2, real(planner, candidate)[1]
+
+    monkeypatch.setattr(settling.Planner, "evaluation", few)
+    cut = trimtab.training.evaluate.cut_rows
+    monkeypatch.setattr(
+        "trimtab.training.evaluate.cut_rows", lambda batch, rows: sizes.append(rows) or cut(batch, rows)
+    )
+    held = train("held", memory={"budget": "auto"})
+    assert held.plan.eval_micro_batch == 2
+    assert set(sizes) == {2}
+    assert held.fit.metrics["accuracy"] == train("plain").fit.metrics["accuracy"]
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(tiny, own_folder):
+    """A new tokenizer is small, and a model from a config that names no size follows it."""
+    rows = write_csv(own_folder / "reviews.csv", reviews(40))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = trimtab.Recipe(
+        model={"config": {"model_type": "bert", **shape}, "tokenizer": "train"},
+        data={"train": str(rows)},
+        train={"max_steps": 1},
+        out=str(own_folder / "run"),
+    )
+    found = settling.survey(made, gpu="t4", thorough=False).plan
+    result = trimtab.fit(made, progress="quiet", device="cpu")
+    assert found.num_parameters == result.plan.num_parameters
+
+
+def test_a_tokenizer_that_outgrew_its_model(tiny):
+    from transformers import AutoTokenizer
+
+    from trimtab.model.load import load_skeleton
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder("bert"))
+    before = load_skeleton(tiny.folder("bert"), "sequence-classification", {}, tokenizer)
+    tokenizer.add_tokens([f"word{number}" for number in range(1000)])
+    after = load_skeleton(tiny.folder("bert"), "sequence-classification", {}, tokenizer)
+    rows = [len(model.get_input_embeddings().weight) for model in (before, after)]
+    assert rows[1] == len(tokenizer) > rows[0]
+    assert after.get_input_embeddings().weight.is_meta
+
+
+def test_only_one_process_traces(monkeypatch):
+    """A world of several would wait for the others, which do not trace."""
+
+    def others(*parts):
+        raise AssertionError("the other processes were asked")
+
+    monkeypatch.setattr("trimtab.engine.engine.find_world", others)
+    assert planner(recipe()).prediction(Candidate(1)).allocated > 0
+
+
+def test_the_host_is_planned_for_too():
+    found = settling.survey(recipe(), gpu="t4", length=128, thorough=False)
+    plan = found.plan
+    weights = 4 * plan.num_parameters
+    assert plan.predicted_host_bytes > 3 * weights, "a snapshot of weights and both moments"
+    assert plan.predicted_disk_bytes == pytest.approx(3 * 3 * weights + 2 * weights, rel=0.01)
+    (line,) = found.besides()
+    assert line.startswith("Besides: evaluations of ")
+    unsaved = settling.survey(recipe(checkpoint={"every": None}), gpu="t4", length=128, thorough=False).plan
+    assert unsaved.predicted_disk_bytes == pytest.approx(2 * weights, rel=0.01)
+
+
+def test_a_learnt_mask_takes_the_plain_kernel():
+    """No kernel gives the gradient of a mask, so that T5, whose position biases are learnt, holds all pairs."""
+    import torch
+
+    from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+    from trimtab.planner.trace.recorder import Recorder
+
+    def peak(learns):
+        recorder = Recorder(CudaRules(Gpu()), lambda tensor: 0)
+        query = torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.empty(1, 4, 64, 64, device="meta", dtype=torch.bfloat16, requires_grad=learns)
+        with as_on_cuda(Gpu()), recorder:
+            torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum().backward()
+        return {op.name for op in recorder.trace().ops}
+
+    assert any("efficient" in name for name in peak(False))
+    assert not any("efficient" in name for name in peak(True))

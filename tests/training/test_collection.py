@@ -1,0 +1,56 @@
+import gc
+import weakref
+
+import pytest
+
+from trimtab.training.garbage_collection import older_objects_set_aside
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collector():
+    """As it is where nobody has done anything to it, which these tests do."""
+    gc.unfreeze()
+    assert gc.isenabled()
+    yield
+    gc.freeze()
+
+
+def test_what_is_older_is_not_looked_at_and_garbage_of_before_is_gone():
+    garbage = weakref.ref(Node())
+    older = Node()
+    with older_objects_set_aside():
+        assert garbage() is None
+        assert not any(thing is older for thing in gc.get_objects())
+        made_inside = weakref.ref(Node())
+        gc.collect()
+        assert made_inside() is None, "what is made inside is still collected"
+    assert any(thing is older for thing in gc.get_objects())
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_error_inside_ends_it_too():
+    with pytest.raises(KeyError), older_objects_set_aside():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_has_frozen_objects_or_switched_the_collector_off_is_left_alone():
+    gc.freeze()
+    try:
+        later = Node()
+        with older_objects_set_aside():
+            assert any(thing is later for thing in gc.get_objects()), "it was frozen, too"
+        assert gc.get_freeze_count() > 0  # fewer than before, where another thread has let go of some
+    finally:
+        gc.unfreeze()
+    gc.disable()
+    try:
+        with older_objects_set_aside():
+            assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
