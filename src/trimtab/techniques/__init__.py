@@ -1,0 +1,20 @@
+"""All techniques, in the order in which they are named to the user. A new one is a file and a line here."""
+
+from trimtab.techniques.adapter import AdapterTechnique
+from trimtab.techniques.attention_backend import AttentionBackend
+from trimtab.techniques.base import Technique
+from trimtab.techniques.chunked_loss import ChunkedLoss
+from trimtab.techniques.gradient_checkpointing import GradientCheckpointing
+from trimtab.techniques.host_embeddings import HostEmbeddings
+from trimtab.techniques.kernels import FusedKernels
+from trimtab.techniques.optimizer_state import OptimizerState
+
+TECHNIQUES: list[Technique] = [
+    AdapterTechnique(),
+    GradientCheckpointing(),
+    ChunkedLoss(),
+    OptimizerState(),
+    HostEmbeddings(),
+    FusedKernels(),
+    AttentionBackend(),
+]

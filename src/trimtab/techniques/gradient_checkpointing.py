@@ -16,10 +16,51 @@ from trimtab.errors import RecipeError
 from trimtab.log import say, say_once
 from trimtab.model.blocks import blocks_of
 from trimtab.model.selective_recompute import Keeping, keep_products
+from trimtab.recipe.schema import Recipe
+from trimtab.recipe.yaml_text import read_value
+from trimtab.techniques.base import Case, Phase, Site, Technique, as_text
 
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
 _KINDS = "none, all, ops, {every: 2} or {layers: [0, 1, -1]}"
+_FEWEST_BLOCKS = 4  # from which on recomputing every second block is a choice of its own
+
+
+class GradientCheckpointing(Technique):
+    """Recompute blocks in backward in place of keeping their activations."""
+
+    key = "gradient_checkpointing"
+    setting = _KEY
+    phase = Phase.RECOMPUTATION
+    is_slower_with_each_value = True
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """Nothing, every second block, all blocks; a model of the user's that recomputes already stays as it is."""
+        asked = self.asked(case.recipe)
+        if asked != "auto":
+            return (as_text(asked),)
+        num_blocks = len(blocks_of(case.model))
+        if not num_blocks or getattr(case.model, "is_gradient_checkpointing", False):
+            return ("none",)
+        return ("none", as_text({"every": 2}), "all") if num_blocks >= _FEWEST_BLOCKS else ("none", "all")
+
+    def change_model(self, model: nn.Module, value: str, site: Site) -> None:
+        """Wrap the chosen blocks; in a trace the chosen ones among those that were kept."""
+        which = read_value(value)
+        if site.kept_blocks is not None and not isinstance(which, str):
+            chosen = set(chosen_blocks(which, 1 + max(site.kept_blocks)))
+            which = {"layers": [index for index, number in enumerate(site.kept_blocks) if number in chosen]}
+        checkpoint_layers(model, which)
+
+    def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
+        """Recomputed blocks differ from others."""
+        if value == "none" or not num_blocks:
+            return None
+        return set(chosen_blocks(read_value(value), num_blocks)).__contains__
+
+    def describe(self, value: str) -> str:
+        """Such as "recompute every 2nd"."""
+        return f"recompute {value.strip('{}').replace('every: 2', 'every 2nd')}"
 
 
 def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:

@@ -12,6 +12,51 @@ import torch
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
+from trimtab.recipe.schema import AdapterSettings
+from trimtab.techniques.base import Case, HostUse, Phase, Site, Technique
+
+
+class HostEmbeddings(Technique):
+    """Keep the table of input embeddings in host memory."""
+
+    key = "offload"
+    setting = "memory.offload"
+    phase = Phase.PLACEMENT
+    is_slower_with_each_value = True
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """The table may leave where an adapter trains, and it is neither trained nor the output layer as well."""
+        asked = str(self.asked(case.recipe))
+        if asked != "auto":
+            return (asked,)
+        adapter = None if case.recipe is None else case.recipe.adapter
+        trains_more = isinstance(adapter, AdapterSettings) and bool(adapter.trains)
+        if adapter in (None, "none") or trains_more or not case.accelerator.is_cuda or _is_tied(case.model):
+            return ("none",)
+        return ("none", "embeddings")
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Move the table; a trace only notes that it takes no device memory."""
+        if site.is_traced:
+            check_embeddings_can_leave(model)
+            bare: Any = model
+            bare.get_input_embeddings().weight.is_in_host_memory = True
+        else:
+            keep_embeddings_on_host(model, site.device, trained_later=site.unfrozen_later)
+
+    def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
+        """The table stays on the host."""
+        num_weights = model.get_input_embeddings().weight.numel() if value == "embeddings" else 0
+        return HostUse(kept_bytes=num_weights * weight_bytes)
+
+    def describe(self, value: str) -> str:
+        """Such as "embeddings on host"."""
+        return f"{value} on host"
+
+
+def _is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head is not None and getattr(head, "weight", None) is model.get_input_embeddings().weight
 
 
 def keep_embeddings_on_host(

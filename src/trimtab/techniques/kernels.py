@@ -5,12 +5,45 @@ are built later, and that is undone here.
 """
 
 import sys
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
+from trimtab.techniques.base import Case, Phase, Site, Technique
+
+
+class FusedKernels(Technique):
+    """Compute norms and gated products with liger-kernel's fused kernels."""
+
+    key = "kernels"
+    setting = "memory.kernels"
+    off = "plain"
+    phase = Phase.KERNELS
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """What `choose_kernels` says; for a device elsewhere nothing has to be installed."""
+        asked = str(self.asked(case.recipe))
+        if case.recipe is None:
+            return ("plain",)
+        if asked != "auto" and not case.accelerator.is_here:
+            return (asked,)
+        device = torch.device(case.accelerator.type)
+        return (choose_kernels(asked, case.model, device, case.compute_dtype),)
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Replace the forward of norms and gated products; a trace gets modules that allocate the same."""
+        if site.is_traced:
+            _use_traced_liger(model, site.accelerator.num_multiprocessors)
+        else:
+            use_liger(model)
+
+    def loads_kernels(self, value: str) -> bool:
+        """Liger's kernels are Triton's."""
+        return value == "liger"
 
 
 def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> str:
@@ -64,3 +97,65 @@ def _require_liger(model: torch.nn.Module, device: torch.device) -> None:
         raise RecipeError(f"memory.kernels: liger needs an NVIDIA GPU; this device is {device.type}", "plain, or auto")
     if _family(model) not in _families():
         raise RecipeError(f"memory.kernels: liger does not know models of the kind {_family(model)}", "plain, or auto")
+
+
+# ---------------------------------------------------------------------- in a trace
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input and a number for each row; its backward writes into the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, num_multiprocessors: int) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        result = torch.empty_like(rows)
+        ctx.save_for_backward(rows, weight, torch.empty(rows.shape[0], dtype=torch.float32, device="meta"))
+        ctx.num_multiprocessors = num_multiprocessors
+        return result.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, weight, _ = ctx.saved_tensors
+        grad = grad.contiguous()
+        partial = torch.empty((ctx.num_multiprocessors, weight.shape[0]), dtype=torch.float32, device="meta")
+        return grad, partial.sum(dim=0).to(weight.dtype), None
+
+
+class _SiluMul(torch.autograd.Function):
+    """Keeps its two inputs, which its backward overwrites."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        return gate.detach(), up.detach()
+
+
+def _use_traced_liger(model: torch.nn.Module, num_multiprocessors: int) -> None:
+    """Give norms and gated products the allocations of liger-kernel's."""
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        apply: Any = _RmsNorm.apply
+        return apply(x, self.weight, num_multiprocessors)  # type: ignore[no-any-return]
+
+    def gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+        apply: Any = _SiluMul.apply
+        return self.down_proj(apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+    known = 0
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            known += 1
+            module.forward = MethodType(norm, module)
+        elif kind.endswith("MLP") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
+            known += 1
+            module.forward = MethodType(gated, module)
+    if not known:
+        raise RecipeError(f"memory.kernels: liger has nothing for a {type(model).__name__}", "plain, or auto")

@@ -1,0 +1,215 @@
+"""Uses every technique of a specification: one function for each stage of a step."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.model.losses import Loss, build_loss
+from trimtab.recipe.schema import Recipe
+from trimtab.techniques import TECHNIQUES
+from trimtab.techniques.base import (
+    Accelerator,
+    Axis,
+    Case,
+    Collate,
+    HostUse,
+    LoadOptions,
+    LossRequest,
+    OnResume,
+    Patch,
+    Phase,
+    Site,
+    StepSpec,
+    Technique,
+    TraceRecorder,
+)
+
+Values = StepSpec | Mapping[str, str]
+
+
+# ---------------------------------------------------------------------- which values
+
+
+def method_values(recipe: Recipe) -> dict[str, str]:
+    """The values of techniques that change the method: they follow from the recipe alone."""
+    case = Case(None, Accelerator("cpu"), "fp32", recipe)
+    return {technique.key: technique.values(case)[0] for technique in TECHNIQUES if technique.effect == "method"}
+
+
+def axes_of(case: Case) -> tuple[Axis, ...]:
+    """For each technique the values among which a plan chooses."""
+    return tuple(Axis(technique, technique.values(case)) for technique in TECHNIQUES)
+
+
+def values_without_plan(case: Case) -> dict[str, str]:
+    """The value of each technique where nothing is predicted."""
+    return {technique.key: technique.without_plan(case) for technique in TECHNIQUES}
+
+
+def refusal(spec: StepSpec, case: Case) -> str | None:
+    """The first reason why a specification is not possible; None if it is."""
+    return next((reason for technique in TECHNIQUES if (reason := technique.refuse(spec, case))), None)
+
+
+def require_possible(spec: StepSpec, case: Case) -> None:
+    """Refuse a specification that is not possible.
+
+    Raises:
+        RecipeError: With the reason.
+    """
+    reason = refusal(spec, case)
+    if reason is not None:
+        raise RecipeError(reason, "change one of these settings, or leave it to auto")
+
+
+# ---------------------------------------------------------------------- what they do
+
+
+def load_options(recipe: Recipe, options: LoadOptions, half: torch.dtype) -> LoadOptions:
+    """How the weights of a recipe's model are loaded."""
+    values = method_values(recipe)
+    for technique in TECHNIQUES:
+        if technique.key in values:
+            options = technique.load(values[technique.key], options, half)
+    return options
+
+
+def change_model(model: torch.nn.Module, values: Values, site: Site, phases: Iterable[Phase] = Phase) -> None:
+    """Change a model in place, phase by phase."""
+    for phase in phases:
+        for technique in TECHNIQUES:
+            if technique.phase is phase:
+                value = values[technique.key]
+                if value != technique.off:
+                    technique.change_model(model, value, site)
+
+
+def make_loss(spec: StepSpec, request: LossRequest) -> Loss:
+    """The loss of a task, computed as the specification says."""
+    loss = build_loss(**vars(request))
+    for technique in TECHNIQUES:
+        loss = technique.change_loss(loss, spec[technique.key], request)
+    return loss
+
+
+def change_collate(collate: Collate, spec: StepSpec) -> Collate:
+    """The function that makes a batch of rows."""
+    for technique in TECHNIQUES:
+        collate = technique.change_collate(collate, spec[technique.key])
+    return collate
+
+
+def wrap_step(compute_gradients: Callable[..., Any], spec: StepSpec) -> Callable[..., Any]:
+    """The function that computes the gradients of a window."""
+    for technique in TECHNIQUES:
+        compute_gradients = technique.wrap_step(compute_gradients, spec[technique.key])
+    return compute_gradients
+
+
+def states_of(model: torch.nn.Module, spec: StepSpec) -> list[Any]:
+    """Objects of techniques that belong into checkpoints."""
+    states = (technique.state(model, spec[technique.key]) for technique in TECHNIQUES)
+    return [state for state in states if state is not None]
+
+
+def change_optimizer(
+    optimizer: torch.optim.Optimizer, spec: StepSpec, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The optimizer for a loop of the user's own; the same object where nothing changes it."""
+    for technique in TECHNIQUES:
+        optimizer = technique.change_optimizer(optimizer, spec[technique.key], groups)
+    return optimizer
+
+
+# ---------------------------------------------------------------------- how they are traced
+
+
+def trace_patches(recorder: TraceRecorder, accelerator: Accelerator) -> list[Patch]:
+    """Functions that a trace replaces, for all techniques."""
+    return [patch for technique in TECHNIQUES for patch in technique.patches(recorder, accelerator)]
+
+
+def block_marker(values: Values, num_blocks: int, recipe: Recipe | None) -> Callable[[int], tuple[Any, ...]]:
+    """What techniques do to a block, by its number: blocks that differ in it are traced one by one."""
+    marks = [technique.block_mark(values[technique.key], num_blocks, recipe) for technique in TECHNIQUES]
+    return lambda number: tuple(mark(number) for mark in marks if mark is not None)
+
+
+def names_blocks(recipe: Recipe | None) -> bool:
+    """Whether settings name single blocks, so that none may be left out of a trace."""
+    return any(technique.names_blocks(recipe) for technique in TECHNIQUES)
+
+
+def tries_loss_first(spec: StepSpec) -> bool:
+    """Whether the loss runs the model once before the first step."""
+    return any(technique.tries_loss_first(spec[technique.key]) for technique in TECHNIQUES)
+
+
+def may_fail_in_trace(spec: StepSpec) -> bool:
+    """Whether the model may turn out not to allow a technique that is in use."""
+    return any(technique.may_fail_in_trace and spec[technique.key] != technique.off for technique in TECHNIQUES)
+
+
+def loads_kernels(values: Values) -> bool:
+    """Whether kernels of Triton or bitsandbytes are loaded, which take device memory outside the allocator."""
+    return any(technique.loads_kernels(values[technique.key]) for technique in TECHNIQUES)
+
+
+def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
+    """What all techniques change in the use of host memory and disk."""
+    uses = [technique.host_use(spec[technique.key], model, weight_bytes) for technique in TECHNIQUES]
+    return HostUse(
+        sum(use.kept_bytes for use in uses),
+        any(use.pages_state for use in uses),
+        any(use.streams_weights for use in uses),
+        any(use.exports_trainable for use in uses),
+    )
+
+
+# ---------------------------------------------------------------------- words and files
+
+
+def describe(spec: StepSpec, reference: StepSpec | None = None) -> list[str]:
+    """What a step does besides the plain one, in a few words each.
+
+    Args:
+        spec: The specification.
+        reference: Values of techniques without an `off` value that need no words; None describes them all.
+    """
+    return [words for technique in TECHNIQUES if (words := _words(technique, spec, reference))]
+
+
+def describe_method(spec: StepSpec) -> list[str]:
+    """Those words that name another method."""
+    return [w for technique in TECHNIQUES if technique.effect == "method" and (w := _words(technique, spec, None))]
+
+
+def _words(technique: Technique, spec: StepSpec, reference: StepSpec | None) -> str:
+    value = spec[technique.key]
+    plain = technique.off
+    if plain is None and reference is not None:
+        plain = reference[technique.key]
+    return "" if value == plain else technique.describe(value)
+
+
+def plan_texts(spec: StepSpec, recipe: Recipe | None) -> dict[str, str]:
+    """The values for plan.json."""
+    return {technique.key: technique.plan_text(spec[technique.key], recipe) for technique in TECHNIQUES}
+
+
+def values_in_plan(stored: Mapping[str, Any]) -> dict[str, str]:
+    """The values in a plan.json; what an older version did not know has the value that it had then."""
+    found = {}
+    for technique in TECHNIQUES:
+        text = stored.get(technique.key, technique.before or technique.off)
+        if text is not None:
+            found[technique.key] = technique.value_in(str(text))
+    return found
+
+
+def resume_rule(setting: str, old: Any, new: Any) -> OnResume | None:
+    """What another value of a recipe's key means for a resumed run; None for keys that belong to no technique."""
+    technique = next((t for t in TECHNIQUES if setting == t.setting or setting.startswith(t.setting + ".")), None)
+    return None if technique is None else technique.on_resume(old, new)

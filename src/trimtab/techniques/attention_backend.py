@@ -1,0 +1,167 @@
+"""Which kernel computes attention: cuDNN's, flash, memory-efficient, or plain matrix products.
+
+torch chooses one for every call, and on Hopper it takes cuDNN's for masked attention. cuDNN builds an execution plan
+for every new shape, which takes longer than a whole step of a small model; where shapes repeat it is the fastest of
+all. So `auto` is a rule on the GPU's generation and on the number of shapes that micro-batches have.
+
+The choice belongs to one model: attention goes through a function of ours that sets torch's switches around the call,
+also where a block is recomputed in backward. Every value is a preference: where its kernel cannot run (flash takes no
+mask, fp32 or head size above 256), the next one of the list does.
+
+Grouped heads: transformers passes keys and values of fewer heads to torch as they are, and only the flash and cuDNN
+kernels take them so. Without these torch computes all pairs of positions in fp32, in memory that grows with the square
+of the length. There the heads are repeated first, so that the memory-efficient kernel runs.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
+
+_HOPPER = 9  # major compute capability
+_FLASH_CAPABILITY = (8, 0)
+_FEW_SHAPES = 8  # up to which building cuDNN's plans costs less than its faster kernel gains in an epoch
+_NAME = "trimtab_attention"
+
+
+class AttentionBackend(Technique):
+    """Choose the kernel that computes attention."""
+
+    key = "attention_backend"
+    setting = "memory.attention_backend"
+    off = None
+    phase = Phase.KERNELS
+    before = "torch"
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """CuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""
+        asked = str(self.asked(case.recipe))
+        if asked != "auto":
+            return (asked,)
+        accelerator = case.accelerator
+        is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
+        is_half = flash_runs(accelerator, case.compute_dtype)  # cuDNN, too, computes in half precision alone
+        if case.recipe is None or not (accelerator.is_cuda and is_hopper and is_half and _is_sdpa(case.model)):
+            return ("torch",)
+        has_few = case.num_shapes is not None and case.num_shapes <= _FEW_SHAPES
+        return ("cudnn",) if has_few else ("flash",)
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Let attention of the model go through our function, where it would not take the right way by itself."""
+        if not site.accelerator.is_cuda and not site.is_traced:
+            return
+        repeats = not flash_runs(site.accelerator, site.compute_dtype) and has_grouped_heads(model)
+        if repeats or value != "torch":
+            use_attention(model, value, repeats_heads=repeats)
+
+    def describe(self, value: str) -> str:
+        """Such as "attention flash"."""
+        return f"attention {value}"
+
+
+def flash_runs(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:
+    """Whether the flash kernel runs on a GPU in a dtype; None is fp32."""
+    capability = accelerator.capability
+    is_new = capability is not None and capability >= _FLASH_CAPABILITY
+    return compute_dtype is not None and is_new and accelerator.has_flash
+
+
+def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> None:
+    """Let the attention of a transformers model prefer a kernel.
+
+    Args:
+        model: A model whose attention implementation is "sdpa"; others are left alone.
+        backend: "cudnn", "flash", "efficient", "math", or "torch" for torch's own choice.
+        repeats_heads: Repeat the heads of keys and values before attention.
+    """
+    if not _is_sdpa(model):
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    name = f"{_NAME}_{backend}" + ("_repeated" if repeats_heads else "")
+    AttentionInterface.register(name, partial(_attention, backend, repeats_heads))
+    AttentionMaskInterface.register(name, sdpa_mask)  # a name without one would get no mask at all
+    model.set_attn_implementation(name)
+
+
+def _is_sdpa(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa"
+
+
+def has_grouped_heads(model: Any) -> bool:
+    """Whether keys and values of a model have fewer heads than queries."""
+    return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+
+
+def _attention(
+    backend: str,
+    repeats_heads: bool,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> Any:
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+    if repeats_heads:
+        groups = getattr(module, "num_key_value_groups", 1)
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=1)
+    with _CONTEXTS[backend]():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+class _Preference:
+    """Sets torch's switches of attention kernels, which belong to the process, for the time of one call.
+
+    `torch.nn.attention.sdpa_kernel` does the same in 13 µs a call, this in one: small models launch little else.
+    """
+
+    def __init__(self, uses_cudnn: bool, uses_flash: bool, uses_efficient: bool) -> None:
+        self._wanted = (uses_cudnn, uses_flash, uses_efficient)
+        self._before: list[tuple[bool, ...]] = []
+
+    def __enter__(self) -> None:
+        _switching.acquire()  # a second thread would restore what the first one has set
+        self._before.append(tuple(is_enabled() for is_enabled, _ in _SWITCHES))
+        self._set(self._wanted)
+
+    def __exit__(self, *exception: object) -> None:
+        self._set(self._before.pop())
+        _switching.release()
+
+    @staticmethod
+    def _set(values: tuple[bool, ...]) -> None:
+        for (_, enable), value in zip(_SWITCHES, values, strict=True):
+            enable(value)
+
+
+_switching = threading.RLock()
+_SWITCHES = (
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+)
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+_CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "torch": nullcontext,
+    "cudnn": partial(sdpa_kernel, _CUDNN_FIRST, set_priority=True),
+    "flash": partial(_Preference, uses_cudnn=False, uses_flash=True, uses_efficient=True),
+    "efficient": partial(_Preference, uses_cudnn=False, uses_flash=False, uses_efficient=True),
+    "math": partial(_Preference, uses_cudnn=False, uses_flash=False, uses_efficient=False),
+}

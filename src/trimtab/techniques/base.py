@@ -1,0 +1,403 @@
+"""The protocol of techniques, and the specification of a step: which technique is used with which value.
+
+A technique is one way to make a training step need less memory or less time, such as gradient checkpointing or LoRA.
+Everything about it is in one file of this package: its values, the rule for `auto`, conflicts, what it does to the
+model, the loss or the optimizer, how a trace on `meta` sees it, and its words. `trimtab.techniques.TECHNIQUES` lists
+them. The search, the tracer, the ladder, plan.json, the resume rules and the tracking tags iterate over that list.
+
+Values are text as a recipe writes it ("none", "all", "{every: 2}"), so that they can be compared, hashed and stored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+
+from trimtab.model.losses import Loss
+from trimtab.recipe.schema import Recipe
+from trimtab.recipe.yaml_text import as_yaml
+
+Effect = Literal["exact", "rounding", "method"]
+OnResume = Literal["free", "from here on", "refused"]
+
+
+class Phase(IntEnum):
+    """The order in which techniques change a model."""
+
+    ADAPTERS = 0  # right after loading, before parameters are frozen
+    PLACEMENT = 1  # before the model moves to its device
+    KERNELS = 2
+    RECOMPUTATION = 3
+    COMPILATION = 4
+    SHARDING = 5
+
+
+# ---------------------------------------------------------------------- the specification of a step
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """How an optimizer step is made. It can be hashed, and written to JSON.
+
+    Attributes:
+        micro_batch: Rows that one process passes through the model in one forward.
+        precision: As `train.precision`, never "auto".
+        values: (key of a technique, its value), sorted by key.
+    """
+
+    micro_batch: int
+    precision: str
+    values: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, micro_batch: int, precision: str, values: Mapping[str, str]) -> "StepSpec":
+        """A specification from a mapping of values."""
+        return cls(micro_batch, precision, tuple(sorted(values.items())))
+
+    def __getitem__(self, key: str) -> str:
+        return self._by_key[key]
+
+    @cached_property
+    def _by_key(self) -> dict[str, str]:
+        return dict(self.values)
+
+    def having(self, values: Mapping[str, str]) -> "StepSpec":
+        """The same specification with other values of some techniques."""
+        return StepSpec.of(self.micro_batch, self.precision, {**self._by_key, **values})
+
+    def with_micro_batch(self, micro_batch: int) -> "StepSpec":
+        """The same specification with another micro-batch size."""
+        return replace(self, micro_batch=micro_batch)
+
+
+# ---------------------------------------------------------------------- what rules look at
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The device that a step runs on, as far as rules depend on it.
+
+    Attributes:
+        type: "cuda" or "cpu", as `torch.device.type`.
+        capability: Compute capability of an NVIDIA GPU.
+        num_multiprocessors: On which the work memory of some kernels depends.
+        has_flash: Whether torch's flash kernel can run there in half precision.
+        is_here: Whether it is in this machine, so that packages which are not installed cannot be used.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    num_multiprocessors: int = 132
+    has_flash: bool = True
+    is_here: bool = True
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is an NVIDIA GPU."""
+        return self.type == "cuda"
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Accelerator":
+        """The description of a device of this machine."""
+        if device.type != "cuda":
+            return cls(device.type)
+        properties = torch.cuda.get_device_properties(device)
+        return cls("cuda", (properties.major, properties.minor), properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules of techniques decide by.
+
+    Attributes:
+        model: The model, with or without weights.
+        accelerator: The device.
+        precision: As in `StepSpec`.
+        recipe: The recipe; None for a loop of the user's own, where every setting counts as "auto".
+        allow: What may change results slightly, as `memory.allow`.
+        loss_kind: As `trimtab.data.tasks.base.Task` has it; "" where the loss is not known.
+        has_own_loss: Whether the loss is a function of the user's.
+        num_rows: The largest micro-batch size that is possible.
+        num_targets: Positions with a target in the longest row.
+        num_shapes: How many shapes the micro-batches of an epoch have; None where that is not known.
+        find_head_problem: Tries on real weights whether the loss can be computed without all logits: None if it can,
+            else the reason. Left out where there are no weights.
+        optimizer: The optimizer of a loop of the user's own.
+    """
+
+    model: Any
+    accelerator: Accelerator
+    precision: str
+    recipe: Recipe | None = None
+    allow: frozenset[str] = frozenset()
+    loss_kind: str = ""
+    has_own_loss: bool = False
+    num_rows: int = 1
+    num_targets: int = 1
+    num_shapes: int | None = None
+    find_head_problem: Callable[[str], str | None] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype of matrix products; None is fp32."""
+        return compute_dtype(self.precision)
+
+
+def compute_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of matrix products in a precision; None is fp32."""
+    return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where and when a model is changed: before a run, or in a trace on `meta`.
+
+    Attributes:
+        device: Where the model will compute; "meta" in a trace.
+        accelerator: The device, or the one that a trace stands for.
+        compute_dtype: The dtype of matrix products; None is fp32.
+        recipe: Settings beside the value itself; None for a loop of the user's own.
+        unfrozen_later: Parameters that are frozen now and train later.
+        kept_blocks: In a trace, the numbers of the blocks that were not left out; None where the model is whole.
+    """
+
+    device: torch.device
+    accelerator: Accelerator
+    compute_dtype: torch.dtype | None = None
+    recipe: Recipe | None = None
+    unfrozen_later: Sequence[torch.nn.Parameter] = ()
+    kept_blocks: tuple[int, ...] | None = None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether tensors have no data."""
+        return self.device.type == "meta"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the weights of a model are loaded.
+
+    Attributes:
+        dtype: The dtype of the weights.
+        quantization: What `trimtab.model.load.load_model` takes as `nf4`.
+    """
+
+    dtype: torch.dtype
+    quantization: Any = None
+
+
+@dataclass(frozen=True)
+class LossRequest:
+    """The arguments of `trimtab.model.losses.build_loss`."""
+
+    kind: str
+    shifts_labels: bool = False
+    label_smoothing: float = 0.0
+    counts_hits: bool = False
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """What a technique changes in the use of host memory and disk.
+
+    Attributes:
+        kept_bytes: Weights that stay in host memory.
+        pages_state: Whether optimizer state is in memory that the driver pages to the host.
+        streams_weights: Whether weights go to the device one by one while loading.
+        exports_trainable: Whether only trainable parameters are exported.
+    """
+
+    kept_bytes: int = 0
+    pages_state: bool = False
+    streams_weights: bool = False
+    exports_trainable: bool = False
+
+
+class TraceRecorder(Protocol):
+    """What techniques may use of `trimtab.planner.trace.recorder.Recorder`."""
+
+    ops: list[Any]
+
+    def note(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Count an operation that reads or writes these tensors."""
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """A context in which new tensors take no device memory."""
+
+
+Collate = Callable[..., dict[str, torch.Tensor]]
+Patch = tuple[Any, str, Callable[..., Any]]  # an owner, the name of a function in it, and its replacement
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Something that a user could write so that a step fits, and the specification that would follow."""
+
+    words: str
+    spec: StepSpec
+
+
+# ---------------------------------------------------------------------- a technique
+
+
+class Technique:
+    """A technique that does nothing; each one overrides what it needs.
+
+    Attributes:
+        key: Its name in specifications, plan.json and the ladder.
+        setting: Its key in a recipe, with dots.
+        effect: "exact" changes no result but the order of floating-point operations; "rounding" changes results
+            slightly and has to be allowed; "method" trains something else and is the user's choice alone.
+        off: The value that does nothing; None where one value is always in use.
+        phase: When `change_model` is called.
+        is_slower_with_each_value: Whether every further value of `values` takes at least as much time and at most as
+            much memory as the one before it. The search may then skip values behind one that fits.
+        may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
+        before: What the value was in versions that did not know the technique.
+    """
+
+    key: ClassVar[str]
+    setting: ClassVar[str]
+    effect: ClassVar[Effect] = "exact"
+    off: ClassVar[str | None] = "none"
+    phase: ClassVar[Phase] = Phase.KERNELS
+    is_slower_with_each_value: ClassVar[bool] = False
+    may_fail_in_trace: ClassVar[bool] = False
+    before: ClassVar[str | None] = None
+
+    # ------------------------------------------------------------------ which values
+
+    def asked(self, recipe: Recipe | None) -> Any:
+        """The value in a recipe; "auto" without one."""
+        if recipe is None:
+            return "auto"
+        found: Any = recipe
+        for name in self.setting.split("."):
+            found = getattr(found, name)
+        return found
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """The values that a plan may choose from; what the recipe fixes comes alone.
+
+        Raises:
+            RecipeError: The recipe asks for something that is not possible.
+        """
+        return (self.off or "",)
+
+    def without_plan(self, case: Case) -> str:
+        """The value where nothing is predicted."""
+        return self.values(case)[0]
+
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """The reason why a specification is not possible; None if it is."""
+        return None
+
+    def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
+        """What the user could allow where nothing fits."""
+        return iter(())
+
+    def precision(self, value: str, precision: str) -> str:
+        """The precision that a step computes in with this value."""
+        return precision
+
+    def in_recipe(self, recipe: Recipe, value: str) -> Recipe:
+        """A recipe with another value."""
+        section, _, name = self.setting.rpartition(".")
+        if not section:
+            return recipe.model_copy(update={name: value})
+        changed = getattr(recipe, section).model_copy(update={name: value})
+        return recipe.model_copy(update={section: changed})
+
+    # ------------------------------------------------------------------ what it does
+
+    def load(self, value: str, options: LoadOptions, half: torch.dtype) -> LoadOptions:
+        """How weights are loaded; `half` is the dtype that matrix products compute in."""
+        return options
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Change a model in place; called in the order of phases, and not for `off`."""
+
+    def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
+        """The loss to use in place of `loss`."""
+        return loss
+
+    def change_collate(self, collate: Collate, value: str) -> Collate:
+        """The function that makes a batch of rows, in place of `collate`; for training and for evaluation."""
+        return collate
+
+    def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
+        """The function to use in place of `trimtab.training.step.window_gradients`."""
+        return compute_gradients
+
+    def state(self, model: torch.nn.Module, value: str) -> Any:
+        """An object with `state_dict` and `load_state_dict` that belongs into checkpoints; None where there is none."""
+        return None
+
+    def change_optimizer(
+        self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """The optimizer to use in place of that of a loop of the user's own, for these parameter groups."""
+        return optimizer
+
+    # ------------------------------------------------------------------ how it is traced
+
+    def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
+        """Functions that cannot run without data, with replacements that allocate and cost the same."""
+        return iter(())
+
+    def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
+        """What it does to a block, by number: blocks that differ in it are traced one by one. None: all are alike."""
+        return None
+
+    def names_blocks(self, recipe: Recipe | None) -> bool:
+        """Whether settings name single blocks, so that none may be left out of a trace."""
+        return False
+
+    def tries_loss_first(self, value: str) -> bool:
+        """Whether the loss runs the model once before the first step."""
+        return False
+
+    def loads_kernels(self, value: str) -> bool:
+        """Whether kernels of Triton or bitsandbytes are loaded, which take device memory outside the allocator."""
+        return False
+
+    def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
+        """Host memory and disk; `weight_bytes` is the size of a weight as it is loaded."""
+        return HostUse()
+
+    # ------------------------------------------------------------------ its words and its place in a run's files
+
+    def describe(self, value: str) -> str:
+        """The value in a few words, for the ladder and the log."""
+        return f"{self.key} {value}"
+
+    def plan_text(self, value: str, recipe: Recipe | None) -> str:
+        """The value in plan.json."""
+        return value
+
+    def value_in(self, text: str) -> str:
+        """The value that `plan_text` wrote."""
+        return text
+
+    def on_resume(self, old: Any, new: Any) -> OnResume:
+        """What another value in the recipe of a resumed run means."""
+        return "free"
+
+
+def as_text(value: Any) -> str:
+    """A value of a recipe as text."""
+    return value if isinstance(value, str) else as_yaml(value)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The values of one technique among which a plan chooses."""
+
+    technique: Technique = field(repr=False)
+    values: tuple[str, ...]

@@ -1,0 +1,96 @@
+"""The loss of language models computed from hidden states in chunks, without a tensor of all logits.
+
+The arithmetic is in `trimtab.model.chunked_loss` and `trimtab.model.linear_cross_entropy`.
+"""
+
+from collections.abc import Iterator
+
+from trimtab.errors import RecipeError
+from trimtab.log import say
+from trimtab.model import linear_cross_entropy
+from trimtab.model.chunked_loss import require_liger
+from trimtab.model.linear_cross_entropy import logits_bytes
+from trimtab.model.losses import Loss, build_loss
+from trimtab.techniques.base import (
+    Accelerator,
+    Case,
+    LossRequest,
+    Patch,
+    Technique,
+    TraceRecorder,
+)
+
+SMALL_LOGITS_BYTES = 128 * 2**20  # below it there is little to gain
+
+
+class ChunkedLoss(Technique):
+    """Compute the cross-entropy of tokens without a tensor of all logits."""
+
+    key = "loss"
+    setting = "memory.loss"
+    off = "plain"
+    may_fail_in_trace = True
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """Chunks are a choice where logits are large and the head is one matrix product.
+
+        Neither form is always the faster one: chunks are faster on some devices, and slow on old ones in fp16.
+        """
+        asked = str(self.asked(case.recipe))
+        if case.loss_kind != "token-cross-entropy" or case.has_own_loss:
+            if asked not in ("auto", "plain"):
+                is_own = case.has_own_loss
+                why = "your own loss is computed from logits" if is_own else f"a {case.loss_kind} loss has few logits"
+                raise RecipeError(f"memory.loss: {asked}: {why}", "leave it out")
+            return ("plain",)
+        if asked == "auto":
+            return ("plain",) if self._is_small(case) or self._problem("chunked", case) else ("plain", "chunked")
+        if asked == "liger" and case.accelerator.is_here:
+            require_liger()
+        problem = None if asked == "plain" else self._problem(asked, case)
+        if problem is not None:
+            raise RecipeError(f"memory.loss: {asked}: {problem}", "memory.loss: plain")
+        return (asked,)
+
+    def without_plan(self, case: Case) -> str:
+        """Chunks wherever they are possible: they cost little and save much."""
+        values = self.values(case)
+        if values == ("plain",) and self.asked(case.recipe) == "auto" and not self._is_small(case):
+            problem = self._problem("chunked", case)
+            if problem is not None:
+                say(f"the loss is computed from all logits, because {problem}")
+        return values[-1]
+
+    def _is_small(self, case: Case) -> bool:
+        if case.loss_kind != "token-cross-entropy":
+            return True
+        head = case.model.get_output_embeddings()
+        return head is None or logits_bytes(case.num_rows, case.num_targets, len(head.weight)) < SMALL_LOGITS_BYTES
+
+    def _problem(self, how: str, case: Case) -> str | None:
+        return None if case.find_head_problem is None else case.find_head_problem(how)
+
+    def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
+        """The same loss without logits."""
+        return loss if value == "plain" else build_loss(**vars(request), how=value)
+
+    def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
+        """Chunks come one after the other and are alike: three are traced, and the second is counted for the others."""
+        all_chunks = linear_cross_entropy._chunks
+
+        def few_chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
+            chunks = list(all_chunks(num_tokens, vocab))
+            for number, chunk in enumerate(chunks[:2]):
+                first_op = len(recorder.ops)
+                yield chunk
+                if number == 1 and len(chunks) > 3:
+                    recorder.ops += recorder.ops[first_op:] * (len(chunks) - 3)
+            yield from chunks[2:3] if len(chunks) == 3 else chunks[-1:] if len(chunks) > 3 else ()
+
+        sums_in_fp32 = accelerator.capability is not None and accelerator.capability >= (8, 0)
+        yield linear_cross_entropy, "_sums_half_in_fp32", lambda _: sums_in_fp32
+        yield linear_cross_entropy, "_chunks", few_chunks
+
+    def tries_loss_first(self, value: str) -> bool:
+        """What a model does after its head is found by running it once."""
+        return value != "plain"

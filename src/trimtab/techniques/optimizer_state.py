@@ -1,0 +1,133 @@
+"""The optimizer, and whether its state is kept in 8 bits or in memory that the driver pages to the host."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trimtab.hardware.extras import has_package
+from trimtab.optim import build, quantized, stochastic_rounding
+from trimtab.optim.build import PAGED, QUANTIZED
+from trimtab.optim.eight_bit import eight_bit_form, why_not_eight_bits
+from trimtab.recipe.schema import AdapterSettings, Recipe
+from trimtab.techniques.base import (
+    Accelerator,
+    Case,
+    HostUse,
+    OnResume,
+    Patch,
+    StepSpec,
+    Suggestion,
+    Technique,
+    TraceRecorder,
+)
+
+_8BIT = "8bit"
+
+
+class OptimizerState(Technique):
+    """Choose the optimizer, with state in fp32 or in 8 bits."""
+
+    key = "optimizer"
+    setting = "train.optimizer"
+    effect = "rounding"
+    off = None
+    is_slower_with_each_value = True
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """The recipe's optimizer, and its 8-bit form where `memory.allow` has "8bit"."""
+        if case.recipe is None:
+            return self._values_in_own_loop(case)
+        name = default_optimizer(case.recipe, case.accelerator)
+        small = name + _8BIT
+        can_be_had = has_package("bitsandbytes") or not case.accelerator.is_here
+        is_allowed = _8BIT in case.allow and small in QUANTIZED and can_be_had
+        return (name, small) if is_allowed else (name,)
+
+    def _values_in_own_loop(self, case: Case) -> tuple[str, ...]:
+        if case.optimizer is None:
+            return ("",)
+        name = type(case.optimizer).__name__
+        is_allowed = _8BIT in case.allow and why_not_eight_bits(case.optimizer) is None
+        return (name, name + _8BIT) if is_allowed else (name,)
+
+    def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
+        """8-bit state, where there is such an optimizer and it is not allowed yet."""
+        small = spec[self.key] + _8BIT
+        if case.recipe is None:
+            if not self.is_8bit(spec[self.key]) and case.optimizer and why_not_eight_bits(case.optimizer) is None:
+                yield Suggestion('memory_allow=["8bit"]', spec.having({self.key: small}))
+        elif small in QUANTIZED:
+            yield Suggestion("memory.allow: [8bit]", spec.having({self.key: small}))
+
+    @staticmethod
+    def is_8bit(value: str) -> bool:
+        """Whether the state has 8 bits."""
+        return _8BIT in value
+
+    def change_optimizer(
+        self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """The 8-bit form of an optimizer of the user's."""
+        return eight_bit_form(optimizer, groups) if self.is_8bit(value) else optimizer
+
+    def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
+        """Kernels of bitsandbytes and Triton do not run without data; their state is allocated as they do it."""
+
+        def paged_or_not(self: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            if self.is_paged and parameter.numel() >= quantized.MIN_PAGED:
+                with recorder.on_host():
+                    return torch.zeros(parameter.shape, dtype=dtype, device="meta")
+            return torch.zeros(parameter.shape, dtype=dtype, device="meta")
+
+        def maps(self: Any, functions: Any, device: torch.device) -> list[torch.Tensor]:
+            if device not in self._maps:
+                self._maps[device] = [torch.empty(256, device="meta") for _ in range(2)]
+            return list(self._maps[device])
+
+        def call(self: Any, functions: Any, group: Any, weights: Any, gradient: Any, state: Any) -> None:
+            if state["state1"].dtype is not torch.float32:
+                self._maps_on(functions, weights.device)
+            tensors = [weights, gradient, *(value for value in state.values() if hasattr(value, "shape"))]
+            recorder.note("bitsandbytes.optimizer", tensors)
+
+        def step_adam(members: list[list[torch.Tensor]], *args: Any, **options: Any) -> None:
+            for tensors in members:
+                recorder.note("trimtab.rounded_adam", tensors)
+
+        kernel = SimpleNamespace(LONGEST=2**62, step_adam=step_adam)
+        yield quantized, "require_extra", lambda *_: None
+        yield build, "require_extra", lambda *_: None
+        yield quantized, "bitsandbytes_functions", lambda: None
+        yield quantized.Quantized, "_buffer", paged_or_not
+        yield quantized.Quantized, "_maps_on", maps
+        yield quantized.Quantized, "_call", call
+        yield stochastic_rounding, "_kernel_for", lambda _: kernel
+        yield stochastic_rounding, "has_fused", lambda *_: True
+        yield stochastic_rounding.Chance, "_generator_on", lambda *_: None
+
+    def loads_kernels(self, value: str) -> bool:
+        """8-bit state is updated by bitsandbytes' kernels."""
+        return self.is_8bit(value)
+
+    def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
+        """Paged state may be moved to the host."""
+        return HostUse(pages_state=value.startswith(PAGED))
+
+    def describe(self, value: str) -> str:
+        """Its name."""
+        return value
+
+    def on_resume(self, old: Any, new: Any) -> OnResume:
+        """Another optimizer is another run."""
+        return "refused"
+
+
+def default_optimizer(recipe: Recipe, accelerator: Accelerator) -> str:
+    """The optimizer of a recipe; `auto` is adamw, and with 4-bit weights on a GPU one whose state can be paged."""
+    if recipe.train.optimizer != "auto":
+        return recipe.train.optimizer
+    adapter = recipe.adapter
+    kind = adapter.kind if isinstance(adapter, AdapterSettings) else adapter
+    return "paged-adamw8bit" if kind == "qlora" and accelerator.is_cuda else "adamw"
