@@ -80,18 +80,24 @@ def test_public_names_exist():
 def imports_of(path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("trimtab."):
-            yield node.module.split(".")[1]
+            yield node.module.removeprefix("trimtab.")
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("trimtab."))
+            yield from (
+                alias.name.removeprefix("trimtab.") for alias in node.names if alias.name.startswith("trimtab.")
+            )
 
 
 def test_imports_go_down_the_layers():
+    """The one exception is lazy: an engine with a memory budget finds the planner, which is built on the engine."""
     files = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem != "__init__"]
     assert len(files) > 10
+    upward = set()
     for path in files:
         own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         for target in imports_of(path):
-            assert HEIGHT[target] <= HEIGHT[own], f"{path.relative_to(SOURCE)} imports {target}, which is above it"
+            if HEIGHT[target.partition(".")[0]] > HEIGHT[own]:
+                upward.add((str(path.relative_to(SOURCE)), target))
+    assert upward == {("engine/memory_budget.py", "planner.own_loop")}
 
 
 def test_no_junk_drawers():

@@ -6,8 +6,6 @@ Nothing heavy is imported here: each public name brings its module when it is fi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trimtab.hardware.budget import BudgetKeeper, register_keeper
-
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -62,16 +60,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
-
-
-def _keep_budget(*args: Any) -> BudgetKeeper:
-    """The planner of own loops, imported when an engine is given a budget."""
-    from trimtab.planner.own_loop import OwnLoop
-
-    return OwnLoop(*args)
-
-
-register_keeper(_keep_budget)
 
 
 def __dir__() -> list[str]:

@@ -109,7 +109,7 @@ def test_more_is_recomputed_as_memory_gets_short_and_the_weights_stay_the_same(a
     for word, spelled in (("none", "none"), ("every", "{every: 2}"), ("all", "all")):
         caplog.clear()
         engine, *rest = prepared(sizes[word])
-        assert engine._budget.chosen.recomputed == spelled
+        assert engine._memory_planner.chosen.recomputed == spelled
         num_wrapped = sum("_trimtab_plain_block" in module.__dict__ for module in rest[0].modules())
         assert num_wrapped == {"none": 0, "every": 2, "all": 4}[word]
         assert same_weights(train(engine, *rest), plain), word
@@ -121,8 +121,8 @@ def test_a_budget_of_the_whole_process_is_planned_and_watched(caplog):
     """Nothing is stood in for here: what Python and its packages take is counted, too."""
     engine, *rest = prepared(memory_in_use(CPU) + 2**30)
     train(engine, *rest, epochs=1)
-    assert engine._budget.chosen.recomputed == "none"
-    assert memory_in_use(CPU) / 2 < engine._budget.chosen.total_bytes
+    assert engine._memory_planner.chosen.recomputed == "none"
+    assert memory_in_use(CPU) / 2 < engine._memory_planner.chosen.total_bytes
     assert "at the peak so far; predicted" in caplog.text
     assert "more than memory.budget" not in caplog.text
     assert "figures of a CPU are estimates" in caplog.text
@@ -133,7 +133,7 @@ def test_on_a_cpu_passing_the_budget_is_said_and_nothing_is_refused(caplog):
     train(engine, *rest, epochs=1)
     assert "it does not fit into 1.0 MiB (cpu)" in caplog.text
     assert "that smallest plan is taken" in caplog.text
-    assert engine._budget.chosen.recomputed == "all"
+    assert engine._memory_planner.chosen.recomputed == "all"
     assert caplog.text.count("which cannot be enforced there") == 1
 
 
@@ -164,7 +164,7 @@ def test_gradient_checkpointing_of_the_user_s_own_stays(alone, caplog):
     model = bert()
     model.gradient_checkpointing_enable()
     engine, *_ = prepared("1MiB", parts(model))
-    assert engine._budget.chosen.recomputed == "none"
+    assert engine._memory_planner.chosen.recomputed == "none"
     assert model.is_gradient_checkpointing
     assert "the model's own gradient checkpointing stays" in caplog.text
 
@@ -181,7 +181,7 @@ def test_decoders_and_their_caches(alone):
 
     plain = train(engine := Engine(device="cpu"), *engine.prepare(*made()))
     engine, *rest = prepared(budget_for("all", made=made()), made())
-    assert engine._budget.chosen.recomputed == "all"
+    assert engine._memory_planner.chosen.recomputed == "all"
     assert same_weights(train(engine, *rest), plain)
 
 
@@ -193,11 +193,11 @@ def test_state_of_8_bits_is_a_choice_only_where_it_is_allowed(alone, caplog):
     budget = budget_for("all", is_8bit=True)
     assert budget < budget_for("all")
     engine, *_ = prepared(budget)
-    assert not engine._budget.chosen.is_8bit
+    assert not engine._memory_planner.chosen.is_8bit
     assert 'memory_allow=["8bit"]' in caplog.text
     made = parts()
     engine, model, optimizer, loader, scheduler = prepared(budget, made, memory_allow=["8bit"])
-    assert engine._budget.chosen.is_8bit
+    assert engine._memory_planner.chosen.is_8bit
     assert type(optimizer.optimizer) is AdamW8bit
     assert "the optimizer's state in 8 bits" in caplog.text
     before = [parameter.clone() for parameter in model.parameters()]
@@ -217,7 +217,7 @@ def test_what_keeps_an_optimizer_from_8_bits_is_said(alone, caplog):
     train(engine := Engine(device="cpu"), *engine.prepare(*made), epochs=1)
     engine, *_ = prepared(budget_for("all", is_8bit=True), made, memory_allow=["8bit"])
     assert "the state of this AdamW is there already" in caplog.text
-    assert not engine._budget.chosen.is_8bit
+    assert not engine._memory_planner.chosen.is_8bit
 
 
 # ---------------------------------------------------------------------- it does not fit
@@ -249,7 +249,7 @@ def test_what_is_proposed_does_fit(monkeypatch):
     size = int(fitting.partition("batch_size=")[2].partition(")")[0])
     assert 1 <= size < 512
     engine, *_ = prepared("1000MiB", parts(bert(2), rows(512), batch_size=size))
-    assert engine._budget.chosen.recomputed == "all"
+    assert engine._memory_planner.chosen.recomputed == "all"
 
 
 def test_more_than_there_is_and_unknown_words_are_refused():
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_be_traced_trains_all_the_same(caplog):
     lines = [line for line in caplog.messages if line.startswith("memory_budget")]
     assert len(lines) == 1
     assert "this step cannot be traced (" in lines[0]
-    assert engine._budget.chosen is None
+    assert engine._memory_planner.chosen is None
     assert same_weights(train(engine, *rest), plain)
 
 
@@ -329,7 +329,7 @@ def test_a_loss_that_is_not_the_model_s_is_said(alone, caplog):
     data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows()]
     engine, *_ = prepared("1GiB", parts(data=data))
     assert "not in the figures is the loss, for which the batches have no labels" in caplog.text
-    assert engine._budget.chosen.recomputed == "none"
+    assert engine._memory_planner.chosen.recomputed == "none"
 
 
 # ---------------------------------------------------------------------- the loader stays as it was
@@ -395,3 +395,18 @@ def test_numbers_of_processes_and_labels_of_a_decoder_are_seen():
     found = largest_batch(DataLoader(data, batch_size=3, collate_fn=padded))
     assert found.inputs["input_ids"].shape == (3, 9)
     assert found.inputs["labels"].shape == (3, 30), "the row with the longest labels is in it"
+
+
+def test_an_engine_takes_a_memory_planner():
+    class Recorded:
+        parts: tuple = ()
+
+        def fit_to_budget(self, engine, parts, splits_batches):
+            self.parts = parts
+            return parts
+
+    planner, model = Recorded(), torch.nn.Linear(2, 2)
+    Engine(device="cpu", memory_planner=planner).prepare(model)
+    assert planner.parts == (model,)
+    with pytest.raises(RecipeError, match="memory_budget and memory_planner were both given"):
+        Engine(device="cpu", memory_planner=planner, memory_budget="1GiB")

@@ -64,7 +64,7 @@ def train(budget, precision="bf16", allow=(), **shape):
         losses.append(outputs.loss.item())
     peak = torch.cuda.max_memory_allocated()
     assert torch.cuda.memory_reserved() + memory_outside(engine.device) <= parse_bytes(budget)
-    return engine._budget.chosen, losses, peak
+    return engine._memory_planner.chosen, losses, peak
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

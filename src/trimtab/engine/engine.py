@@ -25,7 +25,7 @@ from trimtab.distributed.ddp import DataParallel
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.process_state import run_if
 from trimtab.distributed.rendezvous import find_world
-from trimtab.distributed.world import DistributedType
+from trimtab.distributed.world import DistributedType, World
 from trimtab.engine.accelerate_settings import (
     accumulation_rules,
     loader_rules,
@@ -37,12 +37,12 @@ from trimtab.engine.accelerate_verbs import AccelerateVerbs
 from trimtab.engine.accumulation import Accumulation
 from trimtab.engine.gradients import Gradients
 from trimtab.engine.loss_scaler import NoScaler, Scaler
+from trimtab.engine.memory_budget import MemoryPlanner, planner_for
 from trimtab.engine.placement import placement_for
 from trimtab.engine.prepare_loader import prepare_loader
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler, optimizers_of
 from trimtab.errors import LossError, PrepareError, RecipeError, UserError
-from trimtab.hardware.budget import keeper_of
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.log import say_once
 from trimtab.model.precision import Precision
@@ -83,6 +83,8 @@ class Engine(AccelerateVerbs):
             model, optimizer and loader, predicts the step, recomputes blocks in backward where it has to, and says so.
         memory_allow: What may be chosen for its sake although it changes results a little: "8bit", the optimizer's
             state in 8 bits.
+        world: The processes that train together; None finds them from the environment variables of the launcher.
+        memory_planner: Adapts parts to the memory in `prepare`; None takes the planner of `memory_budget`.
     """
 
     _as_accelerate = False  # batches, windows and random numbers exactly as Accelerate has them; see trimtab.accelerate
@@ -107,6 +109,8 @@ class Engine(AccelerateVerbs):
         kwargs_handlers: Sequence[Any] | None = None,
         memory_budget: str | int | None = None,
         memory_allow: Sequence[str] = (),
+        world: World | None = None,
+        memory_planner: MemoryPlanner | None = None,
     ) -> None:
         self._loader_rules = loader_rules(dataloader_config, split_batches, self._as_accelerate)
         self._dataloader_config = dataloader_config
@@ -115,7 +119,7 @@ class Engine(AccelerateVerbs):
         self.device = find_device("cpu" if cpu else device, place.local_device)
         self.project_dir = project_folder(project_dir, project_config)
         self.trackers = build_trackers(log_with, self.project_dir)
-        self._world = find_world(place, self.device, handlers.data_parallel, handlers.timeout_s)
+        self._world = world or find_world(place, self.device, handlers.data_parallel, handlers.timeout_s)
         if mixed_precision == "auto":
             mixed_precision = native_precision(self.device).replace("fp32", "no")
         self._precision = Precision(mixed_precision, self.device)
@@ -131,7 +135,9 @@ class Engine(AccelerateVerbs):
         self._moves_models = device_placement
         self._follow_optimizer = step_scheduler_with_optimizer
         self._active_loaders = ActiveLoaders()
-        self._budget = keeper_of(memory_budget, memory_allow, self.device)
+        if memory_planner is not None and memory_budget is not None:
+            raise RecipeError("memory_budget and memory_planner were both given", "leave one of them out")
+        self._memory_planner = memory_planner or planner_for(memory_budget, memory_allow, self.device)
         self._models: list[torch.nn.Module] = []
         self._train_later: list[torch.nn.Parameter] = []
         self._frozen: list[FrozenBase] = []  # of each model, what did not train when it came
@@ -161,7 +167,7 @@ class Engine(AccelerateVerbs):
         moves = device_placement or [self._moves_models] * len(parts)
         if len(moves) != len(parts):
             raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one for each part")
-        parts = self._budget.settle(self, parts, self._loader_rules.splits)
+        parts = self._memory_planner.fit_to_budget(self, parts, self._loader_rules.splits)
         prepared: list[Any] = list(parts)
         # schedulers last: they look for the optimizers that they drive
         for position in sorted(range(len(parts)), key=lambda i: kinds[i] == "scheduler"):

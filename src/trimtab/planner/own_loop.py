@@ -64,7 +64,7 @@ class Chosen:
 
 
 class OwnLoop:
-    """See `trimtab.hardware.budget.BudgetKeeper`. From its making on the process is held to the budget.
+    """See `trimtab.engine.memory_budget.MemoryPlanner`. From its making on the process is held to the budget.
 
     Args:
         budget: Such as "8GiB"; "auto" is what the device has free.
@@ -87,7 +87,7 @@ class OwnLoop:
         self._is_settled = False
         self.chosen: Chosen | None = None
 
-    def settle(self, engine: Engine, parts: tuple[Any, ...], splits_batches: bool) -> tuple[Any, ...]:
+    def fit_to_budget(self, engine: Engine, parts: tuple[Any, ...], splits_batches: bool) -> tuple[Any, ...]:
         """Choose for the first model that comes, with its optimizer and its loader.
 
         Raises:

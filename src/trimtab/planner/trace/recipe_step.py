@@ -11,7 +11,6 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-import trimtab.engine.engine
 from trimtab.build.model import adapter_settings, add_adapter_of, source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.data.metrics import Metrics
@@ -266,8 +265,7 @@ def _name_missing_tokens(config: Any, kind: str) -> None:
 
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
     """An engine for tensors without data, of one process: the others of a run do not trace."""
-    with stand_ins_on_this_thread([(trimtab.engine.engine, "find_world", lambda *_, **__: SoloWorld())]):
-        return Engine(precision, num_micro, device="meta")
+    return Engine(precision, num_micro, device="meta", world=SoloWorld())
 
 
 @dataclass(frozen=True)
