@@ -11,17 +11,9 @@ from trimtab.build import (
     build_companion,
     build_data,
     build_engine,
-    build_freezing,
-    build_model,
-    build_plan,
     build_skeleton,
     build_tokens,
     build_trainer,
-    compare_processes,
-    find_tracked_model,
-    place_model,
-    with_absolute_paths,
-    with_model_here,
 )
 from trimtab.checkpoint.export import read_facts
 from trimtab.commands.resume import Beginning, find_beginning, go_on, load_settings, recover, same_mirror
@@ -34,7 +26,8 @@ from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
-from trimtab.planner.decide import Survey, settle, stored_plan, survey
+from trimtab.planner.resolve import resolve_run
+from trimtab.planner.survey import Survey, survey
 from trimtab.recipe.load import LoadedRecipe, resolved_yaml
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
@@ -85,44 +78,29 @@ def fit(
         RecipeError: A callback would never be called, or an own metric has the name of one of trimtab's.
     """
     origins = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
-    asked = origins.recipe
+    recipe = origins.recipe
     check_callbacks(callbacks)
     check_own_metrics(metrics or {})
-    written = with_absolute_paths(asked)  # for whoever reads it from another directory
-    engine = build_engine(asked, device)
-    beginning = engine.first_decides(lambda: find_beginning(asked, resume, fresh))
-    tracked = engine.first_decides(lambda: find_tracked_model(asked, beginning.path if beginning.goes_on else None))
-    with engine.local_main_process_first():  # what it downloads or tokenizes, the others find in the cache
-        recipe = with_model_here(asked, tracked)
-        data = build_data(recipe)
-        loaded = build_model(recipe, data, engine)
-        tokens = build_tokens(recipe, data, loaded)
-    compare_processes(recipe, data, tokens, engine)
-    freezing = build_freezing(recipe, loaded)
-    before = stored_plan(beginning.path) if beginning.goes_on else None
-    settled = settle(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before)
-    loaded = place_model(settled.recipe, loaded, freezing, engine)
-    plan = build_plan(settled.recipe, data, tokens, loaded, engine, loss is not None, settled.outlook)
+    engine = build_engine(recipe, device)
+    beginning = engine.first_decides(lambda: find_beginning(recipe, resume, fresh))
+    run = resolve_run(recipe, engine, beginning.path if beginning.goes_on else None, loss)
     folder = _open_folder(beginning, engine)
-    parts = (data, tokens, loaded, engine, plan, freezing, folder)
     try:
         show = build_progress(progress if engine.is_main_process else "quiet")
-        trainer = build_trainer(
-            recipe, *parts, show, asked=written, callbacks=list(callbacks), loss=loss, metrics=metrics
-        )
+        trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics)
         journal_position = go_on(trainer, engine, beginning, recipe.train.lr)
     except BaseException:
         folder.give_up()  # nothing has run: a mistake in the recipe costs no name and no --out
         raise
     try:
-        for line in plan.describe():
+        for line in run.plan.describe():
             say(line)
-        folder.write_recipe(resolved_yaml(LoadedRecipe(written, origins.origins)))
-        folder.write_text("plan.json", json.dumps(plan.as_dict(), indent=1))
-        folder.start(recipe.model_dump(mode="json"), plan.num_steps, journal_position, trainer.state.step)
-        if tracked is not None:
-            folder.update(model_source=tracked.as_dict())
-        folder.track(build_companion(recipe, plan, tokens, engine, folder, trainer.higher_is_better))
+        folder.write_recipe(resolved_yaml(LoadedRecipe(run.asked, origins.origins)))
+        folder.write_text("plan.json", json.dumps(run.plan.as_dict(), indent=1))
+        folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_position, trainer.state.step)
+        if run.tracked is not None:
+            folder.update(model_source=run.tracked.as_dict())
+        folder.track(build_companion(run.recipe, run.plan, run.tokens, engine, folder, trainer.higher_is_better))
         result = trainer.fit()
         engine.wait_for_everyone()
     except BaseException as error:
@@ -136,7 +114,7 @@ def fit(
     show.finish(f"{result.stop_reason} after {result.step} steps: {folder.path}")
     if recipe.limits.fast_dev_run:
         with engine.busy("trying the model out"):
-            return _tried_out(Result(result, plan, folder.path, None), data, folder)
+            return _tried_out(Result(result, run.plan, folder.path, None), run.data, folder)
     if result.interruption and result.interruption != "time limit":
         if recipe.checkpoint.every is None or result.save_failure:
             why = result.save_failure or "checkpoint.every is null"
@@ -144,7 +122,7 @@ def fit(
         cure = f"go on with: trimtab resume {folder.path}"
         raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
     best = folder.best if folder.best.exists() else None
-    return Result(result, plan, folder.path, best, engine.is_main_process)
+    return Result(result, run.plan, folder.path, best, engine.is_main_process)
 
 
 def resume(

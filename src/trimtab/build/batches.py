@@ -65,12 +65,14 @@ def make_loader(
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers)
 
 
-def eval_loader(recipe: Recipe, task: Task, tokens: TokenDataset, plan: Plan, device: torch.device) -> DataLoader[Any]:
+def eval_loader(
+    recipe: Recipe, collate: Callable[..., Any], tokens: TokenDataset, plan: Plan, device: torch.device
+) -> DataLoader[Any]:
     """Held-out rows, the longest first; where only some batches are wanted, of rows drawn by the seed.
 
     Collated as in epoch 0 every time, so that evaluations of one run ask for the same masked tokens.
     """
-    batch_size = recipe.evaluate.batch_size or max(plan.rows_at_once, 8)
+    batch_size = recipe.evaluate.batch_size or max(plan.global_micro_batch, 8)
     limit = 3 if recipe.limits.fast_dev_run else limited(recipe.limits.eval, math.ceil(len(tokens) / batch_size))
     lengths, rows = tokens.lengths, list(range(len(tokens)))
     if limit is not None:
@@ -79,4 +81,4 @@ def eval_loader(recipe: Recipe, task: Task, tokens: TokenDataset, plan: Plan, de
     batches = LengthGroupedBatches(
         [lengths[row] for row in rows], batch_size, batch_size, seed=recipe.seed, shuffle=False
     )
-    return make_loader(Subset(tokens, rows), batches, task.collate, device)
+    return make_loader(Subset(tokens, rows), batches, collate, device)

@@ -1,6 +1,7 @@
-"""The model of a recipe and its tokenizer, in the form in which it trains: format, kernels, adapter."""
+"""The model of a recipe and its tokenizer, with the techniques that its steps use."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +12,12 @@ from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.log import say
-from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.freeze import Freezing
-from trimtab.model.grouped_heads import flash_runs, repeat_heads
 from trimtab.model.load import load_model, load_skeleton, load_tokenizer, train_tokenizer
-from trimtab.model.nf4 import Nf4
-from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
-from trimtab.techniques.host_embeddings import keep_embeddings_on_host
-from trimtab.techniques.kernels import choose_kernels, use_liger
+from trimtab.recipe.schema import ModelSettings, Recipe
+from trimtab.techniques.apply import change_model, load_options, method_values
+from trimtab.techniques.base import Accelerator, LoadOptions, Phase, Site, StepSpec
 from trimtab.units import parse_every
-
-_LR_OF_ADAPTERS = 1e-4  # below it adapters learn slowly
 
 
 @dataclass(frozen=True)
@@ -38,22 +33,21 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
     """Load the model with the head that the task needs, and its tokenizer, and add the adapter."""
     source = source_of(recipe)
     tokenizer = _build_tokenizer(source, data)
-    torch.manual_seed(recipe.seed)  # a head that is newly initialised depends on the seed alone
-    adapter = adapter_settings(recipe)
+    torch.manual_seed(recipe.seed)  # a newly initialized head depends on the seed alone
     half = engine.compute_dtype or torch.float32
+    is_pure = engine.mixed_precision == "bf16-pure"
+    options = load_options(recipe, LoadOptions(half if is_pure else torch.float32), half)
     model = load_model(
         source.model,
         data.task.model_kind,
         data.task.head(),
         tokenizer,
         trust_remote_code=source.trust_remote_code,
-        # weights that do not train need no fp32: what computes with them rounds them in any case
-        dtype=half if adapter is not None or engine.mixed_precision == "bf16-pure" else torch.float32,
-        nf4=Nf4(compute_dtype=half) if adapter is not None and adapter.kind == "qlora" else None,
+        dtype=options.dtype,
+        nf4=options.quantization,
         device=engine.device,
     )
-    if adapter is not None:
-        _add_adapter(recipe, adapter, model)
+    change_model(model, method_values(recipe), _site(recipe, engine), [Phase.ADAPTERS])
     return Loaded(model, tokenizer)
 
 
@@ -90,44 +84,16 @@ def _build_tokenizer(source: _Source, data: Data) -> Any:
     return train_tokenizer(texts_of(data), vocab_size=int(config.get("vocab_size", 8000)))
 
 
-def place_model(recipe: Recipe, loaded: Loaded, freezing: Freezing, engine: Engine) -> Loaded:
-    """Bring the model to its device, as far as it belongs there, and give it its kernels."""
-    model, memory = loaded.model, recipe.memory
-    if memory.offload == "embeddings":
-        keep_embeddings_on_host(model, engine.device, trained_later=freezing.released_later())
-    model.to(engine.device)
-    if engine.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(engine.device)
-        if not flash_runs(capability, engine.compute_dtype):
-            repeat_heads(model)
-    kernels = choose_kernels(memory.kernels, model, engine.device, engine.compute_dtype)
-    if kernels == "liger":
-        use_liger(model)
-    checkpoint_layers(model, memory.gradient_checkpointing)
-    return replace(loaded, kernels=kernels)
+def place_model(recipe: Recipe, loaded: Loaded, spec: StepSpec, freezing: Freezing, engine: Engine) -> None:
+    """Move the model to its device and apply the techniques of a specification to it."""
+    site = _site(recipe, engine, freezing.released_later())
+    change_model(loaded.model, spec, site, [Phase.PLACEMENT])
+    loaded.model.to(engine.device)
+    change_model(loaded.model, spec, site, [phase for phase in Phase if phase > Phase.PLACEMENT])
 
 
-def adapter_settings(recipe: Recipe) -> AdapterSettings | None:
-    """The adapter of a recipe with all its settings, or None."""
-    if isinstance(recipe.adapter, AdapterSettings):
-        return recipe.adapter
-    return None if recipe.adapter == "none" else AdapterSettings(kind=recipe.adapter)
-
-
-def add_adapter_of(settings: AdapterSettings, model: torch.nn.Module) -> None:
-    """Add the adapter that settings describe."""
-    spec = {name: value for name, value in settings.model_dump().items() if name != "kind"}
-    if settings.layers is not None:
-        spec["layers"] = (settings.layers[0], settings.layers[1])
-    add_adapter(model, LoraSpec(**spec))
-
-
-def _add_adapter(recipe: Recipe, settings: AdapterSettings, model: torch.nn.Module) -> None:
-    add_adapter_of(settings, model)
-    if isinstance(recipe.model, ModelSettings) and recipe.model.config:
-        say("the model is made from a config and is not kept: the adapter alone cannot be loaded afterwards")
-    if recipe.train.lr < _LR_OF_ADAPTERS:
-        say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with {_LR_OF_ADAPTERS:g} to 3e-4")
+def _site(recipe: Recipe, engine: Engine, unfrozen_later: Sequence[torch.nn.Parameter] = ()) -> Site:
+    return Site(engine.device, Accelerator.of(engine.device), engine.compute_dtype, recipe, unfrozen_later)
 
 
 def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:

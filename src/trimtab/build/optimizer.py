@@ -1,22 +1,23 @@
-"""The optimizer of a recipe: the same for a run and for the trace that foretells its memory."""
+"""The optimizer of a recipe: the same for a run and for the trace that predicts its memory."""
 
 import torch
 
 from trimtab.optim.build import build_optimizer
 from trimtab.optim.groups import decay_groups
 from trimtab.recipe.schema import Recipe
+from trimtab.techniques.base import StepSpec
+from trimtab.techniques.optimizer_state import OptimizerState
 
 
 def optimizer_of(
-    recipe: Recipe, model: torch.nn.Module, name: str, precision: str, device: str | torch.device
+    recipe: Recipe, model: torch.nn.Module, spec: StepSpec, device: str | torch.device
 ) -> torch.optim.Optimizer:
-    """Make the optimizer for what trains, or will.
+    """Build the optimizer for parameters that are trainable, or will be.
 
     Args:
         recipe: Its settings.
         model: The prepared model.
-        name: Which one; a recipe may leave that open.
-        precision: In which the model is kept; bf16-pure is rounded by chance.
+        spec: Which optimizer; with bf16-pure it rounds stochastically.
         device: Where the parameters will be when the optimizer steps.
     """
     settings = recipe.train
@@ -25,13 +26,13 @@ def optimizer_of(
         model, settings.weight_decay, decay_embeddings=settings.decay_embeddings, include_frozen=unfreezes
     )
     return build_optimizer(
-        name,
+        spec[OptimizerState.key],
         groups,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         momentum=settings.momentum,
         device=device,
-        rounds_stochastically=precision == "bf16-pure",
+        rounds_stochastically=spec.precision == "bf16-pure",
         rounding_seed=recipe.seed,
     )

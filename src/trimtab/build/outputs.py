@@ -19,6 +19,7 @@ from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import CHECKPOINTS, Folder
+from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.tracking.upload.attachment import TRACKING
 from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.training.loop import Keeper
@@ -163,7 +164,7 @@ def checkpoint_bytes(optimizer: Any, plan: Plan, momentum: float) -> int:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = (
         state_bytes(
-            plan.optimizer,
+            plan.spec[OptimizerState.key],
             parameter.shape,
             parameter.dtype,
             momentum=momentum,

@@ -1,5 +1,6 @@
 """What flows between the stages of a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,11 @@ import torch
 from trimtab.data.sources import Rows
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset
+from trimtab.engine.engine import Engine
+from trimtab.model.freeze import Freezing
+from trimtab.recipe.schema import Recipe
+from trimtab.runs.plan import Plan
+from trimtab.tracking.mlflow.registry import TrackedModel
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,36 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its tokenizer, and the kernels that its norms run on."""
+    """A model and its tokenizer."""
 
     model: torch.nn.Module
     tokenizer: Any
-    kernels: str = "plain"
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A recipe with everything that was decided, read and loaded for it: what a trainer is built from.
+
+    Attributes:
+        asked: The recipe as the user wrote it, with absolute paths; written to the run's folder.
+        recipe: The same with the folder of a model that came from a tracking server.
+        engine: The engine.
+        data: Rows and task.
+        tokens: The rows as the model sees them.
+        loaded: The model on its device, with its techniques, and its tokenizer.
+        freezing: What is frozen, and until when.
+        plan: Every decision, and what was predicted.
+        loss: A loss function of the user's.
+        tracked: The model on a tracking server that the recipe names.
+    """
+
+    asked: Recipe
+    recipe: Recipe
+    engine: Engine
+    data: Data
+    tokens: Tokens
+    loaded: Loaded
+    freezing: Freezing
+    plan: Plan
+    loss: Callable[..., Any] | None = None
+    tracked: TrackedModel | None = None

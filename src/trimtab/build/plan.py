@@ -1,10 +1,8 @@
-"""Decides what a recipe leaves open."""
+"""The plan of a run, from a recipe, its data and the specification of its steps."""
 
 import math
-from dataclasses import replace
 
 from trimtab.build.batches import fast_steps, train_batches
-from trimtab.build.levers import choose_loss, choose_optimizer, describe_adapter, spelled
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.batching import LengthGroupedBatches, padding_share
 from trimtab.engine.engine import Engine
@@ -12,6 +10,8 @@ from trimtab.errors import RecipeError
 from trimtab.model.nf4 import num_weights
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Outlook, Plan
+from trimtab.techniques.apply import plan_texts
+from trimtab.techniques.base import StepSpec
 
 
 def build_plan(
@@ -20,46 +20,70 @@ def build_plan(
     tokens: Tokens,
     loaded: Loaded,
     engine: Engine,
-    has_own_loss: bool,
+    spec: StepSpec,
     outlook: Outlook | None = None,
 ) -> Plan:
-    """Decide what the recipe left open; what was predicted of it is written down with it."""
-    train = recipe.train
-    num_processes = engine.num_processes
-    if train.batch_size < num_processes:
+    """The plan of a run that follows on this machine."""
+    batch_size, num_processes = recipe.train.batch_size, engine.num_processes
+    if batch_size < num_processes:
         raise RecipeError(
-            f"train.batch_size {train.batch_size} is less than the {num_processes} processes that share it",
+            f"train.batch_size {batch_size} is less than the {num_processes} processes that share it",
             f"set it to {num_processes} or more, or start fewer processes",
         )
-    micro = recipe.memory.micro_batch
-    whole = train.batch_size if micro == "auto" else min(int(micro) * num_processes, train.batch_size)
-    batches = train_batches(recipe, tokens, whole)
-    num_steps, steps_per_epoch = count_steps(recipe, batches)
-    micro_batch_size = math.ceil(whole / num_processes)
-    plan = Plan(
+    whole = min(spec.micro_batch * num_processes, batch_size)
+    parameters = list(loaded.model.parameters())
+    return make_plan(
+        recipe,
+        spec.with_micro_batch(math.ceil(whole / num_processes)),
         device=str(engine.device),
-        precision={"no": "fp32"}.get(engine.mixed_precision, engine.mixed_precision),
-        batch_size=train.batch_size,
-        micro_batch_size=micro_batch_size,
-        num_processes=num_processes,
-        num_steps=num_steps,
-        steps_per_epoch=steps_per_epoch,
-        warmup_steps=count_warmup(recipe, num_steps),
-        num_train_rows=len(tokens.train),
-        num_eval_rows=0 if tokens.eval is None else len(tokens.eval),
-        num_parameters=sum(map(num_weights, loaded.model.parameters())),
-        num_trainable=sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
+        batches=train_batches(recipe, tokens, whole),
+        tokens=tokens,
         max_length=tokens.max_length,
-        padding_share=padding_share(tokens.train.lengths, list(batches)),
-        metric=deciding_metric(recipe) or data.task.default_metric,
-        optimizer=choose_optimizer(recipe, engine.device),
-        adapter=describe_adapter(recipe),
-        gradient_checkpointing=spelled(recipe.memory.gradient_checkpointing),
-        loss=choose_loss(recipe, data.task, tokens, loaded, engine, micro_batch_size, has_own_loss),
-        kernels=loaded.kernels,
-        offload=recipe.memory.offload,
+        num_processes=num_processes,
+        default_metric=data.task.default_metric,
+        num_parameters=sum(map(num_weights, parameters)),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        outlook=outlook,
     )
-    return plan if outlook is None else replace(plan, **vars(outlook))
+
+
+def make_plan(
+    recipe: Recipe,
+    spec: StepSpec,
+    *,
+    device: str,
+    batches: LengthGroupedBatches | None,
+    tokens: Tokens | None,
+    max_length: int,
+    default_metric: str,
+    num_parameters: int,
+    num_trainable: int,
+    outlook: Outlook | None,
+    num_steps: int | None = None,
+    num_processes: int = 1,
+) -> Plan:
+    """A plan from its parts; without data there are no rows, and `num_steps` is the recipe's."""
+    steps_per_epoch = 0
+    if batches is not None:
+        num_steps, steps_per_epoch = count_steps(recipe, batches)
+    return Plan(
+        device=device,
+        spec=spec,
+        texts=plan_texts(spec, recipe),
+        batch_size=recipe.train.batch_size,
+        num_processes=num_processes,
+        num_steps=num_steps or 0,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=count_warmup(recipe, num_steps or 0),
+        num_train_rows=0 if tokens is None else len(tokens.train),
+        num_eval_rows=0 if tokens is None or tokens.eval is None else len(tokens.eval),
+        num_parameters=num_parameters,
+        num_trainable=num_trainable,
+        max_length=max_length if tokens is None else tokens.max_length,
+        padding_share=0.0 if batches is None or tokens is None else padding_share(tokens.train.lengths, list(batches)),
+        metric=deciding_metric(recipe) or default_metric,
+        outlook=outlook,
+    )
 
 
 def count_steps(recipe: Recipe, batches: LengthGroupedBatches) -> tuple[int, int]:
@@ -70,7 +94,7 @@ def count_steps(recipe: Recipe, batches: LengthGroupedBatches) -> tuple[int, int
 
 
 def count_warmup(recipe: Recipe, num_steps: int) -> int:
-    """The steps of the warmup, which may be a share of all."""
+    """The steps of the warmup, which may be given as a share of all."""
     warmup = recipe.train.warmup
     return math.ceil(warmup * num_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
 

@@ -69,6 +69,7 @@ def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
     }
     if tokens.eval is not None:
         facts["trimtab.data.eval"] = tokens.eval.likeness()
+    facts |= {f"trimtab.plan.{key}": text for key, text in plan.texts.items()}
     predicted = {name: value for name, value in plan.as_dict().items() if name.startswith("predicted_")}
     return facts | {f"trimtab.{name}": str(value) for name, value in predicted.items() if value}
 

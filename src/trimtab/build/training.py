@@ -6,24 +6,23 @@ from typing import Any
 
 from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
-from trimtab.build.levers import loads_kernels
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.outputs import build_checkpoints, build_keeper, checkpoint_bytes
-from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
-from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside, usually_outside
 from trimtab.log import say_once
-from trimtab.model.freeze import Freezing
-from trimtab.model.losses import Loss, build_loss, own_loss
+from trimtab.model.losses import Loss, own_loss
 from trimtab.optim.schedules import build_schedule
 from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
+from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of
+from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
 from trimtab.training.loop import Schedule, Trainer
 from trimtab.training.memory_guard import Hold
@@ -33,40 +32,42 @@ from trimtab.units import Every, parse_every, parse_seconds
 
 
 def build_trainer(
-    recipe: Recipe,
-    data: Data,
-    tokens: Tokens,
-    loaded: Loaded,
-    engine: Engine,
-    plan: Plan,
-    freezing: Freezing,
+    run: ResolvedRun,
     folder: Folder,
     progress: Progress,
     *,
-    asked: Recipe,
     callbacks: list[object],
-    loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, OwnMetric] | None = None,
 ) -> Trainer:
-    """Put every part into the loop; `asked` is the recipe to write down, where `recipe` may have a model's folder."""
-    settings, task = recipe.train, data.task
+    """Build the loop of a resolved run.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        progress: What the user sees.
+        callbacks: Objects of the user's.
+        metrics: Metrics of the user's.
+    """
+    recipe, engine, plan, task, freezing = run.recipe, run.engine, run.plan, run.data.task, run.freezing
+    settings, tokens, spec = recipe.train, run.tokens, run.plan.spec
     own_metrics = metrics or {}
     budget = budget_in_bytes(recipe.memory.budget, engine.device)
-    outside = usually_outside(loads_kernels(plan.kernels, plan.optimizer, plan.adapter))
-    # what is outside now grows with the first steps
+    outside = usually_outside(loads_kernels(spec))
+    # what is outside the allocator now grows with the first steps
     cap = cap_memory(engine.device, budget, max(outside, memory_outside(engine.device)))
-    train_loss = _the_loss(task, loss, settings.label_smoothing, plan.loss)
+    train_loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
     engine.will_train(freezing.released_later())
-    leave_out_unused(loaded.model, freezing, train_loss, task, tokens, engine)
+    leave_out_unused(run.loaded.model, freezing, train_loss, task, tokens, engine)
     set_seed(recipe.seed)
-    model = engine.prepare(loaded.model)
-    optimizer = optimizer_of(recipe, model, plan.optimizer, plan.precision, engine.device)
+    model = engine.prepare(run.loaded.model)
+    optimizer = optimizer_of(recipe, model, spec, engine.device)
     d_model = getattr(getattr(model.config, "encoder", model.config), "hidden_size", None)
     scheduler = build_schedule(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
     )
-    batches = train_batches(recipe, tokens, plan.rows_at_once)
-    loader = make_loader(tokens.train, batches, EpochCollate(task, batches), engine.device)
+    batches = train_batches(recipe, tokens, plan.global_micro_batch)
+    collate = change_collate(EpochCollate(task, batches), spec)
+    loader = make_loader(tokens.train, batches, collate, engine.device)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
     card = {
@@ -76,7 +77,7 @@ def build_trainer(
         "metric": plan.metric,
         "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
-    evaluator = _build_evaluator(recipe, task, tokens, engine, loss, plan, own_metrics)
+    evaluator = _build_evaluator(run, own_metrics)
     hold = Hold(
         engine,
         model,
@@ -91,7 +92,8 @@ def build_trainer(
         # on a CPU the peak that is measured is the process's, so that of all that it takes was predicted
         predicted_peak_bytes=plan.predicted_total_bytes if engine.device.type == "cpu" else plan.predicted_peak_bytes,
     )
-    checkpoints = build_checkpoints(recipe, engine, folder, asked)
+    engine.register_for_checkpointing(*states_of(model, spec))
+    checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
     return Trainer(
         engine,
@@ -117,30 +119,24 @@ def build_trainer(
         early_stopping=_build_stopping(recipe, plan, own_metrics),
         freezing=freezing,
         hold=hold,
-        keeper=build_keeper(folder, engine, loaded, tokens, card, best),
+        keeper=build_keeper(folder, engine, run.loaded, tokens, card, best),
         checkpoints=checkpoints,
         progress=progress,
         callbacks=callbacks,
     )
 
 
-def _the_loss(
-    task: Task, own: Callable[..., Any] | None, label_smoothing: float, how: str, *, counts_hits: bool = False
+def _build_loss(
+    task: Task, own: Callable[..., Any] | None, label_smoothing: float, spec: StepSpec, *, counts_hits: bool = False
 ) -> Loss:
-    if own is not None:
-        if label_smoothing:
-            raise RecipeError(
-                f"train.label_smoothing is {label_smoothing}, which a loss of your own does not know",
-                "smooth in your function and leave the key out",
-            )
-        return own_loss(own)
-    return build_loss(
-        task.loss_kind,
-        shifts_labels=task.shifts_labels,
-        label_smoothing=label_smoothing,
-        how=how,
-        counts_hits=counts_hits,
-    )
+    if own is None:
+        return make_loss(spec, LossRequest(task.loss_kind, task.shifts_labels, label_smoothing, counts_hits))
+    if label_smoothing:
+        raise RecipeError(
+            f"train.label_smoothing is {label_smoothing}, which a loss of your own does not know",
+            "smooth in your function and leave the key out",
+        )
+    return own_loss(own)
 
 
 def _evaluation_interval(recipe: Recipe) -> Every:
@@ -149,30 +145,24 @@ def _evaluation_interval(recipe: Recipe) -> Every:
     return parse_every(recipe.evaluate.every)
 
 
-def _build_evaluator(
-    recipe: Recipe,
-    task: Task,
-    tokens: Tokens,
-    engine: Engine,
-    own: Callable[..., Any] | None,
-    plan: Plan,
-    own_metrics: Mapping[str, OwnMetric],
-) -> Evaluator | None:
+def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> Evaluator | None:
+    recipe, task, tokens, engine, plan = run.recipe, run.data.task, run.tokens, run.engine, run.plan
     decisive = [plan.metric, _stopping_metric(recipe) or plan.metric]
     names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]
-    task.metrics(names)  # one that the task does not have is refused now, and not after an epoch
-    if recipe.limits.overfit_batches:  # the rows that are trained on, and no others
-        batches = train_batches(recipe, tokens, plan.rows_at_once)
-        loader = make_loader(tokens.train, batches, task.collate, engine.device)
+    task.metrics(names)  # a metric that the task does not have is refused now, and not after an epoch
+    collate = change_collate(task.collate, plan.spec)
+    if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
+        batches = train_batches(recipe, tokens, plan.global_micro_batch)
+        loader = make_loader(tokens.train, batches, collate, engine.device)
     elif tokens.eval is not None:
-        loader = eval_loader(recipe, task, tokens.eval, plan, engine.device)
+        loader = eval_loader(recipe, collate, tokens.eval, plan, engine.device)
     else:
         return None
-    # held-out loss and perplexity are those of the true labels, whatever the training smooths; own metrics read logits
-    how = "plain" if own_metrics else plan.loss
-    loss = _the_loss(task, own, 0.0, how, counts_hits="token_accuracy" in names)
+    # held-out loss and perplexity are those of the true labels, whatever training smooths; own metrics read logits
+    spec = plan.spec.having(plain_values()) if own_metrics else plan.spec
+    loss = _build_loss(task, run.loss, 0.0, spec, counts_hits="token_accuracy" in names)
     evaluator = Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
-    evaluator.num_rows = plan.eval_micro_batch
+    evaluator.num_rows = None if plan.outlook is None else plan.outlook.eval_micro_batch
     return evaluator
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimtab.commands.merge import Merged
     from trimtab.commands.verify_resume import Proof
     from trimtab.distributed.launch.command import LaunchPlan
-    from trimtab.planner.decide import Survey
+    from trimtab.planner.survey import Survey
     from trimtab.run import Result
     from trimtab.runs.run_folder import RunSummary
     from trimtab.tracking.mlflow.ranking import Ranking
@@ -132,9 +132,9 @@ def show_plans(survey: "Survey", *, as_json: bool) -> None:
         return
     target, rungs = survey.target, survey.shown()
     typer.echo(f"{target.name}, {format_bytes(target.budget_bytes)}, {survey.precision}, {survey.optimizer}\n")
-    show_table(*table(rungs, target.budget_bytes, survey.optimizer))
+    show_table(*table(rungs, target.budget_bytes, survey.reference))
     typer.echo(f"\n{legend(rungs)}")
-    for line in (survey.why, *survey.besides(), target.note):
+    for line in (survey.why, *survey.notes(), target.note):
         if line:
             typer.echo(line)
 

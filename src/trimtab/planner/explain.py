@@ -4,7 +4,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.planner.search import Candidate, Row
+from trimtab.planner.search import Row
+from trimtab.techniques.apply import describe, describe_method
+from trimtab.techniques.base import StepSpec
 from trimtab.units import format_bytes, format_seconds
 
 GIB = 2**30
@@ -28,7 +30,7 @@ class Rung:
     """A row of the ladder as it is shown.
 
     Attributes:
-        candidate: The plan.
+        spec: How the step is made.
         parts: Bytes by anatomy, with the allocator's slack and what is outside of it.
         tokens_s: Tokens a second.
         step_s: Seconds of a step.
@@ -36,11 +38,11 @@ class Rung:
         fits: Whether it runs within the budget.
         is_chosen: Whether it is the plan.
         is_alternative: Whether it is another method, which is never chosen.
-        most_rows: The largest batch in one piece with these levers, where that was asked.
-        longest: The longest rows with these levers, few of them at once, where that was asked.
+        most_rows: The largest batch that fits as one micro-batch with these techniques, where that was asked.
+        longest: The longest rows that fit with these techniques and the smallest micro-batch, where that was asked.
     """
 
-    candidate: Candidate
+    spec: StepSpec
     parts: Mapping[str, int]
     tokens_s: float
     step_s: float
@@ -69,27 +71,19 @@ def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
     slack = max(0, needed_bytes - estimate.allocated_bytes)
     parts = {**estimate.parts, "allocator slack": slack, "outside the allocator": estimate.outside_bytes}
     run_s = None if num_steps is None else num_steps * estimate.step_s
-    return Rung(row.candidate, parts, estimate.tokens_s, estimate.step_s, run_s, estimate.fits)
+    return Rung(row.spec, parts, estimate.tokens_s, estimate.step_s, run_s, estimate.fits)
 
 
-def words_of(candidate: Candidate, plain_optimizer: str = "") -> str:
-    """A plan in words, such as "micro-batch 4, recompute all, loss chunked".
+def words_of(spec: StepSpec, reference: StepSpec | None = None) -> str:
+    """A specification in words, such as "micro-batch 4, recompute all, loss chunked".
 
     Args:
-        candidate: The plan.
-        plain_optimizer: The recipe's own optimizer, which need not be said.
+        spec: The specification.
+        reference: The recipe's own values, which need no words.
     """
-    recomputed = candidate.recomputed.strip("{}").replace("every: 2", "every 2nd")
-    said = [
-        (candidate.adapter != "none", {"lora": "LoRA", "qlora": "QLoRA"}.get(candidate.adapter, candidate.adapter)),
-        (True, f"micro-batch {candidate.rows}"),
-        (candidate.recomputed != "none", f"recompute {recomputed}"),
-        (candidate.loss != "plain", f"loss {candidate.loss}"),
-        (bool(plain_optimizer) and candidate.optimizer != plain_optimizer, candidate.optimizer),
-        (candidate.offload != "none", f"{candidate.offload} on host"),
-        (candidate.kernels != "plain", f"kernels {candidate.kernels}"),
-    ]
-    return ", ".join(text for holds, text in said if holds)
+    method = describe_method(spec)
+    others = [words for words in describe(spec, reference or spec) if words not in method]
+    return ", ".join([*method, f"micro-batch {spec.micro_batch}", *others])
 
 
 def shown(rungs: Sequence[Rung]) -> list[Rung]:
@@ -108,7 +102,7 @@ def shown(rungs: Sequence[Rung]) -> list[Rung]:
 def _is_outdone(one: Rung, others: Sequence[Rung]) -> bool:
     """Whether the same levers fit with more rows, or do not fit with fewer."""
     for other in others:
-        if other is not one and _levers(other) == _levers(one):
+        if other is not one and other.spec.values == one.spec.values:
             if one.fits and other.fits and other.tokens_s > one.tokens_s:
                 return True
             if not one.fits and not other.fits and other.total_bytes < one.total_bytes:
@@ -120,12 +114,7 @@ def _smallest(rungs: Sequence[Rung]) -> Rung:
     return min(rungs, key=lambda one: one.total_bytes)
 
 
-def _levers(one: Rung) -> tuple[str, ...]:
-    found = one.candidate
-    return found.loss, found.optimizer, found.offload, found.recomputed
-
-
-def table(rungs: Sequence[Rung], budget_bytes: int, plain_optimizer: str) -> tuple[list[str], list[list[str]]]:
+def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tuple[list[str], list[list[str]]]:
     """Header and rows for the terminal."""
     has_run = any(one.run_s is not None for one in rungs)
     asked = [(name, key) for name, key in (("largest batch", "most_rows"), ("longest rows", "longest"))]
@@ -138,7 +127,7 @@ def table(rungs: Sequence[Rung], budget_bytes: int, plain_optimizer: str) -> tup
         whole = max(one.total_bytes for one in rungs)
     rows = []
     for one in rungs:
-        cells = ["→" if one.is_chosen else "", words_of(one.candidate, plain_optimizer)]
+        cells = ["→" if one.is_chosen else "", words_of(one.spec, reference)]
         cells += [bar(one.parts, budget_bytes, whole), f"{one.total_bytes / unit:,.2f}", f"{one.tokens_s:,.0f}"]
         cells += [format_seconds(one.run_s) if one.run_s is not None else ""] if has_run else []
         cells += [f"{getattr(one, key):,}" if getattr(one, key) is not None else "none" for _, key in asked]
@@ -174,18 +163,18 @@ def legend(rungs: Sequence[Rung]) -> str:
     return "  ".join(f"{LETTERS[part]} {part}" for part in used)
 
 
-def reason(rungs: Sequence[Rung], budget_bytes: int, plain_optimizer: str) -> str:
+def reason(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> str:
     """One sentence: why the chosen row."""
     chosen = next(one for one in rungs if one.is_chosen)
     room = f"{gib(chosen.total_bytes)} of {gib(budget_bytes)}"
     faster = [one for one in rungs if not one.is_alternative and not one.fits and one.tokens_s > chosen.tokens_s]
-    words = words_of(chosen.candidate, plain_optimizer)
+    words = words_of(chosen.spec, reference)
     if not faster:
         return f"Chosen: {words}: the fastest of all, and it fits ({room})."
     near = min(faster, key=lambda one: one.total_bytes)
     gain = near.tokens_s / chosen.tokens_s - 1
     return (
-        f"Chosen: {words}: the fastest that fits ({room}); {words_of(near.candidate, plain_optimizer)} would be "
+        f"Chosen: {words}: the fastest that fits ({room}); {words_of(near.spec, reference)} would be "
         f"{gain:.0%} faster and needs {gib(near.total_bytes)}."
     )
 
@@ -206,7 +195,7 @@ class Change:
 
 
 def cannot_fit(
-    smallest: Rung, name: str, budget_bytes: int, changes: Sequence[Change], plain_optimizer: str, most: int = 3
+    smallest: Rung, name: str, budget_bytes: int, changes: Sequence[Change], reference: StepSpec, most: int = 3
 ) -> str:
     """By how much it does not fit, and what would.
 
@@ -215,14 +204,14 @@ def cannot_fit(
         name: The device.
         budget_bytes: What there is.
         changes: What was tried; those that fit are named first.
-        plain_optimizer: The recipe's own.
+        reference: The recipe's own values, which need no words.
         most: How many are named.
     """
     over = smallest.total_bytes - budget_bytes
     by = f"{gib(over)} too much" if over > 0 else "with nothing to spare"
     lines = [
         f"it does not fit into {gib(budget_bytes)} ({name}): the smallest plan "
-        f"({words_of(smallest.candidate, plain_optimizer)}) needs {gib(smallest.total_bytes)}, {by}"
+        f"({words_of(smallest.spec, reference)}) needs {gib(smallest.total_bytes)}, {by}"
     ]
     helping = [one for one in changes if one.fits][:most]
     if helping:
@@ -237,17 +226,11 @@ def cannot_fit(
 
 def as_dict(one: Rung) -> dict[str, object]:
     """A rung as plain values, for JSON."""
-    found = one.candidate
     return {
         "chosen": one.is_chosen,
         "fits": one.fits,
-        "micro_batch": found.rows,
-        "gradient_checkpointing": found.recomputed,
-        "loss": found.loss,
-        "optimizer": found.optimizer,
-        "offload": found.offload,
-        "kernels": found.kernels,
-        "adapter": found.adapter,
+        "micro_batch": one.spec.micro_batch,
+        **dict(one.spec.values),
         "total_bytes": one.total_bytes,
         "parts": dict(one.parts),
         "step_s": one.step_s,

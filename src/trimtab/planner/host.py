@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab.planner.trace.recorder import Trace
+from trimtab.techniques.base import HostUse
 
 GIB = 2**30
 # Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured beside an H200.
@@ -44,37 +45,25 @@ class HostPrediction:
         return self.num_checkpoints * self.checkpoint + 2 * self.model  # the best so far, and a better one
 
 
-def predict_host(
-    trace: Trace,
-    *,
-    loaded_bytes: int,
-    is_streamed: bool,
-    is_paged: bool,
-    embedding_bytes: int = 0,
-    keeps: int = 2,
-    is_adapter: bool = False,
-) -> HostPrediction:
-    """Read from a trace what trains and what is kept for it.
+def predict_host(trace: Trace, *, loaded_bytes: int, use: HostUse, num_kept: int = 2) -> HostPrediction:
+    """Read from a trace what is trained, and what is kept for it.
 
     Args:
-        trace: Of a training step.
-        loaded_bytes: The weights in the format in which they are loaded.
-        is_streamed: Whether weights go to the device one by one, as 4-bit ones do.
-        is_paged: Whether optimizer state lives in memory that the driver pages.
-        embedding_bytes: Embeddings that stay on the host.
-        keeps: Checkpoints that are kept; none where none is written.
-        is_adapter: Whether only the adapter is handed over.
+        trace: The trace of a training step.
+        loaded_bytes: The weights in the dtype that they are loaded in.
+        use: What techniques change.
+        num_kept: Checkpoints that are kept; 0 where none is written.
     """
     trained = sum(trace.births[storage].size for storage in trace.gradients)
     state = sum(birth.size for birth in trace.births.values() if birth.part == "state")
-    paged = trained // 4 * _PAGED_BYTES if is_paged else 0
+    paged = trained // 4 * _PAGED_BYTES if use.pages_state else 0
     saved = trained + state + paged
     return HostPrediction(
         process=PROCESS_BYTES,
-        loading=0 if is_streamed else loaded_bytes,
-        kept=embedding_bytes + paged,
+        loading=0 if use.streams_weights else loaded_bytes,
+        kept=use.kept_bytes + paged,
         snapshot=saved,
         checkpoint=saved,
-        model=trained if is_adapter else loaded_bytes,
-        num_checkpoints=keeps + _SPARE_CHECKPOINTS if keeps else 0,
+        model=trained if use.exports_trainable else loaded_bytes,
+        num_checkpoints=num_kept + _SPARE_CHECKPOINTS if num_kept else 0,
     )

@@ -1,17 +1,18 @@
-"""`Engine(memory_budget=…)`: how a loop of the user's own stays within a budget, chosen when it is prepared.
+"""`Engine(memory_budget=…)`: how the loop of a user stays within a budget, decided when it is prepared.
 
 The step is traced on a copy of the user's model without weights (`trace/own_step.py`), with the largest batch of the
-loader. What changes no result is tried first, the first that fits is taken, and everything that was decided is said.
+loader. Exact techniques are searched first, those that change results slightly only where these do not fit, and every
+decision is logged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from trimtab.build.levers import spelled
 from trimtab.engine.engine import Engine
 from trimtab.engine.prepared_optimizer import PreparedOptimizer
 from trimtab.errors import DoesNotFit, RecipeError, in_one_line
@@ -27,76 +28,75 @@ from trimtab.hardware.memory import (
     usually_outside,
 )
 from trimtab.log import say, unheard
-from trimtab.optim.eight_bit import eight_bit_form, why_not_eight_bits
-from trimtab.planner.explain import Change, Rung, cannot_fit, gib
+from trimtab.optim.eight_bit import why_not_eight_bits
+from trimtab.planner.decide import choose_row
+from trimtab.planner.explain import Change, gib, words_of
 from trimtab.planner.largest_batch import LargestBatch, NoBatch, largest_batch
 from trimtab.planner.memory import Prediction, predict
-from trimtab.planner.recipe_planner import SPARE
-from trimtab.planner.search import Candidate, largest
-from trimtab.planner.target import Target, target_here
+from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
+from trimtab.planner.target import SPARE, Target, target_here
+from trimtab.planner.time import step_seconds
 from trimtab.planner.trace.own_step import OwnStep
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
-from trimtab.recipe.yaml_text import read_value
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques import TECHNIQUES
+from trimtab.techniques.apply import axes_of, change_model, change_optimizer, loads_kernels
+from trimtab.techniques.base import Accelerator, Case, Site, StepSpec
 from trimtab.units import format_bytes, parse_bytes
 
-_FEWEST_BLOCKS = 4  # from which on every second one is a choice of its own
-_LENGTH_STEP = 64  # in which shorter rows are sought
+_LENGTH_STEP = 64  # of the search for shorter rows
 _STEPS_UNTIL_STEADY = 2  # an optimizer makes its state in the first
-_WORDS = {"none": "as it is", "{every: 2}": "every second block recomputed", "all": "all blocks recomputed"}
+_ALLOWANCES = ("8bit",)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a loop does to stay within its budget.
+    """The decision for a loop.
 
     Attributes:
-        recomputed: Which blocks, as a recipe writes it.
-        is_8bit: Whether the optimizer's state is in 8 bits.
-        allocated_bytes: The predicted peak of what tensors take, with those that were there before.
+        spec: How its step is made.
+        allocated_bytes: The predicted peak of allocated tensors, with those that existed before.
         total_bytes: What the device needs by that prediction.
     """
 
-    recomputed: str
-    is_8bit: bool
+    spec: StepSpec
     allocated_bytes: int
     total_bytes: int
 
 
 class OwnLoop:
-    """See `trimtab.engine.memory_budget.MemoryPlanner`. From its making on the process is held to the budget.
+    """The memory planner of a user's loop. From its creation on the process is capped at the budget.
 
     Args:
         budget: Such as "8GiB"; "auto" is what the device has free.
-        allow: "8bit" lets the optimizer have state of 8 bits.
-        device: What it is a budget of.
+        allow: "8bit" lets the optimizer keep its state in 8 bits.
+        device: The device whose memory is limited.
 
     Raises:
-        RecipeError: The device has less, or something is allowed that is not known.
+        RecipeError: The device has less memory, or an allowance is not known.
     """
 
     def __init__(self, budget: str | int, allow: Sequence[str], device: torch.device) -> None:
-        unknown = set([allow] if isinstance(allow, str) else allow) - {"8bit"}
+        unknown = set([allow] if isinstance(allow, str) else allow) - set(_ALLOWANCES)
         if isinstance(allow, str) or unknown:
             raise RecipeError(f"memory_allow={allow!r} is not known", 'memory_allow=["8bit"]')
-        self._allows_8bit = "8bit" in allow
+        self._allow = frozenset(allow)
         self._device, self._budget = device, _in_bytes(budget, device)
         if device.type == "cuda":
             prefer_expandable_segments()
         self._cap = self._hold(0)
-        self._is_settled = False
+        self._is_decided = False
         self.chosen: Chosen | None = None
 
     def fit_to_budget(self, engine: Engine, parts: tuple[Any, ...], splits_batches: bool) -> tuple[Any, ...]:
-        """Choose for the first model that comes, with its optimizer and its loader.
+        """Decide for the first model that is prepared, with its optimizer and its loader.
 
         Raises:
             DoesNotFit: Nothing fits into the memory of a GPU.
         """
         models = [part for part in parts if isinstance(part, torch.nn.Module)]
-        if self._is_settled or not models:
+        if self._is_decided or not models:
             return parts
-        self._is_settled = True
+        self._is_decided = True
 
         def decide() -> Chosen | str | None:
             try:
@@ -104,20 +104,18 @@ class OwnLoop:
             except DoesNotFit as error:
                 return str(error)
             except (NoBatch, RecipeError) as error:
-                say(f"memory_budget: nothing is predicted, and nothing changed: {error}; {self._held}")
+                say(f"memory_budget: nothing is predicted, and nothing is changed: {error}; {self._held}")
             except Exception as error:  # a model that cannot be traced may train all the same
                 what = in_one_line(error)
-                say(f"memory_budget: this step cannot be traced ({what}): nothing is changed; {self._held}")
+                say(f"memory_budget: this step cannot be traced ({what}), and nothing is changed; {self._held}")
             return None
 
         found = engine.first_decides(decide)
         if isinstance(found, str):
             raise DoesNotFit(found)
         self.chosen = found
-        self._cap = self._hold(usually_outside(found is not None and found.is_8bit))
-        return parts if found is None else self._apply(found, parts)
-
-    # ------------------------------------------------------------------ choosing
+        self._cap = self._hold(usually_outside(found is not None and loads_kernels(found.spec)))
+        return parts if found is None else self._apply(engine, found, parts)
 
     @one_plan_at_a_time()
     def _choose(self, engine: Engine, parts: tuple[Any, ...], splits_batches: bool) -> Chosen:
@@ -125,87 +123,58 @@ class OwnLoop:
         num_parts = engine.num_processes if splits_batches else 1
         batch = largest_batch(loader, num_parts)
         target = self._target(model)
-        step = OwnStep(model, optimizer, engine.mixed_precision, engine.gradient_accumulation_steps, target)
-        predictions = _Predictions(step, target, _other_bytes(engine.device, model, parts))
-        if target.is_cpu:  # what tracing imports is the process's own from then on
-            predictions.of(next(self._candidates(step, optimizer, batch)), batch)
-            predictions.target = target = self._target(model)
-        tried: list[tuple[Candidate, Prediction]] = []
-        for candidate in self._candidates(step, optimizer, batch):
-            found = predictions.of(candidate, batch)
-            tried.append((candidate, found))
-            if target.fits(found, SPARE):
-                break
-        else:
-            candidate, found = min(tried, key=lambda pair: pair[1].allocated)
-            if not target.fits(found, 0.0):
-                changes = list(_changes(predictions, candidate, batch, num_parts, optimizer))
-                problem = _problem(predictions, candidate, found, batch, changes, optimizer)
-                if not target.is_cpu:
-                    raise DoesNotFit(problem)
-                say(f"memory_budget: {problem}\nfigures of a CPU are estimates: that smallest plan is taken")
-        total = predictions.total(found)
-        allocated = found.allocated + predictions.other_bytes
-        chosen = Chosen(candidate.recomputed, candidate.optimizer.endswith("8bit"), allocated, total)
-        asked = f"{step.precision.replace('no', 'fp32')}, {candidate.optimizer}, {batch}"
-        before = "" if len(tried) == 1 else f"; {_words(tried[0][0])} it would be {gib(predictions.total(tried[0][1]))}"
+        step = OwnStep(model, optimizer, engine.gradient_accumulation_steps, target)
+        precision = engine.mixed_precision.replace("no", "fp32")
+        case = Case(model, Accelerator.of(self._device), precision, None, self._allow, optimizer=optimizer)
+        planner = _LoopPlanner(step, case, target, batch, num_parts, _other_bytes(engine.device, model, parts))
+        if target.is_cpu:  # what tracing imports belongs to the process from then on
+            planner.prediction(planner.space.reference())
+            planner.target = self._target(model)
+        try:
+            row = choose_row(planner)
+        except DoesNotFit as error:
+            raise DoesNotFit(str(error).replace("\n", f" ({batch})\n", 1)) from None
+        found, first = planner.prediction(row.spec), planner.space.reference()
+        before = "" if row.spec == first else f"; {_words(first)} would need {gib(planner.total_bytes(first))}"
         say(
-            f"memory_budget {gib(self._budget)} ({target.name}): {_words(candidate)}, "
-            f"predicted {gib(total)}{before} ({asked})"
+            f"memory_budget {gib(self._budget)} ({target.name}): {_words(row.spec)}, "
+            f"predicted {gib(planner.total_bytes(row.spec))}{before} ({precision}, {batch})"
         )
-        say(f"memory_budget: {'; '.join(self._left_out(engine, step, optimizer, target))}")
-        return chosen
-
-    def _candidates(self, step: OwnStep, optimizer: torch.optim.Optimizer, batch: LargestBatch) -> Iterator[Candidate]:
-        """What changes no result first; of that, what costs least time first."""
-        name = type(optimizer).__name__
-        recomputed = ["none"]
-        if step.num_blocks and not step.recomputes_already:
-            recomputed += [spelled({"every": 2}), "all"] if step.num_blocks >= _FEWEST_BLOCKS else ["all"]
-        is_small = self._allows_8bit and why_not_eight_bits(optimizer) is None
-        for form in [name, f"{name}8bit"] if is_small else [name]:
-            for word in recomputed:
-                yield Candidate(batch.rows, optimizer=form, recomputed=word)
+        say(f"memory_budget: {'; '.join(self._limits(engine, step, optimizer, target))}")
+        return Chosen(row.spec, found.allocated + planner.other_bytes, planner.total_bytes(row.spec))
 
     def _target(self, model: torch.nn.Module) -> Target:
         target = target_here(self._device, f"{self._budget}B")
-        if target.is_cpu:  # what is loaded now will be counted as weights
-            weights = sum(parameter.nbytes for parameter in model.parameters())
-            target = replace(target, outside_bytes=max(0, (target.outside_bytes or 0) - weights))
-        return target
+        return target.without_loaded(model) if target.is_cpu else target
 
-    def _left_out(
-        self, engine: Engine, step: OwnStep, optimizer: torch.optim.Optimizer, target: Target
-    ) -> Iterator[str]:
+    def _limits(self, engine: Engine, step: OwnStep, optimizer: torch.optim.Optimizer, target: Target) -> Iterator[str]:
         """What a reader of the figures has to know."""
-        yield "how many rows go through the model at once is the loop's to choose"
+        yield "the micro-batch size stays that of the loop"
         if step.has_loss:
-            yield "not in the figures is what the loop does besides model(**batch).loss, and evaluation"
+            yield "work of the loop besides model(**batch).loss, and evaluation, is not predicted"
         else:
-            yield "not in the figures is the loss, for which the batches have no labels, nor evaluation"
+            yield "the loss, for which batches have no labels, and evaluation are not predicted"
         if step.recomputes_already:
-            yield "the model's own gradient checkpointing stays as it is"
-        reason = why_not_eight_bits(optimizer) if self._allows_8bit else None
+            yield "the model's own gradient checkpointing is kept"
+        reason = why_not_eight_bits(optimizer) if self._allow else None
         if reason is not None:
-            yield f"state of 8 bits was not a choice: {reason}"
+            yield f"8-bit optimizer state is not possible: {reason}"
         if engine.num_processes > 1:
-            yield "what processes exchange is not in the figures either"
+            yield "communication between processes is not predicted"
         if target.note:
             yield target.note
         yield self._held
 
-    # ------------------------------------------------------------------ doing it
+    # ------------------------------------------------------------------ what follows
 
-    def _apply(self, chosen: Chosen, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _apply(self, engine: Engine, chosen: Chosen, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         model, optimizer, _ = _trained(parts)
-        if chosen.recomputed != "none":
-            checkpoint_layers(model, read_value(chosen.recomputed))
-        own = optimizer
-        if chosen.is_8bit:
-            own = eight_bit_form(optimizer, optimizer.param_groups)
-            _tell_schedules(optimizer, own)
-        self._watch(own, chosen)
-        return tuple(own if part is optimizer else part for part in parts)
+        change_model(model, chosen.spec, Site(self._device, Accelerator.of(self._device), engine.compute_dtype))
+        changed = change_optimizer(optimizer, chosen.spec, optimizer.param_groups)
+        if changed is not optimizer:
+            _tell_schedules(optimizer, changed)
+        self._watch(changed, chosen)
+        return tuple(changed if part is optimizer else part for part in parts)
 
     def _hold(self, outside_bytes: int) -> MemoryCap:
         return cap_memory(self._device, self._budget, max(outside_bytes, memory_outside(self._device)))
@@ -214,10 +183,10 @@ class OwnLoop:
     def _held(self) -> str:
         if self._device.type == "cuda":
             return f"the process is capped at {format_bytes(self._budget)}"
-        return f"{self._device} cannot be capped at {format_bytes(self._budget)}: going beyond is said"
+        return f"{self._device} cannot be capped at {format_bytes(self._budget)}: exceeding it is only reported"
 
     def _watch(self, optimizer: torch.optim.Optimizer, chosen: Chosen) -> None:
-        """Say once what was measured; where nothing is refused, say when the budget is passed."""
+        """Log the measured peak once; where memory cannot be capped, log when the budget is exceeded."""
         device, num_steps = self._device, 0
 
         def stepped(*_: Any) -> None:
@@ -229,97 +198,98 @@ class OwnLoop:
                 measured = peak_memory(device)
                 predicted = chosen.total_bytes if device.type == "cpu" else chosen.allocated_bytes
                 say(
-                    f"memory_budget: {format_bytes(measured)} at the peak so far; predicted {format_bytes(predicted)}, "
-                    f"so {measured / predicted - 1:+.1%}"
+                    f"memory_budget: the measured peak so far is {format_bytes(measured)}, "
+                    f"{measured / predicted - 1:+.1%} from the predicted {format_bytes(predicted)}"
                 )
 
         optimizer.register_step_post_hook(stepped)
 
 
-class _Predictions:
-    """What candidates take, each traced once."""
+class _LoopPlanner:
+    """Predicts and searches the steps of a loop; see `trimtab.planner.decide.StepPlanner`."""
 
-    def __init__(self, step: OwnStep, target: Target, other_bytes: int) -> None:
-        self.step, self.target, self.other_bytes = step, target, other_bytes
+    def __init__(
+        self, step: OwnStep, case: Case, target: Target, batch: LargestBatch, num_parts: int, other_bytes: int
+    ) -> None:
+        self._step, self._case, self.target, self._batch = step, case, target, batch
+        self._num_parts, self.other_bytes = num_parts, other_bytes
         self._known: dict[Any, Prediction] = {}
 
-    def of(self, candidate: Candidate, batch: LargestBatch, precision: str | None = None) -> Prediction:
-        """The memory of a step."""
-        key = candidate, batch.rows, batch.length, precision
+    @cached_property
+    def space(self) -> Space:
+        """What the loop allows, with what changes results slightly."""
+        return Space((self._batch.rows,), self._case.precision, axes_of(self._case))
+
+    def choose(self, *, thorough: bool = False) -> Ladder:
+        """Exact techniques first; what changes results slightly only where these do not fit."""
+        room, axes = self.target.room(SPARE), self.space.axes
+        exact = [replace(a, values=a.values[:1]) if a.technique.effect == "rounding" else a for a in axes]
+        found = search(replace(self.space, axes=tuple(exact)), self._estimate, room=room)
+        return found if found.chosen is not None else search(self.space, self._estimate, room=room)
+
+    def _estimate(self, spec: StepSpec) -> Estimate | None:
+        found = self.prediction(spec)
+        seconds = step_seconds(found.trace.ops, self.target.device).seconds
+        fits = self.target.fits(found, SPARE)
+        return Estimate(fits, found.allocated, found.outside, found.parts, seconds, 0.0)
+
+    def prediction(self, spec: StepSpec, batch: LargestBatch | None = None) -> Prediction:
+        """The memory of a step, each traced once."""
+        batch = batch or self._batch
+        key = spec, batch.rows, batch.length
         if key not in self._known:
-            is_8bit = candidate.optimizer.endswith("8bit")
             with unheard():
-                trace = self.step.trace(batch, read_value(candidate.recomputed), is_8bit=is_8bit, precision=precision)
-            self._known[key] = predict(trace, with_kernels=is_8bit)
+                self._known[key] = predict(self._step.trace(spec, batch), with_kernels=loads_kernels(spec))
         found = self.target.as_here(self._known[key])
         return replace(found, outside=found.outside + self.other_bytes)
 
-    def total(self, prediction: Prediction) -> int:
-        """All that the device needs; no allocator of blocks stands between on a CPU."""
-        return prediction.allocated + prediction.outside if self.target.is_cpu else prediction.total
+    def needed_bytes(self, row: Row) -> int:
+        """The smallest limit of the allocator under which a row runs."""
+        return self.target.needed_bytes(self.prediction(row.spec))
 
-    def measure(
-        self, candidate: Candidate, resized: Callable[[int], LargestBatch]
-    ) -> Callable[[int], tuple[int, bool]]:
-        """For `trimtab.planner.search.largest`."""
+    def total_bytes(self, spec: StepSpec, batch: LargestBatch | None = None) -> int:
+        """All that the device needs."""
+        found = self.prediction(spec, batch)
+        return self.target.needed_bytes(found) + found.outside
 
-        def measured(size: int) -> tuple[int, bool]:
-            found = self.of(candidate, resized(size))
+    # ------------------------------------------------------------------ what would fit
+
+    def changes(self, row: Row) -> Iterator[Change]:
+        """What could be written so that it fits, the least change first."""
+        spec, batch = row.spec, self._batch
+        if batch.rows > 1:
+            rows = self._largest(spec, lambda rows: batch.resized(rows=rows), batch.rows)
+            if rows is not None:
+                size = rows * self._num_parts
+                words = f"DataLoader(batch_size={size}), with gradient_accumulation_steps for the same batch"
+                yield self._change(words, spec, batch.resized(rows=rows))
+        for technique in TECHNIQUES:
+            for suggestion in technique.suggest(spec, self._case):
+                yield self._change(suggestion.words, suggestion.spec)
+        native = self.target.precision("auto")
+        if spec.precision == "fp32" and native != "fp32":
+            yield self._change(f'mixed_precision="{native}"', replace(spec, precision=native))
+        if batch.length is not None and batch.length > 1:
+            step = min(_LENGTH_STEP, batch.length - 1)
+            length = self._largest(spec, lambda length: batch.resized(length=length), batch.length, step)
+            if length is not None:
+                yield self._change(f"rows of at most {length} tokens", spec, batch.resized(length=length))
+
+    def _change(self, words: str, spec: StepSpec, batch: LargestBatch | None = None) -> Change:
+        fits = self.target.fits(self.prediction(spec, batch), SPARE)
+        return Change(words, self.total_bytes(spec, batch), fits)
+
+    def _largest(self, spec: StepSpec, resized: Callable[[int], LargestBatch], now: int, step: int = 1) -> int | None:
+        def measure(size: int) -> tuple[int, bool]:
+            found = self.prediction(spec, resized(size))
             return found.allocated + found.outside, self.target.fits(found, SPARE)
 
-        return measured
+        return largest(measure, self.target.room(SPARE), first=max(1, now // 2), most=now - 1, step=step)
 
 
-# ---------------------------------------------------------------------- what does not fit
-
-
-def _changes(
-    predictions: _Predictions,
-    candidate: Candidate,
-    batch: LargestBatch,
-    num_parts: int,
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[Change]:
-    """What could be written instead, the least change first."""
-
-    def change(words: str, found: Prediction) -> Change:
-        return Change(words, predictions.total(found), predictions.target.fits(found, SPARE))
-
-    room = predictions.target.room(SPARE)
-    if batch.rows > 1:
-        measure = predictions.measure(candidate, lambda rows: batch.resized(rows=rows))
-        rows = largest(measure, room, first=max(1, batch.rows // 2), most=batch.rows - 1)
-        if rows is not None:
-            words = f"DataLoader(batch_size={rows * num_parts}), with gradient_accumulation_steps for the same batch"
-            yield change(words, predictions.of(candidate, batch.resized(rows=rows)))
-    if not candidate.optimizer.endswith("8bit") and why_not_eight_bits(optimizer) is None:
-        smaller = replace(candidate, optimizer=f"{candidate.optimizer}8bit")
-        yield change('memory_allow=["8bit"]', predictions.of(smaller, batch))
-    native = predictions.target.precision("auto")
-    if predictions.step.precision == "no" and native != "fp32":
-        yield change(f'mixed_precision="{native}"', predictions.of(candidate, batch, native))
-    if batch.length is not None and batch.length > 1:
-        measure = predictions.measure(candidate, lambda length: batch.resized(length=length))
-        step = min(_LENGTH_STEP, batch.length - 1)
-        length = largest(measure, room, first=batch.length // 2, most=batch.length - 1, step=step)
-        if length is not None:
-            yield change(f"rows of at most {length} tokens", predictions.of(candidate, batch.resized(length=length)))
-
-
-def _problem(
-    predictions: _Predictions,
-    candidate: Candidate,
-    found: Prediction,
-    batch: LargestBatch,
-    changes: Sequence[Change],
-    optimizer: torch.optim.Optimizer,
-) -> str:
-    target = predictions.target
-    slack = predictions.total(found) - found.allocated - found.outside
-    parts = {**found.parts, "allocator slack": slack, "outside the allocator": found.outside}
-    rung = Rung(candidate, parts, 0.0, 0.0, None, fits=False)
-    words = cannot_fit(rung, target.name, target.budget_bytes, changes, type(optimizer).__name__)
-    return words.replace("\n", f" ({batch})\n", 1) if "\n" in words else f"{words} ({batch})"
+def _words(spec: StepSpec) -> str:
+    words = words_of(spec).split(", ", 1)
+    return words[1] if len(words) > 1 else "nothing recomputed"
 
 
 # ---------------------------------------------------------------------- the user's parts
@@ -381,8 +351,3 @@ def _tell_schedules(before: torch.optim.Optimizer, after: torch.optim.Optimizer)
         before._opt_called = True  # type: ignore[attr-defined]
 
     after.register_step_pre_hook(stepped)
-
-
-def _words(candidate: Candidate) -> str:
-    in_8bit = ", the optimizer's state in 8 bits" if candidate.optimizer.endswith("8bit") else ""
-    return _WORDS[candidate.recomputed] + in_8bit

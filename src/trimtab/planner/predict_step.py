@@ -1,28 +1,32 @@
 """The memory of one step, asked for by its settings alone: no recipe, no data, no GPU."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-from trimtab.build.levers import choose_optimizer, loads_kernels
-from trimtab.build.model import adapter_settings
 from trimtab.errors import ModelError, RecipeError, TrimtabError, in_one_line
 from trimtab.log import unheard
 from trimtab.model.load import max_positions
 from trimtab.planner.memory import Prediction, predict
-from trimtab.planner.recipe_planner import named_task
+from trimtab.planner.recipe_planner import RecipePlanner
+from trimtab.planner.shapes import BatchShape, OneLength, named_task
 from trimtab.planner.target import Target, known_target
 from trimtab.planner.trace.plain_step import OPTIMIZERS, trace_plain_model
-from trimtab.planner.trace.recipe_step import BatchShape, Choice, StepTracer
+from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.schema import Recipe
+from trimtab.techniques import TECHNIQUES
+from trimtab.techniques.apply import loads_kernels
+from trimtab.techniques.base import StepSpec
+from trimtab.techniques.gradient_checkpointing import GradientCheckpointing
+from trimtab.techniques.optimizer_state import default_optimizer
 from trimtab.training.garbage_collection import no_collections
 
 _MASKS = ("none", "full", "padded")
 _CODES = ("trimtab", "transformers")
 _IMPLEMENTATIONS = ("fused", "foreach")
-_PLAIN = {"adapter": "none", "loss": "plain", "kernels": "plain", "offload": "none", "num_micro_batches": 1}
 
 
 @one_plan_at_a_time()
@@ -35,66 +39,54 @@ def predict_step_memory(
     *,
     gpu: str = "h200",
     precision: str = "auto",
-    optimizer: str = "auto",
-    adapter: str | Mapping[str, Any] = "none",
-    gradient_checkpointing: Any = "none",
-    loss: str = "plain",
-    kernels: str = "plain",
-    offload: str = "none",
     mask: str = "none",
     target_length: int | None = None,
     num_micro_batches: int = 1,
     code: str = "trimtab",
     implementation: str | None = None,
+    **techniques: Any,
 ) -> Prediction:
-    """How much memory a training step takes on a GPU, without one, without weights and without data.
+    """Predict the memory of a training step on a GPU, without one, without weights and without data.
 
     Args:
         model: A config as a dict with its `model_type`, or a folder or name that has one.
         task: As in a recipe: "causal-lm", "classify" …
-        micro_batch: Rows that go through the model at once.
+        micro_batch: Rows of one forward.
         length: Tokens of each row.
         gpu: A device of the catalog, such as "t4" or "RTX 4090".
         precision: As `train.precision`; "auto" is what the device computes natively.
-        optimizer: As `train.optimizer`.
-        adapter: As in a recipe: "lora", or {"kind": "lora", "rank": 16}.
-        gradient_checkpointing: As `memory.gradient_checkpointing`: "none", "all", {"every": 2} …
-        loss: "plain" or "chunked".
-        kernels: "plain" or "liger".
-        offload: "none" or "embeddings".
         mask: "padded" where rows of a batch differ in length; "none" and "full" are the same to trimtab's own step.
-        target_length: Tokens to be written, for a model with a decoder of its own; `length` if left out.
-        num_micro_batches: Micro-batches of an optimizer step: from the second on gradients are there already.
+        target_length: Tokens to generate, for a model with an encoder and a decoder; `length` if left out.
+        num_micro_batches: Micro-batches of an optimizer step: from the second on gradients exist already.
         code: "trimtab" is the step that `fit` takes; "transformers" that of a plain loop: autocast, the model's own
             loss, one batch, torch's optimizer and transformers' own gradient checkpointing.
-        implementation: Of the optimizer of a plain loop: "fused" (if left out) or "foreach".
+        implementation: The optimizer of a plain loop: "fused" (if left out) or "foreach".
+        techniques: How the step is made, by the keys of plan.json, with values as in a recipe: `optimizer="adamw8bit"`,
+            `adapter={"kind": "lora", "rank": 16}`, `loss="chunked"` … What is left out is not used; the optimizer is
+            adamw, and the attention backend follows its rule.
 
     Raises:
-        RecipeError: Something is not known, or not to be had together.
+        RecipeError: Something is not known, or not possible together.
         ModelError: There is no such model, none for that task, or its step cannot be traced.
-        MissingDependency: `loss="liger"` without liger-kernel.
+        MissingDependency: A technique needs a package that is not installed.
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
     _check_words(mask, code, implementation)
     _check_numbers(numbers if target_length is None else numbers | {"target_length": target_length})
-    levers = {"gradient_checkpointing": gradient_checkpointing, "loss": loss, "kernels": kernels, "offload": offload}
-    if "auto" in levers.values():
-        raise RecipeError("'auto' is a plan's to decide, and here the step is given", "use trimtab.plan, or say which")
-    if not isinstance(gpu, str) or not isinstance(adapter, str | Mapping):
-        raise RecipeError(f"gpu={gpu!r} and adapter={adapter!r} have to be words", 'such as gpu="t4", adapter="none"')
-    recipe = _recipe(model, task, {"precision": precision, "optimizer": optimizer}, adapter, levers)
+    _check_techniques(techniques)
+    if not isinstance(gpu, str):
+        raise RecipeError(f"gpu={gpu!r} has to be a word", 'such as gpu="t4"')
+    recipe = _recipe(model, task, precision, techniques)
     target = known_target(gpu, None)
     writes = named_task(recipe).model_kind == "seq2seq-lm"
     if target_length is not None and not writes:
-        raise RecipeError(f"target_length: task {task} writes nothing", "leave it out")
+        raise RecipeError(f"target_length: task {task} generates nothing", "leave it out")
     shape = BatchShape(micro_batch, length, mask == "padded", (target_length or length) if writes else None)
-    if code == "transformers":
-        _check_plain(levers | {"adapter": adapter, "num_micro_batches": num_micro_batches})
     try:
         if code == "trimtab":
             found = _own_step(recipe, shape, num_micro_batches, target)
         else:
-            found = _plain_step(recipe, shape, target, mask, implementation or "fused")
+            found = _plain_step(recipe, shape, num_micro_batches, target, mask, implementation or "fused")
     except TrimtabError:
         raise
     except Exception as error:  # models whose forward reads values, or has kernels that meta does not
@@ -119,71 +111,84 @@ def _check_numbers(numbers: dict[str, int]) -> None:
             raise RecipeError(f"{name}={number!r} is no number of anything", f"{name}=1 or more")
 
 
-def _check_plain(asked: dict[str, Any]) -> None:
-    beyond = [name for name, value in _PLAIN.items() if asked[name] != value]
-    if beyond or asked["gradient_checkpointing"] not in ("none", "all"):
-        what = ", ".join(beyond) or "gradient checkpointing of some blocks"
-        raise RecipeError(f"a plain loop has no {what}", 'code="trimtab"')
+def _check_techniques(asked: Mapping[str, Any]) -> None:
+    known = {technique.key: technique for technique in TECHNIQUES}
+    for key, value in asked.items():
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+            raise RecipeError(f"{key}={value!r} is not known", hint)
+        is_open = isinstance(value, str) and value == "auto"
+        if is_open and known[key].needs_prediction:
+            raise RecipeError("'auto' is decided by a plan, and here the step is given", "use trimtab.plan, or a value")
 
 
-def _recipe(
-    model: str | Mapping[str, Any], task: str, train: dict[str, Any], adapter: Any, levers: dict[str, Any]
-) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
-            "task": task,
-            "data": {"train": "rows.jsonl"},  # which nobody reads
-            "train": train,
-            "adapter": adapter if isinstance(adapter, str) else dict(adapter),
-            "memory": levers,
-        }
-    )
+def _recipe(model: str | Mapping[str, Any], task: str, precision: str, asked: Mapping[str, Any]) -> Recipe:
+    values: dict[str, Any] = {
+        "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
+        "task": task,
+        "data": {"train": "rows.jsonl"},  # which is not read
+        "train": {"precision": precision},
+        "memory": {},
+    }
+    for technique in TECHNIQUES:
+        value = asked.get(technique.key, technique.off)
+        if value is not None:
+            section, _, name = technique.setting.rpartition(".")
+            (values[section] if section else values)[name] = dict(value) if isinstance(value, Mapping) else value
+    return Recipe.model_validate(values)
 
 
 def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target) -> Prediction:
-    memory, optimizer = recipe.memory, choose_optimizer(recipe, target.torch_device)
-    choice = Choice(
-        target.precision(recipe.train.precision),
-        optimizer,
-        memory.loss,
-        memory.kernels,
-        memory.gradient_checkpointing,
-        memory.offload,
-    )
+    lengths = OneLength(shape.length, has_targets=shape.target_length is not None)
+    planner = RecipePlanner(recipe, named_task(recipe), target, lengths)
+    _check_length(planner.case.model, shape)
+    axes = planner.space.axes
+    values = {axis.technique.key: axis.values[0] for axis in axes}
+    spec = StepSpec.of(shape.rows, planner.precision, values)
     with unheard():
-        trace = _tracer(recipe, target, shape).trace(choice, shape, min(2, num_micro))
-    settings = adapter_settings(recipe)
-    has_kernels = loads_kernels(memory.kernels, optimizer, "none" if settings is None else settings.kind)
-    return predict(trace, with_kernels=has_kernels)
+        trace = planner.tracer(spec).trace(spec, shape, min(2, num_micro))
+    return predict(trace, with_kernels=loads_kernels(spec))
 
 
-def _plain_step(recipe: Recipe, shape: BatchShape, target: Target, mask: str, implementation: str) -> Prediction:
-    optimizer = "adamw" if recipe.train.optimizer == "auto" else recipe.train.optimizer
-    if optimizer not in OPTIMIZERS:
-        raise RecipeError(f"the optimizer {optimizer} is none of a plain loop", f"one of {', '.join(OPTIMIZERS)}")
+def _plain_step(
+    recipe: Recipe, shape: BatchShape, num_micro: int, target: Target, mask: str, implementation: str
+) -> Prediction:
+    options = _plain_options(recipe, target, num_micro)
     precision = target.precision(recipe.train.precision)
-    skeleton = _tracer(recipe, target, shape).skeleton(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+    tracer = StepTracer(recipe, named_task(recipe), target.gpu)
+    skeleton = tracer.skeleton(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+    _check_length(skeleton, shape)
     with unheard():
         trace = trace_plain_model(
             skeleton,
             shape.rows,
             shape.length,
             precision=precision,
-            optimizer=optimizer,
             implementation=implementation,
-            gradient_checkpointing=recipe.memory.gradient_checkpointing == "all",
             mask=mask,
             target_length=shape.target_length,
             gpu=target.gpu,
+            **options,
         )
     return predict(trace)
 
 
-def _tracer(recipe: Recipe, target: Target, shape: BatchShape) -> StepTracer:
-    task: Any = named_task(recipe)
-    tracer = StepTracer(recipe, task, target.gpu)
-    limit, longest = max_positions(tracer.skeleton()), max(shape.length, shape.target_length or 0)
+def _plain_options(recipe: Recipe, target: Target, num_micro: int) -> dict[str, Any]:
+    """The optimizer and the recomputation of a plain loop, which knows no other technique."""
+    optimizer = default_optimizer(recipe, target.accelerator)
+    if optimizer not in OPTIMIZERS:
+        raise RecipeError(f"a plain loop has no optimizer {optimizer}", f"one of {', '.join(OPTIMIZERS)}")
+    recomputed = GradientCheckpointing().asked(recipe)
+    used = [t.key for t in TECHNIQUES if t.off is not None and t.asked(recipe) not in (t.off, "auto")]
+    beyond = [key for key in used if key != GradientCheckpointing.key] + (["micro-batches"] if num_micro > 1 else [])
+    if beyond or recomputed not in ("none", "all"):
+        what = ", ".join(beyond) or "gradient checkpointing of some blocks"
+        raise RecipeError(f"a plain loop has no {what}", 'code="trimtab"')
+    return {"optimizer": optimizer, "recomputes": recomputed == "all"}
+
+
+def _check_length(model: Any, shape: BatchShape) -> None:
+    limit, longest = max_positions(model), max(shape.length, shape.target_length or 0)
     if limit is not None and longest > limit:
         raise RecipeError(f"{longest} tokens are more than the model's {limit} positions", f"at most {limit}")
-    return tracer

@@ -1,50 +1,31 @@
-"""The search for a plan: which levers and how many rows at once, given a callable that predicts a candidate.
+"""The search for a plan: the Pareto front of memory and time over micro-batch sizes and techniques.
 
-Two facts keep it short. More levers need less memory and are not faster, so that what is reached without a lever need
-not be sought with it. And memory is near linear in the rows, so that the most rows that fit are guessed, then verified.
+Predictions are expensive, so two facts keep their number low. Memory is nearly linear in the micro-batch size, so the
+largest one that fits is guessed, then verified. And a technique may declare that each of its values is slower and
+smaller than the one before; only then are values behind one that fits left out. A technique that declares nothing may
+turn out faster or slower, smaller or larger: all its values are predicted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
+
+from trimtab.techniques.base import Axis, StepSpec
 
 _MOST_BY_LINE = 4  # measurements, before the middle is tried
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to make a step.
-
-    Attributes:
-        rows: Of a micro-batch.
-        loss: How the loss is computed.
-        optimizer: Its name.
-        offload: What lies in host memory.
-        recomputed: Which blocks are recomputed, as a recipe writes it.
-        kernels: What norms run on.
-        adapter: What trains in the place of the weights: "none", "lora" or "qlora".
-    """
-
-    rows: int
-    loss: str = "plain"
-    optimizer: str = "adamw"
-    offload: str = "none"
-    recomputed: str = "none"
-    kernels: str = "plain"
-    adapter: str = "none"
-
-
-@dataclass(frozen=True)
 class Estimate:
-    """What is predicted of a candidate.
+    """The prediction for a specification.
 
     Attributes:
         fits: Whether it runs within the budget, with a little to spare.
-        allocated_bytes: The peak of what tensors take.
-        outside_bytes: What the device needs besides.
+        allocated_bytes: The peak of allocated tensors.
+        outside_bytes: What the device needs outside the allocator.
         parts: The peak by anatomy.
         step_s: Seconds of an optimizer step.
-        tokens_s: Tokens a second.
+        tokens_s: Tokens per second.
     """
 
     fits: bool
@@ -57,158 +38,159 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate and what is predicted of it."""
+    """A specification and its prediction."""
 
-    candidate: Candidate
+    spec: StepSpec
     estimate: Estimate
 
     @property
-    def bytes_at_least(self) -> int:
+    def least_bytes(self) -> int:
         """What the device needs at least; the allocator adds a little."""
         return self.estimate.allocated_bytes + self.estimate.outside_bytes
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen; of each the fastest first.
+    """The specifications among which a plan chooses.
 
     Attributes:
-        rows: The sizes of a micro-batch, the largest first.
-        losses: "plain", and "chunked" where the task has logits to spare.
-        optimizers: The recipe's, and its 8-bit form where that is allowed.
-        offloads: "none", and "embeddings" where they do not train.
-        recomputed: "none", then more and more blocks.
-        kernels: Decided already.
-        adapter: Decided already.
+        micro_batches: The micro-batch sizes, the largest first.
+        precision: As in `StepSpec`.
+        axes: The values of each technique.
     """
 
-    rows: tuple[int, ...]
-    losses: tuple[str, ...] = ("plain",)
-    optimizers: tuple[str, ...] = ("adamw",)
-    offloads: tuple[str, ...] = ("none",)
-    recomputed: tuple[str, ...] = ("none",)
-    kernels: str = "plain"
-    adapter: str = "none"
+    micro_batches: tuple[int, ...]
+    precision: str
+    axes: tuple[Axis, ...] = ()
 
-    def lever_sets(self) -> Iterator[Candidate]:
-        """Every set of levers, at the most rows: what costs little speed comes first, recomputation last."""
-        for recomputed, optimizer, offload, loss in product(
-            self.recomputed, self.optimizers, self.offloads, self.losses
-        ):
-            yield Candidate(self.rows[0], loss, optimizer, offload, recomputed, self.kernels, self.adapter)
+    def sets(self) -> Iterator[StepSpec]:
+        """Every combination of values, with the largest micro-batch; cheap techniques come first."""
+        ordered = sorted(self.axes, key=lambda axis: -axis.technique.phase)  # recomputation varies slowest
+        for values in product(*(axis.values for axis in ordered)):
+            keys = (axis.technique.key for axis in ordered)
+            yield StepSpec.of(self.micro_batches[0], self.precision, dict(zip(keys, values, strict=True)))
 
-    def has_more(self, more: Candidate, less: Candidate) -> bool:
-        """Whether one set of levers is the other one and more, so that it is slower.
+    def is_known_slower(self, one: StepSpec, other: StepSpec) -> bool:
+        """Whether techniques declare that a specification takes more time than another one with the same rest."""
+        steps = []
+        for axis in self.axes:
+            key = axis.technique.key
+            if axis.technique.is_slower_with_each_value:
+                steps.append(axis.values.index(one[key]) - axis.values.index(other[key]))
+            elif one[key] != other[key]:
+                return False
+        return bool(steps) and min(steps) >= 0 and max(steps) > 0
 
-        Not so the loss in chunks: it is faster on some devices, and much slower on old ones in fp16.
-        """
-        if more.loss != less.loss:
-            return False
-        pairs = (
-            (self.optimizers, more.optimizer, less.optimizer),
-            (self.offloads, more.offload, less.offload),
-            (self.recomputed, more.recomputed, less.recomputed),
-        )
-        steps = [values.index(one) - values.index(other) for values, one, other in pairs]
-        return min(steps) >= 0 and max(steps) > 0
+    def reference(self) -> StepSpec:
+        """The first value of each technique."""
+        values = {axis.technique.key: axis.values[0] for axis in self.axes}
+        return StepSpec.of(self.micro_batches[0], self.precision, values)
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """What a search found: everything that was predicted, the fastest first, and the row that was chosen."""
+    """The result of a search: everything that was predicted, the fastest first, and the row that was chosen."""
 
     rows: tuple[Row, ...]
     chosen: Row | None
 
     @property
     def smallest(self) -> Row:
-        """The row that needs least."""
-        return min(self.rows, key=lambda row: (row.bytes_at_least, row.estimate.step_s))
+        """The row that needs least memory."""
+        return min(self.rows, key=lambda row: (row.least_bytes, row.estimate.step_s))
+
+    def front(self) -> list[Row]:
+        """The Pareto front: rows that no other one beats in memory and in time, the fastest first."""
+        front: list[Row] = []
+        for row in sorted(self.rows, key=lambda row: (row.estimate.step_s, row.least_bytes)):
+            if not front or row.least_bytes < front[-1].least_bytes:
+                front.append(row)
+        return front
 
 
-Predict = Callable[[Candidate], Estimate | None]
+Predict = Callable[[StepSpec], Estimate | None]
 
 
 def search(space: Space, predict: Predict, *, room: int, thorough: bool = False) -> Ladder:
-    """Find the fastest candidate that fits.
+    """Find the fastest specification that fits.
 
     Args:
         space: What may be chosen.
-        predict: Says what a candidate takes, or None where it cannot be; it is asked for each once.
-        room: Bytes that there are, to guess by.
-        thorough: Look also at what could not be chosen any more: each set of levers, down to the smallest.
+        predict: Predicts a specification, or returns None where the model does not allow it; called once for each.
+        room: Bytes of the budget, to guess by.
+        thorough: Also predict specifications that cannot be chosen any more, down to the smallest.
 
     Returns:
-        The rows that were looked at; none is chosen where none fits.
+        The rows that were predicted; none is chosen where none fits.
     """
-    found: dict[Candidate, Row | None] = {}
+    found: dict[StepSpec, Row | None] = {}
 
-    def look(candidate: Candidate) -> Row | None:
-        if candidate not in found:
-            estimate = predict(candidate)
-            found[candidate] = None if estimate is None else Row(candidate, estimate)
-        return found[candidate]
+    def look(spec: StepSpec) -> Row | None:
+        if spec not in found:
+            estimate = predict(spec)
+            found[spec] = None if estimate is None else Row(spec, estimate)
+        return found[spec]
 
     widest: list[Row] = []
-    for levers in space.lever_sets():
-        # what is slower than a set that fits is looked at only to be shown
-        is_slower = any(row.estimate.fits and space.has_more(levers, row.candidate) for row in widest)
-        row = look(levers) if thorough or not is_slower else None
+    for spec in space.sets():
+        is_slower = any(row.estimate.fits and space.is_known_slower(spec, row.spec) for row in widest)
+        row = look(spec) if thorough or not is_slower else None
         if row is not None:
             widest.append(row)
     widest.sort(key=lambda row: row.estimate.step_s)
     best = next((row for row in widest if row.estimate.fits), None)
-    if best is None and widest:  # what needs least holds most rows, which sets a pace for the others
-        best = _most_rows(min(widest, key=lambda row: row.bytes_at_least), space.rows[1:], look, room, None)
+    sizes = space.micro_batches[1:]
+    if best is None and widest:  # the smallest set allows the largest micro-batch: a time that others have to beat
+        best = _largest_micro_batch(min(widest, key=lambda row: row.least_bytes), sizes, look, room, None)
     for row in widest:
         if best is not None and not _is_faster(row, best):
-            break  # with fewer rows it is slower still
-        fitting = _most_rows(row, space.rows[1:], look, room, best)
+            break  # smaller micro-batches are slower still
+        fitting = _largest_micro_batch(row, sizes, look, room, best)
         if fitting is not None and (best is None or _is_faster(fitting, best)):
             best = fitting
     if thorough or best is None:
-        *_, last = space.lever_sets()
-        look(replace(last, rows=space.rows[-1]))
-        if thorough:
-            _show_what_follows(best, space, look)
+        *_, last = space.sets()
+        look(last.with_micro_batch(space.micro_batches[-1]))
+        if thorough and best is not None:
+            _look_one_step_down(best, space, look)
     rows = [row for row in found.values() if row is not None]
     return Ladder(tuple(sorted(rows, key=lambda row: row.estimate.step_s)), best)
 
 
 def _is_faster(row: Row, best: Row) -> bool:
-    """A gain within the noise of a prediction is none."""
+    """Whether a row gains more than the noise of a prediction."""
     return row.estimate.step_s < 0.99 * best.estimate.step_s
 
 
-def _show_what_follows(best: Row | None, space: Space, look: Callable[[Candidate], Row | None]) -> None:
-    """One step down from what was chosen: half the rows with the same levers."""
-    smaller = [rows for rows in space.rows if best is not None and rows < best.candidate.rows]
-    if best is not None and smaller:
-        look(replace(best.candidate, rows=smaller[0]))
+def _look_one_step_down(best: Row, space: Space, look: Callable[[StepSpec], Row | None]) -> None:
+    """The next smaller micro-batch with the same techniques, to be shown."""
+    smaller = [size for size in space.micro_batches if size < best.spec.micro_batch]
+    if smaller:
+        look(best.spec.with_micro_batch(smaller[0]))
 
 
-def _most_rows(
-    widest: Row, sizes: Sequence[int], look: Callable[[Candidate], Row | None], room: int, best: Row | None
+def _largest_micro_batch(
+    widest: Row, sizes: Sequence[int], look: Callable[[StepSpec], Row | None], room: int, best: Row | None
 ) -> Row | None:
-    """The most rows that fit with the levers of a row that does not.
+    """The row with the largest micro-batch that fits, with the techniques of a row that does not fit.
 
     Args:
         widest: That row.
-        sizes: Fewer rows, the largest number first.
-        look: Gives the row of a candidate.
-        room: Bytes that there are.
-        best: What has to be faster, or the search ends.
+        sizes: Smaller micro-batch sizes, the largest first.
+        look: Predicts a specification.
+        room: Bytes of the budget.
+        best: The row that has to be beaten, or the search ends.
     """
-    levers, above = widest.candidate, widest
-    fitting = look(replace(levers, rows=sizes[-1])) if sizes else None
+    spec, above = widest.spec, widest
+    fitting = look(spec.with_micro_batch(sizes[-1])) if sizes else None
     if fitting is None or not fitting.estimate.fits:
         return None
-    high, low = 0, len(sizes) - 1  # the first that is open, and one that fits
+    high, low = 0, len(sizes) - 1  # the first size that is open, and one that fits
     while high < low:
         at = high + _guess(sizes[high:low], fitting, above, room)
         if best is not None and _seconds_between(fitting, widest, sizes[at]) > best.estimate.step_s:
             return None
-        row = look(replace(levers, rows=sizes[at]))
+        row = look(spec.with_micro_batch(sizes[at]))
         if row is not None and row.estimate.fits:
             fitting, low = row, at
         else:
@@ -218,17 +200,17 @@ def _most_rows(
     return fitting
 
 
-def _seconds_between(few: Row, many: Row, rows: int) -> float:
-    """The seconds of a step with a number of rows between two known ones: each micro-batch costs the same on top."""
-    share = (1 / rows - 1 / many.candidate.rows) / (1 / few.candidate.rows - 1 / many.candidate.rows)
+def _seconds_between(few: Row, many: Row, size: int) -> float:
+    """Seconds of a step with a micro-batch size between two known ones: every micro-batch adds the same time."""
+    share = (1 / size - 1 / many.spec.micro_batch) / (1 / few.spec.micro_batch - 1 / many.spec.micro_batch)
     return many.estimate.step_s + share * (few.estimate.step_s - many.estimate.step_s)
 
 
 def _guess(sizes: Sequence[int], fits: Row, fails: Row, room: int) -> int:
-    """The position of the most rows that should fit, by the line through what is known."""
-    slope = (fails.bytes_at_least - fits.bytes_at_least) / (fails.candidate.rows - fits.candidate.rows)
-    rows = fits.candidate.rows + (room - fits.bytes_at_least) / max(slope, 1.0)
-    return next((at for at, size in enumerate(sizes) if size <= rows), len(sizes) - 1)
+    """The position of the largest size that should fit, by the line through two known rows."""
+    slope = (fails.least_bytes - fits.least_bytes) / (fails.spec.micro_batch - fits.spec.micro_batch)
+    size = fits.spec.micro_batch + (room - fits.least_bytes) / max(slope, 1.0)
+    return next((at for at, known in enumerate(sizes) if known <= size), len(sizes) - 1)
 
 
 def largest(

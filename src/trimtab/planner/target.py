@@ -18,8 +18,10 @@ from trimtab.hardware.memory import (
 )
 from trimtab.planner.memory import Prediction
 from trimtab.planner.trace.cuda import Gpu
+from trimtab.techniques.base import Accelerator
 from trimtab.units import format_bytes, parse_bytes
 
+SPARE = 0.02  # share of a budget that a plan leaves free
 _ROCM = {"mi300x"}
 _NOT_CUDA = "figures are those of CUDA's kernels and work memory: those of ROCm were never compared"
 _FIXED_SEGMENTS = (
@@ -58,9 +60,9 @@ class Target:
         return self.device.is_cpu
 
     @property
-    def torch_device(self) -> torch.device:
-        """As rules on a device want it."""
-        return torch.device("cpu" if self.is_cpu else "cuda")
+    def accelerator(self) -> Accelerator:
+        """The device for the rules of techniques."""
+        return replace(self.gpu.accelerator, type="cpu" if self.is_cpu else "cuda")
 
     def precision(self, wanted: str) -> str:
         """What `auto` means on it."""
@@ -79,6 +81,15 @@ class Target:
         if self.is_cpu:
             return prediction.allocated + prediction.outside <= self.room(spare)
         return prediction.fits(self.room(spare))
+
+    def without_loaded(self, model: torch.nn.Module) -> "Target":
+        """The same CPU, where weights that are in memory already are not counted as memory in use."""
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        return replace(self, outside_bytes=max(0, (self.outside_bytes or 0) - weights))
+
+    def needed_bytes(self, prediction: Prediction) -> int:
+        """The smallest limit under which a step runs; on a CPU no allocator rounds sizes up."""
+        return prediction.allocated if self.is_cpu else prediction.needed
 
     def as_here(self, prediction: Prediction) -> Prediction:
         """A prediction for CUDA as one for this device."""

@@ -15,6 +15,7 @@ _HARMLESS = {
     "memory.offload",
     "memory.loss",
     "memory.kernels",
+    "memory.attention_backend",
     "train.max_time",
     "train.log_every",
     "train.deterministic",

@@ -267,6 +267,12 @@ class MemorySettings(Section):
         description="Norms and gated products: liger = fused kernels of liger-kernel, which keep less for backward; "
         "auto = liger on an NVIDIA GPU where it is installed and knows the model.",
     )
+    attention_backend: Literal["auto", "torch", "cudnn", "flash", "efficient", "math"] = Field(
+        default="auto",
+        description="Kernel that computes attention, where it can run: cudnn, flash, efficient (memory-efficient) or "
+        "math (matrix products); torch = the choice of torch; auto = on Hopper GPUs cudnn where batches have few "
+        "shapes, else flash, and torch everywhere else.",
+    )
     padding: Annotated[Literal["longest"], Later()] = Field(
         default="longest", description="Rows are padded to the longest of their micro-batch. One way so far."
     )

@@ -1,15 +1,31 @@
-"""What will be run: every choice that was left open in the recipe, decided before the first step."""
+"""The plan of a run: every choice that the recipe left open, decided before the first step; written to plan.json."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from trimtab.techniques.apply import describe, values_in_plan
+from trimtab.techniques.base import StepSpec
+from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What was predicted of a plan; see `Plan`."""
+    """The prediction for a run.
+
+    Attributes:
+        budget_bytes: Memory of the device that may be used.
+        predicted_peak_bytes: The peak of allocated tensors, as the allocator counts it.
+        predicted_total_bytes: What the device needs for that.
+        predicted_step_s: Seconds of an optimizer step.
+        predicted_parts: The peak by anatomy.
+        eval_micro_batch: The largest number of held-out rows that one process evaluates in one forward; None where
+            that is not decided here.
+        predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
+        predicted_host_bytes: The most host memory, while loading or while a checkpoint is saved.
+        predicted_disk_bytes: The most disk space, for checkpoints and the best model.
+    """
 
     budget_bytes: int
     predicted_peak_bytes: int
@@ -21,29 +37,35 @@ class Outlook:
     predicted_host_bytes: int | None = None
     predicted_disk_bytes: int | None = None
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self | None:
+        """The prediction in a plan.json; None where nothing was predicted."""
+        if values.get("predicted_peak_bytes") is None:
+            return None
+        return cls(**{own.name: values.get(own.name) for own in fields(cls)})  # type: ignore[arg-type]
+
+
+_NOTHING_PREDICTED: dict[str, Any] = {own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)}
+
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one run; written to `plan.json`.
+    """The decisions of one run.
 
-    What begins with `predicted` is None where nothing had to be predicted: on a CPU without a budget.
+    The values of techniques are attributes as well: `plan.gradient_checkpointing`. So are those of the prediction,
+    such as `plan.predicted_peak_bytes`; these are None where nothing was predicted: on a CPU without a budget.
 
     Attributes:
-        budget_bytes: What may be used of the device.
-        predicted_peak_bytes: The peak of what tensors take, as the allocator counts it.
-        predicted_total_bytes: What the device needs for that.
-        predicted_step_s: Seconds of an optimizer step.
-        predicted_parts: The peak by anatomy.
-        eval_micro_batch: Held-out rows that one process has at once, at most; None is not decided here.
-        predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
-        predicted_host_bytes: Memory of the host, at most: while loading, or while a state is saved.
-        predicted_disk_bytes: Of the disk, at most: checkpoints and the best model.
+        device: Where this process trains.
+        spec: How a step is made.
+        texts: The value of each technique, as plan.json has it.
+        outlook: The prediction.
     """
 
     device: str
-    precision: str
+    spec: StepSpec
+    texts: Mapping[str, str]
     batch_size: int
-    micro_batch_size: int  # rows that one process has at once
     num_processes: int
     num_steps: int
     steps_per_epoch: int
@@ -55,79 +77,93 @@ class Plan:
     max_length: int
     padding_share: float
     metric: str
-    optimizer: str = "adamw"
-    adapter: str = "none"
-    gradient_checkpointing: str = "none"
-    loss: str = "plain"
-    kernels: str = "plain"
-    offload: str = "none"
-    budget_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    predicted_total_bytes: int | None = None
-    predicted_step_s: float | None = None
-    predicted_parts: Mapping[str, int] = field(default_factory=dict)
-    eval_micro_batch: int | None = None
-    predicted_eval_peak_bytes: int | None = None
-    predicted_host_bytes: int | None = None
-    predicted_disk_bytes: int | None = None
+    outlook: Outlook | None = field(default=None)
+
+    def __getattr__(self, name: str) -> Any:
+        # only called for what is no field
+        texts: Mapping[str, str] = self.__dict__.get("texts", {})
+        if name in texts:
+            return texts[name]
+        if name in _NOTHING_PREDICTED:
+            outlook = self.__dict__.get("outlook")
+            return _NOTHING_PREDICTED[name] if outlook is None else getattr(outlook, name)
+        raise AttributeError(f"a plan has no attribute {name!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A plan that was written; what this version does not know is left out."""
-        known = {own.name for own in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        """A plan from plan.json, also one that an older version wrote; unknown keys are left out."""
+        techniques = values_in_plan(values)
+        spec = StepSpec.of(values["micro_batch_size"], values["precision"], techniques)
+        known = {own.name for own in fields(cls)} - {"spec", "texts", "outlook"}
+        return cls(
+            spec=spec,
+            texts={key: str(values.get(key, value)) for key, value in techniques.items()},
+            outlook=Outlook.from_dict(values),
+            **{name: value for name, value in values.items() if name in known},
+        )
 
     @property
-    def rows_at_once(self) -> int:
+    def precision(self) -> str:
+        """The precision that the run computes in."""
+        return self.spec.precision
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of one process in one forward."""
+        return self.spec.micro_batch
+
+    @property
+    def global_micro_batch(self) -> int:
         """Rows of a micro-batch over all processes."""
         return min(self.micro_batch_size * self.num_processes, self.batch_size)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        own = {name: value for name, value in vars(self).items() if name not in ("spec", "texts", "outlook")}
+        device, batch_size = own.pop("device"), own.pop("batch_size")
+        predicted = _NOTHING_PREDICTED if self.outlook is None else vars(self.outlook)
+        return {
+            "device": device,
+            "precision": self.precision,
+            "batch_size": batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            **own,
+            **self.texts,
+            **{name: dict(value) if isinstance(value, Mapping) else value for name, value in predicted.items()},
+        }
 
     def describe(self) -> list[str]:
-        """What a user wants to know before it starts, a line each."""
-        trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters train"
+        """What a user wants to know before the run starts, a line each."""
+        trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters are trainable"
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
-        where = self.device if self.num_processes == 1 else f"{self.num_processes} processes ({self.device} here)"
+        where = self.device if self.num_processes == 1 else f"{self.num_processes} processes (this one on {self.device})"
+        techniques = "; ".join(describe(self.spec, {OptimizerState.key: self.spec[OptimizerState.key]}))
         return [
-            f"{where}, {self.precision}, {self.optimizer}; {trainable}",
-            *self._levers(),
+            f"{where}, {self.precision}, {self.spec[OptimizerState.key]}; {trainable}",
+            *([techniques] if techniques else []),
             *self._prediction(),
-            f"{self.num_train_rows:,} rows to train on, {self.num_eval_rows:,} held out; length ≤ {self.max_length}, "
+            f"{self.num_train_rows:,} training rows, {self.num_eval_rows:,} held-out rows; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "
             f"warmup {self.warmup_steps:,}; best by {self.metric}",
         ]
 
-    def _levers(self) -> list[str]:
-        """What is done to need less memory, if anything is."""
-        said = [
-            (self.adapter != "none", f"adapter {self.adapter}"),
-            (self.gradient_checkpointing != "none", f"gradient checkpointing {self.gradient_checkpointing}"),
-            (self.loss != "plain", f"loss {self.loss}"),
-            (self.kernels != "plain", f"kernels {self.kernels}"),
-            (self.offload != "none", f"{self.offload} in host memory"),
-        ]
-        words = [text for holds, text in said if holds]
-        return ["; ".join(words)] if words else []
-
     def _prediction(self) -> list[str]:
-        """What it will take, if that was predicted."""
-        if self.predicted_total_bytes is None or self.budget_bytes is None or self.predicted_step_s is None:
+        outlook = self.outlook
+        if outlook is None:
             return []
         return [
-            f"predicted: {format_bytes(self.predicted_total_bytes)} of {format_bytes(self.budget_bytes)}, "
-            f"{format_seconds(self.predicted_step_s)} a step{self.beside()}"
+            f"predicted: {format_bytes(outlook.predicted_total_bytes)} of {format_bytes(outlook.budget_bytes)}, "
+            f"{format_seconds(outlook.predicted_step_s)} a step{self.host_words()}"
         ]
 
-    def beside(self) -> str:
-        """What it takes of the host, if that was predicted."""
-        if self.predicted_host_bytes is None or self.predicted_disk_bytes is None:
+    def host_words(self) -> str:
+        """The predicted use of host memory and disk, if there is such a prediction."""
+        outlook = self.outlook
+        if outlook is None or outlook.predicted_host_bytes is None or outlook.predicted_disk_bytes is None:
             return ""
-        host, disk = format_bytes(self.predicted_host_bytes), format_bytes(self.predicted_disk_bytes)
-        return f"; at most {host} of the host's memory, {disk} of disk"
+        host, disk = format_bytes(outlook.predicted_host_bytes), format_bytes(outlook.predicted_disk_bytes)
+        return f"; at most {host} of host memory, {disk} of disk"
 
 
 def _millions(count: int) -> str:

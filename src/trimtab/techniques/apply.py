@@ -43,9 +43,42 @@ def axes_of(case: Case) -> tuple[Axis, ...]:
     return tuple(Axis(technique, technique.values(case)) for technique in TECHNIQUES)
 
 
+def needs_prediction(recipe: Recipe) -> bool:
+    """Whether a recipe leaves something to `auto` that predictions decide."""
+    return any(technique.needs_prediction and technique.is_open(recipe) for technique in TECHNIQUES)
+
+
+def check_settings(case: Case) -> None:
+    """Check everything that the recipe fixes.
+
+    Raises:
+        RecipeError: The recipe asks for something that is not possible.
+    """
+    for technique in TECHNIQUES:
+        if not technique.is_open(case.recipe):
+            technique.values(case)
+
+
+def values_with_stored(stored: StepSpec, case: Case) -> dict[str, str]:
+    """The values of a stored specification, but for those that the recipe fixes otherwise."""
+    found = {}
+    for technique in TECHNIQUES:
+        value = dict(stored.values).get(technique.key)
+        if value is None or not technique.is_open(case.recipe):
+            values = technique.values(case)
+            value = value if value in values else values[0]
+        found[technique.key] = value
+    return found
+
+
 def values_without_plan(case: Case) -> dict[str, str]:
     """The value of each technique where nothing is predicted."""
     return {technique.key: technique.without_plan(case) for technique in TECHNIQUES}
+
+
+def plain_values() -> dict[str, str]:
+    """The values that do nothing, of techniques that have one."""
+    return {technique.key: technique.off for technique in TECHNIQUES if technique.off is not None}
 
 
 def refusal(spec: StepSpec, case: Case) -> str | None:
@@ -171,12 +204,12 @@ def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
 # ---------------------------------------------------------------------- words and files
 
 
-def describe(spec: StepSpec, reference: StepSpec | None = None) -> list[str]:
+def describe(spec: StepSpec, reference: Values | None = None) -> list[str]:
     """What a step does besides the plain one, in a few words each.
 
     Args:
         spec: The specification.
-        reference: Values of techniques without an `off` value that need no words; None describes them all.
+        reference: Values of techniques without an `off` value that need no words.
     """
     return [words for technique in TECHNIQUES if (words := _words(technique, spec, reference))]
 
@@ -186,12 +219,17 @@ def describe_method(spec: StepSpec) -> list[str]:
     return [w for technique in TECHNIQUES if technique.effect == "method" and (w := _words(technique, spec, None))]
 
 
-def _words(technique: Technique, spec: StepSpec, reference: StepSpec | None) -> str:
+def _words(technique: Technique, spec: StepSpec, reference: Values | None) -> str:
     value = spec[technique.key]
-    plain = technique.off
-    if plain is None and reference is not None:
+    plain = technique.off or technique.before
+    if technique.off is None and reference is not None and technique.key in reference:
         plain = reference[technique.key]
     return "" if value == plain else technique.describe(value)
+
+
+def memory_advice() -> list[str]:
+    """What to write where memory ran out and nothing was predicted."""
+    return [f"{technique.setting}: {technique.advice}" for technique in TECHNIQUES if technique.advice is not None]
 
 
 def plan_texts(spec: StepSpec, recipe: Recipe | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ kernels take them so. Without these torch computes all pairs of positions in fp3
 of the length. There the heads are repeated first, so that the memory-efficient kernel runs.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -50,12 +51,13 @@ class AttentionBackend(Technique):
         is_half = flash_runs(accelerator, case.compute_dtype)  # cuDNN, too, computes in half precision alone
         if case.recipe is None or not (accelerator.is_cuda and is_hopper and is_half and _is_sdpa(case.model)):
             return ("torch",)
-        has_few = case.num_shapes is not None and case.num_shapes <= _FEW_SHAPES
+        has_few = case.count_shapes is not None and case.count_shapes() <= _FEW_SHAPES
         return ("cudnn",) if has_few else ("flash",)
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Let attention of the model go through our function, where it would not take the right way by itself."""
-        if not site.accelerator.is_cuda and not site.is_traced:
+        is_on_gpu = site.accelerator.is_cuda or site.is_traced
+        if site.recipe is None or not is_on_gpu:  # the attention of a loop of the user's own is left alone
             return
         repeats = not flash_runs(site.accelerator, site.compute_dtype) and has_grouped_heads(model)
         if repeats or value != "torch":
@@ -77,7 +79,7 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
     """Let the attention of a transformers model prefer a kernel.
 
     Args:
-        model: A model whose attention implementation is "sdpa"; others are left alone.
+        model: A transformers model whose attention implementation is "sdpa"; others are left alone.
         backend: "cudnn", "flash", "efficient", "math", or "torch" for torch's own choice.
         repeats_heads: Repeat the heads of keys and values before attention.
     """
@@ -86,14 +88,17 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    name = f"{_NAME}_{backend}" + ("_repeated" if repeats_heads else "")
+    # transformers takes a name with "flash" in it for its own integration of flash-attn
+    name = f"{_NAME}_{list(_CONTEXTS).index(backend)}" + ("_repeated" if repeats_heads else "")
     AttentionInterface.register(name, partial(_attention, backend, repeats_heads))
     AttentionMaskInterface.register(name, sdpa_mask)  # a name without one would get no mask at all
     model.set_attn_implementation(name)
 
 
 def _is_sdpa(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa"
+    """Whether attention is torch's, reached through transformers' interface; Falcon, for one, calls it directly."""
+    has_interface = hasattr(sys.modules.get(type(model).__module__), "ALL_ATTENTION_FUNCTIONS")
+    return has_interface and getattr(model.config, "_attn_implementation", None) == "sdpa"
 
 
 def has_grouped_heads(model: Any) -> bool:
@@ -147,7 +152,7 @@ class _Preference:
 
 
 _switching = threading.RLock()
-_SWITCHES = (
+_SWITCHES: tuple[tuple[Any, Any], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

@@ -61,6 +61,9 @@ class StepSpec:
     def __getitem__(self, key: str) -> str:
         return self._by_key[key]
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
     @cached_property
     def _by_key(self) -> dict[str, str]:
         return dict(self.values)
@@ -123,7 +126,7 @@ class Case:
         has_own_loss: Whether the loss is a function of the user's.
         num_rows: The largest micro-batch size that is possible.
         num_targets: Positions with a target in the longest row.
-        num_shapes: How many shapes the micro-batches of an epoch have; None where that is not known.
+        count_shapes: Counts the shapes that the micro-batches of an epoch have; None where that is not known.
         find_head_problem: Tries on real weights whether the loss can be computed without all logits: None if it can,
             else the reason. Left out where there are no weights.
         optimizer: The optimizer of a loop of the user's own.
@@ -138,7 +141,7 @@ class Case:
     has_own_loss: bool = False
     num_rows: int = 1
     num_targets: int = 1
-    num_shapes: int | None = None
+    count_shapes: Callable[[], int] | None = None
     find_head_problem: Callable[[str], str | None] | None = None
     optimizer: torch.optim.Optimizer | None = None
 
@@ -259,6 +262,8 @@ class Technique:
         is_slower_with_each_value: Whether every further value of `values` takes at least as much time and at most as
             much memory as the one before it. The search may then skip values behind one that fits.
         may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
+        needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
+        advice: The value to suggest where memory ran out and nothing was predicted.
         before: What the value was in versions that did not know the technique.
     """
 
@@ -269,6 +274,8 @@ class Technique:
     phase: ClassVar[Phase] = Phase.KERNELS
     is_slower_with_each_value: ClassVar[bool] = False
     may_fail_in_trace: ClassVar[bool] = False
+    needs_prediction: ClassVar[bool] = False
+    advice: ClassVar[str | None] = None
     before: ClassVar[str | None] = None
 
     # ------------------------------------------------------------------ which values
@@ -289,6 +296,10 @@ class Technique:
             RecipeError: The recipe asks for something that is not possible.
         """
         return (self.off or "",)
+
+    def is_open(self, recipe: Recipe | None) -> bool:
+        """Whether a recipe leaves the value to `auto`."""
+        return bool(self.asked(recipe) == "auto")
 
     def without_plan(self, case: Case) -> str:
         """The value where nothing is predicted."""

@@ -30,6 +30,8 @@ class ChunkedLoss(Technique):
     setting = "memory.loss"
     off = "plain"
     may_fail_in_trace = True
+    needs_prediction = True
+    advice = "chunked"
 
     def values(self, case: Case) -> tuple[str, ...]:
         """Chunks are a choice where logits are large and the head is one matrix product.

@@ -33,6 +33,8 @@ class GradientCheckpointing(Technique):
     setting = _KEY
     phase = Phase.RECOMPUTATION
     is_slower_with_each_value = True
+    needs_prediction = True
+    advice = "all"
 
     def values(self, case: Case) -> tuple[str, ...]:
         """Nothing, every second block, all blocks; a model of the user's that recomputes already stays as it is."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from trimtab.planner.trace.autocast import autocast_on_stand_in
 from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
+from trimtab.techniques.base import Accelerator
 
 MIB = 2**20
 aten = torch.ops.aten
@@ -48,6 +49,11 @@ class Gpu:
     num_multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
     workspace_config: str | None = None
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The same for the rules of techniques."""
+        return Accelerator("cuda", self.capability, self.num_multiprocessors, self.flash, is_here=False)
 
     @property
     def workspace_bytes(self) -> int:
@@ -237,12 +243,15 @@ def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        if gpu.flash and query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
+        switches: Any = torch.backends.cuda  # a technique may have switched kernels off
+        uses_flash = gpu.flash and switches.flash_sdp_enabled()
+        if uses_flash and query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         grouped = enable_gqa and query.shape[-3] != key.shape[-3]
         # T5's position biases learn, and lie the wrong way round in memory if nobody copies them
         plain_mask = attn_mask is None or (not attn_mask.requires_grad and attn_mask.stride(-1) == 1)
-        if not grouped and plain_mask and query.shape[-1] % 4 == 0:
+        uses_efficient = switches.mem_efficient_sdp_enabled()
+        if uses_efficient and not grouped and plain_mask and query.shape[-1] % 4 == 0:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, trains)
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from trimtab.model.forward import logits_of
-from trimtab.optim.eight_bit import eight_bit_form
 from trimtab.planner.largest_batch import LargestBatch, NoBatch
 from trimtab.planner.target import Target
 from trimtab.planner.trace.plain_step import Loop, trace_loop
 from trimtab.planner.trace.recipe_step import engine_to_trace
 from trimtab.planner.trace.recorder import Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened, stacks_of
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers, chosen_blocks
+from trimtab.techniques.apply import block_marker, change_model, change_optimizer
+from trimtab.techniques.base import Site, StepSpec
 
 
 class OwnStep:
@@ -26,7 +26,6 @@ class OwnStep:
     Args:
         model: A model of transformers; it is not touched.
         optimizer: Its optimizer; it is not touched either.
-        precision: The engine's.
         num_micro: Micro-batches of an optimizer step.
         target: The device that is stood in for.
 
@@ -35,13 +34,13 @@ class OwnStep:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str, num_micro: int, target: Target
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_micro: int, target: Target
     ) -> None:
         if "_orig_mod" in model._modules:
             raise NoBatch("a compiled model plans memory by itself")
         if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
             raise NoBatch(f"{type(model).__name__} is no model of transformers")
-        self.precision, self._num_micro = precision, min(2, num_micro)  # two stand for more: gradients are there then
+        self._num_micro = min(2, num_micro)  # two stand for more: from the second on gradients exist
         self._optimizer, self._target = optimizer, target
         self.recomputes_already = bool(getattr(model, "is_gradient_checkpointing", False))
         self.has_loss = False  # seen in the first trace
@@ -58,33 +57,29 @@ class OwnStep:
         """How many blocks could be recomputed."""
         return len(self._blocks)
 
-    def trace(
-        self, batch: LargestBatch, recomputed: Any, *, is_8bit: bool = False, precision: str | None = None
-    ) -> Trace:
-        """The second of two steps, with everything that was there before it.
+    def trace(self, spec: StepSpec, batch: LargestBatch) -> Trace:
+        """Trace the second of two steps, with everything that was allocated before it.
 
         Args:
-            batch: What the model is given.
-            recomputed: Which blocks, as `checkpoint_layers` takes it; "none" leaves the model as it is.
-            is_8bit: Whether the optimizer's state is in 8 bits.
-            precision: In the place of the engine's.
+            spec: How the step is made.
+            batch: The model's inputs.
         """
         inputs = _named(self._skeleton, batch.inputs)
-        chosen = set() if recomputed == "none" else set(chosen_blocks(recomputed, self.num_blocks))
+        touched = block_marker(spec, self.num_blocks, None)
 
         def build(short: Shortened, recorder: Recorder) -> Loop:
             model = short.model.train()
-            if chosen:
-                kept = [index for index, number in enumerate(short.kept) if number in chosen]
-                checkpoint_layers(model, {"layers": kept})
-            return self._loop(model, self._counterpart(short, is_8bit), inputs, recorder, precision or self.precision)
+            site = Site(torch.device("meta"), self._target.gpu.accelerator, kept_blocks=short.kept)
+            change_model(model, spec, site)
+            return self._loop(model, self._counterpart(short, spec), inputs, recorder, spec.precision)
 
         def mark(number: int) -> Any:
             groups = [self._group_of.get(id(self._originals[id(p)])) for p in self._blocks[number].parameters()]
-            return number in chosen, tuple(groups)
+            return touched(number), tuple(groups)
 
-        # where an optimizer makes its state out of sight, nobody knows to which block it belongs
-        is_opaque = not is_8bit and not any(hasattr(self._optimizer, name) for name in ("_init_group", "_fresh_state"))
+        # Where an optimizer makes its state out of sight, its blocks are not known.
+        state_methods = ("_init_group", "_fresh_state")
+        is_opaque = not any(hasattr(self._optimizer, name) for name in state_methods)
         return trace_loop(
             self._skeleton,
             build,
@@ -103,7 +98,7 @@ class OwnStep:
         recorder: Recorder,
         precision: str,
     ) -> Loop:
-        engine = engine_to_trace(precision, self._num_micro)
+        engine = engine_to_trace(precision.replace("fp32", "no"), self._num_micro)
         prepared_model, prepared = engine.prepare(model, optimizer)
         held: list[Any] = [None]
 
@@ -134,8 +129,8 @@ class OwnStep:
 
     # ------------------------------------------------------------------ the optimizer
 
-    def _counterpart(self, short: Shortened, is_8bit: bool) -> torch.optim.Optimizer:
-        """The user's optimizer for the parameters of a copy of the model."""
+    def _counterpart(self, short: Shortened, spec: StepSpec) -> torch.optim.Optimizer:
+        """The optimizer of the loop for the parameters of a copy of the model."""
         origins = self._origins(short)
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._optimizer.param_groups]
         for parameter in short.model.parameters():
@@ -147,9 +142,8 @@ class OwnStep:
             group.pop("param_names", None)
             if self._target.is_cpu and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = False  # torch's rule for a CPU
-        if is_8bit:
-            return eight_bit_form(self._optimizer, groups)
-        return _copied(self._optimizer, groups, origins)
+        changed = change_optimizer(self._optimizer, spec, groups)
+        return _copied(self._optimizer, groups, origins) if changed is self._optimizer else changed
 
     def _origins(self, short: Shortened) -> dict[int, torch.Tensor]:
         """For each parameter of a copy, by its id, the user's own."""

@@ -5,20 +5,18 @@ repeat. `trace_loop` is the part of it that knows neither model nor step, and tr
 """
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trimtab.model.hub import quiet_transformers
-from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
-from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
-from trimtab.planner.trace.recorder import Owner, Recorder, Trace
-from trimtab.planner.trace.shortened_model import Shortened, shorten, stacks_of
-from trimtab.planner.trace.stand_ins import kernels_stood_in
+from trimtab.planner.trace.model_trace import BlockVisits, Work, trace_model
+from trimtab.planner.trace.recorder import Recorder, Trace
+from trimtab.planner.trace.shortened_model import Shortened
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,7 +61,7 @@ def trace_plain_model(
     precision: str = "fp32",
     optimizer: str = "adamw",
     implementation: str = "fused",
-    gradient_checkpointing: bool = False,
+    recomputes: bool = False,
     mask: str = "none",
     target_length: int | None = None,
     gpu: Gpu | None = None,
@@ -78,7 +76,7 @@ def trace_plain_model(
         precision: fp32, tf32, bf16 or fp16 (with autocast), or bf16-pure.
         optimizer: One of torch's: see `OPTIMIZERS`.
         implementation: "fused" or "foreach".
-        gradient_checkpointing: Whether every block is recomputed, by transformers' own switch.
+        recomputes: Whether every block is recomputed, by transformers' own switch.
         mask: "none", "full" (all ones) or "padded".
         target_length: Tokens to be written, for a model with a decoder of its own.
         gpu: The device that is stood in for; an H200 by default.
@@ -89,7 +87,7 @@ def trace_plain_model(
     def build(short: Shortened, recorder: Recorder) -> Loop:
         model = short.model.train()
         model.config.use_cache = False
-        if gradient_checkpointing:
+        if recomputes:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return _plain_loop(recorder, model, batch, precision, optimizer, implementation)
 
@@ -106,32 +104,42 @@ def trace_loop(
     mark: Callable[[int], Any] = lambda _: None,
     whole: bool = False,
 ) -> Trace:
-    """The second of two steps of a loop, with everything that was there before it.
+    """Trace the second of two steps of a loop, with everything that was allocated before it.
 
     Args:
-        skeleton: The model, on meta; it stays as it is.
-        build: Makes the loop for a copy of the model that may have fewer blocks.
-        batch: What the loop's steps are given, on meta.
-        gpu: The device that is stood in for; an H200 by default.
-        is_padded: Whether some of the batch is padding: attention then takes another way.
-        mark: What the loop does to a block, by its number counted through all stacks; blocks that differ in it differ.
-        whole: Trace every block, also those that are like others.
+        skeleton: The model, on meta; it is not changed.
+        build: Builds the loop for a copy of the model that may have fewer blocks.
+        batch: The batch of every step, on meta.
+        gpu: The GPU that the trace stands for; an H200 by default.
+        is_padded: As in `trace_model`; so are `mark` and `whole`.
+        mark: What the loop does to a block, by its number.
+        whole: Trace every block.
     """
-    gpu = gpu or Gpu()
 
-    def traced(short: Shortened) -> Trace:
-        recorder = Recorder(CudaRules(gpu), lambda tensor: _answer(tensor, is_padded))
-        with as_on_cuda(gpu), kernels_stood_in(recorder, gpu.capability), quiet_transformers():
-            _record(recorder, build(short, recorder), batch)
-        return recorder.trace()
+    def prepare(short: Shortened, recorder: Recorder) -> Work:
+        loop = build(short, recorder)
+        recorder.is_timing = False
+        _adopt(recorder, loop, batch)
+        return lambda: _run(recorder, loop)
 
-    if not whole:
-        try:
-            short = shorten(skeleton, mark)
-            return extend(traced(short), short.repeats)
-        except NotPeriodic:
-            pass
-    return traced(shorten(skeleton, allowed=False))
+    return trace_model(skeleton, prepare, gpu=gpu or Gpu(), is_padded=is_padded, mark=mark, whole=whole)
+
+
+def _adopt(recorder: Recorder, loop: Loop, batch: Mapping[str, Any]) -> None:
+    """Tell the recorder what is allocated before the first step."""
+    head = loop.model.get_output_embeddings()
+    recorder.vocab_size = None if head is None else int(head.weight.shape[0])
+    visits = BlockVisits(recorder, loop.model)
+    visits.adopt_weights(loop.model)
+    visits.watch_state_of(loop.optimizer)
+    recorder.adopt((value for value in batch.values() if isinstance(value, torch.Tensor)), "inputs")
+
+
+def _run(recorder: Recorder, loop: Loop) -> None:
+    for number in range(_NUM_STEPS):
+        recorder.is_timing = number == _NUM_STEPS - 1
+        recorder.mark(f"step {number}")
+        loop.step()
 
 
 def _skeleton(config: Mapping[str, Any], head: str, dtype: torch.dtype) -> Any:
@@ -141,12 +149,6 @@ def _skeleton(config: Mapping[str, Any], head: str, dtype: torch.dtype) -> Any:
     with quiet_transformers(), torch.device("meta"), own_default_dtype():
         made = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         return getattr(transformers, head).from_config(made, dtype=dtype)
-
-
-def _answer(tensor: torch.Tensor, is_padded: bool) -> Any:
-    if tensor.dtype is torch.bool:
-        return not is_padded  # "is all of the mask set?"
-    return 0.0 if tensor.is_floating_point() else 0
 
 
 def _batch(model: Any, rows: int, length: int, mask: str, target_length: int | None) -> dict[str, torch.Tensor]:
@@ -186,90 +188,6 @@ def _plain_loop(
     return Loop(model, optimizer, step)
 
 
-def _record(recorder: Recorder, loop: Loop, batch: Mapping[str, Any]) -> None:
-    model, optimizer = loop.model, loop.optimizer
-    output = model.get_output_embeddings()
-    recorder.vocab_size = None if output is None else int(output.weight.shape[0])
-    stacks = [blocks for _, blocks in stacks_of(model)]
-    watch_blocks(stacks, recorder)
-    visits = _Visits(recorder, stacks)
-    visits.adopt(((tensor, [tensor]) for tensor in (*model.parameters(), *model.buffers())), "weights")
-    # Adagrad makes its state with itself
-    visits.adopt(((parameter, optimizer.state[parameter].values()) for parameter in list(optimizer.state)), "state")
-    visits.watch_state_of(optimizer)
-    recorder.adopt((value for value in batch.values() if isinstance(value, torch.Tensor)), "inputs")
-    recorder.is_timing = False
-    with recorder:
-        for number in range(_NUM_STEPS):
-            recorder.is_timing = number == _NUM_STEPS - 1
-            recorder.mark(f"step {number}")
-            loop.step()
-        recorder.mark("end")
-        recorder.enter("", None)
-
-
 def _scale() -> tuple[torch.Tensor, ...]:
     """What a `GradScaler` has on the device all the time: its scale, and how many steps went well."""
     return tuple(torch.empty((), dtype=dtype, device="meta") for dtype in (torch.float32, torch.int32))
-
-
-class _Visits:
-    """Tells a recorder to which block what is made now belongs."""
-
-    def __init__(self, recorder: Recorder, stacks: list[list[torch.nn.Module]]) -> None:
-        self._recorder = recorder
-        self._here: Owner | None = None
-        self._owners = {
-            id(tensor): Owner(stack, number)
-            for stack, blocks in enumerate(stacks)
-            for number, block in enumerate(blocks)
-            for tensor in (*block.parameters(), *block.buffers())
-        }
-
-    def adopt(self, tensors: Iterable[tuple[torch.Tensor, Iterable[Any]]], part: str) -> None:
-        """What exists already, each with the tensor of the model that it belongs to."""
-        for tensor, made in tensors:
-            self.visit(tensor, part)
-            self._recorder.adopt((item for item in made if isinstance(item, torch.Tensor)), part)
-        self.leave()
-
-    def watch_state_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """See which parameter's state is made in the first step; torch's optimizers make it in `_init_group`."""
-        optimizer.state = _State(lambda parameter: self.visit(parameter, "state"), optimizer.state)
-        name = "_fresh_state" if hasattr(optimizer, "_fresh_state") else "_init_group"
-        make: Callable[..., Any] | None = getattr(optimizer, name, None)
-        if make is None:
-            return
-
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            with self._recorder.born_as("state"):
-                made = make(*args, **kwargs)  # of a parameter, or of a group
-            self.leave()
-            return made
-
-        setattr(optimizer, name, seen)
-
-    def visit(self, tensor: torch.Tensor, kind: str) -> None:
-        """This parameter or buffer is looked at."""
-        owner = self._owners.get(id(tensor))
-        if owner != self._here:
-            self._here = owner
-            self._recorder.enter(kind if owner is not None else "", owner)
-
-    def leave(self) -> None:
-        """What comes now is between blocks."""
-        if self._here is not None:
-            self._here = None
-            self._recorder.enter("", None)
-
-
-class _State(defaultdict[torch.Tensor, Any]):
-    """The state of an optimizer, which says when that of a parameter is asked for before it is there."""
-
-    def __init__(self, visit: Callable[[torch.Tensor], None], before: Mapping[torch.Tensor, Any]) -> None:
-        super().__init__(dict, before)
-        self._visit = visit
-
-    def __missing__(self, parameter: torch.Tensor) -> Any:
-        self._visit(parameter)
-        return super().__missing__(parameter)

@@ -1,149 +1,98 @@
-"""One step of a recipe, traced without a GPU and without weights: the same builders, the same step function."""
+"""A step of a recipe, traced without a GPU and without weights, with the builders and the step function of a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from trimtab.build.model import adapter_settings, add_adapter_of, source_of
+from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.data.metrics import Metrics
-from trimtab.data.tasks.base import Task
 from trimtab.distributed.world import SoloWorld
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
 from trimtab.model.freeze import Freezing
-from trimtab.model.grouped_heads import flash_runs, repeat_heads
-from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_skeleton
-from trimtab.model.losses import Loss, build_loss
+from trimtab.model.losses import Loss
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
-from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
-from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.shapes import BatchShape, StepTask
+from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
-from trimtab.planner.trace.recorder import Owner, Recorder, Trace
-from trimtab.planner.trace.shortened_model import Shortened, shorten, stacks_of
-from trimtab.planner.trace.stand_ins import kernels_stood_in, quantization_tensors, quantize, use_liger
-from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
+from trimtab.planner.trace.model_trace import BlockVisits, Work, trace_model
+from trimtab.planner.trace.recorder import Recorder, Trace
+from trimtab.planner.trace.shortened_model import Shortened, stacks_of
+from trimtab.planner.trace.thread_patches import replaced, stand_ins_on_this_thread
 from trimtab.randomness import DETERMINISTIC_WORKSPACES
 from trimtab.recipe.schema import Recipe
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers, chosen_blocks
-from trimtab.techniques.host_embeddings import check_embeddings_can_leave
+from trimtab.techniques.apply import (
+    block_marker,
+    change_model,
+    load_options,
+    make_loss,
+    names_blocks,
+    tries_loss_first,
+    wrap_step,
+)
+from trimtab.techniques.base import LoadOptions, LossRequest, Phase, Site, StepSpec, compute_dtype
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.step import take_step, window_gradients
 from trimtab.units import parse_every
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a plan decides, and a recipe may leave open."""
-
-    precision: str
-    optimizer: str
-    loss: str = "plain"
-    kernels: str = "plain"
-    gradient_checkpointing: Any = "none"
-    offload: str = "none"
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The shape of a micro-batch.
-
-    Attributes:
-        rows: How many.
-        length: Tokens of each, padding included.
-        is_padded: Whether some are padding: attention then takes another way.
-        target_length: Tokens to be written, for a model with a decoder of its own.
-        num_labels: Of each row, where it has several.
-    """
-
-    rows: int
-    length: int
-    is_padded: bool = False
-    target_length: int | None = None
-    num_labels: int = 1
-
-
 class StepTracer:
-    """Traces steps of one recipe: its model is made once, without weights.
+    """Traces steps of one recipe; its model is built once, without weights.
 
     Args:
-        recipe: The recipe; what a `Choice` says goes before it.
+        recipe: The recipe; what a `StepSpec` says takes precedence.
         task: Its task.
-        gpu: The device that is stood in for.
-        tokenizer: That of the run, which the model is fitted to; None is that of the model as it comes.
+        gpu: The GPU that the trace stands for.
+        tokenizer: The tokenizer of the run, whose size the model is adapted to; None is that of the model.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, gpu: Gpu, tokenizer: Any = None) -> None:
+    def __init__(self, recipe: Recipe, task: StepTask, gpu: Gpu, tokenizer: Any = None) -> None:
         if recipe.train.deterministic and gpu.workspace_config is None:
             gpu = replace(gpu, workspace_config=DETERMINISTIC_WORKSPACES)
         self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
 
-    def trace(self, choice: Choice, batch: BatchShape, num_micro: int = 1, *, whole: bool = False) -> Trace:
-        """An optimizer step and what was there before it, the optimizer's state included.
+    def trace(self, spec: StepSpec, batch: BatchShape, num_micro: int = 1, *, whole: bool = False) -> Trace:
+        """Trace an optimizer step and what was allocated before it, the optimizer's state included.
 
         Args:
-            choice: How the step is made.
+            spec: How the step is made.
             batch: The shape of a micro-batch.
             num_micro: Micro-batches of the step.
             whole: Trace every block, also those that are like others.
         """
 
         def step(parts: _Parts) -> None:
-            parts.recorder.is_timing = True
-            parts.recorder.mark("step")
             batches = (_batch(self._task, batch, parts.recorder) for _ in range(num_micro))
-            result = window_gradients(
-                parts.engine, parts.model, parts.loss, batches, num_micro, self._recipe.train.max_grad_norm
-            )
+            compute = wrap_step(window_gradients, spec)
+            limit = self._recipe.train.max_grad_norm
+            result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, limit)
             parts.recorder.adopt_gradients(parts.model.parameters())
             take_step(parts.optimizer, parts.scheduler, result)
 
-        return self._whole_from_part(choice, batch, step, whole)
+        return self._trace(spec, batch, step, whole)
 
-    def trace_evaluation(self, choice: Choice, batch: BatchShape, *, whole: bool = False) -> Trace:
-        """One held-out batch, with everything that training keeps beside it."""
+    def trace_evaluation(self, spec: StepSpec, batch: BatchShape, *, whole: bool = False) -> Trace:
+        """Trace one held-out batch, with everything that training keeps meanwhile."""
 
         def evaluate(parts: _Parts) -> None:
-            parts.recorder.is_timing = True
-            parts.recorder.mark("step")
             kind, shifts = self._task.loss_kind, self._task.shifts_labels
             num_labels = int(self._task.head().get("num_labels") or 0)
-            loss = build_loss(kind, shifts_labels=shifts, how=choice.loss)
+            loss = make_loss(spec, LossRequest(kind, shifts))
             metrics = partial(Metrics, kind, num_labels=num_labels, shifts_labels=shifts)
-            Evaluator(parts.engine, None, loss, metrics).try_batch(
-                parts.model, _batch(self._task, batch, parts.recorder)
-            )
+            held_out = _batch(self._task, batch, parts.recorder)
+            Evaluator(parts.engine, None, loss, metrics).try_batch(parts.model, held_out)
 
-        return self._whole_from_part(choice, batch, evaluate, whole)
-
-    def _whole_from_part(
-        self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], whole: bool
-    ) -> Trace:
-        try:
-            return self._from_part(choice, batch, work, whole)
-        except TrimtabError:
-            raise
-        except Exception as error:  # a forward that reads values, kernels that meta does not have, odd modules …
-            raise TraceError(type(self.skeleton()).__name__, error) from error
-
-    def _from_part(self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], whole: bool) -> Trace:
-        if not whole:
-            try:
-                short = self._shortened(choice)
-                return extend(self._traced(choice, batch, work, short), short.repeats)
-            except NotPeriodic:
-                pass
-        return self._traced(choice, batch, work, self._shortened(choice, whole=True))
+        return self._trace(spec, batch, evaluate, whole)
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model as it is loaded, without weights."""
@@ -162,115 +111,97 @@ class StepTracer:
                 _name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
         return self._skeletons[dtype]
 
-    # ------------------------------------------------------------------ the model
+    # ------------------------------------------------------------------ the trace
 
-    def _shortened(self, choice: Choice, *, whole: bool = False) -> Shortened:
-        adapter = adapter_settings(self._recipe)
-        is_half = adapter is not None or choice.precision == "bf16-pure"
-        dtype = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(choice.precision)
-        skeleton = self.skeleton(dtype if is_half and dtype is not None else torch.float32)
-        num_blocks = sum(len(blocks) for _, blocks in stacks_of(skeleton))
-        which = choice.gradient_checkpointing
-        chosen = set(chosen_blocks(which, num_blocks)) if which != "none" and num_blocks else set()
-        adapted = set(range(num_blocks))
-        if adapter is not None and adapter.layers is not None:
-            first, last = (number % num_blocks for number in adapter.layers)
-            adapted = set(range(first, last + 1))
-        patterns = str(self._recipe.train.freeze) + ("" if adapter is None else _patterns(adapter))
-        names_blocks = any(letter.isdigit() for letter in patterns)
-        return shorten(
-            skeleton, lambda number: (number in chosen, number in adapted), allowed=not whole and not names_blocks
-        )
+    def _trace(self, spec: StepSpec, batch: BatchShape, do: Callable[["_Parts"], None], whole: bool) -> Trace:
+        is_named = any(letter.isdigit() for letter in str(self._recipe.train.freeze)) or names_blocks(self._recipe)
+        try:
+            skeleton = self.skeleton(self.weight_dtype(spec.precision))
+            num_blocks = sum(len(blocks) for _, blocks in stacks_of(skeleton))
+            return trace_model(
+                skeleton,
+                lambda short, recorder: self._work(spec, batch, do, short, recorder),
+                gpu=self._gpu,
+                is_padded=batch.is_padded,
+                mark=block_marker(spec, num_blocks, self._recipe),
+                whole=whole or is_named,
+            )
+        except TrimtabError:
+            raise
+        except Exception as error:  # a forward that reads values, operations without a meta kernel, odd modules …
+            raise TraceError(type(self.skeleton()).__name__, error) from error
 
-    def _prepared(self, short: Shortened, choice: Choice, engine: Engine) -> Any:
-        model, adapter = short.model, adapter_settings(self._recipe)
-        if adapter is not None:
-            model.requires_grad_(False)
-            if adapter.kind == "qlora":
-                quantize(model, engine.compute_dtype or torch.float32)
-            if adapter.layers is not None:
-                num_blocks = 1 + max(short.kept)
-                first, last = (number % num_blocks for number in adapter.layers)
-                inside = [index for index, number in enumerate(short.kept) if first <= number <= last]
-                adapter = adapter.model_copy(update={"layers": [inside[0], inside[-1]]})
-            with torch.device("meta"):
-                add_adapter_of(adapter, model)
-        freeze = self._recipe.train.freeze
-        Freezing(
-            model, {name: None if word == "always" else parse_every(word) for name, word in freeze.items()}
-        ).apply()
-        if choice.offload == "embeddings":
-            check_embeddings_can_leave(model)
-            model.get_input_embeddings().weight.is_in_host_memory = True
-        if not self._gpu.flash or not flash_runs(self._gpu.capability, engine.compute_dtype):
-            repeat_heads(model)
-        if choice.kernels == "liger":
-            use_liger(model, self._gpu.num_multiprocessors)
-        checkpoint_layers(model, _on_kept(choice.gradient_checkpointing, short))
-        return model
+    def weight_dtype(self, precision: str) -> torch.dtype:
+        """The dtype that weights are loaded in."""
+        half = compute_dtype(precision) or torch.float32
+        options = LoadOptions(half if precision == "bf16-pure" else torch.float32)
+        return load_options(self._recipe, options, half).dtype
 
-    # ------------------------------------------------------------------ the step
+    def _work(
+        self, spec: StepSpec, batch: BatchShape, do: Callable[["_Parts"], None], short: Shortened, recorder: Recorder
+    ) -> Work:
+        parts = self._build(spec, short, recorder)
+        recorder.is_timing = False
+        visits = BlockVisits(recorder, parts.model)
+        visits.adopt_weights(parts.model)
 
-    def _traced(self, choice: Choice, batch: BatchShape, work: Callable[["_Parts"], None], short: Shortened) -> Trace:
-        def answer(tensor: torch.Tensor) -> Any:
-            if tensor.dtype is torch.bool:
-                return not batch.is_padded  # "is all of the mask set?"
-            return 0.0 if tensor.is_floating_point() else 0
-
-        recorder = Recorder(CudaRules(self._gpu), answer)
-        with as_on_cuda(self._gpu), kernels_stood_in(recorder, self._gpu.capability), quiet_transformers():
-            parts = self._build(choice, short, recorder)
-            recorder.is_timing = False
-            stacks = [blocks for _, blocks in stacks_of(parts.model)]
-            owners = _owners(stacks)
-            with _visiting(recorder, "weights", owners) as visit:
-                for tensor in _on_device(parts.model):
-                    visit(tensor)
-                    recorder.adopt([tensor], "weights")
-            watch_blocks(stacks, recorder)
-            with recorder, _staged(recorder, parts.engine, parts.optimizer.optimizer):
-                if choice.loss != "plain":  # others try the model out, once
+        def work() -> None:
+            with _stages_recorded(recorder, parts.engine, parts.optimizer.optimizer):
+                if tries_loss_first(spec):
                     with recorder.paused(), torch.no_grad():
                         parts.loss(parts.model, _batch(self._task, replace(batch, rows=1, length=8), recorder))
-                _make_state(parts.optimizer.optimizer, parts.model, owners, recorder)
-                work(parts)
-                recorder.mark("end")
-                recorder.enter("", None)
-            return recorder.trace()
+                _make_state(parts.optimizer.optimizer, parts.model, visits, recorder)
+                recorder.is_timing = True
+                recorder.mark("step")
+                do(parts)
 
-    def _build(self, choice: Choice, short: Shortened, recorder: Recorder) -> "_Parts":
-        engine = engine_to_trace("no" if choice.precision == "fp32" else choice.precision)
-        model = self._prepared(short, choice, engine)
+        return work
+
+    def _build(self, spec: StepSpec, short: Shortened, recorder: Recorder) -> "_Parts":
+        engine = engine_to_trace("no" if spec.precision == "fp32" else spec.precision)
+        model = self._changed(short, spec, engine)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         recorder.vocab_size = None if head is None else int(head.weight.shape[0])
         model = engine.prepare(model).train()
-        optimizer: Any = optimizer_of(self._recipe, model, choice.optimizer, choice.precision, "cuda")
+        optimizer: Any = optimizer_of(self._recipe, model, spec, "cuda")
         scheduler: Any = build_schedule("constant", optimizer, num_steps=10, warmup_steps=0)
         optimizer, scheduler = engine.prepare(optimizer, scheduler)
-        loss = build_loss(
-            self._task.loss_kind,
-            shifts_labels=self._task.shifts_labels,
-            label_smoothing=self._recipe.train.label_smoothing,
-            how=choice.loss,
-        )
+        smoothing = self._recipe.train.label_smoothing
+        loss = make_loss(spec, LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing))
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
+
+    def _changed(self, short: Shortened, spec: StepSpec, engine: Engine) -> Any:
+        """The model with every technique applied, as `build/model.py` does it for a run."""
+        site = Site(
+            torch.device("meta"),
+            self._gpu.accelerator,
+            engine.compute_dtype,
+            self._recipe,
+            kept_blocks=short.kept,
+        )
+        change_model(short.model, spec, site, [Phase.ADAPTERS])
+        freeze = self._recipe.train.freeze.items()
+        until = {name: None if word == "always" else parse_every(word) for name, word in freeze}
+        Freezing(short.model, until).apply()
+        change_model(short.model, spec, site, [phase for phase in Phase if phase is not Phase.ADAPTERS])
+        return short.model
 
 
 def _name_missing_tokens(config: Any, kind: str) -> None:
-    """What a tokenizer would have told the model, and forward asks for; the numbers have no meaning here."""
+    """Set token ids that a tokenizer would provide and forward reads; their values do not matter here."""
     for name, wanting in (("pad_token_id", "sequence-classification"), ("decoder_start_token_id", "seq2seq-lm")):
         if kind == wanting and getattr(config, name, None) is None:
             setattr(config, name, 0)
 
 
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
-    """An engine for tensors without data, of one process: the others of a run do not trace."""
+    """An engine of one process for tensors without data: other processes of a run do not trace."""
     return Engine(precision, num_micro, device="meta", world=SoloWorld())
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a step is made of."""
+    """The parts of a step."""
 
     engine: Engine
     model: Any
@@ -280,59 +211,17 @@ class _Parts:
     recorder: Recorder
 
 
-def _patterns(adapter: Any) -> str:
-    return f"{adapter.targets} {adapter.ranks} {adapter.alphas} {adapter.trains}"
-
-
-def _on_kept(which: Any, short: Shortened) -> Any:
-    """Which blocks are recomputed, in the numbers of a shortened model."""
-    if isinstance(which, str):
-        return which
-    chosen = set(chosen_blocks(which, 1 + max(short.kept)))
-    return {"layers": [index for index, number in enumerate(short.kept) if number in chosen]}
-
-
-def _owners(stacks: list[list[torch.nn.Module]]) -> dict[int, Owner]:
-    return {
-        id(tensor): Owner(stack, number)
-        for stack, blocks in enumerate(stacks)
-        for number, block in enumerate(blocks)
-        for tensor in (*block.parameters(), *block.buffers(), *quantization_tensors(block))
-    }
-
-
-def _on_device(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not getattr(tensor, "is_in_host_memory", False):
-            yield tensor
-    yield from quantization_tensors(model)
-
-
-def _make_state(optimizer: Any, model: torch.nn.Module, owners: dict[int, Owner], recorder: Recorder) -> None:
-    """The optimizer's state, as it is made before the first step; that of each block is known as the block's."""
-    with recorder.born_as("state"), _visiting(recorder, "state", owners) as visit:
+def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, recorder: Recorder) -> None:
+    """Allocate the optimizer's state as a run does before its first step, block by block."""
+    with recorder.born_as("state"):
         for parameter in model.parameters():
             if parameter.requires_grad:
-                visit(parameter)
+                visits.visit(parameter, "state")
                 preallocate_state(optimizer, [parameter])
+    visits.leave()
 
 
-@contextlib.contextmanager
-def _visiting(recorder: Recorder, kind: str, owners: dict[int, Owner]) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Tell the recorder to which block a tensor belongs that is looked at now."""
-    here: list[Owner | None] = [None]
-
-    def visit(tensor: torch.Tensor) -> None:
-        owner = owners.get(id(tensor))
-        if owner != here[0]:
-            here[0] = owner
-            recorder.enter(kind if owner is not None else "", owner)
-
-    yield visit
-    recorder.enter("", None)
-
-
-def _batch(task: Task, batch: BatchShape, recorder: Recorder) -> dict[str, torch.Tensor]:
+def _batch(task: StepTask, batch: BatchShape, recorder: Recorder) -> dict[str, torch.Tensor]:
     shape = (batch.rows, batch.length)
     with recorder.born_as("inputs"):
         made = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "attention_mask")}
@@ -346,44 +235,44 @@ def _batch(task: Task, batch: BatchShape, recorder: Recorder) -> dict[str, torch
     return made
 
 
-@contextlib.contextmanager
-def _staged(recorder: Recorder, engine: Any, optimizer: Any) -> Iterator[None]:
-    """Tell the recorder when backward and the optimizer run, and when something is computed again.
+# ---------------------------------------------------------------------- stages
 
-    Engine and optimizer are the trace's own.
-    """
+
+@contextlib.contextmanager
+def _stages_recorded(recorder: Recorder, engine: Any, optimizer: Any) -> Iterator[None]:
+    """Tell the recorder when backward and the optimizer run, and when something is recomputed."""
     backward, step = engine.backward, optimizer.step
     hook: Any = torch.utils.checkpoint._recomputation_hook
     enter, leave = hook.__enter__, hook.__exit__
 
-    def with_backward_seen(*args: Any, **kwargs: Any) -> Any:
-        with _BackwardSeen(recorder):
+    def recorded_backward(*args: Any, **kwargs: Any) -> Any:
+        with _BackwardRecorded(recorder):
             return backward(*args, **kwargs)
 
-    def in_optimizer(*args: Any, **kwargs: Any) -> Any:
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
         with recorder.during("optimizer"):
             return step(*args, **kwargs)
 
-    def recomputing(self: Any) -> None:
+    def enter_recorded(self: Any) -> None:
         self._noted = recorder.recomputing()
         self._noted.__enter__()
         enter(self)
 
-    def recomputed(self: Any, *error: object) -> None:
+    def leave_recorded(self: Any, *error: object) -> None:
         leave(self, *error)
         self._noted.__exit__(None, None, None)
 
-    in_optimizer._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedules look whether steps are counted
+    recorded_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedules check that steps are counted
     with (
-        mock.patch.object(engine, "backward", with_backward_seen),
-        mock.patch.object(optimizer, "step", in_optimizer),
-        stand_ins_on_this_thread([(hook, "__enter__", recomputing), (hook, "__exit__", recomputed)]),
+        replaced(engine, "backward", recorded_backward),  # engine and optimizer belong to the trace
+        replaced(optimizer, "step", recorded_step),
+        stand_ins_on_this_thread([(hook, "__enter__", enter_recorded), (hook, "__exit__", leave_recorded)]),
     ):
         yield
 
 
-class _BackwardSeen(TorchFunctionMode):
-    """Tells a recorder when a backward begins and ends; as a mode it sees this thread alone."""
+class _BackwardRecorded(TorchFunctionMode):
+    """Tells a recorder when a backward runs; a function mode acts on its own thread alone."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

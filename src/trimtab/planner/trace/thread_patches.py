@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 _planning = threading.RLock()
 
@@ -27,6 +26,21 @@ def one_plan_at_a_time() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of an object, class or module has another value, for every thread."""
+    is_own = name in vars(owner)
+    before = vars(owner).get(name)  # not getattr: of a class it would bind static and class methods
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
 def stand_ins_on_this_thread(stand_ins: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
     """Inside, calls from this thread reach the stand-ins; calls from other threads reach what was there before.
 
@@ -36,7 +50,7 @@ def stand_ins_on_this_thread(stand_ins: Iterable[tuple[Any, str, Callable[..., A
     with one_plan_at_a_time(), contextlib.ExitStack() as stack:
         for owner, name, stand_in in stand_ins:
             dispatcher = _dispatcher(getattr(owner, name), stand_in)
-            stack.enter_context(mock.patch.object(owner, name, dispatcher))
+            stack.enter_context(replaced(owner, name, dispatcher))
         yield
 
 

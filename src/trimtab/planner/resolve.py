@@ -1,0 +1,47 @@
+"""From a recipe to a resolved run: its data, its model and its plan, each decided and loaded once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trimtab.build.data import build_data, build_tokens
+from trimtab.build.engine import compare_processes
+from trimtab.build.model import build_freezing, build_model, place_model
+from trimtab.build.parts import ResolvedRun
+from trimtab.build.paths import with_absolute_paths
+from trimtab.build.plan import build_plan
+from trimtab.build.tracked_model import find_tracked_model, with_model_here
+from trimtab.engine.engine import Engine
+from trimtab.planner.decide import decide, stored_plan
+from trimtab.recipe.schema import Recipe
+
+
+def resolve_run(
+    asked: Recipe, engine: Engine, resumed: Path | None, loss: Callable[..., Any] | None = None
+) -> ResolvedRun:
+    """Read the data of a recipe, load its model, and decide what it leaves open.
+
+    Args:
+        asked: The recipe.
+        engine: The engine of the run.
+        resumed: The folder of the run that is resumed: its model and its plan are kept.
+        loss: A loss function of the user's.
+
+    Raises:
+        DoesNotFit: Nothing fits into the memory of a GPU.
+        UserError: The recipe, its data or its model cannot be used.
+    """
+    written = with_absolute_paths(asked)  # for readers in another directory
+    tracked = engine.first_decides(lambda: find_tracked_model(asked, resumed))
+    with engine.local_main_process_first():  # other ranks read what it downloads or tokenizes from the cache
+        recipe = with_model_here(asked, tracked)
+        data = build_data(recipe)
+        loaded = build_model(recipe, data, engine)
+        tokens = build_tokens(recipe, data, loaded)
+    compare_processes(recipe, data, tokens, engine)
+    freezing = build_freezing(recipe, loaded)
+    before = None if resumed is None else stored_plan(resumed)
+    decision = decide(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before)
+    place_model(recipe, loaded, decision.spec, freezing, engine)
+    plan = build_plan(recipe, data, tokens, loaded, engine, decision.spec, decision.outlook)
+    return ResolvedRun(written, recipe, engine, data, tokens, loaded, freezing, plan, loss, tracked)

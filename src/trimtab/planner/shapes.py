@@ -1,0 +1,204 @@
+"""The shapes of the batches that a step is predicted for: from the rows of a run, or from a length alone."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.build.batches import train_batches
+from trimtab.build.parts import Tokens
+from trimtab.data.tokens import TokenDataset
+from trimtab.errors import RecipeError
+from trimtab.recipe.schema import Recipe
+
+_NUM_WINDOWS_SEEN = 200  # of an epoch, for mean lengths and numbers of shapes
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The shape of a micro-batch.
+
+    Attributes:
+        rows: The number of rows.
+        length: Tokens of each row, padding included.
+        is_padded: Whether some tokens are padding: attention then gets a mask.
+        target_length: Tokens to generate, for models with an encoder and a decoder.
+        num_labels: Labels of each row, where it has several.
+    """
+
+    rows: int
+    length: int
+    is_padded: bool = False
+    target_length: int | None = None
+    num_labels: int = 1
+
+
+class StepTask(Protocol):
+    """The attributes of `trimtab.data.tasks.base.Task` that a trace depends on."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def model_kind(self) -> str: ...  # noqa: D102
+
+    @property
+    def loss_kind(self) -> str: ...  # noqa: D102
+
+    @property
+    def shifts_labels(self) -> bool: ...  # noqa: D102
+
+    def head(self) -> dict[str, Any]:
+        """Settings for the model's config."""
+        ...
+
+
+@dataclass(frozen=True)
+class NamedTask:
+    """A task of which only the name is known: no data is read."""
+
+    name: str
+    model_kind: str
+    loss_kind: str
+    shifts_labels: bool = False
+    num_labels: int | None = None
+
+    def head(self) -> dict[str, Any]:
+        """The number of labels, where there are any."""
+        return {} if self.num_labels is None else {"num_labels": self.num_labels}
+
+
+_NAMED = {
+    "classify": NamedTask("classify", "sequence-classification", "cross-entropy", num_labels=2),
+    "regress": NamedTask("regress", "sequence-classification", "mse", num_labels=1),
+    "causal-lm": NamedTask("causal-lm", "causal-lm", "token-cross-entropy", shifts_labels=True),
+    "chat": NamedTask("chat", "causal-lm", "token-cross-entropy", shifts_labels=True),
+    "seq2seq": NamedTask("seq2seq", "seq2seq-lm", "token-cross-entropy"),
+    "masked-lm": NamedTask("masked-lm", "masked-lm", "token-cross-entropy"),
+}
+
+
+def named_task(recipe: Recipe) -> NamedTask:
+    """The task that a recipe names.
+
+    Raises:
+        RecipeError: It names none, and without data none can be guessed.
+    """
+    if recipe.task is None:
+        raise RecipeError("without data the task cannot be guessed", f"task: one of {', '.join(_NAMED)}")
+    return _NAMED[recipe.task]
+
+
+class Lengths(Protocol):
+    """The lengths of the rows of a run."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows; None where no data was read."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        ...
+
+    def shape(self, rows: int) -> BatchShape:
+        """The largest micro-batch of so many rows."""
+        ...
+
+    def eval_shape(self, rows: int) -> BatchShape | None:
+        """The largest evaluation batch of so many rows; None where no rows are held out."""
+        ...
+
+    def mean_share(self, rows: int) -> float:
+        """Tokens of a mean micro-batch, padding included, as a share of the largest one's."""
+        ...
+
+    def num_shapes(self, rows: int) -> int:
+        """How many shapes micro-batches of so many rows have."""
+        ...
+
+    def tokens(self, batch_size: int) -> float:
+        """Tokens of an optimizer step, without padding."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneLength:
+    """Rows that all have the same length, so that nothing is padded."""
+
+    longest: int
+    has_targets: bool = False
+    num_rows: int | None = None
+
+    def shape(self, rows: int) -> BatchShape:  # noqa: D102
+        return BatchShape(rows, self.longest, target_length=self.longest if self.has_targets else None)
+
+    def eval_shape(self, rows: int) -> BatchShape | None:  # noqa: D102
+        return self.shape(rows)
+
+    def mean_share(self, rows: int) -> float:  # noqa: D102
+        return 1.0
+
+    def num_shapes(self, rows: int) -> int:  # noqa: D102
+        return 1
+
+    def tokens(self, batch_size: int) -> float:  # noqa: D102
+        return float(batch_size * self.longest)
+
+
+class LengthsOfData:
+    """The lengths of the rows that were read, in the micro-batches that training will see."""
+
+    def __init__(self, recipe: Recipe, tokens: Tokens, task: StepTask, num_processes: int = 1) -> None:
+        self._recipe, self._tokens, self._num_processes = recipe, tokens, num_processes
+        self._lengths = torch.tensor(tokens.train.lengths)
+        self._shapes: dict[int, list[tuple[int, int]]] = {}
+        self.num_rows: int | None = len(tokens.train)
+        self.longest = int(self._lengths.max())
+        self._has_targets = task.model_kind == "seq2seq-lm"
+        self._num_labels = int(task.head().get("num_labels") or 1)
+
+    def shape(self, rows: int) -> BatchShape:
+        """As long as the longest row; padded where any micro-batch may be."""
+        return self._largest(self._tokens.train, rows)
+
+    def eval_shape(self, rows: int) -> BatchShape | None:
+        """Of the held-out rows; with `limits.overfit_batches` of the training rows."""
+        held_out = self._tokens.train if self._recipe.limits.overfit_batches else self._tokens.eval
+        return None if held_out is None or not len(held_out) else self._largest(held_out, min(rows, len(held_out)))
+
+    def _largest(self, tokens: TokenDataset, rows: int) -> BatchShape:
+        longest = max(tokens.lengths)
+        is_padded = rows > 1 and any(length != longest for length in tokens.lengths)
+        at = tokens.offsets.get("labels") if self._has_targets else None
+        target = max(end - start for start, end in zip(at, at[1:], strict=False)) if at else None
+        return BatchShape(rows, longest, is_padded, target, self._num_labels)
+
+    def mean_share(self, rows: int) -> float:
+        """From the first batches of the first epoch."""
+        shapes = self._shapes_seen(rows)
+        num_windows = min(_NUM_WINDOWS_SEEN, self._num_windows)
+        per_step = math.ceil(min(self._recipe.train.batch_size, len(self._lengths)) / (rows * self._num_processes))
+        largest_step = per_step * rows * self._num_processes * self.longest
+        return sum(count * length for count, length in shapes) / max(1, num_windows * largest_step)
+
+    def num_shapes(self, rows: int) -> int:
+        """Of the first batches of the first epoch."""
+        return len(set(self._shapes_seen(rows)))
+
+    def tokens(self, batch_size: int) -> float:
+        """From the mean length of all rows."""
+        return float(self._lengths.double().mean()) * min(batch_size, len(self._lengths))
+
+    def _shapes_seen(self, rows: int) -> list[tuple[int, int]]:
+        """(rows, longest row) of micro-batches over all processes."""
+        if rows not in self._shapes:
+            windows = train_batches(self._recipe, self._tokens, rows * self._num_processes).windows()
+            self._num_windows = len(windows)
+            micro_batches = (micro for window in windows[:_NUM_WINDOWS_SEEN] for micro in window if micro)
+            self._shapes[rows] = [(len(micro), int(self._lengths[micro].max())) for micro in micro_batches]
+        return self._shapes[rows]
+
+    _num_windows = 0  # in an epoch; does not depend on the micro-batch size

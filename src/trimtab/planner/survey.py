@@ -1,0 +1,193 @@
+"""The ladder of plans that `trimtab plan` shows."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.build.batches import train_batches
+from trimtab.build.data import build_data, build_tokens
+from trimtab.build.model import build_skeleton
+from trimtab.build.plan import count_steps, make_plan
+from trimtab.errors import RecipeError
+from trimtab.planner.decide import explain_failure, outlook_of
+from trimtab.planner.explain import Rung, as_dict, reason, rung, shown
+from trimtab.planner.recipe_planner import RecipePlanner
+from trimtab.planner.search import Ladder, Row
+from trimtab.planner.shapes import Lengths, LengthsOfData, OneLength, StepTask, named_task
+from trimtab.planner.target import Target, known_target, target_here
+from trimtab.planner.trace.thread_patches import one_plan_at_a_time
+from trimtab.recipe.schema import Recipe
+from trimtab.runs.plan import Plan
+from trimtab.techniques.base import StepSpec
+from trimtab.techniques.optimizer_state import OptimizerState
+from trimtab.training.garbage_collection import no_collections
+from trimtab.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The result of `trimtab plan`.
+
+    Attributes:
+        target: The device and the budget.
+        precision: The precision of the steps.
+        reference: The recipe's own values of techniques.
+        rungs: Every plan that was predicted, the fastest first; other methods at the end.
+        plan: The one that was chosen, as a run would have it.
+        why: One sentence about it.
+        problem: Where nothing fits: by how much, and what would fit.
+        limit: The longest rows that the model takes, in tokens.
+        left_out: Methods that the ladder does not show, and why.
+    """
+
+    target: Target
+    precision: str
+    reference: StepSpec
+    rungs: tuple[Rung, ...]
+    plan: Plan | None
+    why: str
+    problem: str | None
+    limit: int | None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def optimizer(self) -> str:
+        """The recipe's own optimizer."""
+        return self.reference[OptimizerState.key]
+
+    def shown(self) -> list[Rung]:
+        """The rungs that are worth a line."""
+        return shown(self.rungs)
+
+    def notes(self) -> list[str]:
+        """What the chosen plan needs besides training steps, and what the ladder does not show."""
+        left_out = [f"Not shown: {method}: {reason}" for method, reason in self.left_out.items()]
+        outlook = None if self.plan is None else self.plan.outlook
+        if outlook is None or outlook.predicted_host_bytes is None or outlook.predicted_disk_bytes is None:
+            return left_out
+        words = [
+            f"host memory at most {format_bytes(outlook.predicted_host_bytes)}",
+            f"disk at most {format_bytes(outlook.predicted_disk_bytes)}",
+        ]
+        if outlook.predicted_eval_peak_bytes is not None:
+            peak = format_bytes(outlook.predicted_eval_peak_bytes)
+            words.insert(0, f"evaluation in batches of {outlook.eval_micro_batch} needs {peak}")
+        return ["Also predicted: " + "; ".join(words) + ".", *left_out]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "device": self.target.name,
+            "budget_bytes": self.target.budget_bytes,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "why": self.why or self.problem,
+            "note": self.target.note,
+            "left_out": dict(self.left_out),
+            "plan": None if self.plan is None else self.plan.as_dict(),
+            "ladder": [as_dict(one) for one in self.rungs],
+        }
+
+
+@one_plan_at_a_time()
+@no_collections()
+def survey(
+    recipe: Recipe,
+    *,
+    memory: str | None = None,
+    gpu: str | None = None,
+    device: str | None = None,
+    length: int | None = None,
+    max_batch: bool = False,
+    longest: bool = False,
+    thorough: bool = True,
+) -> Survey:
+    """Predict the plans that a recipe allows; nothing is loaded but the data, and that only without `length`.
+
+    Args:
+        recipe: The recipe.
+        memory: The budget, in place of the recipe's.
+        gpu: A known device that is not in this machine.
+        device: The device in this machine, such as "cuda:1"; found if left out.
+        length: Tokens of every row; no data is read then.
+        max_batch: Find the largest batch for each set of techniques.
+        longest: Find the longest rows for each set of techniques, with the smallest micro-batch.
+        thorough: Also predict what cannot be chosen.
+    """
+    budget = memory or recipe.memory.budget
+    target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
+    rows = None if length is not None else _RecipeRows(recipe)
+    planner = _planner(recipe, target, rows, length)
+    limit = planner.max_positions()
+    if length is not None and limit is not None and length > limit:
+        raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
+    ladder = planner.choose(thorough=thorough)
+    others = [row for _, row in planner.other_methods()] if thorough else []
+    num_steps = recipe.train.max_steps if rows is None else count_steps(recipe, rows.batches(planner.batch_size))[0]
+    rungs = tuple(_rungs(planner, ladder, others, num_steps, max_batch, longest))
+    reference = planner.space.reference()
+    plan = None if ladder.chosen is None else _plan_of(planner, ladder.chosen, rows, num_steps)
+    why = "" if plan is None else reason(rungs, target.budget_bytes, reference)
+    problem = explain_failure(planner, ladder.smallest) if plan is None else None
+    return Survey(target, planner.precision, reference, rungs, plan, why, problem, limit, planner.left_out)
+
+
+class _RecipeRows:
+    """The data of a recipe as the model will see it, read without weights."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.data = build_data(recipe)
+        skeleton = build_skeleton(recipe, self.data)
+        self.tokenizer = skeleton.tokenizer
+        self.tokens = build_tokens(recipe, self.data, skeleton)
+
+    def batches(self, micro_batch: int) -> Any:
+        """The batches of training."""
+        return train_batches(self._recipe, self.tokens, micro_batch)
+
+
+def _planner(recipe: Recipe, target: Target, rows: _RecipeRows | None, length: int | None) -> RecipePlanner:
+    if rows is not None:
+        lengths: Lengths = LengthsOfData(recipe, rows.tokens, rows.data.task)
+        return RecipePlanner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
+    task: StepTask = named_task(recipe)
+    lengths = OneLength(int(length or 0), has_targets=task.model_kind == "seq2seq-lm")
+    return RecipePlanner(recipe, task, target, lengths)
+
+
+def _rungs(
+    planner: RecipePlanner, ladder: Ladder, others: list[Row], num_steps: int | None, max_batch: bool, longest: bool
+) -> Iterator[Rung]:
+    most: dict[StepSpec, int | None] = {}
+    lengths: dict[StepSpec, int | None] = {}
+    for row in (*ladder.rows, *others):
+        spec = row.spec.with_micro_batch(planner.space.micro_batches[-1])  # the smallest allows the longest rows
+        if max_batch and spec not in most:
+            most[spec] = planner.most_rows(row.spec)
+        if longest and spec not in lengths:
+            lengths[spec] = planner.longest(spec)
+        yield replace(
+            rung(row, planner.needed_bytes(row), num_steps),
+            is_chosen=row is ladder.chosen,
+            is_alternative=row in others,
+            most_rows=most.get(spec),
+            longest=lengths.get(spec),
+        )
+
+
+def _plan_of(planner: RecipePlanner, row: Row, rows: _RecipeRows | None, num_steps: int | None) -> Plan:
+    num_parameters, num_trainable = planner.num_parameters()
+    return make_plan(
+        planner.recipe,
+        row.spec,
+        device=planner.target.name,
+        batches=None if rows is None else rows.batches(row.spec.micro_batch),
+        tokens=None if rows is None else rows.tokens,
+        max_length=planner.lengths.longest,
+        num_steps=num_steps,
+        default_metric="" if rows is None else rows.data.task.default_metric,
+        num_parameters=num_parameters,
+        num_trainable=num_trainable,
+        outlook=outlook_of(planner, row),
+    )

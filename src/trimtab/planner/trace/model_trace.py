@@ -1,0 +1,149 @@
+"""Traces work on a model without weights as a GPU would do it; blocks that repeat are traced once.
+
+`planner/trace/recipe_step.py`, `own_step.py` and `plain_step.py` say what the work is.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trimtab.model import precision
+from trimtab.model.hub import quiet_transformers
+from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
+from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.trace.recorder import Owner, Recorder, Trace
+from trimtab.planner.trace.shortened_model import Shortened, shorten, stacks_of
+from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
+from trimtab.techniques.adapter import quantization_tensors
+from trimtab.techniques.apply import trace_patches
+from trimtab.techniques.base import Patch
+
+Work = Callable[[], None]
+_PATCHES: list[Patch] = [(precision, "say", lambda *_: None), (precision, "_use_tf32", lambda _: None)]
+
+
+def trace_model(
+    skeleton: Any,
+    prepare: Callable[[Shortened, Recorder], Work],
+    *,
+    gpu: Gpu,
+    is_padded: bool = False,
+    mark: Callable[[int], Any] = lambda _: None,
+    whole: bool = False,
+) -> Trace:
+    """Trace the work that `prepare` returns.
+
+    Args:
+        skeleton: The model, on meta; it is not changed.
+        prepare: Called with a copy of the model that may have fewer blocks, and the recorder; returns the work, which
+            runs while operations are recorded.
+        gpu: The GPU that the trace stands for.
+        is_padded: Whether batches have padding: attention then gets a mask.
+        mark: What the work does to a block, by its number counted through all stacks; blocks that differ in it differ.
+        whole: Trace every block, also those that are like others.
+    """
+
+    def traced(short: Shortened) -> Trace:
+        recorder = Recorder(CudaRules(gpu), lambda tensor: _read_value(tensor, is_padded))
+        patches = [*_PATCHES, *trace_patches(recorder, gpu.accelerator)]
+        with as_on_cuda(gpu), stand_ins_on_this_thread(patches), quiet_transformers():
+            work = prepare(short, recorder)
+            with recorder:
+                work()
+                recorder.mark("end")
+                recorder.enter("", None)
+        return recorder.trace()
+
+    if not whole:
+        try:
+            short = shorten(skeleton, mark)
+            return extend(traced(short), short.repeats)
+        except NotPeriodic:
+            pass
+    return traced(shorten(skeleton, allowed=False))
+
+
+def _read_value(tensor: torch.Tensor, is_padded: bool) -> Any:
+    """The value that code reads from a tensor without data."""
+    if tensor.dtype is torch.bool:
+        return not is_padded  # "is all of the mask set?"
+    return 0.0 if tensor.is_floating_point() else 0
+
+
+class BlockVisits:
+    """Tells a recorder to which block of a model the tensors belong that are made or adopted now.
+
+    Args:
+        recorder: The recorder.
+        model: The model; its blocks are watched from now on.
+    """
+
+    def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
+        self._recorder = recorder
+        self._here: Owner | None = None
+        stacks = [blocks for _, blocks in stacks_of(model)]
+        watch_blocks(stacks, recorder)
+        self._owners = {
+            id(tensor): Owner(stack, number)
+            for stack, blocks in enumerate(stacks)
+            for number, block in enumerate(blocks)
+            for tensor in (*block.parameters(), *block.buffers(), *quantization_tensors(block))
+        }
+
+    def adopt_weights(self, model: torch.nn.Module) -> None:
+        """Everything of the model that is in device memory."""
+        for tensor in (*model.parameters(), *model.buffers(), *quantization_tensors(model)):
+            if not getattr(tensor, "is_in_host_memory", False):
+                self.adopt(tensor, [tensor], "weights")
+        self.leave()
+
+    def adopt(self, owner: torch.Tensor, tensors: Iterable[Any], part: str) -> None:
+        """Tensors that exist already, and belong to the block of a tensor of the model."""
+        self.visit(owner, part)
+        self._recorder.adopt((tensor for tensor in tensors if isinstance(tensor, torch.Tensor)), part)
+
+    def watch_state_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """See which parameter's state is made in the first step; torch's optimizers make it in `_init_group`."""
+        for parameter in list(optimizer.state):  # Adagrad makes its state with itself
+            self.adopt(parameter, optimizer.state[parameter].values(), "state")
+        self.leave()
+        optimizer.state = _State(lambda parameter: self.visit(parameter, "state"), optimizer.state)
+        name = "_fresh_state" if hasattr(optimizer, "_fresh_state") else "_init_group"
+        make: Callable[..., Any] | None = getattr(optimizer, name, None)
+        if make is None:
+            return
+
+        def make_watched(*args: Any, **kwargs: Any) -> Any:
+            with self._recorder.born_as("state"):
+                made = make(*args, **kwargs)  # of a parameter, or of a group
+            self.leave()
+            return made
+
+        setattr(optimizer, name, make_watched)
+
+    def visit(self, tensor: torch.Tensor, kind: str) -> None:
+        """What is made now belongs to the block of this parameter or buffer."""
+        owner = self._owners.get(id(tensor))
+        if owner != self._here:
+            self._here = owner
+            self._recorder.enter(kind if owner is not None else "", owner)
+
+    def leave(self) -> None:
+        """What is made now belongs to no block."""
+        if self._here is not None:
+            self._here = None
+            self._recorder.enter("", None)
+
+
+class _State(defaultdict[torch.Tensor, Any]):
+    """The state of an optimizer, which calls a function when that of a parameter is asked for and is missing."""
+
+    def __init__(self, visit: Callable[[torch.Tensor], None], before: Mapping[torch.Tensor, Any]) -> None:
+        super().__init__(dict, before)
+        self._visit = visit
+
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        self._visit(parameter)
+        return super().__missing__(parameter)
