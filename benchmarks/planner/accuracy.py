@@ -150,11 +150,15 @@ class Predictor:
         gpu = Gpu(flash=row.values["flash"])
         if "recipe" in row.values:
             return self._own(row.values, gpu)
-        return trace_plain_step(**{key: row.values[key] for key in OF_A_PLAIN_STEP}, gpu=gpu)
+        options = {key: row.values[key] for key in OF_A_PLAIN_STEP}
+        return trace_plain_step(recomputes=options.pop("gradient_checkpointing"), **options, gpu=gpu)
 
     def _own(self, values: dict[str, Any], gpu: Any) -> Any:
+        from trimtab.planner.shapes import BatchShape
         from trimtab.planner.trace import recipe_step as tracing
         from trimtab.recipe.load import load_recipe
+        from trimtab.techniques.apply import method_values, plain_spec
+        from trimtab.techniques.base import as_text
 
         changes = [f"{key}={json.dumps(value)}" for key, value in values["changes"].items()]
         path = ROOT / "benchmarks" / "memory" / values["recipe"]
@@ -162,18 +166,13 @@ class Predictor:
         key = (values["recipe"], str(recipe.adapter), str(values["flash"]))
         if key not in self._tracers:
             self._tracers[key] = tracing.StepTracer(recipe, CAUSAL_LM, gpu)
-        choice = tracing.Choice(
-            values["precision"],
-            values["optimizer"],
-            values["loss"],
-            values["kernels"],
-            values["gradient_checkpointing"],
-            values["offload"],
-        )
-        shape = tracing.BatchShape(values["micro_batch_size"], values["length"], values["is_padded"])
+        keys = ("optimizer", "loss", "kernels", "gradient_checkpointing", "offload")
+        techniques = {key: as_text(values[key]) for key in keys} | method_values(recipe)
+        spec = plain_spec(values["micro_batch_size"], values["precision"], **techniques)
+        shape = BatchShape(values["micro_batch_size"], values["length"], values["is_padded"])
         num_micro = -(-values["batch_size"] // values["micro_batch_size"])
         with _as_measured(tracing, values):
-            return self._tracers[key].trace(choice, shape, num_micro)
+            return self._tracers[key].trace(spec, shape, num_micro)
 
 
 def _seconds(row: Row, ops: Any) -> float | None:
@@ -202,10 +201,12 @@ _NOT_OF_THE_STEP = ("measured", "name", "table", "cap", "changes")
 @contextlib.contextmanager
 def _as_measured(tracing: Any, values: dict[str, Any]) -> Iterator[None]:
     """Inside, steps are those of the trimtab that was measured: a row says where it was another than today's."""
-    build_loss, take_step, held = tracing.build_loss, tracing.take_step, []
+    from trimtab.techniques import attention_backend
 
-    def build_holding_loss(*args: Any, **kwargs: Any) -> Any:
-        loss = build_loss(*args, **kwargs)
+    make_loss, take_step, held = tracing.make_loss, tracing.take_step, []
+
+    def make_holding_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = make_loss(*args, **kwargs)
 
         def hold(model: Any, batch: Any) -> Any:
             step = loss(model, batch)
@@ -221,9 +222,9 @@ def _as_measured(tracing: Any, values: dict[str, Any]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if not values["repeats_heads"]:  # of grouped attention, where the flash kernel does not run
-            stack.enter_context(mock.patch.object(tracing, "repeat_heads", return_value=False))
+            stack.enter_context(mock.patch.object(attention_backend, "has_grouped_heads", return_value=False))
         if values["holds_logits"]:  # while the optimizer steps
-            stack.enter_context(mock.patch.object(tracing, "build_loss", build_holding_loss))
+            stack.enter_context(mock.patch.object(tracing, "make_loss", make_holding_loss))
             stack.enter_context(mock.patch.object(tracing, "take_step", take_and_let_go))
         yield
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -99,33 +98,31 @@ def recipe_of(one: dict[str, Any], budget: int | None, out: str) -> Any:
 
 def planner_of(recipe: Any) -> Any:
     """What `fit` asks on an H200, without one."""
-    from trimtab.planner.decide import _Rows
-    from trimtab.planner.recipe_planner import LengthsOfData, Planner
+    from trimtab.planner.survey import RecipeRows, planner_for
     from trimtab.planner.target import known_target
 
-    rows = _Rows(recipe)
-    lengths, target = LengthsOfData(recipe, rows.tokens, rows.data.task), known_target("h200", None)
-    return Planner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
+    return planner_for(recipe, known_target("h200", None), RecipeRows(recipe))
 
 
 def smallest_total(planner: Any) -> int:
-    """What the smallest plan needs: every lever, and one row at once, or all, which need no gradients from before."""
-    *_, last = planner.space.lever_sets()
-    ends = (planner.space.rows[0], planner.space.rows[-1])
-    return min(planner.prediction(replace(last, rows=rows)).total for rows in ends)
+    """What the smallest plan needs: every technique, with micro-batches of one row, or with one micro-batch."""
+    *_, last = planner.space.sets()
+    ends = (planner.space.micro_batches[0], planner.space.micro_batches[-1])
+    return min(planner.prediction(last.with_micro_batch(size)).total for size in ends)
 
 
 def predicted(run: dict[str, Any]) -> tuple[int, int]:
-    """The peaks of a run's steps and evaluations, from the levers that it had."""
-    from trimtab.planner.search import Candidate
+    """The peaks of a run's steps and evaluations, from the techniques that it used."""
+    from trimtab.techniques.apply import plain_spec
 
     one, plan = RECIPES[run["recipe"]], run["plan"]
     recipe = recipe_of(one, run["budget"], "nowhere")
     evaluate = recipe.evaluate.model_copy(update={"batch_size": plan["eval_micro_batch"]})
     planner = planner_of(recipe.model_copy(update={"evaluate": evaluate}))
-    levers = ("micro_batch_size", "loss", "optimizer", "offload", "gradient_checkpointing", "kernels")
-    candidate = Candidate(*(plan[lever] for lever in levers), one.get("adapter", "none"))
-    return planner.prediction(candidate).allocated, planner.evaluation(candidate)[1].allocated
+    keys = ("loss", "optimizer", "offload", "gradient_checkpointing", "kernels", "attention_backend")
+    techniques = {key: plan[key] for key in keys if key in plan} | {"adapter": one.get("adapter", "none")}
+    spec = plain_spec(plan["micro_batch_size"], planner.precision, **techniques)
+    return planner.prediction(spec).allocated, planner.evaluation(spec)[1].allocated
 
 
 def child() -> None:

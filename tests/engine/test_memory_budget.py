@@ -19,6 +19,8 @@ from trimtab.planner.largest_batch import largest_batch
 from trimtab.planner.memory import predict
 from trimtab.planner.target import known_target, target_here
 from trimtab.planner.trace.own_step import OwnStep
+from trimtab.techniques.apply import plain_spec
+from trimtab.techniques.base import as_text
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -86,12 +88,14 @@ def train(engine, model, optimizer, loader, scheduler, epochs=2):
     return model
 
 
-def predicted(recomputed="none", *, is_8bit=False, made=None, precision="no", num_micro=1):
+def predicted(recomputed="none", *, is_8bit=False, made=None, precision="fp32", num_micro=1):
     """What a step takes on this machine's CPU, nothing else counted."""
     model, optimizer, loader, _ = made or parts()
     target = replace(target_here(CPU, None), outside_bytes=0)
-    step = OwnStep(model, optimizer, precision, num_micro, target)
-    return target.as_here(predict(step.trace(largest_batch(loader), recomputed, is_8bit=is_8bit))).allocated
+    step = OwnStep(model, optimizer, num_micro, target)
+    name = type(optimizer).__name__ + ("8bit" if is_8bit else "")
+    spec = plain_spec(8, precision, optimizer=name, gradient_checkpointing=as_text(recomputed))
+    return target.as_here(predict(step.trace(spec, largest_batch(loader)))).allocated
 
 
 def budget_for(*args, **kwargs):
@@ -109,21 +113,21 @@ def test_more_is_recomputed_as_memory_gets_short_and_the_weights_stay_the_same(a
     for word, spelled in (("none", "none"), ("every", "{every: 2}"), ("all", "all")):
         caplog.clear()
         engine, *rest = prepared(sizes[word])
-        assert engine._memory_planner.chosen.recomputed == spelled
+        assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == spelled
         num_wrapped = sum("_trimtab_plain_block" in module.__dict__ for module in rest[0].modules())
         assert num_wrapped == {"none": 0, "every": 2, "all": 4}[word]
         assert same_weights(train(engine, *rest), plain), word
-    assert "all blocks recomputed, predicted" in caplog.text
-    assert "; as it is it would be " in caplog.text
+    assert "recompute all, predicted" in caplog.text
+    assert "; nothing recomputed would need " in caplog.text
 
 
 def test_a_budget_of_the_whole_process_is_planned_and_watched(caplog):
     """Nothing is stood in for here: what Python and its packages take is counted, too."""
     engine, *rest = prepared(memory_in_use(CPU) + 2**30)
     train(engine, *rest, epochs=1)
-    assert engine._memory_planner.chosen.recomputed == "none"
+    assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "none"
     assert memory_in_use(CPU) / 2 < engine._memory_planner.chosen.total_bytes
-    assert "at the peak so far; predicted" in caplog.text
+    assert "memory_budget: the measured peak so far is" in caplog.text
     assert "more than memory.budget" not in caplog.text
     assert "figures of a CPU are estimates" in caplog.text
 
@@ -132,8 +136,8 @@ def test_on_a_cpu_passing_the_budget_is_said_and_nothing_is_refused(caplog):
     engine, *rest = prepared("1MiB")
     train(engine, *rest, epochs=1)
     assert "it does not fit into 1.0 MiB (cpu)" in caplog.text
-    assert "that smallest plan is taken" in caplog.text
-    assert engine._memory_planner.chosen.recomputed == "all"
+    assert "the smallest plan is used" in caplog.text
+    assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "all"
     assert caplog.text.count("which cannot be enforced there") == 1
 
 
@@ -156,7 +160,7 @@ def test_the_trace_is_of_the_user_s_own_model_and_optimizer():
 
 def test_precision_left_to_the_engine_is_what_the_device_does():
     assert Engine(device="cpu", mixed_precision="auto").mixed_precision == "no"
-    halves = [predicted(precision=name) for name in ("bf16", "no")]
+    halves = [predicted(precision=name) for name in ("bf16", "fp32")]
     assert halves[0] < halves[1]
 
 
@@ -164,9 +168,9 @@ def test_gradient_checkpointing_of_the_user_s_own_stays(alone, caplog):
     model = bert()
     model.gradient_checkpointing_enable()
     engine, *_ = prepared("1MiB", parts(model))
-    assert engine._memory_planner.chosen.recomputed == "none"
+    assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "none"
     assert model.is_gradient_checkpointing
-    assert "the model's own gradient checkpointing stays" in caplog.text
+    assert "the model's own gradient checkpointing is kept" in caplog.text
 
 
 def test_decoders_and_their_caches(alone):
@@ -181,7 +185,7 @@ def test_decoders_and_their_caches(alone):
 
     plain = train(engine := Engine(device="cpu"), *engine.prepare(*made()))
     engine, *rest = prepared(budget_for("all", made=made()), made())
-    assert engine._memory_planner.chosen.recomputed == "all"
+    assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "all"
     assert same_weights(train(engine, *rest), plain)
 
 
@@ -193,13 +197,13 @@ def test_state_of_8_bits_is_a_choice_only_where_it_is_allowed(alone, caplog):
     budget = budget_for("all", is_8bit=True)
     assert budget < budget_for("all")
     engine, *_ = prepared(budget)
-    assert not engine._memory_planner.chosen.is_8bit
+    assert engine._memory_planner.chosen.spec["optimizer"] == "AdamW"
     assert 'memory_allow=["8bit"]' in caplog.text
     made = parts()
     engine, model, optimizer, loader, scheduler = prepared(budget, made, memory_allow=["8bit"])
-    assert engine._memory_planner.chosen.is_8bit
+    assert engine._memory_planner.chosen.spec["optimizer"] == "AdamW8bit"
     assert type(optimizer.optimizer) is AdamW8bit
-    assert "the optimizer's state in 8 bits" in caplog.text
+    assert "AdamW8bit" in caplog.text
     before = [parameter.clone() for parameter in model.parameters()]
     train(engine, model, optimizer, loader, scheduler, epochs=1)
     assert not all(map(torch.equal, before, model.parameters()))
@@ -212,12 +216,12 @@ def test_what_keeps_an_optimizer_from_8_bits_is_said(alone, caplog):
     model, _, loader, _ = parts()
     amsgrad = torch.optim.AdamW(model.parameters(), amsgrad=True)
     Engine(device="cpu", memory_budget="1GiB", memory_allow=["8bit"]).prepare(model, amsgrad, loader)
-    assert "state of 8 bits was not a choice: AdamW with state of 8 bits has no amsgrad" in caplog.text
+    assert "8-bit optimizer state is not possible: AdamW with state of 8 bits has no amsgrad" in caplog.text
     made = parts()
     train(engine := Engine(device="cpu"), *engine.prepare(*made), epochs=1)
     engine, *_ = prepared(budget_for("all", is_8bit=True), made, memory_allow=["8bit"])
     assert "the state of this AdamW is there already" in caplog.text
-    assert not engine._memory_planner.chosen.is_8bit
+    assert engine._memory_planner.chosen.spec["optimizer"] == "AdamW"
 
 
 # ---------------------------------------------------------------------- it does not fit
@@ -249,7 +253,7 @@ def test_what_is_proposed_does_fit(monkeypatch):
     size = int(fitting.partition("batch_size=")[2].partition(")")[0])
     assert 1 <= size < 512
     engine, *_ = prepared("1000MiB", parts(bert(2), rows(512), batch_size=size))
-    assert engine._memory_planner.chosen.recomputed == "all"
+    assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "all"
 
 
 def test_more_than_there_is_and_unknown_words_are_refused():
@@ -315,7 +319,7 @@ def test_what_is_not_known_is_said_in_one_line(caplog, made, words):
     lines = [line for line in caplog.messages if line.startswith("memory_budget")]
     assert len(lines) == 1
     assert words in lines[0]
-    assert "nothing is predicted, and nothing changed" in lines[0]
+    assert "nothing is predicted, and nothing is changed" in lines[0]
 
 
 def test_a_single_model_and_later_parts_are_told_once(caplog):
@@ -328,8 +332,8 @@ def test_a_single_model_and_later_parts_are_told_once(caplog):
 def test_a_loss_that_is_not_the_model_s_is_said(alone, caplog):
     data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows()]
     engine, *_ = prepared("1GiB", parts(data=data))
-    assert "not in the figures is the loss, for which the batches have no labels" in caplog.text
-    assert engine._memory_planner.chosen.recomputed == "none"
+    assert "the loss, for which batches have no labels, and evaluation are not predicted" in caplog.text
+    assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "none"
 
 
 # ---------------------------------------------------------------------- the loader stays as it was

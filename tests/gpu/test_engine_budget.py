@@ -72,13 +72,13 @@ def test_each_budget_is_held_and_foretold(precision, caplog):
     """From plenty to just enough: less memory, the same losses, but for the order of a GPU's sums."""
     caplog.set_level(logging.INFO, logger="trimtab")
     chosen, losses, free = train("60GiB", precision)
-    assert chosen.recomputed == "none"
+    assert chosen.spec["gradient_checkpointing"] == "none"
     assert chosen.allocated_bytes == pytest.approx(free, rel=0.01)
     outside = usually_outside(with_kernels=False)
     peaks = {"none": free}
     for share in (0.85, 0.55):
         chosen, others, peak = train(f"{outside + int(free * share)}B", precision)
-        peaks[chosen.recomputed] = peak
+        peaks[chosen.spec["gradient_checkpointing"]] = peak
         assert chosen.allocated_bytes == pytest.approx(peak, rel=0.01), chosen
         assert others == pytest.approx(losses, rel=1e-3), chosen
     assert list(peaks) == ["none", "{every: 2}", "all"]
@@ -90,7 +90,7 @@ def test_state_of_8_bits_where_it_is_allowed():
     _, _, free = train("60GiB", length=16)
     budget = usually_outside(with_kernels=True) + int(free * 0.8)
     chosen, _, peak = train(f"{budget}B", allow=["8bit"], length=16)
-    assert chosen.is_8bit
+    assert chosen.spec["optimizer"] == "AdamW8bit"
     assert chosen.allocated_bytes == pytest.approx(peak, rel=0.01)
 
 

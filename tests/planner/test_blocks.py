@@ -7,12 +7,15 @@ import pytest
 
 from trimtab import Recipe
 from trimtab.planner.memory import predict
-from trimtab.planner.trace import recipe_step as tracing
+from trimtab.planner.shapes import BatchShape
+from trimtab.planner.trace import model_trace
 from trimtab.planner.trace.blocks import NotPeriodic, Repeat, extend, find_repeat
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.plain_step import trace_plain_step
-from trimtab.planner.trace.recipe_step import BatchShape, Choice, StepTracer
+from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.shortened_model import shorten, stacks_of
+from trimtab.techniques.apply import plain_spec
+from trimtab.techniques.base import as_text
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 200}
 CONFIGS = {
@@ -135,11 +138,16 @@ def test_the_derived_trace_is_the_traced_one(tracers, name, adapter, which, monk
             failures.append(error)
             raise
 
-    monkeypatch.setattr(tracing, "extend", noted)
-    choice = Choice("bf16", "adamw", gradient_checkpointing=which)
+    monkeypatch.setattr(model_trace, "extend", noted)
+    spec = plain_spec(
+        2,
+        "bf16",
+        gradient_checkpointing=as_text(which),
+        adapter=adapter if isinstance(adapter, str) else adapter["kind"],
+    )
     batch = BatchShape(2, 24, target_length=10 if name == "t5" else None)
-    derived = tracer.trace(choice, batch, num_micro=2)
-    traced = tracer.trace(choice, batch, num_micro=2, whole=True)
+    derived = tracer.trace(spec, batch, num_micro=2)
+    traced = tracer.trace(spec, batch, num_micro=2, whole=True)
     assert_same(derived, traced)
     assert bool(failures) is ((name, adapter) == ("gpt2", "qlora")), "else all of it was traced, and nothing derived"
 
@@ -186,21 +194,21 @@ def test_and_not_because_nothing_was_left_out(tracers, name):
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", pytest.param("paged-adamw8bit", marks=pytest.mark.slow), "sgd"])
 def test_optimizers(tracers, optimizer):
-    choice, batch = Choice("bf16", optimizer), BatchShape(2, 24, is_padded=True)
-    assert_same(tracers("llama").trace(choice, batch), tracers("llama").trace(choice, batch, whole=True))
+    spec, batch = plain_spec(2, "bf16", optimizer=optimizer), BatchShape(2, 24, is_padded=True)
+    assert_same(tracers("llama").trace(spec, batch), tracers("llama").trace(spec, batch, whole=True))
 
 
 def test_what_adafactor_makes_for_one_parameter_after_the_other_does_not_change_the_peak(tracers):
-    choice, batch = Choice("bf16", "adafactor"), BatchShape(2, 24)
-    derived, traced = (predict(tracers("llama").trace(choice, batch, whole=whole)) for whole in (False, True))
+    spec, batch = plain_spec(2, "bf16", optimizer="adafactor"), BatchShape(2, 24)
+    derived, traced = (predict(tracers("llama").trace(spec, batch, whole=whole)) for whole in (False, True))
     assert derived.allocated == traced.allocated
     assert derived.parts == traced.parts
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow), "bf16-pure"])
 def test_precisions(tracers, precision):
-    choice, batch = Choice(precision, "adamw", loss="chunked", kernels="liger"), BatchShape(2, 24)
-    assert_same(tracers("llama").trace(choice, batch), tracers("llama").trace(choice, batch, whole=True))
+    spec, batch = plain_spec(2, precision, loss="chunked", kernels="liger"), BatchShape(2, 24)
+    assert_same(tracers("llama").trace(spec, batch), tracers("llama").trace(spec, batch, whole=True))
 
 
 def assert_same_but_for_the_order_in_lists(derived, traced):
@@ -212,8 +220,8 @@ def assert_same_but_for_the_order_in_lists(derived, traced):
 
 
 def test_an_optimizer_that_works_on_lists(tracers):
-    choice, batch = Choice("bf16", "adagrad"), BatchShape(2, 24)
-    derived, traced = (tracers("llama").trace(choice, batch, whole=whole) for whole in (False, True))
+    spec, batch = plain_spec(2, "bf16", optimizer="adagrad"), BatchShape(2, 24)
+    derived, traced = (tracers("llama").trace(spec, batch, whole=whole) for whole in (False, True))
     assert_same_but_for_the_order_in_lists(derived, traced)
 
 
@@ -232,7 +240,7 @@ def test_steps_of_plain_transformers(name, optimizer, implementation):
     arguments = {
         "precision": "bf16",
         "mask": "padded",
-        "gradient_checkpointing": optimizer == "sgd",
+        "recomputes": optimizer == "sgd",
         "optimizer": optimizer,
         "implementation": implementation,
         "target_length": 10 if name == "t5" else None,
@@ -255,7 +263,7 @@ def test_where_blocks_are_named_one_by_one_all_are_traced():
         }
     )
     tracer = StepTracer(recipe, CAUSAL, Gpu())
-    trace = tracer.trace(Choice("bf16", "adamw"), BatchShape(2, 24))
+    trace = tracer.trace(plain_spec(2, "bf16", optimizer="adamw"), BatchShape(2, 24))
     assert len(trace.gradients) == len(list(tracer.skeleton().parameters())) - 9, "all but those of one block"
 
 
@@ -312,5 +320,5 @@ def test_what_is_left_out_is_like_what_stands_for_it(kinds):
 
 
 def test_without_a_repeat_a_trace_stays_as_it_is(tracers):
-    trace = tracers("llama").trace(Choice("fp32", "sgd"), BatchShape(1, 8), whole=True)
+    trace = tracers("llama").trace(plain_spec(2, "fp32", optimizer="sgd"), BatchShape(1, 8), whole=True)
     assert extend(trace, {}) is trace

@@ -10,13 +10,14 @@ import trimtab.training.evaluate
 from tiny_runs import reviews, write_csv
 from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import memory_in_use
-from trimtab.planner import decide as settling
+from trimtab.planner import decide as deciding
 from trimtab.planner.memory import predict
-from trimtab.planner.recipe_planner import LengthsOfData, OneLength, Planner, named_task
-from trimtab.planner.search import Candidate
+from trimtab.planner.recipe_planner import RecipePlanner
+from trimtab.planner.shapes import LengthsOfData, OneLength, named_task
+from trimtab.planner.survey import RecipeRows, survey
 from trimtab.planner.target import known_target
 from trimtab.planner.time import step_seconds
-from trimtab.planner.trace.recipe_step import Choice
+from trimtab.techniques.apply import plain_spec
 
 GIB = 2**30
 CONFIG = {
@@ -40,16 +41,25 @@ def recipe(**sections):
 
 
 def planner(made, gpu="t4", budget=None, length=512):
-    return Planner(made, named_task(made), known_target(gpu, budget), OneLength(length))
+    return RecipePlanner(made, named_task(made), known_target(gpu, budget), OneLength(length))
+
+
+def values_of(space):
+    return {axis.technique.key: axis.values for axis in space.axes}
 
 
 def test_what_is_open():
     space = planner(recipe()).space
-    assert space.rows == (16, 8, 4, 2, 1)
-    assert space.losses == ("plain", "chunked")
-    assert space.recomputed == ("none", "{every: 2}", "all")
-    assert space.optimizers == ("adamw",)
-    assert space.offloads == ("none",), "embeddings that train stay on the device"
+    assert space.micro_batches == (16, 8, 4, 2, 1)
+    assert values_of(space) == {
+        "adapter": ("none",),
+        "gradient_checkpointing": ("none", "{every: 2}", "all"),
+        "loss": ("plain", "chunked"),
+        "optimizer": ("adamw",),
+        "offload": ("none",),  # embeddings that train stay on the device
+        "kernels": ("plain",),
+        "attention_backend": ("torch",),
+    }
 
 
 @pytest.mark.parametrize(("gpu", "more"), [("a100", 2 * (32 * 2**20 - 8320 * 1024)), ("h200", 0)])
@@ -58,7 +68,7 @@ def test_deterministic_kernels_have_work_memory_of_their_own(gpu, more):
 
     def library_bytes(deterministic):
         asked = planner(recipe(train={"batch_size": 2, "deterministic": deterministic}), gpu, length=64)
-        births = asked.prediction(Candidate(2, optimizer="adamw")).trace.births.values()
+        births = asked.prediction(plain_spec(2, asked.precision)).trace.births.values()
         return sum(birth.size for birth in births if birth.part == "library")
 
     assert library_bytes(True) - library_bytes(False) == more
@@ -66,17 +76,22 @@ def test_deterministic_kernels_have_work_memory_of_their_own(gpu, more):
 
 def test_what_is_fixed_is_kept():
     memory = {"micro_batch": 3, "gradient_checkpointing": {"layers": [0, -1]}, "loss": "plain", "allow": ["8bit"]}
+    memory["attention_backend"] = "efficient"
     space = planner(recipe(memory=memory, train={"batch_size": 16, "optimizer": "adam"}, adapter="lora")).space
-    assert space.rows == (3,)
-    assert space.losses == ("plain",)
-    assert space.recomputed == ("{layers: [0, -1]}",)
-    assert space.optimizers == ("adam", "adam8bit")
-    assert space.offloads == ("none", "embeddings")
-    assert space.adapter == "lora"
+    assert space.micro_batches == (3,)
+    assert values_of(space) == {
+        "adapter": ("lora",),
+        "gradient_checkpointing": ("{layers: [0, -1]}",),
+        "loss": ("plain",),
+        "optimizer": ("adam", "adam8bit"),
+        "offload": ("none", "embeddings"),
+        "kernels": ("plain",),
+        "attention_backend": ("efficient",),
+    }
 
 
 def test_small_logits_are_not_cut():
-    assert planner(recipe(), length=32).space.losses == ("plain",)
+    assert values_of(planner(recipe(), length=32).space)["loss"] == ("plain",)
 
 
 @pytest.mark.parametrize(("gpu", "wanted", "precision"), [("t4", "auto", "fp16"), ("a100", "auto", "bf16")])
@@ -88,8 +103,9 @@ def test_precision_follows_the_device_that_is_planned_for(gpu, wanted, precision
 def test_two_micro_batches_stand_for_more():
     """The peak is that of many micro-batches, the time that of all of them."""
     made = planner(recipe(train={"batch_size": 8}))
-    many, few = (made.estimate(Candidate(rows)) for rows in (1, 4))
-    whole = made._tracer("none").trace(Choice(made.precision, "adamw"), made.lengths.shape(1), 8)
+    many, few = (made.estimate(plain_spec(rows, made.precision)) for rows in (1, 4))
+    spec = plain_spec(1, made.precision)
+    whole = made.tracer(spec).trace(spec, made.lengths.shape(1), 8)
     assert many.allocated_bytes == pytest.approx(predict(whole).allocated, rel=1e-4)
     assert many.step_s == pytest.approx(step_seconds(whole.ops, made.target.device).seconds, rel=0.01)
     assert many.step_s > few.step_s
@@ -135,7 +151,7 @@ def train(tiny, own_folder):
 
 
 def test_on_a_cpu_without_a_budget_nothing_is_predicted(train, monkeypatch):
-    monkeypatch.setattr(settling, "_planner", None)  # would fail if it were asked
+    monkeypatch.setattr(deciding._Question, "_planner", None)  # would fail if it were asked
     plan = train("plain").plan
     assert (plan.micro_batch_size, plan.gradient_checkpointing, plan.offload) == (8, "none", "none")
     assert plan.predicted_peak_bytes is None
@@ -166,7 +182,7 @@ def test_a_budget_that_is_small_decides_and_a_resumed_run_keeps_it(train, monkey
     assert stored["predicted_peak_bytes"] == held.plan.predicted_peak_bytes
     recipe_text = (own_folder / "held" / "recipe.yaml").read_text()
     assert "micro_batch: auto" in recipe_text, "the recipe stays open, the plan has decided"
-    monkeypatch.setattr(settling, "_planner", None)
+    monkeypatch.setattr(deciding._Question, "_planner", None)
     again = train("held", resume=True, memory={"budget": "1MiB"}, max_steps=6)
     levers = ("micro_batch_size", "gradient_checkpointing", "loss", "kernels", "offload", "predicted_peak_bytes")
     assert [getattr(again.plan, name) for name in levers] == [getattr(held.plan, name) for name in levers]
@@ -180,11 +196,11 @@ def test_what_was_chosen_reaches_the_run(train, monkeypatch):
     memory = {"loss": "plain", "offload": "none", "gradient_checkpointing": "none"}
     larger = recipe(train={"batch_size": 8}, memory=memory, adapter="lora")
 
-    def on_a_card(recipe, *parts):
+    def on_a_card(question):
         return planner(larger, "t4", budget)
 
-    monkeypatch.setattr(settling, "_is_planned", lambda recipe, device: True)
-    monkeypatch.setattr(settling, "_planner", on_a_card)
+    monkeypatch.setattr(deciding, "_is_planned", lambda recipe, device: True)
+    monkeypatch.setattr(deciding._Question, "_planner", on_a_card)
     budget = "14GiB"
     plan = train("roomy").plan
     assert (plan.micro_batch_size, plan.gradient_checkpointing, plan.budget_bytes) == (8, "none", 14 * GIB)
@@ -202,7 +218,7 @@ def test_a_model_that_cannot_be_traced_trains_all_the_same(train, monkeypatch, c
     def fails(*parts):
         raise NotImplementedError("no such operation")
 
-    monkeypatch.setattr(settling, "_planner", fails)
+    monkeypatch.setattr(deciding._Question, "_planner", fails)
     with caplog.at_level("INFO", logger="trimtab"):
         plan = train("odd", memory={"budget": "auto"}).plan
     assert (plan.micro_batch_size, plan.gradient_checkpointing) == (8, "none")
@@ -212,7 +228,7 @@ def test_a_model_that_cannot_be_traced_trains_all_the_same(train, monkeypatch, c
 def test_lengths_of_data(tiny, own_folder):
     rows = write_csv(own_folder / "reviews.csv", reviews(40))
     made = trimtab.Recipe(model=tiny.folder("bert"), data={"train": str(rows)}, train={"batch_size": 8})
-    found = settling._Rows(made)
+    found = RecipeRows(made)
     lengths = LengthsOfData(made, found.tokens, found.data.task)
     all_lengths = found.tokens.train.lengths
     assert lengths.longest == max(all_lengths)
@@ -222,8 +238,8 @@ def test_lengths_of_data(tiny, own_folder):
     # one row at once is never padded: the mean of all rows
     real = sum(all_lengths) / len(all_lengths) / max(all_lengths)
     steps = -(-len(all_lengths) // 8)
-    assert lengths.share(1) == pytest.approx(real * len(all_lengths) / (steps * 8))
-    assert lengths.share(8) >= lengths.share(1)
+    assert lengths.mean_share(1) == pytest.approx(real * len(all_lengths) / (steps * 8))
+    assert lengths.mean_share(8) >= lengths.mean_share(1)
 
 
 # ---------------------------------------------------------------------- evaluations, the host, other processes
@@ -232,27 +248,27 @@ def test_lengths_of_data(tiny, own_folder):
 def test_an_evaluation_is_cut_to_what_fits():
     """Plain logits of 64 rows of 512 tokens alone are 4 GiB in fp32."""
     made = recipe(memory={"loss": "plain"}, evaluate={"batch_size": 64})
-    all_rows, found = planner(made, "a100").evaluation(Candidate(1))
+    all_rows, found = planner(made, "a100").evaluation(plain_spec(1, "bf16"))
     assert all_rows == 64
     assert found.allocated > 4 * GIB
     tight = planner(made, "a100", "3GiB")
-    rows, smaller = tight.evaluation(Candidate(1))
+    rows, smaller = tight.evaluation(plain_spec(1, "bf16"))
     assert rows in (8, 16, 32)
     assert smaller.total <= 3 * GIB
     assert smaller.allocated < found.allocated / 2
-    outlook = settling._outlook(tight, tight.choose().chosen)
+    outlook = deciding.outlook_of(tight, tight.choose().chosen)
     assert outlook.eval_micro_batch == rows
     assert outlook.predicted_peak_bytes >= outlook.predicted_eval_peak_bytes
 
 
 def test_evaluations_begin_with_what_was_planned(train, monkeypatch):
     sizes = []
-    real = settling.Planner.evaluation
+    real = RecipePlanner.evaluation
 
-    def few(planner, candidate):
-        return 2, real(planner, candidate)[1]
+    def few(planner, spec):
+        return 2, real(planner, spec)[1]
 
-    monkeypatch.setattr(settling.Planner, "evaluation", few)
+    monkeypatch.setattr(RecipePlanner, "evaluation", few)
     cut = trimtab.training.evaluate.cut_rows
     monkeypatch.setattr(
         "trimtab.training.evaluate.cut_rows", lambda batch, rows: sizes.append(rows) or cut(batch, rows)
@@ -273,7 +289,7 @@ def test_the_vocabulary_is_that_of_the_tokenizer(tiny, own_folder):
         train={"max_steps": 1},
         out=str(own_folder / "run"),
     )
-    found = settling.survey(made, gpu="t4", thorough=False).plan
+    found = survey(made, gpu="t4", thorough=False).plan
     result = trimtab.fit(made, progress="quiet", device="cpu")
     assert found.num_parameters == result.plan.num_parameters
 
@@ -299,18 +315,18 @@ def test_only_one_process_traces(monkeypatch):
         raise AssertionError("the other processes were asked")
 
     monkeypatch.setattr("trimtab.engine.engine.find_world", others)
-    assert planner(recipe()).prediction(Candidate(1)).allocated > 0
+    assert planner(recipe()).prediction(plain_spec(1, "fp16")).allocated > 0
 
 
 def test_the_host_is_planned_for_too():
-    found = settling.survey(recipe(), gpu="t4", length=128, thorough=False)
+    found = survey(recipe(), gpu="t4", length=128, thorough=False)
     plan = found.plan
     weights = 4 * plan.num_parameters
     assert plan.predicted_host_bytes > 3 * weights, "a snapshot of weights and both moments"
     assert plan.predicted_disk_bytes == pytest.approx(3 * 3 * weights + 2 * weights, rel=0.01)
-    (line,) = found.besides()
-    assert line.startswith("Besides: evaluations of ")
-    unsaved = settling.survey(recipe(checkpoint={"every": None}), gpu="t4", length=128, thorough=False).plan
+    (line,) = found.notes()
+    assert line.startswith("Also predicted: evaluation in batches of ")
+    unsaved = survey(recipe(checkpoint={"every": None}), gpu="t4", length=128, thorough=False).plan
     assert unsaved.predicted_disk_bytes == pytest.approx(2 * weights, rel=0.01)
 
 

@@ -5,28 +5,35 @@ from dataclasses import replace
 import pytest
 
 from trimtab.planner.explain import Change, Rung, bar, cannot_fit, legend, reason, rung, shown, table, words_of
-from trimtab.planner.search import Candidate, Estimate, Row
+from trimtab.planner.search import Estimate, Row
+from trimtab.techniques.apply import plain_spec
 
 GIB = 2**30
+PLAIN = plain_spec(1, "bf16")
 PARTS = {"weights": 2 * GIB, "activations": 5 * GIB, "outside the allocator": GIB}
 
 
 def make(rows, total_gib, tokens_s, *, fits=True, chosen=False, recomputed="none", alternative=False):
     parts = {"weights": GIB, "activations": int((total_gib - 1) * GIB)}
-    candidate = Candidate(rows, recomputed=recomputed, adapter="lora" if alternative else "none")
-    return Rung(candidate, parts, tokens_s, 1.0, None, fits, chosen, alternative)
+    adapter = "lora" if alternative else "none"
+    spec = plain_spec(rows, "bf16", gradient_checkpointing=recomputed, adapter=adapter)
+    return Rung(spec, parts, tokens_s, 1.0, None, fits, chosen, alternative)
 
 
 def test_words():
-    assert words_of(Candidate(4, "chunked", recomputed="all")) == "micro-batch 4, recompute all, loss chunked"
-    assert words_of(Candidate(1, recomputed="{every: 2}")) == "micro-batch 1, recompute every 2nd"
-    assert words_of(Candidate(2, optimizer="adamw8bit", offload="embeddings", adapter="qlora"), "adamw") == (
-        "QLoRA, micro-batch 2, adamw8bit, embeddings on host"
-    )
+    plain = plain_spec(4, "bf16")
+    assert words_of(plain, plain) == "micro-batch 4"
+    spec = plain.having({"gradient_checkpointing": "all", "loss": "chunked"})
+    assert words_of(spec, plain) == "micro-batch 4, recompute all, loss chunked"
+    spec = plain.having({"gradient_checkpointing": "{every: 2}", "attention_backend": "flash"})
+    assert words_of(spec.with_micro_batch(1), spec) == "micro-batch 1, recompute every 2nd"
+    assert words_of(spec, plain) == "micro-batch 4, recompute every 2nd, attention flash"
+    spec = plain.having({"optimizer": "adamw8bit", "offload": "embeddings", "adapter": "qlora"})
+    assert words_of(spec, plain) == "QLoRA, micro-batch 4, adamw8bit, embeddings on host"
 
 
 def test_a_row_gets_slack_and_what_is_outside():
-    row = Row(Candidate(1), Estimate(True, 700, 50, {"weights": 300, "activations": 400}, 2.0, 10.0))
+    row = Row(plain_spec(1, "bf16"), Estimate(True, 700, 50, {"weights": 300, "activations": 400}, 2.0, 10.0))
     found = rung(row, needed_bytes=720, num_steps=30)
     assert found.total_bytes == 720 + 50
     assert found.parts["allocator slack"] == 20
@@ -46,26 +53,26 @@ def test_bars_show_the_parts_and_the_budget(monkeypatch, columns, width):
 
 def test_the_table_marks_what_was_chosen_and_what_is_too_large():
     rungs = [make(8, 20, 300, fits=False), make(4, 10, 250, chosen=True)]
-    header, rows = table(rungs, 12 * GIB, "adamw")
+    header, rows = table(rungs, 12 * GIB, PLAIN)
     assert [len(row) for row in rows] == [len(header)] * 2
     assert [row[0] for row in rows] == ["", "→"]
     assert [row[-1] for row in rows] == ["too large", ""]
     assert header[3] == "GiB"
     assert [row[3] for row in rows] == ["20.00", "10.00"]
     assert "run" not in header
-    assert "run" in table([replace(one, run_s=90.0) for one in rungs], 12 * GIB, "adamw")[0]
+    assert "run" in table([replace(one, run_s=90.0) for one in rungs], 12 * GIB, PLAIN)[0]
     assert legend(rungs) == "w weights  a activations"
 
 
 def test_the_reason():
     chosen = make(4, 10, 250, chosen=True)
-    assert reason([chosen, make(1, 5, 100)], 12 * GIB, "") == (
+    assert reason([chosen, make(1, 5, 100)], 12 * GIB, PLAIN) == (
         "Chosen: micro-batch 4: the fastest of all, and it fits (10.00 GiB of 12.00 GiB)."
     )
     faster = make(8, 20, 300, fits=False)
-    assert "micro-batch 8 would be 20% faster and needs 20.00 GiB" in reason([faster, chosen], 12 * GIB, "")
+    assert "micro-batch 8 would be 20% faster and needs 20.00 GiB" in reason([faster, chosen], 12 * GIB, PLAIN)
     other = make(8, 20, 900, fits=False, alternative=True)
-    assert "fastest of all" in reason([chosen, other], 12 * GIB, ""), "another method is no faster plan of this one"
+    assert "fastest of all" in reason([chosen, other], 12 * GIB, PLAIN), "another method is no faster plan of this one"
 
 
 def test_at_most_a_dozen_rows():
@@ -87,7 +94,7 @@ def test_what_is_said_where_nothing_fits():
         Change("adapter: lora", 2 * GIB, True),
         Change("adapter: qlora", GIB, True),
     ]
-    said = cannot_fit(smallest, "t4", 4 * GIB, changes, "adamw").splitlines()
+    said = cannot_fit(smallest, "t4", 4 * GIB, changes, PLAIN).splitlines()
     assert said[0] == (
         "it does not fit into 4.00 GiB (t4): the smallest plan (micro-batch 1, recompute all) needs 6.00 GiB, "
         "2.00 GiB too much"
@@ -98,6 +105,6 @@ def test_what_is_said_where_nothing_fits():
         "adapter: lora: 2.00 GiB",
         "adapter: qlora: 1.00 GiB",
     ]
-    said = cannot_fit(smallest, "t4", 4 * GIB, changes[1:2], "adamw")
+    said = cannot_fit(smallest, "t4", 4 * GIB, changes[1:2], PLAIN)
     assert "still too large:\n    memory.allow: [8bit]: 5.00 GiB" in said
     assert "what would fit" not in said

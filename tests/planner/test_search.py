@@ -5,13 +5,37 @@ from itertools import product
 
 import pytest
 
-from trimtab.planner.search import Candidate, Estimate, Space, largest, search
+from trimtab.planner.search import Estimate, Space, largest, search
+from trimtab.techniques.base import Axis, Phase, StepSpec, Technique
 
-FULL = Space(
-    rows=(32, 16, 8, 4, 2, 1),
-    losses=("plain", "chunked"),
-    recomputed=("none", "{every: 2}", "all"),
-)
+
+def technique(name, *, slower=True, in_phase=Phase.KERNELS):
+    class Made(Technique):
+        key = name
+        is_slower_with_each_value = slower
+        phase = in_phase
+
+    return Made()
+
+
+RECOMPUTED = technique("recomputed", in_phase=Phase.RECOMPUTATION)
+LOSS, STATE, TABLE = technique("loss", slower=False), technique("state"), technique("table", in_phase=Phase.PLACEMENT)
+SIZES = (32, 16, 8, 4, 2, 1)
+
+
+def space_of(
+    recomputed=("none", "half", "all"), loss=("plain", "chunked"), state=("fp32",), table=("device",), sizes=SIZES
+):
+    axes = ((RECOMPUTED, recomputed), (LOSS, loss), (STATE, state), (TABLE, table))
+    return Space(sizes, "bf16", tuple(Axis(technique, values) for technique, values in axes))
+
+
+FULL = space_of()
+
+
+def spec_of(rows, **values):
+    plain = {"recomputed": "none", "loss": "plain", "state": "fp32", "table": "device"}
+    return StepSpec.of(rows, "bf16", plain | values)
 
 
 class Formula:
@@ -19,59 +43,83 @@ class Formula:
 
     def __init__(self, budget, cost=None):
         self.budget, self.asked = budget, []
-        self.cost = cost or {"none": 1.0, "{every: 2}": 1.2, "all": 1.4}
+        self.cost = cost or {"none": 1.0, "half": 1.2, "all": 1.4}
 
-    def bytes_of(self, candidate):
-        share = {"none": 1.0, "{every: 2}": 0.5, "all": 0.1}[candidate.recomputed]
-        state = 500 if candidate.optimizer == "adamw8bit" else 1000
-        table = 0 if candidate.offload == "embeddings" else 200
-        logits = 50 * candidate.rows if candidate.loss == "plain" else 10
-        return int(state + table + 100 * share * candidate.rows + logits)
+    def bytes_of(self, spec):
+        share = {"none": 1.0, "half": 0.5, "all": 0.1}[spec["recomputed"]]
+        state = 500 if spec["state"] == "8bit" else 1000
+        table = 0 if spec["table"] == "host" else 200
+        logits = 50 * spec.micro_batch if spec["loss"] == "plain" else 10
+        return int(state + table + 100 * share * spec.micro_batch + logits)
 
-    def __call__(self, candidate):
-        assert candidate not in self.asked, "asked twice"
-        self.asked.append(candidate)
-        size = self.bytes_of(candidate)
-        seconds = self.cost[candidate.recomputed] * (1 + 0.1 * 32 / candidate.rows)
-        seconds *= 1.05 if candidate.optimizer == "adamw8bit" else 1
+    def __call__(self, spec):
+        assert spec not in self.asked, "asked twice"
+        self.asked.append(spec)
+        size = self.bytes_of(spec)
+        seconds = self.cost[spec["recomputed"]] * (1 + 0.1 * 32 / spec.micro_batch)
+        seconds *= 1.05 if spec["state"] == "8bit" else 1
         return Estimate(size <= self.budget, size, 0, {}, seconds, 1 / seconds)
 
     def best(self, space):
         """By looking at everything."""
-        levers = list(space.lever_sets())
-        rows = [(candidate, self(candidate)) for one in levers for candidate in _sizes(one, space)]
-        return min((estimate.step_s for _, estimate in rows if estimate.fits), default=None)
-
-
-def _sizes(levers, space):
-    return [replace(levers, rows=rows) for rows in space.rows]
+        found = [self(spec.with_micro_batch(size)) for spec in space.sets() for size in space.micro_batches]
+        return min((estimate.step_s for estimate in found if estimate.fits), default=None)
 
 
 def chosen(budget, space=FULL, **options):
     predict = Formula(budget)
     ladder = search(space, predict, room=budget, **options)
-    return (ladder.chosen.candidate if ladder.chosen else None), predict, ladder
+    return (ladder.chosen.spec if ladder.chosen else None), predict, ladder
 
 
 def test_plenty_of_memory_needs_few_questions():
-    candidate, predict, ladder = chosen(10**6)
-    assert candidate == Candidate(32)
-    assert predict.asked == [Candidate(32), Candidate(32, loss="chunked")]
+    spec, predict, ladder = chosen(10**6)
+    assert spec == spec_of(32)
+    assert predict.asked == [spec_of(32), spec_of(32, loss="chunked")]
     assert len(ladder.rows) == 2
 
 
-def test_the_loss_in_chunks_is_taken_where_it_is_faster():
+def test_a_technique_that_turns_out_faster_is_taken():
+    """Whether it takes more memory or less: nothing but a prediction says that a technique is slow."""
     predict = Formula(10**6)
 
-    def faster_in_chunks(candidate):
-        estimate = predict(candidate)
-        return replace(estimate, step_s=0.9 * estimate.step_s) if candidate.loss == "chunked" else estimate
+    def faster_in_chunks(spec):
+        estimate = predict(spec)
+        return replace(estimate, step_s=0.9 * estimate.step_s) if spec["loss"] == "chunked" else estimate
 
-    assert search(FULL, faster_in_chunks, room=10**6).chosen.candidate == Candidate(32, loss="chunked")
+    assert search(FULL, faster_in_chunks, room=10**6).chosen.spec == spec_of(32, loss="chunked")
+    compiled = Axis(technique("compiled", slower=False), ("no", "yes"))
+    space = Space((4,), "bf16", (compiled,))
+
+    def larger_and_faster(spec):
+        size, seconds = (200, 0.5) if spec["compiled"] == "yes" else (100, 1.0)
+        return Estimate(size <= 250, size, 0, {}, seconds, 1 / seconds)
+
+    ladder = search(space, larger_and_faster, room=250)
+    assert ladder.chosen.spec["compiled"] == "yes"
+    assert [row.spec["compiled"] for row in ladder.front()] == ["yes", "no"]
+
+
+def test_the_front_is_what_nothing_else_beats():
+    _, _, ladder = chosen(2000, thorough=True)
+    front = ladder.front()
+    assert ladder.chosen.estimate.step_s in [row.estimate.step_s for row in front if row.estimate.fits][:1]
+    for row in ladder.rows:
+        beaten = [
+            other
+            for other in ladder.rows
+            if other.least_bytes <= row.least_bytes
+            and other.estimate.step_s <= row.estimate.step_s
+            and (other.least_bytes, other.estimate.step_s) != (row.least_bytes, row.estimate.step_s)
+        ]
+        assert (row in front) == (not beaten) or row.estimate.step_s in [one.estimate.step_s for one in front]
+    sizes, seconds = [row.least_bytes for row in front], [row.estimate.step_s for row in front]
+    assert sizes == sorted(sizes, reverse=True)
+    assert seconds == sorted(seconds)
 
 
 def test_the_loss_in_chunks_comes_before_recomputation():
-    assert chosen(1200 + 3200 + 10)[0] == Candidate(32, loss="chunked")
+    assert chosen(1200 + 3200 + 10)[0] == spec_of(32, loss="chunked")
 
 
 @pytest.mark.parametrize("thorough", [False, True])
@@ -80,18 +128,18 @@ def test_the_loss_in_chunks_comes_before_recomputation():
     "space",
     [
         FULL,
-        replace(FULL, optimizers=("adamw", "adamw8bit")),
-        replace(FULL, offloads=("none", "embeddings"), optimizers=("adamw", "adamw8bit")),
-        replace(FULL, rows=(32,)),
-        replace(FULL, recomputed=("all",)),
+        space_of(state=("fp32", "8bit")),
+        space_of(state=("fp32", "8bit"), table=("device", "host")),
+        space_of(sizes=(32,)),
+        space_of(recomputed=("all",)),
     ],
 )
 def test_it_finds_what_looking_at_everything_finds(budget, space, thorough):
-    candidate, predict, ladder = chosen(budget, space, thorough=thorough)
+    spec, predict, ladder = chosen(budget, space, thorough=thorough)
     everything = Formula(budget)
     wanted = everything.best(space)
     if wanted is None:
-        assert candidate is None
+        assert spec is None
     else:
         assert ladder.chosen.estimate.fits
         assert ladder.chosen.estimate.step_s <= wanted * 1.011
@@ -99,56 +147,55 @@ def test_it_finds_what_looking_at_everything_finds(budget, space, thorough):
 
 
 def test_it_asks_few_questions():
-    """Of 36 candidates."""
+    """Of 36 specifications."""
     asked = [len(chosen(budget)[1].asked) for budget in range(1200, 6000, 50)]
     assert max(asked) <= 15
     assert sum(asked) / len(asked) < 9
 
 
-def test_fewer_levers_win_where_speed_is_the_same():
-    predict = Formula(1200 + 100 * 32 + 10, cost={"none": 1.0, "{every: 2}": 1.0, "all": 1.0})
+def test_fewer_techniques_win_where_speed_is_the_same():
+    predict = Formula(1200 + 100 * 32 + 10, cost={"none": 1.0, "half": 1.0, "all": 1.0})
     ladder = search(FULL, predict, room=predict.budget, thorough=True)
-    assert ladder.chosen.candidate == Candidate(32, loss="chunked")
+    assert ladder.chosen.spec == spec_of(32, loss="chunked")
 
 
 def test_recomputation_is_taken_where_small_micro_batches_are_slower():
-    candidate, _, _ = chosen(1200 + 10 + 320)
-    assert candidate == Candidate(32, loss="chunked", recomputed="all")
-    candidate, _, _ = chosen(1200 + 10 + 1600)
-    assert candidate == Candidate(16, loss="chunked"), "half the rows are faster than every second block again"
+    assert chosen(1200 + 10 + 320)[0] == spec_of(32, loss="chunked", recomputed="all")
+    spec = chosen(1200 + 10 + 1600)[0]
+    assert spec == spec_of(16, loss="chunked"), "half the rows are faster than recomputing every second block"
 
 
 def test_what_is_fixed_is_kept():
-    space = Space(rows=(4,), losses=("plain",), recomputed=("all",), kernels="liger", adapter="lora")
-    candidate, predict, _ = chosen(10**6, space, thorough=True)
-    assert candidate == Candidate(4, recomputed="all", kernels="liger", adapter="lora")
-    assert predict.asked == [candidate]
+    space = space_of(recomputed=("all",), loss=("plain",), table=("host",), sizes=(4,))
+    spec, predict, _ = chosen(10**6, space, thorough=True)
+    assert spec == spec_of(4, recomputed="all", table="host")
+    assert predict.asked == [spec]
 
 
 def test_nothing_fits():
-    candidate, predict, ladder = chosen(100)
-    assert candidate is None
-    assert ladder.smallest.candidate == Candidate(1, loss="chunked", recomputed="all")
-    assert ladder.smallest.bytes_at_least == predict.bytes_of(ladder.smallest.candidate)
+    spec, predict, ladder = chosen(100)
+    assert spec is None
+    assert ladder.smallest.spec == spec_of(1, loss="chunked", recomputed="all")
+    assert ladder.smallest.least_bytes == predict.bytes_of(ladder.smallest.spec)
 
 
 def test_a_thorough_ladder_goes_from_the_fastest_to_the_smallest():
     _, _, ladder = chosen(2000, thorough=True)
     seconds = [row.estimate.step_s for row in ladder.rows]
     assert seconds == sorted(seconds)
-    levers = {(row.candidate.loss, row.candidate.recomputed) for row in ladder.rows}
-    assert levers == set(product(FULL.losses, FULL.recomputed))
-    assert ladder.smallest.candidate == Candidate(1, loss="chunked", recomputed="all")
+    found = {(row.spec["loss"], row.spec["recomputed"]) for row in ladder.rows}
+    assert found == set(product(("plain", "chunked"), ("none", "half", "all")))
+    assert ladder.smallest.spec == spec_of(1, loss="chunked", recomputed="all")
 
 
-def test_what_cannot_be_is_left_out():
+def test_what_a_model_does_not_allow_is_left_out():
     predict = Formula(1300)
 
-    def without_chunks(candidate):
-        return None if candidate.loss == "chunked" else predict(candidate)
+    def without_chunks(spec):
+        return None if spec["loss"] == "chunked" else predict(spec)
 
     ladder = search(FULL, without_chunks, room=1300, thorough=True)
-    assert {row.candidate.loss for row in ladder.rows} == {"plain"}
+    assert {row.spec["loss"] for row in ladder.rows} == {"plain"}
 
 
 @pytest.mark.parametrize("room", [999, 1100, 1101, 5000, 123_456, 10**7])

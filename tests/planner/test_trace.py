@@ -13,7 +13,8 @@ from trimtab.optim import quantized, stochastic_rounding
 from trimtab.planner.trace.cuda import MIB, CudaRules, Gpu, as_on_cuda
 from trimtab.planner.trace.plain_step import trace_plain_step
 from trimtab.planner.trace.recorder import Owner, Recorder
-from trimtab.planner.trace.stand_ins import kernels_stood_in
+from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
+from trimtab.techniques.apply import trace_patches
 
 LLAMA = {
     "model_type": "llama",
@@ -370,7 +371,7 @@ def _replaced():
 def test_everything_that_a_trace_replaces_is_put_back():
     before = _replaced()
     assert len(before) > 20
-    trace_plain_step(LLAMA, "AutoModelForCausalLM", 1, 8, precision="bf16", gradient_checkpointing=True)
+    trace_plain_step(LLAMA, "AutoModelForCausalLM", 1, 8, precision="bf16", recomputes=True)
     assert _replaced() == before
 
 
@@ -379,7 +380,7 @@ def test_and_also_where_a_trace_fails(recorder):
     inside = {}
 
     def fail():
-        with as_on_cuda(Gpu()), kernels_stood_in(recorder, (9, 0)), recorder:
+        with as_on_cuda(Gpu()), stand_ins_on_this_thread(trace_patches(recorder, Gpu().accelerator)), recorder:
             inside.update(_replaced())
             raise RuntimeError("stop")
 

@@ -5,14 +5,15 @@ import torch
 
 from tiny_runs import reviews, write_csv
 from trimtab import Engine, Recipe, fit
-from trimtab.build.levers import choose_optimizer
 from trimtab.errors import RecipeError
 from trimtab.model import linear_cross_entropy
 from trimtab.model.adapters import adapter_of
 from trimtab.model.blocks import blocks_of
 from trimtab.model.nf4 import is_nf4
 from trimtab.optim.build import build_optimizer
+from trimtab.techniques.base import Accelerator
 from trimtab.techniques.gradient_checkpointing import _OWN_FORWARD
+from trimtab.techniques.optimizer_state import default_optimizer
 
 PURE = [("auto", "RoundedAdamW"), ("sgd", "RoundedSGD"), ("adam8bit", "Adam8bit")]
 
@@ -154,4 +155,4 @@ def test_an_own_loop_is_told_that_updates_get_lost(caplog):
 )
 def test_the_optimizer_of_choice(sections, device, chosen):
     recipe = Recipe(model="x", data={"train": "rows.csv"}, **sections)
-    assert choose_optimizer(recipe, torch.device(device)) == chosen
+    assert default_optimizer(recipe, Accelerator(device)) == chosen

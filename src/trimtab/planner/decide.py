@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -59,23 +59,27 @@ class StepPlanner(Protocol):
         """What could be written so that it fits."""
 
 
-def choose_row(planner: StepPlanner, ladder: Ladder | None = None) -> Row:
+def choose_row(planner: StepPlanner, *, always_explains: bool = False) -> Row:
     """The row that a run takes: the fastest that fits, or the smallest where that may still run.
+
+    Args:
+        planner: The planner.
+        always_explains: On a CPU, too, log what would fit, which takes more predictions.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.
     """
-    ladder = ladder or planner.choose()
+    ladder = planner.choose()
     if ladder.chosen is not None:
         return ladder.chosen
     row, target = ladder.smallest, planner.target
     if not target.fits(planner.prediction(row.spec), 0.0):
         if not target.is_cpu:
             raise DoesNotFit(explain_failure(planner, row))
-        say(
-            f"no plan fits into {format_bytes(target.budget_bytes)}; predictions for a CPU are estimates, so the "
-            "smallest plan is used"
-        )
+        problem = f"no plan fits into {format_bytes(target.budget_bytes)}"
+        if always_explains:
+            problem = explain_failure(planner, row)
+        say(f"{problem}\npredictions for a CPU are estimates, so the smallest plan is used")
     return row
 
 
@@ -127,7 +131,7 @@ def decide(
         RecipeError: The recipe asks for something that is not possible.
     """
     question = _Question(recipe, data, tokens, loaded, engine, has_own_loss)
-    check_settings(question.case())
+    check_settings(question.case)
     if not _is_planned(recipe, engine.device):
         return Decision(question.without_plan())
     if stored is not None and _is_still_good(stored, recipe):
@@ -191,14 +195,14 @@ class _Question:
 
     def without_plan(self) -> StepSpec:
         """The batch as one micro-batch, and what every technique does without a plan."""
-        case = self.case()
+        case = self.case
         spec = StepSpec.of(self._micro_batch(), case.precision, values_without_plan(case))
         require_possible(spec, case)
         return spec
 
     def with_stored(self, stored: StepSpec) -> StepSpec:
         """The stored values, but for what the recipe fixes otherwise."""
-        case = self.case()
+        case = self.case
         size = stored.micro_batch if self.recipe.memory.micro_batch == "auto" else self._micro_batch()
         return StepSpec.of(size, case.precision, values_with_stored(stored, case))
 
@@ -210,6 +214,7 @@ class _Question:
         row = choose_row(planner)
         return Decision(row.spec, outlook_of(planner, row))
 
+    @cached_property
     def case(self) -> Case:
         """What the rules of techniques decide by."""
         size = self._micro_batch()
@@ -224,7 +229,7 @@ class _Question:
             num_rows=size,
             num_targets=max(self.tokens.train.lengths),
             count_shapes=lambda: self._lengths().num_shapes(size),
-            find_head_problem=self._find_head_problem(),
+            find_head_problem=self._find_head_problem,
         )
 
     def _micro_batch(self) -> int:
@@ -237,6 +242,7 @@ class _Question:
     def _lengths(self) -> LengthsOfData:
         return LengthsOfData(self.recipe, self.tokens, self.data.task, self.engine.num_processes)
 
+    @cached_property
     def _find_head_problem(self) -> Callable[[str], str | None]:
         @cache
         def find(how: str) -> str | None:
@@ -257,7 +263,7 @@ class _Question:
             self._lengths(),
             num_processes=self.engine.num_processes,
             has_own_loss=self.has_own_loss,
-            find_head_problem=self._find_head_problem(),
+            find_head_problem=self._find_head_problem,
             is_here=True,
             tokenizer=self.loaded.tokenizer,
         )

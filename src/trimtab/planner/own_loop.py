@@ -131,7 +131,7 @@ class OwnLoop:
             planner.prediction(planner.space.reference())
             planner.target = self._target(model)
         try:
-            row = choose_row(planner)
+            row = choose_row(planner, always_explains=True)
         except DoesNotFit as error:
             raise DoesNotFit(str(error).replace("\n", f" ({batch})\n", 1)) from None
         found, first = planner.prediction(row.spec), planner.space.reference()

@@ -116,8 +116,8 @@ def survey(
     """
     budget = memory or recipe.memory.budget
     target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
-    rows = None if length is not None else _RecipeRows(recipe)
-    planner = _planner(recipe, target, rows, length)
+    rows = None if length is not None else RecipeRows(recipe)
+    planner = planner_for(recipe, target, rows, length)
     limit = planner.max_positions()
     if length is not None and limit is not None and length > limit:
         raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
@@ -132,7 +132,7 @@ def survey(
     return Survey(target, planner.precision, reference, rungs, plan, why, problem, limit, planner.left_out)
 
 
-class _RecipeRows:
+class RecipeRows:
     """The data of a recipe as the model will see it, read without weights."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -147,7 +147,10 @@ class _RecipeRows:
         return train_batches(self._recipe, self.tokens, micro_batch)
 
 
-def _planner(recipe: Recipe, target: Target, rows: _RecipeRows | None, length: int | None) -> RecipePlanner:
+def planner_for(
+    recipe: Recipe, target: Target, rows: RecipeRows | None = None, length: int | None = None
+) -> RecipePlanner:
+    """A planner for the rows of a recipe, or for rows of one length."""
     if rows is not None:
         lengths: Lengths = LengthsOfData(recipe, rows.tokens, rows.data.task)
         return RecipePlanner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
@@ -176,7 +179,7 @@ def _rungs(
         )
 
 
-def _plan_of(planner: RecipePlanner, row: Row, rows: _RecipeRows | None, num_steps: int | None) -> Plan:
+def _plan_of(planner: RecipePlanner, row: Row, rows: RecipeRows | None, num_steps: int | None) -> Plan:
     num_parameters, num_trainable = planner.num_parameters()
     return make_plan(
         planner.recipe,

@@ -77,8 +77,13 @@ def values_without_plan(case: Case) -> dict[str, str]:
 
 
 def plain_values() -> dict[str, str]:
-    """The values that do nothing, of techniques that have one."""
-    return {technique.key: technique.off for technique in TECHNIQUES if technique.off is not None}
+    """The values of a step that uses no technique."""
+    return {technique.key: technique.off or technique.before or "" for technique in TECHNIQUES}
+
+
+def plain_spec(micro_batch: int, precision: str, **values: str) -> StepSpec:
+    """A step that uses no technique but those given by key."""
+    return StepSpec.of(micro_batch, precision, plain_values() | values)
 
 
 def refusal(spec: StepSpec, case: Case) -> str | None:

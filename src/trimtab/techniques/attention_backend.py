@@ -59,7 +59,8 @@ class AttentionBackend(Technique):
         is_on_gpu = site.accelerator.is_cuda or site.is_traced
         if site.recipe is None or not is_on_gpu:  # the attention of a loop of the user's own is left alone
             return
-        repeats = not flash_runs(site.accelerator, site.compute_dtype) and has_grouped_heads(model)
+        takes_groups = value != "efficient" and flash_runs(site.accelerator, site.compute_dtype)
+        repeats = not takes_groups and has_grouped_heads(model)
         if repeats or value != "torch":
             use_attention(model, value, repeats_heads=repeats)
 

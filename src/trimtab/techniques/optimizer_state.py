@@ -33,6 +33,7 @@ class OptimizerState(Technique):
     setting = "train.optimizer"
     effect = "rounding"
     off = None
+    before = "adamw"
     is_slower_with_each_value = True
 
     def values(self, case: Case) -> tuple[str, ...]:
