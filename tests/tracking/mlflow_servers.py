@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from trimtab.tracking.mlflow.server import valid_key
-from trimtab.tracking.upload.journal_rows import rows_of
+from trimtab.tracking.upload.metric_rows import rows_of
 
 LARGEST = 1.7976931348623157e308  # which MLflow writes for infinity
 

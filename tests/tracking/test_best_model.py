@@ -22,7 +22,7 @@ from trimtab.inference.generate import generate_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
 from trimtab.tracking.mlflow.best_model import NOTE
-from trimtab.tracking.mlflow.model_folder import kind_of_folder
+from trimtab.tracking.mlflow.model_folder import inspect_model
 
 pytestmark = [  # of MLflow and what it stands on
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -155,7 +155,7 @@ def test_what_no_pipeline_can_do_is_served_by_trimtab(models, tmp_path, tiny):
     address = models.log(models.run("topics", "001"), folder)
     expected = classify_texts(load(folder, device="cpu"), TEXTS)
     assert list(answers_of(address, TEXTS)["label"]) == ["; ".join(one.label) for one in expected]
-    assert "gives several" in note_of(models, address)
+    assert "model has several" in note_of(models, address)
 
 
 def num_weight_bytes(folder):
@@ -199,12 +199,12 @@ def test_adapters_that_mlflow_would_load_otherwise(models, tmp_path, tiny):
     base = tiny.folder("llama")
     model, tokenizer = adapted(base, CAUSAL, **nf4())
     best = export_run(tmp_path / "quantized", model, tokenizer, "reviews.csv", "causal-lm") / "best"
-    assert "not quantized" in kind_of_folder(best).obstacle
+    assert "not quantized" in inspect_model(best).obstacle
 
     model, tokenizer = adapted(base, CAUSAL)
     tokenizer.add_tokens([f"<new-{number}>" for number in range(50)])
     best = export_run(tmp_path / "grown", model, tokenizer, "reviews.csv", "causal-lm") / "best"
-    assert "more tokens than its base" in kind_of_folder(best).obstacle
+    assert "more tokens than its base" in inspect_model(best).obstacle
 
     settings = json.loads((best / "adapter_config.json").read_text())
     (best / "adapter_config.json").write_text(
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_understood_is_kept_as_files(models, tmp_path, cl
     (classifier / "config.json").write_text(json.dumps(config | {"model_type": "of-tomorrow"}))
     (classifier / "trimtab.json").unlink()
     address = models.log(models.run("imdb", "001"), classifier, register="reviews")
-    assert "its files are logged as they are" in note_of(models, address)
+    assert "its plain files are logged" in note_of(models, address)
     assert contents(models.files(address) / "model") == contents(classifier)
     assert best_of(models, "reviews") == address
     assert models.log(models.run("imdb", "002"), tmp_path) is None, "there is no model"
@@ -279,7 +279,7 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
     assert best_after(value=0.8) == 2, "the same is not better"
     assert best_after(value=0.9) == 5
     assert best_after(value=0.99, metric="f1") == 5
-    assert "chosen by accuracy and not by f1" in caplog.text
+    assert "selected by accuracy and not by f1" in caplog.text
     assert best_after(value=float("nan")) == 5
 
     assert best_after(register="stories", value=2.0, metric="loss", rises=False) == 1
@@ -290,11 +290,11 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
     assert tags == {"trimtab.metric": "loss", "trimtab.value": "1.5", "trimtab.higher_is_better": "false"}
 
     assert best_after(register="stories", value=1.0, metric="joy", rises=None) == 3
-    assert "nobody knows whether more joy is better" in caplog.text
+    assert "it is unknown whether a higher joy is better" in caplog.text
 
     models.client.set_registered_model_alias("reviews", "best", "1")  # somebody's choice, of unknown worth
     assert best_after(value=0.95) == 1
-    assert "whose accuracy is not known" in caplog.text
+    assert "whose accuracy is unknown" in caplog.text
 
 
 @pytest.mark.slow

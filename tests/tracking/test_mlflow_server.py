@@ -132,9 +132,9 @@ class _Failure(Exception):
     ("error", "kind", "words"),
     [
         (_Failure("no", "UNAUTHENTICATED"), "denied", "MLFLOW_TRACKING_TOKEN"),
-        (_Failure("no", "PERMISSION_DENIED"), "denied", "does not let this user"),
-        (_Failure("no run", "RESOURCE_DOES_NOT_EXIST"), "gone", "does not know the run"),
-        (_Failure("404", "ENDPOINT_NOT_FOUND"), "wrong", "no MLflow server"),
+        (_Failure("no", "PERMISSION_DENIED"), "denied", "denies this user permission"),
+        (_Failure("no run", "RESOURCE_DOES_NOT_EXIST"), "gone", "does not have the run"),
+        (_Failure("404", "ENDPOINT_NOT_FOUND"), "wrong", "not an MLflow server"),
         (_Failure("bad", "INVALID_PARAMETER_VALUE"), "invalid", "bad"),
         (_Failure("(sqlite3.OperationalError) database is locked", "TEMPORARILY_UNAVAILABLE"), "away", "is locked"),
         (_Failure("x NewConnectionError: [Errno 111] Connection refused'))"), "away", "http://h: Connection refused"),

@@ -22,7 +22,7 @@ from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
 from trimtab.run import look_at_data, resume
 from trimtab.runs.run_folder import read_status
-from trimtab.tracking.mlflow import registry
+from trimtab.tracking.mlflow import ranking, registry
 from trimtab.tracking.mlflow.model_folder import quiet_mlflow
 from trimtab.tracking.mlflow.registry import fetch_model, find_model, local_source, pull_model, rank_runs
 
@@ -94,20 +94,8 @@ def test_less_may_be_better(models, best, better):
 def test_more_runs_than_a_page_has(models, monkeypatch):
     for number in range(5):
         models.run("imdb", f"run-{number}", [{"accuracy": number / 10}])
-    whole = registry.ranked
-    monkeypatch.setattr(registry, "ranked", lambda client, *rest: whole(_SmallPages(client), *rest))
+    monkeypatch.setattr(ranking, "PAGE", 2)
     assert [run.name for run in rank_runs("imdb", "accuracy").runs] == [f"run-{n}" for n in (4, 3, 2, 1, 0)]
-
-
-class _SmallPages:
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        return getattr(self._client, name)
-
-    def search_runs(self, *args, **kwargs):
-        return self._client.search_runs(*args, max_results=2, **kwargs)
 
 
 def test_names_that_are_not_there(models, best):
@@ -119,7 +107,7 @@ def test_names_that_are_not_there(models, best):
         (lambda: rank_runs("imdb", "acuracy"), "no run of imdb has a value of acuracy", "did you mean accuracy?"),
         (lambda: rank_runs("imdb", "zzz"), "a value of zzz", "they have accuracy, f1"),
         (lambda: rank_runs("empty"), "no run of empty has logged a model", "--metric"),
-        (lambda: rank_runs("empty", "f1"), "a value of f1", "let one evaluate first"),
+        (lambda: rank_runs("empty", "f1"), "a value of f1", "run an evaluation first"),
         (lambda: find_model("best:"), "names no model", "best:EXPERIMENT"),
         (lambda: find_model("best:imdb?metric="), "names no model", "metric=f1"),
         (lambda: find_model("best:empty?metric=f1"), "a value of f1", ""),
@@ -132,7 +120,7 @@ def test_names_that_are_not_there(models, best):
             call()
         assert cure in failure.value.cure
     models.log(models.run("imdb", "other"), best, metric="f1", value=0.5)
-    with pytest.raises(RecipeError, match="chosen by several metrics: .*f1"):
+    with pytest.raises(RecipeError, match="selected by several metrics: .*f1"):
         rank_runs("imdb")
     with pytest.raises(ModelError, match="m-0{32}"):
         local_source(f"models:/m-{'0' * 32}")
@@ -146,7 +134,7 @@ def test_no_store_and_no_server(own_folder):
         rank_runs("imdb")
     assert not any(own_folder.iterdir()), "looking makes nothing"
     uri = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ModelError, match=f"did not answer.*{uri}") as failure:  # left alone, mlflow tries for minutes
+    with pytest.raises(ModelError, match=f"did not respond.*{uri}") as failure:  # left alone, mlflow tries for minutes
         rank_runs("imdb", uri=uri)
     assert "--uri" in failure.value.cure
 
@@ -197,7 +185,7 @@ def test_pull(models, best, tmp_path):
     pull_model("models:/reviews@best", tmp_path / "by-name", uri=models.uri)
     for name in ("by-experiment", "by-metric", "by-name"):
         assert contents(tmp_path / name) == contents(best)
-    for name, problem in (("by-name", "is not empty"), ("new", "says by itself which model")):
+    for name, problem in (("by-name", "is not empty"), ("new", "which names a model")):
         with pytest.raises(RecipeError, match=problem):
             pull_model("models:/reviews@best", tmp_path / name, metric="f1")
     with pytest.raises(RecipeError, match="no experiment"):

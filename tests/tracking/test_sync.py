@@ -80,7 +80,7 @@ def test_from_one_server_to_another(trimtab, store, server):
         ("finished", "FINISHED", None),
         ("stopped", "KILLED", None),
         ("failed", "FAILED", "ValueError: x"),
-        ("killed", "FAILED", "killed: its process ended without a word"),
+        ("killed", "FAILED", "killed: its process ended without reporting an error"),
         ("running", "RUNNING", None),
     ],
 )

@@ -21,8 +21,8 @@ from trimtab.errors import TrimtabError
 from trimtab.run import resume
 from trimtab.runs.journal import OF_THE_MOMENT
 from trimtab.runs.run_folder import RunFolder
-from trimtab.tracking.upload import uploader as companion
-from trimtab.tracking.upload.attachment import About
+from trimtab.runs.tracking_file import About
+from trimtab.tracking.upload import uploader
 from trimtab.tracking.upload.uploader import MlflowCompanion
 
 pytestmark = [
@@ -129,7 +129,7 @@ def test_killed_and_resumed_it_is_one_run(recipe):
 
 @pytest.mark.slow
 def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monkeypatch):
-    monkeypatch.setattr(companion, "_END_S", 3600.0)  # which is for a server that was there: longer than tests may take
+    monkeypatch.setattr(uploader, "_END_S", 3600.0)  # which is for a server that was there: longer than tests may take
     caplog.set_level("INFO", logger="trimtab")
     uri = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -144,8 +144,11 @@ def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monk
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert result.fit.step == 12
     said = [line for line in caplog.messages if uri in line]
-    assert said[0] == f"tracking: {uri}: Connection refused; training goes on, its numbers wait in the run's folder"
-    assert re.fullmatch(rf"\d+ lines of numbers and .+ wait for {uri}: trimtab track sync runs/reviews/001", said[-1])
+    assert said[0] == f"tracking: {uri}: Connection refused; training continues, metrics are kept in the run folder"
+    missing = (
+        rf"not uploaded to {uri} yet: \d+ lines of metrics and .+; upload later: trimtab track sync runs/reviews/001"
+    )
+    assert re.fullmatch(missing, said[-1])
     assert len(said) <= 3  # and perhaps one that it is sending what is left
     with pytest.raises(TrimtabError, match=uri):
         sync_run(result.folder)  # knows which server was meant
@@ -234,7 +237,7 @@ def test_nobody_waits_for_it_to_start_and_its_end_is_said(tmp_path, caplog, monk
     beside = MlflowCompanion(folder.path, "sqlite:////proc/nowhere/mlflow.db", About(name="run"), end_s=1.0)
     folder.track(beside)
     os.kill(beside._process.pid, signal.SIGKILL)
-    wait_until(lambda: any("tracking has ended by itself" in line for line in caplog.messages))
+    wait_until(lambda: any("the uploader process has died" in line for line in caplog.messages))
     folder.record({"loss": 1.0}, 1)
     folder.finish("finished")
     assert any("trimtab track sync" in line for line in caplog.messages)
