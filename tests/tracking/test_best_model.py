@@ -1,22 +1,15 @@
 """The best model on a server: MLflow loads and serves what was trained, once, and `best` moves to what is better."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from tracked_models import CAUSAL, CLASSIFIER, THREE, TrackedModels, exported, loud
+from mlflow_servers import Background, free_port
+from tracked_models import CAUSAL, CLASSIFIER, TEXTS, THREE, TrackedModels, contents, exported, loud
 
 from tiny_adapters import adapted, export_run, nf4
-from trimtab.distributed.launch.settings import free_port
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.load import load
@@ -24,10 +17,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.tracking.mlflow.best_model import NOTE
 from trimtab.tracking.mlflow.model_folder import inspect_model
 
-pytestmark = [  # of MLflow and what it stands on
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-TEXTS = ["the film was good", "a very long and dull story"]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and what it stands on
 
 
 @pytest.fixture
@@ -62,10 +52,6 @@ def note_of(models, address):
 
 def near(scores):
     return pytest.approx(list(scores), abs=1e-4)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def test_a_classifier(models, classifier):
@@ -300,28 +286,21 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "adapter", "seq2seq"])
 def test_mlflow_serves_it(models, tmp_path, tiny, classifier, form):
-    best, request = classifier, {"inputs": TEXTS}
+    best = classifier
     if form == "adapter":
         model, tokenizer = adapted(tiny.folder("bert"), CLASSIFIER, THREE)
         best = export_run(tmp_path / "run", model, tokenizer, "reviews.csv") / "best"
     elif form == "seq2seq":
         best = exported(tmp_path / "pair", tiny.folder("t5"), "seq2seq-lm", "seq2seq")
     models.log(models.run("imdb", "001"), best, register="reviews")
-    port, log = free_port(), tmp_path / "server.log"
-    program = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/reviews@best"]
-    scripts = Path(sys.executable).parent  # MLflow starts the server by its name
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [*program, "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"],
-            env=os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    port = str(free_port())
+    arguments = ["models", "serve", "-m", "models:/reviews@best", "--env-manager", "local", "--host", "127.0.0.1"]
+    server = Background([*arguments, "--port", port, "--workers", "1"], tmp_path / "server.log")
+    url, body = f"http://127.0.0.1:{port}/invocations", json.dumps({"inputs": TEXTS}).encode()
     try:
-        answer = ask(f"http://127.0.0.1:{port}/invocations", request, server, log)
+        answer = json.loads(server.wait_for(urllib.request.Request(url, body, {"Content-Type": "application/json"})))
     finally:
-        stop(server)
+        server.kill()
     loaded = load(best, device="cpu")
     if form == "seq2seq":
         assert answer["predictions"] == generate_texts(loaded, TEXTS)
@@ -329,28 +308,3 @@ def test_mlflow_serves_it(models, tmp_path, tiny, classifier, form):
         expected = classify_texts(loaded, TEXTS)
         assert [one["label"] for one in answer["predictions"]] == [one.label for one in expected]
         assert [one["score"] for one in answer["predictions"]] == near(one.score for one in expected)
-
-
-def ask(url, request, server, log, patience_s=400):
-    end = time.monotonic() + patience_s
-    body = json.dumps(request).encode()
-    while True:
-        try:
-            asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(asked, timeout=200) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(error.read().decode()) from error
-        except OSError:
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.3)
-
-
-def stop(server):
-    """End the server and what it has started: they are a group of their own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)

@@ -68,13 +68,14 @@ def test_a_loop_is_tracked(local):
         engine.log({"late": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "error"),
     [
-        pytest.param("raise ValueError('broken')", "FAILED", "ValueError: broken", marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed", marks=pytest.mark.slow),
-        pytest.param("raise KeyboardInterrupt", "KILLED", None, marks=pytest.mark.slow),
-        pytest.param("pass", "FINISHED", None, marks=pytest.mark.slow),
+        ("raise ValueError('broken')", "FAILED", "ValueError: broken"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed"),
+        ("raise KeyboardInterrupt", "KILLED", None),
+        ("pass", "FINISHED", None),
     ],
 )
 def test_a_loop_that_does_not_reach_its_end(local, end, status, error):

@@ -409,7 +409,7 @@ def backoff(monkeypatch):
     return Backoff(lines.append, "it waits", "it is back"), lines, clock
 
 
-AWAY = Trouble("away", "full", over="there is room")
+AWAY = Trouble("full", over="there is room")
 OUTAGE = ["tracking: full; it waits", "tracking: there is room"]
 
 
@@ -423,7 +423,7 @@ def test_waits_grow(backoff):
     retry.record([])
     retry.record([])
     assert lines == OUTAGE
-    retry.record([Trouble("denied", "no", "do this")])
+    retry.record([Trouble("no", "do this")])
     assert retry.wait_s == 10
 
 

@@ -1,6 +1,7 @@
 """The folder of a run: recipe, plan, journal, best model, and `run.json` with the progress of the run."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -425,10 +426,7 @@ def default_folder(root: Path, experiment: str, name: str | None) -> Path:
     home = root / experiment
     if name is not None:
         return home / name
-    number = 1
-    while (home / f"{number:03d}").exists():
-        number += 1
-    return home / f"{number:03d}"
+    return next(path for number in itertools.count(1) if not (path := home / f"{number:03d}").exists())
 
 
 def list_runs(root: Path) -> list[RunSummary]:

@@ -166,9 +166,8 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
             yield MlflowClient(tracking_uri=address, registry_uri=address), address
         except MlflowException as error:
             trouble = trouble_of(error, address)
-            if trouble.kind == "gone":
-                text = " ".join(str(error).split())[:200]
-                raise ModelError(f"{redact(address)}: {text}", "list what exists: trimtab ui") from error
+            if trouble.is_gone:
+                raise ModelError(trouble.words, "list what exists: trimtab ui") from error
             cure = trouble.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
             raise ModelError(f"the tracking server did not respond: {trouble.words}", cure) from error
 

@@ -61,17 +61,16 @@ class Trouble:
     """Why a server, or the disk, has refused something.
 
     Attributes:
-        kind: `away` (may succeed later), `denied`, `gone` (the run does not exist), `invalid` (never succeeds), or
-            `wrong` (no usable MLflow at this address).
         words: One line for the user.
         cure: What the user has to do, where waiting does not help.
         over: Message for the recovery, where it was not the server that failed.
+        is_gone: Whether the server responds, but does not have the run or model.
     """
 
-    kind: str
     words: str
     cure: str = ""
     over: str = ""
+    is_gone: bool = False
 
     def __str__(self) -> str:
         return f"{self.words}; {self.cure}" if self.cure else self.words
@@ -233,27 +232,27 @@ def trouble_of(error: Exception, uri: str) -> Trouble:
     code = str(getattr(error, "error_code", ""))
     text = redact(" ".join(str(error).split()))
     if isinstance(error, ExperimentDeleted):
-        return Trouble("wrong", error.problem, error.cure)
+        return Trouble(error.problem, error.cure)
     if code in _DENIED:
         if "PERMISSION" in code:
-            return Trouble("denied", f"{server} denies this user permission to write", "ask its owner for permission")
+            return Trouble(f"{server} denies this user permission to write", "ask its owner for permission")
         cure = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        return Trouble("denied", f"{server} rejects the credentials", cure)
+        return Trouble(f"{server} rejects the credentials", cure)
     if code == "RESOURCE_DOES_NOT_EXIST":
-        return Trouble("gone", f"{server} does not have the run: {text[:200]}")
+        return Trouble(f"{server} does not have it: {text[:200]}", is_gone=True)
     if code == "ENDPOINT_NOT_FOUND":
-        return Trouble("wrong", f"{server} responds, but is not an MLflow server", "correct track.uri")
+        return Trouble(f"{server} responds, but is not an MLflow server", "correct track.uri")
     if code in _INVALID:
-        return Trouble("invalid", text[:300])
+        return Trouble(text[:300])
     if "database is locked" in text:
-        return Trouble("away", f"{server} is locked by another program")
+        return Trouble(f"{server} is locked by another program")
     if "database or disk is full" in text:
-        return Trouble("away", f"the disk of {server} is full")
+        return Trouble(f"the disk of {server} is full")
     if isinstance(error, OSError) and error.strerror:
         path = refused_path(error)
         over = "" if path is None else f"{path} can be written again"
-        return Trouble("away", error.strerror if path is None else f"{error.strerror}: {path}", over=over)
-    return Trouble("away", f"{server}: {_cause(text)}")
+        return Trouble(error.strerror if path is None else f"{error.strerror}: {path}", over=over)
+    return Trouble(f"{server}: {_cause(text)}")
 
 
 def _cause(text: str) -> str:

@@ -5,6 +5,7 @@ same rules as for a recipe's `track`. So the loop never waits for the server, an
 """
 
 import atexit
+import itertools
 import json
 import os
 import sys
@@ -179,11 +180,9 @@ class MlflowTracker:
             if status is not None and not is_own_loop(status):
                 raise RecipeError(f"{path} is a run of a recipe", f"resume it with: trimtab resume {path}")
             return path
-        number = 2
-        while path.exists():  # unlike names in MLflow, folders must be unique
-            path = path.with_name(f"{self._run_name}-{number}")
-            number += 1
-        return path
+        # unlike names in MLflow, folders must be unique
+        numbered = (path.with_name(f"{self._run_name}-{number}") for number in itertools.count(2))
+        return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def _active_run() -> str:

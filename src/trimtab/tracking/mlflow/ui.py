@@ -79,15 +79,13 @@ def _start_server(uri: str, port: int, output: int) -> "Iterator[subprocess.Pope
 def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
     """Wait until the server responds; False if it ends before."""
     while process.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),  # it is not listening yet
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection,
+        ):
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return True
-        except (OSError, http.client.HTTPException):
-            pass  # it is not listening yet
-        finally:
-            connection.close()
         time.sleep(_POLL_S)
     return False
 

@@ -189,7 +189,7 @@ def upload_until_over(folder: Path, uri: str, about: About, parent: ParentPipe, 
             wait_s = 0.0 if more else min(files.wait_s, _EVERY_S) if is_over else _EVERY_S
         except Exception as error:
             trouble = trouble_of(error, uri)
-            if trouble.kind == "gone":
+            if trouble.is_gone:
                 upload.detach()
             server.record([trouble])
             wait_s = min(server.wait_s, _EVERY_S) if is_over else server.wait_s

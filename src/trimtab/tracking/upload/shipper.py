@@ -63,19 +63,16 @@ class RunUpload:
         self._state = tracking.at(uri)
         self._server: MlflowServer | None = None
         self.is_attached = False
-        self._is_described = False
         self._renamed: dict[str, str] = {}
         self._ahead = RowsAhead()
 
     def upload_metrics(self) -> bool:
-        """Upload the next lines of the journal; the first time also parameters and tags.
+        """Upload the next lines of the journal.
 
         Returns:
             Whether more lines may be waiting already.
         """
         server, run_id = self._attach()
-        if not self._is_described:
-            self._describe(server, run_id)
         state = self._state
         end, rows, is_full = state.acked, list[Row](), False
         ahead = self._ahead.copy()  # the original is replaced only once the server has confirmed the batch
@@ -125,7 +122,7 @@ class RunUpload:
             except Exception as error:
                 server.client.get_run(run_id)  # raises if the server itself, and not its file store, has failed
                 trouble = trouble_of(error, self._uri)
-                troubles.append(Trouble(trouble.kind, f"{path.name}: {trouble.words}", trouble.cure))
+                troubles.append(Trouble(f"{path.name}: {trouble.words}", trouble.cure))
                 continue
             self._state.artifacts[path.name] = checksum
             self._tracking.write()
@@ -153,7 +150,7 @@ class RunUpload:
         return state.run_id, state.params, state.acked, len(state.artifacts), state.status
 
     def _attach(self) -> tuple[MlflowServer, str]:
-        """Return the server and the id of the run there, which is created or found the first time."""
+        """Return the server and the id of the run; the first time, create or find it and write params and tags."""
         if self._server is None:
             self._server = MlflowServer(self._uri)
         server, about, state = self._server, self._tracking.about, self._state
@@ -176,25 +173,23 @@ class RunUpload:
             first, last = self._ahead.steps[0], self._ahead.steps[-1]
             self._tell(f"{state.uri} has the metrics of steps {first:,}-{last:,} already: they are not sent again")
         self._tracking.write()
+        self._describe(server, state.run_id)
         self.is_attached = True
         return server, state.run_id
 
     def _exists(self, server: MlflowServer, run_id: str) -> bool:
         try:
-            found = server.client.get_run(run_id)
+            if server.client.get_run(run_id).info.lifecycle_stage != "deleted":
+                return True
         except Exception as error:
-            if trouble_of(error, self._uri).kind != "gone":
+            if not trouble_of(error, self._uri).is_gone:
                 raise
-            self._tell(f"{self._state.uri} no longer has the run: everything is uploaded again")
-            return False
-        if found.info.lifecycle_stage == "deleted":
-            self._tell(f"the run was deleted on {self._state.uri}: everything is uploaded again")
-            return False
-        return True
+        self._tell(f"{self._state.uri} no longer has the run: everything is uploaded again")
+        return False
 
     def detach(self) -> None:
         """Look the run up again, after the server has reported that it does not exist."""
-        self.is_attached = self._is_described = False
+        self.is_attached = False
 
     def _describe(self, server: MlflowServer, run_id: str) -> None:
         about = self._tracking.about
@@ -206,7 +201,6 @@ class RunUpload:
         server.set_tags(run_id, tags)
         self._state.params = True
         self._tracking.write()
-        self._is_described = True
 
     def _rows(self, text: bytes) -> list[Row]:
         renamed: dict[str, str] = {}
