@@ -86,7 +86,7 @@ def test_less_may_be_better(models, best, better):
 def test_more_runs_than_a_page_has(models, monkeypatch):
     for number in range(5):
         models.run("imdb", f"run-{number}", [{"accuracy": number / 10}])
-    monkeypatch.setattr(ranking, "PAGE", 2)
+    monkeypatch.setattr(ranking, "_PAGE", 2)
     assert [run.name for run in rank_runs("imdb", "accuracy").runs] == [f"run-{n}" for n in (4, 3, 2, 1, 0)]
 
 

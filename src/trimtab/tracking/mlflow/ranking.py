@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ from trimtab.tracking.mlflow.best_model import HIGHER_IS_BETTER, METRIC, METRICS
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PAGE = 100  # results per request, which every MLflow search allows
+_PAGE = 100  # results per request, which every MLflow search allows
 _EVAL = "eval_"  # prefix of metrics on eval rows in the journal
 _NAME_IT = "name the metric: --metric accuracy, best:EXPERIMENT?metric=accuracy"
 
@@ -59,19 +59,7 @@ class Ranking:
 
 
 def rank_experiment(client: "MlflowClient", uri: str, name: str, metric: str | None) -> Ranking:
-    """Rank the runs of an experiment by a metric on eval rows.
-
-    Args:
-        client: Client of the server.
-        uri: Its address.
-        name: The experiment.
-        metric: The metric; None is the one that has selected the logged models.
-
-    Raises:
-        RecipeError: There is no such experiment, or no run has a value of that metric.
-    """
-    from mlflow.utils import get_results_from_paginated_fn as all_pages
-
+    """Rank the runs of an experiment, as `rank_runs` describes."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None and uri.startswith("databricks"):
         experiment = client.get_experiment_by_name(f"/Shared/{name}")
@@ -79,9 +67,12 @@ def rank_experiment(client: "MlflowClient", uri: str, name: str, metric: str | N
         names = [known.name for known in client.search_experiments()]
         raise RecipeError(f"{redact(uri)} has no experiment {name!r}", suggest_names(name, names, "it has"))
     ids = [experiment.experiment_id]
-    runs = all_pages(lambda num, page: client.search_runs(ids, max_results=num, page_token=page), PAGE)
-    logged = all_pages(lambda num, page: client.search_logged_models(ids, max_results=num, page_token=page), PAGE)
-    complete = [model for model in logged if str(model.status) == "READY" and model.source_run_id]
+    runs = all_pages(client.search_runs, ids)
+    complete = [
+        model
+        for model in all_pages(client.search_logged_models, ids)
+        if str(model.status) == "READY" and model.source_run_id
+    ]
     models = {model.source_run_id: model for model in sorted(complete, key=lambda model: model.creation_timestamp)}
     metric = metric.removeprefix(_EVAL) if metric is not None else _selecting_metric(name, models)
     found = [_tracked_run(client, run, models.get(run.info.run_id), metric) for run in runs]
@@ -98,6 +89,16 @@ def rank_experiment(client: "MlflowClient", uri: str, name: str, metric: str | N
         return run.value is None, -value if rises else value, run.started_ms
 
     return Ranking(name, uri, metric, rises, tuple(sorted(found, key=order)))
+
+
+def all_pages(search: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call a search method of the client until it has no more results."""
+    from mlflow.utils import get_results_from_paginated_fn
+
+    def page(max_results: int, token: str | None) -> Any:
+        return search(*arguments, max_results=max_results, page_token=token)
+
+    return list(get_results_from_paginated_fn(page, _PAGE))  # type: ignore[no-untyped-call]
 
 
 def _metrics_of(model: Any) -> dict[str, float]:

@@ -22,7 +22,7 @@ from trimtab.log import say
 from trimtab.model.hub import is_adapter
 from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, model_id_of
 from trimtab.tracking.mlflow.model_folder import MODEL, quiet_mlflow
-from trimtab.tracking.mlflow.ranking import PAGE, Ranking, rank_experiment, suggest_names
+from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
 from trimtab.tracking.mlflow.server import mlflow_settings, trouble_of
 from trimtab.tracking.mlflow.uri import default_uri, sqlite_file
 
@@ -67,7 +67,7 @@ def is_on_server(text: str) -> bool:
 
 
 def rank_runs(experiment: str, metric: str | None = None, uri: str | None = None) -> Ranking:
-    """Rank the runs of an experiment, the best first.
+    """Rank the runs of an experiment by a metric on eval rows, the best first.
 
     Args:
         experiment: Its name.
@@ -206,7 +206,6 @@ def _find_registered(client: "MlflowClient", uri: str, text: str) -> TrackedMode
 
 def _version(client: "MlflowClient", uri: str, name: str, alias: str, number: str) -> Any:
     from mlflow.exceptions import MlflowException
-    from mlflow.utils import get_results_from_paginated_fn as all_pages
 
     try:
         if number:
@@ -215,8 +214,7 @@ def _version(client: "MlflowClient", uri: str, name: str, alias: str, number: st
     except MlflowException as error:
         if error.error_code not in NOT_FOUND:
             raise
-    found = all_pages(lambda num, page: client.search_registered_models(max_results=num, page_token=page), PAGE)
-    names = [model.name for model in found]
+    names = [model.name for model in all_pages(client.search_registered_models)]
     if name not in names:
         raise RecipeError(f"{redact(uri)} has no registered model {name!r}", suggest_names(name, names, "it has"))
     if number:

@@ -194,9 +194,13 @@ class MlflowServer:
 
     def _log(self, run_id: str, kind: str, entities: Iterable[T], max_entities: int) -> list[T]:
         """Send metrics, params or tags in batches; return those that the server does not accept."""
+
+        def send(batch: Any) -> None:
+            self.client.log_batch(run_id, **{kind: batch})
+
         refused: list[T] = []
         for batch in _batches(entities, max_entities):
-            refused += _send_valid(lambda part: self.client.log_batch(run_id, **{kind: part}), batch)
+            refused += _send_valid(send, batch)
         return refused
 
     def drop_tag(self, run_id: str, name: str) -> None:

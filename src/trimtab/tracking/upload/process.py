@@ -152,15 +152,7 @@ def main() -> None:
 
 
 def upload_until_over(folder: Path, uri: str, about: About, parent: ParentPipe, writer: MessageWriter) -> None:
-    """Upload a run until it has ended and everything is uploaded, or the training process has died.
-
-    Args:
-        folder: The run folder.
-        uri: The server.
-        about: Facts of the run.
-        parent: Tells whether the run has ended.
-        writer: Receives progress and failures.
-    """
+    """Upload a run until it has ended and everything is uploaded, or the training process has died."""
     tracking = open_tracking(folder, about, uri)
     import mlflow  # noqa: F401  # takes seconds, in which the run may have ended already
 
