@@ -143,11 +143,7 @@ def test_other_files_of_that_name_are_passed_over(tmp_path, text):
     (tmp_path / "odd" / "run.json").write_text(text)
     write_status(tmp_path / "good", state="finished")
     assert [run.path.name for run in list_runs(tmp_path)] == ["good"]
-
-
-def test_no_runs(tmp_path):
-    assert list_runs(tmp_path) == []
-    assert list_runs(tmp_path / "nowhere") == []
+    assert list_runs(tmp_path / "odd") == list_runs(tmp_path / "nowhere") == []
 
 
 def test_numbers_that_json_has_no_word_for_become_text(tmp_path):

@@ -17,7 +17,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.tracking.mlflow.best_model import NOTE
 from trimtab.tracking.mlflow.model_folder import inspect_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and what it stands on
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and its dependencies
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
     assert best_after(register="stories", value=1.0, metric="joy", rises=None) == 3
     assert "it is unknown whether a higher joy is better" in caplog.text
 
-    models.client.set_registered_model_alias("reviews", "best", "1")  # somebody's choice, of unknown worth
+    models.client.set_registered_model_alias("reviews", "best", "1")  # set by a user, to a version without a value
     assert best_after(value=0.95) == 1
     assert "whose accuracy is unknown" in caplog.text
 

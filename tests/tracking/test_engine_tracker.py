@@ -88,7 +88,7 @@ def test_a_loop_that_does_not_reach_its_end(local, end, status, error):
     folder = Path("runs/colours/mine")
     assert rows_on(local, run["id"]) == rows_in(folder)
     assert len(rows_in(folder)) == 3
-    assert unfinished_run(Path("runs/colours")) is None, "a recipe cannot go on with it"
+    assert unfinished_run(Path("runs/colours")) is None, "a recipe cannot resume it"
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_where_nothing_is_tracked_the_numbers_are_in_the_folder():
     folders = [Path("logs/colours/001"), Path("logs/colours/002")]
     assert [[line["loss"] for line in lines_of(folder)] for folder in folders] == [[1.0], [1.0]]
     assert [read_status(folder)["state"] for folder in folders] == ["finished", "finished"]
-    assert len(lines_of(Path("logs/colours"))) == 3, "the journal goes on, with a config for each run"
+    assert len(lines_of(Path("logs/colours"))) == 3, "one journal, with a config for each run"
     assert not list(Path("logs").rglob("tracking.*"))
     with pytest.raises(RecipeError, match="is not tracked"):
         sync_run(folders[0])
@@ -216,7 +216,7 @@ def test_a_forked_child_leaves_the_run_to_its_parent():
     engine = Engine(cpu=True, log_with="mlflow", project_dir="logs")
     engine.init_trackers("colours")
     tracker = engine.get_tracker("mlflow")
-    tracker._process_id += 1  # as it is in a child
+    tracker._process_id += 1  # as in a forked child
     tracker._on_exit()
     assert read_status(tracker.folder)["state"] == "running"
     engine.end_training()

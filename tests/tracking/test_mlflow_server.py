@@ -130,7 +130,7 @@ class _Failure(Exception):
     ],
 )
 def test_errors_are_described_in_one_line(error, words):
-    trouble = trouble_of(error, "http://h")
-    assert words in str(trouble)
-    assert "\n" not in str(trouble)
-    assert trouble.is_gone == ("no run" in words)
+    failure = trouble_of(error, "http://h")
+    assert words in str(failure)
+    assert "\n" not in str(failure)
+    assert failure.is_gone == ("no run" in words)

@@ -23,12 +23,12 @@ from trimtab.tracking.mlflow import ranking, registry
 from trimtab.tracking.mlflow.model_folder import quiet_mlflow
 from trimtab.tracking.mlflow.registry import fetch_model, find_model, local_source, pull_model, rank_runs
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and what it stands on
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and its dependencies
 
 
 @pytest.fixture
 def models(own_folder, empty_store):
-    """The store of a folder in which somebody has trained."""
+    """The local store of a folder of runs."""
     (own_folder / "runs").mkdir()
     path = shutil.copy(empty_store, own_folder / "runs" / "mlflow.db")
     return TrackedModels(f"sqlite:///{path}", own_folder / "runs" / "mlartifacts")

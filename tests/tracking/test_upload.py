@@ -15,7 +15,7 @@ from small_disk import mounted
 from trimtab.checkpoint.disk_errors import refused_path
 from trimtab.runs.run_folder import RunFolder
 from trimtab.runs.tracking_file import About, Tracking
-from trimtab.tracking.mlflow.server import Row, Trouble, mlflow_settings, trouble_of
+from trimtab.tracking.mlflow.server import Row, UploadFailure, mlflow_settings, trouble_of
 from trimtab.tracking.upload import process
 from trimtab.tracking.upload.metric_rows import rows_of
 from trimtab.tracking.upload.process import Backoff, upload_until_over
@@ -101,7 +101,7 @@ class Run:
         return self.upload()
 
     def join(self, **facts):
-        """Tell the uploader how the training stands, and wait until it has exited."""
+        """Tell the uploader the state of the training, and wait until it has exited."""
         self.parent.set(**facts)
         self._thread.join(180)
         assert not self._thread.is_alive(), self.writer.lines
@@ -409,7 +409,7 @@ def backoff(monkeypatch):
     return Backoff(lines.append, "it waits", "it is back"), lines, clock
 
 
-AWAY = Trouble("full", over="there is room")
+AWAY = UploadFailure("full", recovery="there is room")
 OUTAGE = ["tracking: full; it waits", "tracking: there is room"]
 
 
@@ -423,7 +423,7 @@ def test_waits_grow(backoff):
     retry.record([])
     retry.record([])
     assert lines == OUTAGE
-    retry.record([Trouble("no", "do this")])
+    retry.record([UploadFailure("no", "do this")])
     assert retry.wait_s == 10
 
 
@@ -486,9 +486,9 @@ def test_a_full_run_folder_is_named_and_not_the_server(tmp_path):
         tracking.about.name = "x" * 10_000
         with pytest.raises(OSError, match="No space left") as raised:
             tracking.write()
-    trouble = trouble_of(raised.value, "http://server")
-    assert str(trouble) == f"No space left on device: {disk}/tracking.json"
-    assert trouble.over == f"{disk}/tracking.json can be written again"
+    failure = trouble_of(raised.value, "http://server")
+    assert str(failure) == f"No space left on device: {disk}/tracking.json"
+    assert failure.recovery == f"{disk}/tracking.json can be written again"
 
 
 def test_a_full_target_of_a_copy_is_named_and_not_its_source(tmp_path):

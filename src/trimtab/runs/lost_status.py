@@ -16,7 +16,7 @@ RESTORING = ".restoring"  # exists while a mirror is being copied back into a ru
 _PROCESS_KEYS = ("path", "state", "step", "saved_step", "pid", "host", "updated", "error")
 
 
-def lasting_facts(status: dict[str, Any]) -> dict[str, Any]:
+def run_facts(status: dict[str, Any]) -> dict[str, Any]:
     """Return the part of `run.json` that describes the run rather than the process; checkpoints keep a copy."""
     return {key: value for key, value in status.items() if key not in _PROCESS_KEYS}
 

@@ -22,8 +22,8 @@ from trimtab.log import say, say_once
 from trimtab.runs.journal import JOURNAL, Journal, first_line_end
 from trimtab.runs.lock import LOCK, RunLock, lock_holder
 from trimtab.runs.lost_status import CHECKPOINTS as CHECKPOINTS
-from trimtab.runs.lost_status import RECIPE, lasting_facts, rebuild_status
-from trimtab.runs.tracking_file import is_tracked, sent_of, shipping
+from trimtab.runs.lost_status import RECIPE, rebuild_status, run_facts
+from trimtab.runs.tracking_file import is_tracked, sent_bytes, shipping
 from trimtab.runs.uploader import Companion, NoCompanion
 
 _STATUS = "run.json"
@@ -177,7 +177,7 @@ class RunFolder:
     def facts_for_state(self) -> dict[str, Any]:
         """Return the part of `run.json` that a checkpoint stores."""
         with self._writing:
-            return lasting_facts(self._status)
+            return run_facts(self._status)
 
     def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
         """Open the journal and record that the run has started or resumed.
@@ -189,7 +189,7 @@ class RunFolder:
             step: Step of that checkpoint.
         """
         with self._journal_lock():
-            sent = sent_of(self.path)
+            sent = sent_bytes(self.path)
             if journal_position is None and sent:
                 journal_position = first_line_end(self.path / JOURNAL)
             try:
@@ -214,10 +214,10 @@ class RunFolder:
         """The uploader of a killed run must have exited before the journal is truncated."""
         return shipping(self.path, _UPLOADER_EXIT_S) if is_tracked(self.path) else contextlib.nullcontext()
 
-    def track(self, companion: Companion) -> None:
+    def track(self, uploader: Companion) -> None:
         """Start an uploader, which `finish` ends."""
-        self._uploader = companion
-        companion.start()
+        self._uploader = uploader
+        uploader.start()
 
     def record(self, values: dict[str, Any], step: int | None) -> None:
         """Write metrics to the journal."""
@@ -273,9 +273,8 @@ class RunFolder:
 
 
 def _write_error(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be written: {error.strerror or error}", cure_of(error, "choose another --out")
-    )
+    problem = f"{path} cannot be written: {error.strerror or error}"
+    return CheckpointError(problem, cure_of(error, "choose another --out"))
 
 
 class FollowedFolder:
@@ -379,13 +378,12 @@ def actual_state(path: Path) -> tuple[str, str]:
 
 def unfinished_run(home: Path, job: str | None = None) -> Path | None:
     """Return the newest unfinished run in a folder of runs; with `job`, the newest of that job."""
-    found = []
-    for folder in home.glob("*/"):
-        run = find_run(folder)
-        if run is None or is_own_loop(run):
-            continue
-        if run["state"] != "finished" and job in (None, run.get("job")):
-            found.append((run.get("started", 0.0), folder))
+    runs = [(folder, run) for folder in home.glob("*/") if (run := find_run(folder)) and not is_own_loop(run)]
+    found = [
+        (run.get("started", 0.0), folder)
+        for folder, run in runs
+        if run["state"] != "finished" and job in (None, run.get("job"))
+    ]
     return max(found)[1] if found else None
 
 
@@ -417,7 +415,7 @@ def check_free(path: Path) -> None:
 
 
 def _is_lock_file(inner: Path) -> bool:
-    """Whether a file may be left by a run that was killed before it wrote `run.json`; the lock tells if it lives."""
+    """Whether a file may be of a run that was killed before it wrote `run.json`; `RunLock` checks if it is alive."""
     return inner.name in (LOCK, f".{_STATUS}.writing") or inner.name.startswith(f".{LOCK}.")
 
 

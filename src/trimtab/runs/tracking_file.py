@@ -28,7 +28,7 @@ class ServerState:
         experiment_id: Its id on this server.
         run_id: MLflow's id of the run; None until the server has created it.
         sent: Offset in metrics.jsonl, in bytes, up to which the server may have the lines. Written before a batch is
-            sent, so that it is an upper bound also after a kill.
+            sent, so it is an upper bound even after a kill.
         acked: Offset up to which the server has confirmed the lines.
         ahead_since_ms: Timestamp from which the server may have rows that this folder lacks, because the folder was
             restored from an older copy.
@@ -56,7 +56,7 @@ class ServerState:
 
 @dataclass
 class About:
-    """What every server is told about a run.
+    """Description of a run that every server receives.
 
     Attributes:
         run: Unique id of the run, stored as a tag. If the response to `create_run` is lost, the run is found by it.
@@ -135,7 +135,7 @@ def is_tracked(folder: Path) -> bool:
     return (folder / TRACKING).exists() or (folder / _LOCK).exists()
 
 
-def sent_of(folder: Path) -> int:
+def sent_bytes(folder: Path) -> int:
     """Return the offset in metrics.jsonl, in bytes, up to which some server may have the lines."""
     tracking = Tracking.read(folder)
     return max((server.sent for server in tracking.attachments), default=0) if tracking is not None else 0

@@ -165,11 +165,11 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
         try:
             yield MlflowClient(tracking_uri=address, registry_uri=address), address
         except MlflowException as error:
-            trouble = trouble_of(error, address)
-            if trouble.is_gone:
-                raise ModelError(trouble.words, "list what exists: trimtab ui") from error
-            cure = trouble.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
-            raise ModelError(f"the tracking server did not respond: {trouble.words}", cure) from error
+            failure = trouble_of(error, address)
+            if failure.is_gone:
+                raise ModelError(failure.words, "list what exists: trimtab ui") from error
+            cure = failure.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
+            raise ModelError(f"the tracking server did not respond: {failure.words}", cure) from error
 
 
 def _find_best(client: "MlflowClient", uri: str, text: str) -> TrackedModel:

@@ -57,19 +57,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class UploadFailure:
     """Why a server, or the disk, has refused something.
 
     Attributes:
         words: One line for the user.
         cure: What the user has to do, where waiting does not help.
-        over: Message for the recovery, where it was not the server that failed.
+        recovery: Message for the recovery, where it was not the server that failed.
         is_gone: Whether the server responds, but does not have the run or model.
     """
 
     words: str
     cure: str = ""
-    over: str = ""
+    recovery: str = ""
     is_gone: bool = False
 
     def __str__(self) -> str:
@@ -230,33 +230,33 @@ def long_timeout() -> contextlib.AbstractContextManager[None]:
     return _environment({_TIMEOUT: str(max(_UPLOAD_S, int(os.environ.get(_TIMEOUT) or 0)))})
 
 
-def trouble_of(error: Exception, uri: str) -> Trouble:
+def trouble_of(error: Exception, uri: str) -> UploadFailure:
     """Classify an exception from mlflow or the operating system, and describe it to the user."""
     server = redact(uri)
     code = str(getattr(error, "error_code", ""))
     text = redact(" ".join(str(error).split()))
     if isinstance(error, ExperimentDeleted):
-        return Trouble(error.problem, error.cure)
+        return UploadFailure(error.problem, error.cure)
     if code in _DENIED:
         if "PERMISSION" in code:
-            return Trouble(f"{server} denies this user permission to write", "ask its owner for permission")
+            return UploadFailure(f"{server} denies this user permission to write", "ask its owner for permission")
         cure = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        return Trouble(f"{server} rejects the credentials", cure)
+        return UploadFailure(f"{server} rejects the credentials", cure)
     if code == "RESOURCE_DOES_NOT_EXIST":
-        return Trouble(f"{server} does not have it: {text[:200]}", is_gone=True)
+        return UploadFailure(f"{server} does not have it: {text[:200]}", is_gone=True)
     if code == "ENDPOINT_NOT_FOUND":
-        return Trouble(f"{server} responds, but is not an MLflow server", "correct track.uri")
+        return UploadFailure(f"{server} responds, but is not an MLflow server", "correct track.uri")
     if code in _INVALID:
-        return Trouble(text[:300])
+        return UploadFailure(text[:300])
     if "database is locked" in text:
-        return Trouble(f"{server} is locked by another program")
+        return UploadFailure(f"{server} is locked by another program")
     if "database or disk is full" in text:
-        return Trouble(f"the disk of {server} is full")
+        return UploadFailure(f"the disk of {server} is full")
     if isinstance(error, OSError) and error.strerror:
         path = refused_path(error)
-        over = "" if path is None else f"{path} can be written again"
-        return Trouble(error.strerror if path is None else f"{error.strerror}: {path}", over=over)
-    return Trouble(f"{server}: {_cause(text)}")
+        recovery = "" if path is None else f"{path} can be written again"
+        return UploadFailure(error.strerror if path is None else f"{error.strerror}: {path}", recovery=recovery)
+    return UploadFailure(f"{server}: {_cause(text)}")
 
 
 def _cause(text: str) -> str:

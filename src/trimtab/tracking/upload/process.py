@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from trimtab.addresses import redact
 from trimtab.runs.run_folder import actual_state
 from trimtab.runs.tracking_file import About, shipping
-from trimtab.tracking.mlflow.server import Trouble, mlflow_settings, trouble_of
+from trimtab.tracking.mlflow.server import UploadFailure, mlflow_settings, trouble_of
 from trimtab.tracking.upload.shipper import RunUpload, close_killed, open_tracking
 
 _EVERY_S = 2.0  # between two batches
@@ -115,24 +115,24 @@ class Backoff:
         """Whether the next attempt may be made."""
         return time.monotonic() >= self._next_at
 
-    def record(self, troubles: Sequence[Trouble]) -> None:
+    def record(self, failures: Sequence[UploadFailure]) -> None:
         """Record the failures of an attempt, or its success if there are none."""
-        if not troubles:
+        if not failures:
             if self._reported:
                 self._say(f"tracking: {self._recovery}")
                 self._quiet_s = min(_LONGEST_QUIET_S, max(_QUIET_S, 2 * self._quiet_s))
             self._reported, self.wait_s, self._failing_since = "", 0.0, None
             return
-        needs_user = any(trouble.cure for trouble in troubles)
+        needs_user = any(failure.cure for failure in failures)
         first_wait_s = _FIRST_WAIT_S * (10 if needs_user else 1)
         self.wait_s = min(_LONGEST_WAIT_S, self.wait_s * 2 if self.is_failing else first_wait_s)
         now = time.monotonic()
         self._next_at = now + self.wait_s
         self._failing_since = now if self._failing_since is None else self._failing_since
         is_new = not self._reported and now - self._failing_since >= self._quiet_s
-        if is_new or (needs_user and str(troubles[0]) != self._reported):
-            self._reported, self._recovery = str(troubles[0]), troubles[0].over or self._ends
-            self._say(f"tracking: {'; '.join(map(str, troubles))}; {self._begins}")
+        if is_new or (needs_user and str(failures[0]) != self._reported):
+            self._reported, self._recovery = str(failures[0]), failures[0].recovery or self._ends
+            self._say(f"tracking: {'; '.join(map(str, failures))}; {self._begins}")
 
 
 def main() -> None:
@@ -180,13 +180,13 @@ def upload_until_over(folder: Path, uri: str, about: About, parent: ParentPipe, 
             server.record([])  # only here: the failure may have been in a step after the metrics
             wait_s = 0.0 if more else min(files.wait_s, _EVERY_S) if is_over else _EVERY_S
         except Exception as error:
-            trouble = trouble_of(error, uri)
-            if trouble.is_gone:
+            failure = trouble_of(error, uri)
+            if failure.is_gone:
                 upload.detach()
-            server.record([trouble])
+            server.record([failure])
             wait_s = min(server.wait_s, _EVERY_S) if is_over else server.wait_s
         now = upload.progress()
-        writer(**({"progress": True} if now != progress else {"trouble": True, "was_there": upload.is_attached}))
+        writer(**({"progress": True} if now != progress else {"failure": True, "was_there": upload.is_attached}))
         progress = now
         parent.wait(wait_s)
     _close_orphan(upload, folder)

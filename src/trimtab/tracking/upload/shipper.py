@@ -18,7 +18,7 @@ from trimtab.runs.journal import JOURNAL, complete_lines
 from trimtab.runs.run_folder import actual_state, read_status
 from trimtab.runs.tracking_file import TRACKING, About, Tracking, shipping
 from trimtab.tracking.mlflow.origin_tags import commit_tags
-from trimtab.tracking.mlflow.server import MAX_METRICS, MlflowServer, Row, Trouble, long_timeout, trouble_of
+from trimtab.tracking.mlflow.server import MAX_METRICS, MlflowServer, Row, UploadFailure, long_timeout, trouble_of
 from trimtab.tracking.upload.metric_rows import rows_of
 from trimtab.tracking.upload.server_history import RowsAhead, find_rows_ahead
 
@@ -97,7 +97,7 @@ class RunUpload:
         self._tracking.write()
         return is_full
 
-    def upload_files(self, *, is_over: bool, with_model: bool) -> list[Trouble]:
+    def upload_files(self, *, is_over: bool, with_model: bool) -> list[UploadFailure]:
         """Upload new and changed files.
 
         Args:
@@ -108,7 +108,7 @@ class RunUpload:
             The files that failed although the server responds, and why.
         """
         server, run_id = self._attach()
-        troubles = []
+        failures = []
         for path in _files(self._folder, is_over=is_over, with_model=with_model and self._tracking.about.log_model):
             checksum = _checksum(path)
             if self._state.artifacts.get(path.name) == checksum:
@@ -121,12 +121,12 @@ class RunUpload:
                     server.log_file(run_id, path)
             except Exception as error:
                 server.client.get_run(run_id)  # raises if the server itself, and not its file store, has failed
-                trouble = trouble_of(error, self._uri)
-                troubles.append(Trouble(f"{path.name}: {trouble.words}", trouble.cure))
+                failure = trouble_of(error, self._uri)
+                failures.append(UploadFailure(f"{path.name}: {failure.words}", failure.cure))
                 continue
             self._state.artifacts[path.name] = checksum
             self._tracking.write()
-        return troubles
+        return failures
 
     def close(self) -> None:
         """Set the status of the run, and its summary as tags."""
@@ -314,7 +314,7 @@ def open_tracking(folder: Path, about: About, uri: str) -> Tracking:
     return found
 
 
-def ship_all(tracking: Tracking, uri: str, tell: Callable[[str], None]) -> list[Trouble]:
+def ship_all(tracking: Tracking, uri: str, tell: Callable[[str], None]) -> list[UploadFailure]:
     """Upload a whole run from this process.
 
     Returns:
@@ -324,9 +324,9 @@ def ship_all(tracking: Tracking, uri: str, tell: Callable[[str], None]) -> list[
     while upload.upload_metrics():
         pass
     is_over = actual_state(tracking.folder)[0] != "running"
-    troubles = upload.upload_files(is_over=is_over, with_model=True)
+    failures = upload.upload_files(is_over=is_over, with_model=True)
     upload.close()
-    return troubles
+    return failures
 
 
 def close_killed(folders: Iterable[Path], uri: str) -> None:

@@ -143,7 +143,7 @@ class MlflowCompanion:
             if "progress" in message:
                 last = time.monotonic()
             # a sqlite file that does not respond is locked or being created, and worth waiting for
-            num_attempts += "trouble" in message and not message["was_there"] and sqlite_file(self._uri) is None
+            num_attempts += "failure" in message and not message["was_there"] and sqlite_file(self._uri) is None
             if num_attempts >= _MAX_ATTEMPTS:
                 return
 
