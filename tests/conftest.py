@@ -1,8 +1,13 @@
 """Shared by all tests: one thread a process, no hub, and nothing left behind."""
 
+import contextlib
 import gc
 import logging
 import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,3 +108,42 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     return work
+
+
+@pytest.fixture
+def file_size_limit():
+    """A context in which no file can grow beyond so many bytes: the system itself refuses the write."""
+
+    @contextlib.contextmanager
+    def limited(num_bytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
+
+
+@pytest.fixture
+def as_somebody():
+    """A folder that anyone can reach, and a context in which this process is not root."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o755)
+
+    @contextlib.contextmanager
+    def unprivileged():
+        if os.geteuid() != 0:
+            yield
+            return
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    yield place, unprivileged
+    for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+    shutil.rmtree(place)

@@ -232,7 +232,7 @@ def test_a_folder_in_use_is_refused_and_untouched(bert, own_folder):
             quick(Recipe(model="no/such-model", data={"train": ROWS}, out=str(out)))
     assert [path.name for path in own_folder.rglob("*")] == ["mine", "thesis.txt"]
     assert (mine / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(RecipeError, match="cannot be made"):
+    with pytest.raises(RecipeError, match="cannot be created"):
         quick(Recipe(model=bert, data={"train": ROWS}, out=str(mine / "thesis.txt" / "run")))
 
 

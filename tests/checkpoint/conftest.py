@@ -1,12 +1,7 @@
-"""Real faults for tests: a disk that is full, a folder that may not be written, a process that is killed."""
+"""A small disk that can be filled, and a check for threads that are left running."""
 
-import contextlib
 import os
-import resource
-import shutil
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,22 +14,6 @@ def _no_thread_left():
     yield
     for thread in set(threading.enumerate()) - before:
         assert not thread.name.startswith("trimtab"), f"{thread.name} was left running"
-
-
-@pytest.fixture
-def file_size_limit():
-    """A context in which no file can grow beyond so many bytes: the system itself refuses the write."""
-
-    @contextlib.contextmanager
-    def limited(num_bytes):
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limited
 
 
 @pytest.fixture
@@ -55,26 +34,3 @@ def leave_free(small_disk):
         filler.write_bytes(bytes((stat.f_bavail - num_pages) * stat.f_frsize))
 
     return fill
-
-
-@pytest.fixture
-def as_somebody():
-    """A folder that anyone can reach, and a context in which this process is not root."""
-    place = Path(tempfile.mkdtemp(dir="/tmp"))
-    place.chmod(0o755)
-
-    @contextlib.contextmanager
-    def unprivileged():
-        if os.geteuid() != 0:
-            yield
-            return
-        os.seteuid(65534)
-        try:
-            yield
-        finally:
-            os.seteuid(0)
-
-    yield place, unprivileged
-    for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
-        folder.chmod(0o755)
-    shutil.rmtree(place)

@@ -309,7 +309,7 @@ def test_a_folder_in_use_is_untouched(trimtab, bert, trained):
     assert (done.code, done.err) == (
         2,
         "error: trained holds a finished run (step 2 of 2)\n  cure: another --out; --fresh to replace it; "
-        "or train on: trimtab resume trained --set train.epochs=…\n",
+        "or train longer: trimtab resume trained --set train.epochs=…\n",
     )
     assert {path: path.read_bytes() for path in Path(trained).rglob("*") if path.is_file()} == before
 

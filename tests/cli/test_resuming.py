@@ -61,7 +61,7 @@ def test_from_a_kill_to_a_longer_run(trimtab, own_folder, fork_server):
     code, _, err = trimtab("train", "recipe.yaml", "--quiet")
     assert code == 2
     assert re.search(
-        r"run holds a run that is not finished \(step [\d,]+ of 20,000\)\n  cure: --resume to go on, --fresh", err
+        r"run holds an unfinished run \(step [\d,]+ of 20,000\)\n  cure: --resume to resume it, --fresh", err
     )
     code, out, _ = trimtab("checkpoints", "run")
     assert code == 0

@@ -134,7 +134,7 @@ def test_a_folder_that_may_not_be_written(stage, killed, locked_away):
     assert content_of(run) == before
     below = stage.train(stage.recipe(out=run / "below" / "it"), nobody_special=True, notes=f"{run}.below")
     assert below.wait() == 2
-    assert "cannot be made: Permission denied" in below.said
+    assert "cannot be created: Permission denied" in below.said
     run.chmod(0o755)
     assert_went_on(run, stage.finish(killed))
     assert_same_end(run, stage.whole())
@@ -152,7 +152,7 @@ def test_a_run_that_is_alive_is_left_alone(stage, killed):
         assert f"is in use by process {at_work.pid}" in other.said
     other = stage.train(killed, resume=False)
     assert other.wait() == 2
-    assert "holds a run that is not finished" in other.said
+    assert "holds an unfinished run" in other.said
     os.kill(at_work.pid, signal.SIGCONT)
     assert at_work.wait() == 0
     assert_went_on(killed["out"], at_work.said)

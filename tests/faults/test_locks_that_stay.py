@@ -116,7 +116,7 @@ def test_a_run_whose_lock_stays(own_folder, tiny, said):
         result = trimtab.fit(recipe, callbacks=[Freeze(attributes)], progress="quiet", device="cpu")
         assert result.fit.step == 4
         assert len(said()) == 1
-        with pytest.raises(CheckpointError, match=f"{LOCK} cannot be made: Operation not permitted"):
+        with pytest.raises(CheckpointError, match=f"{LOCK} cannot be created: Operation not permitted"):
             trimtab.resume("run", sets=["train.epochs=2"], progress="quiet", device="cpu")
     assert trimtab.resume("run", sets=["train.epochs=2"], progress="quiet", device="cpu").fit.step == 8
     assert yaml.safe_load(Path("run/recipe.yaml").read_text())["train"]["epochs"] == 2

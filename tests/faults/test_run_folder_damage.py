@@ -111,8 +111,8 @@ def test_a_run_without_its_run_json_is_not_taken_for_other_files(stage, run):
     DAMAGES["empty"](Path(run["out"]) / "run.json")
     child = stage.train(run, resume=False)
     assert child.wait() == 2
-    assert "holds a run that is not finished (step 33 of 40)" in child.said
-    assert "--resume to go on" in child.said
+    assert "holds an unfinished run (step 33 of 40)" in child.said
+    assert "--resume to resume it" in child.said
     assert "remove the folder" not in child.said
 
 

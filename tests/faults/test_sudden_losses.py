@@ -104,7 +104,7 @@ def test_a_run_folder_that_vanishes(stage):
     recipe = stage.recipe()
     out = Path(recipe["out"])
     said = finish(stage, recipe, at={"12": f"sleep 0.3; vanish {out}"})
-    assert f"{out}/metrics.jsonl was removed while the run went on: its numbers so far are lost" in said
+    assert f"{out}/metrics.jsonl was removed during the run: the metrics so far are lost" in said
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 40
     assert saved_steps(out) == [35, 40]
@@ -207,7 +207,7 @@ def test_started_twice_with_resume(stage, tmp_path):
         (refused,) = (child for child in children if child.code == 2)
         (trained,) = (child for child in children if child.code == 0)
         assert "--resume" not in refused.said
-        assert f"process {trained.pid}" in refused.said or "was taken by another run just now" in refused.said
+        assert f"process {trained.pid}" in refused.said or "was just taken by another run" in refused.said
         assert_same_end(recipe["out"], stage.whole())
 
 
@@ -217,8 +217,8 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     first = start(stage, recipe, at={"20": "sleep 60"})
     first.wait_until(lambda: saved_steps(recipe["out"]) == [10, 15])
     said = finish(stage, recipe, 2)
-    assert re.search(rf"not finished \(step \d+ of 40\): process {first.pid} of this machine trains it", said)
+    assert re.search(rf"unfinished run \(step \d+ of 40\), which process {first.pid} on this machine is training", said)
     assert f"cure: wait until it is done, or stop it (kill {first.pid}), then run this again" in said
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
-    assert "cure: --resume to go on" in finish(stage, recipe, 2)
+    assert "cure: --resume to resume it" in finish(stage, recipe, 2)

@@ -7,26 +7,20 @@ import math
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from trimtab.tracking.mlflow.server import valid_key
-from trimtab.tracking.upload.journal_rows import rows_of
+from trimtab.distributed.launch.settings import free_port
+from trimtab.tracking.upload.metric_rows import rows_of
 
 LARGEST = 1.7976931348623157e308  # which MLflow writes for infinity
-
-
-def free_port() -> int:
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return tried.getsockname()[1]
 
 
 def make_store(path: Path) -> Path:
@@ -37,49 +31,72 @@ def make_store(path: Path) -> Path:
     return path
 
 
-class Server:
-    """An `mlflow server` on a port of its own; it can be killed and started again on the same store.
+class Background:
+    """A program of MLflow in its own session, which can be ended with everything that it has started.
 
     Args:
-        folder: Where its store and its files are.
+        arguments: Of `python -m mlflow`.
+        log: Receives its output.
+    """
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        scripts = Path(sys.executable).parent  # MLflow starts programs by their names
+        path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # eight processes that no test needs
+        self._log = log
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", *arguments],
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_for(self, request: str | urllib.request.Request) -> bytes:
+        """Send a request until the program answers."""
+        deadline = time.monotonic() + 400
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=200) as reply:
+                    return reply.read()
+            except urllib.error.HTTPError as error:
+                raise AssertionError(error.read().decode()) from error
+            except OSError:
+                assert self._process.poll() is None, self._log.read_text()[-3000:]
+                assert time.monotonic() < deadline, self._log.read_text()[-3000:]
+                time.sleep(0.1)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Server:
+    """An `mlflow server`, which can be killed and started again on the same store.
+
+    Args:
+        folder: Folder of its store and its files.
         template: An empty store.
     """
 
     def __init__(self, folder: Path, template: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.port = folder, free_port()
-        self.store = folder / "mlflow.db"
-        if not self.store.exists():
-            shutil.copy(template, self.store)
-        self._process: subprocess.Popen | None = None
-
-    @property
-    def uri(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.store = shutil.copy(template, folder / "mlflow.db")
 
     def start(self) -> "Server":
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--backend-store-uri", f"sqlite:///{self.store}", "--workers", "1"]
-        command += ["--artifacts-destination", str(self.folder / "files")]
-        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
-        environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # eight processes that no test needs
-        with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        deadline = time.monotonic() + 180
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=20):
-                return self
-            assert self._process.poll() is None, (self.folder / "server.log").read_text()[-3000:]
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.1)
+        arguments = ["server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        arguments += ["--backend-store-uri", f"sqlite:///{self.store}"]
+        arguments += ["--artifacts-destination", str(self.folder / "files")]
+        self._process = Background(arguments, self.folder / "server.log")
+        self._process.wait_for(f"{self.uri}/health")
+        return self
 
     def kill(self) -> None:
-        """End it and its workers, at once."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+        self._process.kill()
 
 
 class Proxy:
@@ -164,7 +181,7 @@ def rows_in(folder: Path) -> list[tuple]:
         for row in rows_of(line):
             is_nan = math.isnan(row.value)
             value = math.copysign(LARGEST, row.value) if math.isinf(row.value) else row.value
-            found.append(_row(valid_key(row.key), row.step, row.timestamp_ms, value, is_nan))
+            found.append(_row(row.key, row.step, row.timestamp_ms, value, is_nan))
     return sorted(map(str, found))
 
 

@@ -1,33 +1,23 @@
 """The best model on a server: MLflow loads and serves what was trained, once, and `best` moves to what is better."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from tracked_models import CAUSAL, CLASSIFIER, THREE, TrackedModels, exported, loud
+from mlflow_servers import Background, free_port
+from tracked_models import CAUSAL, CLASSIFIER, TEXTS, THREE, TrackedModels, contents, exported, loud
 
 from tiny_adapters import adapted, export_run, nf4
-from trimtab.distributed.launch.settings import free_port
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
 from trimtab.tracking.mlflow.best_model import NOTE
-from trimtab.tracking.mlflow.model_folder import kind_of_folder
+from trimtab.tracking.mlflow.model_folder import inspect_model
 
-pytestmark = [  # of MLflow and what it stands on
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-TEXTS = ["the film was good", "a very long and dull story"]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and its dependencies
 
 
 @pytest.fixture
@@ -62,10 +52,6 @@ def note_of(models, address):
 
 def near(scores):
     return pytest.approx(list(scores), abs=1e-4)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def test_a_classifier(models, classifier):
@@ -155,7 +141,7 @@ def test_what_no_pipeline_can_do_is_served_by_trimtab(models, tmp_path, tiny):
     address = models.log(models.run("topics", "001"), folder)
     expected = classify_texts(load(folder, device="cpu"), TEXTS)
     assert list(answers_of(address, TEXTS)["label"]) == ["; ".join(one.label) for one in expected]
-    assert "gives several" in note_of(models, address)
+    assert "model has several" in note_of(models, address)
 
 
 def num_weight_bytes(folder):
@@ -199,12 +185,12 @@ def test_adapters_that_mlflow_would_load_otherwise(models, tmp_path, tiny):
     base = tiny.folder("llama")
     model, tokenizer = adapted(base, CAUSAL, **nf4())
     best = export_run(tmp_path / "quantized", model, tokenizer, "reviews.csv", "causal-lm") / "best"
-    assert "not quantized" in kind_of_folder(best).obstacle
+    assert "not quantized" in inspect_model(best).obstacle
 
     model, tokenizer = adapted(base, CAUSAL)
     tokenizer.add_tokens([f"<new-{number}>" for number in range(50)])
     best = export_run(tmp_path / "grown", model, tokenizer, "reviews.csv", "causal-lm") / "best"
-    assert "more tokens than its base" in kind_of_folder(best).obstacle
+    assert "more tokens than its base" in inspect_model(best).obstacle
 
     settings = json.loads((best / "adapter_config.json").read_text())
     (best / "adapter_config.json").write_text(
@@ -219,7 +205,7 @@ def test_a_model_that_cannot_be_understood_is_kept_as_files(models, tmp_path, cl
     (classifier / "config.json").write_text(json.dumps(config | {"model_type": "of-tomorrow"}))
     (classifier / "trimtab.json").unlink()
     address = models.log(models.run("imdb", "001"), classifier, register="reviews")
-    assert "its files are logged as they are" in note_of(models, address)
+    assert "its plain files are logged" in note_of(models, address)
     assert contents(models.files(address) / "model") == contents(classifier)
     assert best_of(models, "reviews") == address
     assert models.log(models.run("imdb", "002"), tmp_path) is None, "there is no model"
@@ -279,7 +265,7 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
     assert best_after(value=0.8) == 2, "the same is not better"
     assert best_after(value=0.9) == 5
     assert best_after(value=0.99, metric="f1") == 5
-    assert "chosen by accuracy and not by f1" in caplog.text
+    assert "selected by accuracy and not by f1" in caplog.text
     assert best_after(value=float("nan")) == 5
 
     assert best_after(register="stories", value=2.0, metric="loss", rises=False) == 1
@@ -290,38 +276,31 @@ def test_best_moves_to_what_is_better(models, classifier, caplog):
     assert tags == {"trimtab.metric": "loss", "trimtab.value": "1.5", "trimtab.higher_is_better": "false"}
 
     assert best_after(register="stories", value=1.0, metric="joy", rises=None) == 3
-    assert "nobody knows whether more joy is better" in caplog.text
+    assert "it is unknown whether a higher joy is better" in caplog.text
 
-    models.client.set_registered_model_alias("reviews", "best", "1")  # somebody's choice, of unknown worth
+    models.client.set_registered_model_alias("reviews", "best", "1")  # set by a user, to a version without a value
     assert best_after(value=0.95) == 1
-    assert "whose accuracy is not known" in caplog.text
+    assert "whose accuracy is unknown" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "adapter", "seq2seq"])
 def test_mlflow_serves_it(models, tmp_path, tiny, classifier, form):
-    best, request = classifier, {"inputs": TEXTS}
+    best = classifier
     if form == "adapter":
         model, tokenizer = adapted(tiny.folder("bert"), CLASSIFIER, THREE)
         best = export_run(tmp_path / "run", model, tokenizer, "reviews.csv") / "best"
     elif form == "seq2seq":
         best = exported(tmp_path / "pair", tiny.folder("t5"), "seq2seq-lm", "seq2seq")
     models.log(models.run("imdb", "001"), best, register="reviews")
-    port, log = free_port(), tmp_path / "server.log"
-    program = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/reviews@best"]
-    scripts = Path(sys.executable).parent  # MLflow starts the server by its name
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [*program, "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"],
-            env=os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    port = str(free_port())
+    arguments = ["models", "serve", "-m", "models:/reviews@best", "--env-manager", "local", "--host", "127.0.0.1"]
+    server = Background([*arguments, "--port", port, "--workers", "1"], tmp_path / "server.log")
+    url, body = f"http://127.0.0.1:{port}/invocations", json.dumps({"inputs": TEXTS}).encode()
     try:
-        answer = ask(f"http://127.0.0.1:{port}/invocations", request, server, log)
+        answer = json.loads(server.wait_for(urllib.request.Request(url, body, {"Content-Type": "application/json"})))
     finally:
-        stop(server)
+        server.kill()
     loaded = load(best, device="cpu")
     if form == "seq2seq":
         assert answer["predictions"] == generate_texts(loaded, TEXTS)
@@ -329,28 +308,3 @@ def test_mlflow_serves_it(models, tmp_path, tiny, classifier, form):
         expected = classify_texts(loaded, TEXTS)
         assert [one["label"] for one in answer["predictions"]] == [one.label for one in expected]
         assert [one["score"] for one in answer["predictions"]] == near(one.score for one in expected)
-
-
-def ask(url, request, server, log, patience_s=400):
-    end = time.monotonic() + patience_s
-    body = json.dumps(request).encode()
-    while True:
-        try:
-            asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(asked, timeout=200) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(error.read().decode()) from error
-        except OSError:
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.3)
-
-
-def stop(server):
-    """End the server and what it has started: they are a group of their own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)

@@ -16,7 +16,7 @@ from trimtab.build import sync_run
 from trimtab.errors import RecipeError
 from trimtab.runs.run_folder import read_status, unfinished_run
 from trimtab.tracking.mlflow.tracker import MlflowTracker
-from trimtab.tracking.upload import uploader as companion
+from trimtab.tracking.upload import uploader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy
@@ -68,18 +68,19 @@ def test_a_loop_is_tracked(local):
         engine.log({"late": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "error"),
     [
-        pytest.param("raise ValueError('broken')", "FAILED", "ValueError: broken", marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed", marks=pytest.mark.slow),
-        pytest.param("raise KeyboardInterrupt", "KILLED", None, marks=pytest.mark.slow),
-        pytest.param("pass", "FINISHED", None, marks=pytest.mark.slow),
+        ("raise ValueError('broken')", "FAILED", "ValueError: broken"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "FAILED", "killed"),
+        ("raise KeyboardInterrupt", "KILLED", None),
+        ("pass", "FINISHED", None),
     ],
 )
 def test_a_loop_that_does_not_reach_its_end(local, end, status, error):
     done = subprocess.run([sys.executable, "-c", LOOP, end], capture_output=True, text=True)
-    assert "run counts as finished" in done.stderr + done.stdout or status != "FINISHED"
+    assert "run is recorded as finished" in done.stderr + done.stdout or status != "FINISHED"
     wait_until(lambda: [run["status"] for run in runs_on(local)] == [status])
     (run,) = runs_on(local)
     found = run["tags"].get("trimtab.error")
@@ -87,7 +88,7 @@ def test_a_loop_that_does_not_reach_its_end(local, end, status, error):
     folder = Path("runs/colours/mine")
     assert rows_on(local, run["id"]) == rows_in(folder)
     assert len(rows_in(folder)) == 3
-    assert unfinished_run(Path("runs/colours")) is None, "a recipe cannot go on with it"
+    assert unfinished_run(Path("runs/colours")) is None, "a recipe cannot resume it"
 
 
 @pytest.mark.slow
@@ -119,7 +120,7 @@ def test_settings_and_a_run_that_goes_on(server):
 
 
 def test_a_dead_server_costs_the_loop_nothing(monkeypatch, caplog, store):
-    monkeypatch.setattr(companion, "_END_S", 0.5)
+    monkeypatch.setattr(uploader, "_END_S", 0.5)
     caplog.set_level("INFO", logger="trimtab")
     engine = Engine(cpu=True, log_with="mlflow", project_dir="logs")
     uri = f"http://127.0.0.1:{free_port()}"
@@ -144,7 +145,7 @@ def test_where_nothing_is_tracked_the_numbers_are_in_the_folder():
     folders = [Path("logs/colours/001"), Path("logs/colours/002")]
     assert [[line["loss"] for line in lines_of(folder)] for folder in folders] == [[1.0], [1.0]]
     assert [read_status(folder)["state"] for folder in folders] == ["finished", "finished"]
-    assert len(lines_of(Path("logs/colours"))) == 3, "the journal goes on, with a config for each run"
+    assert len(lines_of(Path("logs/colours"))) == 3, "one journal, with a config for each run"
     assert not list(Path("logs").rglob("tracking.*"))
     with pytest.raises(RecipeError, match="is not tracked"):
         sync_run(folders[0])
@@ -156,8 +157,8 @@ def test_where_nothing_is_tracked_the_numbers_are_in_the_folder():
         ({"run_id": "abc"}, "resume=True"),
         ({"colour": "red"}, "has colour, which is not known"),
         ({"resume": True}, "does not say which run"),
-        ({"run_name": "a/b"}, "no name of a folder"),
-        ({"run_name": ".."}, "no name of a folder"),
+        ({"run_name": "a/b"}, "not a valid folder name"),
+        ({"run_name": ".."}, "not a valid folder name"),
         ({"nested_run": True}, "no run is active in mlflow"),
     ],
 )
@@ -174,7 +175,7 @@ def test_a_run_of_a_recipe_is_left_alone():
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"state": "failed", "step": 3}))
     engine = Engine(cpu=True, log_with="mlflow", project_dir="logs")
-    with pytest.raises(RecipeError, match="no run of a loop of your own"):
+    with pytest.raises(RecipeError, match="is a run of a recipe"):
         engine.init_trackers("colours", init_kwargs={"mlflow": {"run_name": "mine", "resume": True}})
 
 
@@ -215,7 +216,7 @@ def test_a_forked_child_leaves_the_run_to_its_parent():
     engine = Engine(cpu=True, log_with="mlflow", project_dir="logs")
     engine.init_trackers("colours")
     tracker = engine.get_tracker("mlflow")
-    tracker._process_id += 1  # as it is in a child
-    tracker._end_of_the_program()
+    tracker._process_id += 1  # as in a forked child
+    tracker._on_exit()
     assert read_status(tracker.folder)["state"] == "running"
     engine.end_training()

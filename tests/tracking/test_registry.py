@@ -1,38 +1,34 @@
 """Models come back: the best run of an experiment, names on a server, folders, commands, recipes, Python."""
 
 import json
-import logging
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from mlflow_servers import free_port
-from tracked_models import CLASSIFIER, THREE, TrackedModels, exported, loud
+from tracked_models import CLASSIFIER, TEXTS, THREE, TrackedModels, contents, exported, loud
 
 import trimtab
 from tiny_adapters import adapted, export_run
 from tiny_runs import reviews, write_csv
 from trimtab import Recipe, fit
-from trimtab.cli.main import main
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.classify import classify_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
 from trimtab.run import look_at_data, resume
 from trimtab.runs.run_folder import read_status
-from trimtab.tracking.mlflow import registry
+from trimtab.tracking.mlflow import ranking, registry
 from trimtab.tracking.mlflow.model_folder import quiet_mlflow
 from trimtab.tracking.mlflow.registry import fetch_model, find_model, local_source, pull_model, rank_runs
 
-TEXTS = ["the film was good", "a very long and dull story"]
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and what it stands on
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and its dependencies
 
 
 @pytest.fixture
 def models(own_folder, empty_store):
-    """The store of a folder in which somebody has trained."""
+    """The local store of a folder of runs."""
     (own_folder / "runs").mkdir()
     path = shutil.copy(empty_store, own_folder / "runs" / "mlflow.db")
     return TrackedModels(f"sqlite:///{path}", own_folder / "runs" / "mlartifacts")
@@ -49,10 +45,6 @@ def better(tmp_path, tiny):
     """Another one."""
     source = tiny.folder("bert", kind=CLASSIFIER, head=THREE, initializer_range=0.7)
     return exported(tmp_path / "two" / "best", source, CLASSIFIER, "classify", metrics={"accuracy": 0.9, "f1": 0.3})
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def shown(ranking):
@@ -94,20 +86,8 @@ def test_less_may_be_better(models, best, better):
 def test_more_runs_than_a_page_has(models, monkeypatch):
     for number in range(5):
         models.run("imdb", f"run-{number}", [{"accuracy": number / 10}])
-    whole = registry.ranked
-    monkeypatch.setattr(registry, "ranked", lambda client, *rest: whole(_SmallPages(client), *rest))
+    monkeypatch.setattr(ranking, "_PAGE", 2)
     assert [run.name for run in rank_runs("imdb", "accuracy").runs] == [f"run-{n}" for n in (4, 3, 2, 1, 0)]
-
-
-class _SmallPages:
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        return getattr(self._client, name)
-
-    def search_runs(self, *args, **kwargs):
-        return self._client.search_runs(*args, max_results=2, **kwargs)
 
 
 def test_names_that_are_not_there(models, best):
@@ -119,7 +99,7 @@ def test_names_that_are_not_there(models, best):
         (lambda: rank_runs("imdb", "acuracy"), "no run of imdb has a value of acuracy", "did you mean accuracy?"),
         (lambda: rank_runs("imdb", "zzz"), "a value of zzz", "they have accuracy, f1"),
         (lambda: rank_runs("empty"), "no run of empty has logged a model", "--metric"),
-        (lambda: rank_runs("empty", "f1"), "a value of f1", "let one evaluate first"),
+        (lambda: rank_runs("empty", "f1"), "a value of f1", "run an evaluation first"),
         (lambda: find_model("best:"), "names no model", "best:EXPERIMENT"),
         (lambda: find_model("best:imdb?metric="), "names no model", "metric=f1"),
         (lambda: find_model("best:empty?metric=f1"), "a value of f1", ""),
@@ -132,7 +112,7 @@ def test_names_that_are_not_there(models, best):
             call()
         assert cure in failure.value.cure
     models.log(models.run("imdb", "other"), best, metric="f1", value=0.5)
-    with pytest.raises(RecipeError, match="chosen by several metrics: .*f1"):
+    with pytest.raises(RecipeError, match="selected by several metrics: .*f1"):
         rank_runs("imdb")
     with pytest.raises(ModelError, match="m-0{32}"):
         local_source(f"models:/m-{'0' * 32}")
@@ -146,7 +126,7 @@ def test_no_store_and_no_server(own_folder):
         rank_runs("imdb")
     assert not any(own_folder.iterdir()), "looking makes nothing"
     uri = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ModelError, match=f"did not answer.*{uri}") as failure:  # left alone, mlflow tries for minutes
+    with pytest.raises(ModelError, match=f"did not respond.*{uri}") as failure:  # left alone, mlflow tries for minutes
         rank_runs("imdb", uri=uri)
     assert "--uri" in failure.value.cure
 
@@ -197,7 +177,7 @@ def test_pull(models, best, tmp_path):
     pull_model("models:/reviews@best", tmp_path / "by-name", uri=models.uri)
     for name in ("by-experiment", "by-metric", "by-name"):
         assert contents(tmp_path / name) == contents(best)
-    for name, problem in (("by-name", "is not empty"), ("new", "says by itself which model")):
+    for name, problem in (("by-name", "is not empty"), ("new", "which names a model")):
         with pytest.raises(RecipeError, match=problem):
             pull_model("models:/reviews@best", tmp_path / name, metric="f1")
     with pytest.raises(RecipeError, match="no experiment"):
@@ -250,55 +230,35 @@ def test_python_gets_it_ready_to_use(models, best, better):
 # ---------------------------------------------------------------------- commands
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs a command line in this process: exit code and what it printed."""
-    monkeypatch.setenv("COLUMNS", "240")
-    logger = logging.getLogger("trimtab")
-    before = list(logger.handlers), logger.level
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return ending.value.code or 0, out, err
-
-    yield run
-    logger.handlers[:] = before[0]
-    logger.setLevel(before[1])
-
-
-def test_commands(models, best, better, command, tmp_path):
+def test_commands(models, best, better, trimtab_command, tmp_path):
     one = models.log(models.run("imdb", "first"), best, value=0.7, register="reviews")
     models.log(models.run("imdb", "second"), better, value=0.9)
-    code, out, _ = command("best", "imdb")
+    code, out, _ = trimtab_command("best", "imdb")
     header, first, second = out.splitlines()
     assert (code, header.split()[:3]) == (0, ["run", "accuracy", "state"])
     assert first.split()[:3] == ["best", "second", "0.9000"]
     assert second.split()[:2] == ["first", "0.7000"]
     assert one.removeprefix("models:/") in second
-    code, out, _ = command("best", "imdb", "--metric", "f1", "--json")
+    code, out, _ = trimtab_command("best", "imdb", "--metric", "f1", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert [(line["name"], line["is_best"]) for line in lines] == [("first", True), ("second", False)]
-    code, out, err = command("best", "imbd")
+    code, out, err = trimtab_command("best", "imbd")
     assert (code, out) == (2, "")
     assert "cure: did you mean imdb?" in err
-    code, _, err = command("best", "imdb", "--metric", "acuracy")
+    code, _, err = trimtab_command("best", "imdb", "--metric", "acuracy")
     assert code == 2
     assert "cure: did you mean accuracy?" in err
 
-    code, out, _ = command("pull", "models:/reviews@best", tmp_path / "pulled")
+    code, out, _ = trimtab_command("pull", "models:/reviews@best", tmp_path / "pulled")
     assert (code, out) == (0, f"{tmp_path / 'pulled'}: version 1 of reviews\n")
     assert contents(tmp_path / "pulled") == contents(best)
-    assert command("pull", "imdb", tmp_path / "pulled")[0] == 2
+    assert trimtab_command("pull", "imdb", tmp_path / "pulled")[0] == 2
 
-    code, _, err = command("merge", "best:imdb", tmp_path / "merged")
+    code, _, err = trimtab_command("merge", "best:imdb", tmp_path / "merged")
     assert code == 2
     assert "is a whole model" in err
 
-    code, out, _ = command("predict", "best:imdb", "--text", TEXTS[0], "--device", "cpu")
+    code, out, _ = trimtab_command("predict", "best:imdb", "--text", TEXTS[0], "--device", "cpu")
     answer = classify_texts(load(better, device="cpu"), TEXTS[:1])[0]
     assert (code, out) == (0, f"{answer.label} ({answer.score:.3f})\n")
 

@@ -8,6 +8,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer
 from trimtab.tracking.mlflow.best_model import log_best_model
 
+TEXTS = ["the film was good", "a very long and dull story"]
 CLASSIFIER, CAUSAL = "sequence-classification", "causal-lm"
 THREE = {"num_labels": 3, "id2label": {0: "bad", 1: "fine", 2: "good"}, "label2id": {"bad": 0, "fine": 1, "good": 2}}
 
@@ -58,3 +59,7 @@ def exported(folder: Path, source: str, kind: str, task: str, columns=None, metr
 def loud(tiny, head=THREE) -> str:
     """A classifier whose answers differ."""
     return tiny.folder("bert", kind=CLASSIFIER, head=head, initializer_range=0.5)
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

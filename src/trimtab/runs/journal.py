@@ -1,4 +1,4 @@
-"""The journal: a run's config once, and its numbers as they come, a line each, in a file that others read."""
+"""The journal of a run, `metrics.jsonl`: the config on the first line, then one JSON object for each logged step."""
 
 import contextlib
 import errno
@@ -14,7 +14,8 @@ from trimtab.errors import RecipeError
 from trimtab.log import say, say_once
 
 JOURNAL = "metrics.jsonl"
-OF_THE_MOMENT = {  # what is another number each time that a step is taken
+# Values that differ each time the same step is computed; all others are reproduced bit for bit by a resumed run.
+OF_THE_MOMENT = {
     "time",
     "tokens_per_s",
     "peak_memory_bytes",
@@ -25,10 +26,10 @@ OF_THE_MOMENT = {  # what is another number each time that a step is taken
 
 
 class Journal:
-    """One JSON object a line in `metrics.jsonl`, flushed as it is written, readable while the run goes on.
+    """Appends one JSON object per line to `metrics.jsonl`, unbuffered, so that other processes can read along.
 
     Args:
-        folder: Where the run's folder is made.
+        folder: Parent of the project folders that `start` creates.
     """
 
     name = "journal"
@@ -36,167 +37,163 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: Any = None
-        self._waiting: list[str] = []  # lines for which there was no room
-        self._known: Counter[str] = Counter()  # lines of steps that are taken again
+        self._pending: list[str] = []  # lines that a full disk has refused
+        self._known: Counter[str] = Counter()  # lines of repeated steps that the file has already
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
-        """Open the file and write the config as its first line; a run that is still open is over."""
+        """Open the file and write the config; closes the file of an earlier run."""
         self.finish()
         folder = self._folder / project_name
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / JOURNAL).open("ab", buffering=0)
         self._write({"config": config or {}})
 
-    def go_on(self, position: int, step: int = 0, sent: int = 0) -> None:
-        """Open the file of a run that goes on. Lines after `position` bytes are of steps that are taken again.
+    def reopen(self, position: int | None, step: int = 0, sent: int = 0) -> None:
+        """Open the file of a run that is resumed.
 
-        Those that a server may have stay, and are not written a second time: its record and this one are the same.
+        Lines after `position` belong to steps that will be computed again. Those that a tracking server may have are
+        kept and not written a second time, so that the server and the file stay equal; the others are removed.
 
         Args:
-            position: How far the file had been written when the state was saved that the run goes on from.
-            step: The step of that state.
-            sent: How far a server may have the file.
+            position: Size of the file when the checkpoint was saved; None keeps every line (the step is unknown).
+            step: Step of the checkpoint.
+            sent: Offset up to which a server may have the file.
         """
         path = self._folder / JOURNAL
         self._file = path.open("ab", buffering=0)
-        size = path.stat().st_size
-        if size < position:
-            say(f"{path} has lost its last lines: numbers of steps before this one are missing")
-        end = _line_end(path, max(position, min(sent, size)))
+        size, start = path.stat().st_size, position or 0
+        if size < start:
+            say(f"{path} has lost its last lines: metrics of steps before step {step:,} are missing")
+        end = _line_end(path, size if position is None else max(position, min(sent, size)))
         if size > end:
             self._file.truncate(end)
-        again = _steps_again(path, position, step) if sent else []
-        self._known = Counter(text for text, _ in again)
-        if again:
-            first, last = min(number for _, number in again), max(number for _, number in again)
-            say(f"numbers of steps {first:,}-{last:,} are kept from the first time: the tracking server has them")
-
-    def go_on_after_all(self) -> None:
-        """Open the file of a run that goes on from a place that is not known; lines that it has are not repeated."""
-        path = self._folder / JOURNAL
-        self._file = path.open("ab", buffering=0)
-        self._file.truncate(_line_end(path, path.stat().st_size))
-        self._known = Counter(text for text, _ in _steps_again(path, 0, 0))
+        repeated = _repeated_lines(path, start, step) if sent or position is None else []
+        self._known = Counter(text for text, _ in repeated)
+        if repeated and position is not None:
+            first, last = min(number for _, number in repeated), max(number for _, number in repeated)
+            say(f"metrics of steps {first:,}-{last:,} are kept: the tracking server has them already")
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Write a line."""
+        """Write one line."""
         if self._file is None:
             raise RecipeError("log was called before init_trackers", "call engine.init_trackers(PROJECT) first")
         self._write({"step": step, **values})
 
-    def _write(self, line: dict[str, Any]) -> None:
-        whole = {"time": round(time.time(), 3), **line}
+    def _write(self, values: dict[str, Any]) -> None:
+        line = {"time": round(time.time(), 3), **values}
         try:
-            text = json.dumps(whole, default=plain, allow_nan=False)
-        except ValueError:  # JSON has no word for NaN and infinity: they become text
-            text = json.dumps(json.loads(json.dumps(whole, default=plain), parse_constant=str))
-        if self._known and self._known[lasting := _lasting(json.loads(text))]:
-            self._known[lasting] -= 1
+            text = json.dumps(line, default=plain, allow_nan=False)
+        except ValueError:  # JSON has no NaN and no infinity: write them as strings
+            text = json.dumps(json.loads(json.dumps(line, default=plain), parse_constant=str))
+        if self._known and self._known[key := _reproducible_part(json.loads(text))]:
+            self._known[key] -= 1
             return
-        self._waiting.append(text + "\n")
+        self._pending.append(text + "\n")
         self.flush()
 
     def flush(self) -> bool:
-        """Write what waits for room on the disk.
+        """Write lines that a full disk has refused before.
 
         Returns:
-            Whether nothing waits any longer.
+            Whether every line is written.
         """
-        if self._file is None or not self._waiting:
-            return not self._waiting
-        if not self._is_in_place() and not self._reopen():
+        if self._file is None or not self._pending:
+            return not self._pending
+        if not self._is_in_place() and not self._recreate():
             return False
         size = self._file.seek(0, os.SEEK_END)
-        lines = "".join(self._waiting).encode()
+        lines = "".join(self._pending).encode()
         try:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._waiting.clear()
-        except OSError as error:  # a full disk: the lines wait for room, and no half of one stays
-            say_once(f"{self._file.name} cannot be written ({error.strerror or error}): its lines wait in memory")
+            self._pending.clear()
+        except OSError as error:  # keep the lines in memory, and no partial line on the disk
+            say_once(f"{self._file.name} cannot be written ({error.strerror or error}): its lines are kept in memory")
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
-        return not self._waiting
+        return not self._pending
 
     def _is_in_place(self) -> bool:
-        """Whether the open file is still the one of that name, and not one that was removed."""
+        """Whether the path still refers to the open file, which someone may have deleted."""
         try:
-            there, here = os.stat(self._file.name), os.fstat(self._file.fileno())
+            return os.path.samestat(os.stat(self._file.name), os.fstat(self._file.fileno()))
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
-    def _reopen(self) -> bool:
-        """Begin the file again that somebody has removed; False while there is no folder for it."""
+    def _recreate(self) -> bool:
+        """Create the file again after it was deleted; False while that is not possible."""
         path = Path(self._file.name)
         try:
-            again = path.open("ab", buffering=0)
+            file = path.open("ab", buffering=0)
         except OSError as error:
-            say_once(f"{path} is gone, and cannot be written ({error.strerror or error}): its lines wait in memory")
+            say_once(
+                f"{path} was removed and cannot be created ({error.strerror or error}): its lines are kept in memory"
+            )
             return False
-        say(f"{path} was removed while the run went on: its numbers so far are lost, and it begins anew")
+        say(f"{path} was removed during the run: the metrics so far are lost, and a new file is started")
         self._file.close()
-        self._file = again
+        self._file = file
         return True
 
     def finish(self) -> None:
         """Close the file."""
         if self._file is not None:
             if not self.flush():
-                say(f"{len(self._waiting)} lines of numbers are lost: there was no room for them in {self._file.name}")
+                say(f"{len(self._pending)} lines of metrics are lost: no room on the disk of {self._file.name}")
             self._file.close()
             self._file = None
 
 
 def first_line_end(path: Path) -> int | None:
-    """The end of the config, with which a journal begins; None where there is none."""
+    """Return the offset behind the config, the first line of a journal; None if there is no journal."""
+    return next((end for _, end in complete_lines(path, max_bytes=1)), None)
+
+
+def complete_lines(path: Path, start: int = 0, max_bytes: int = -1) -> Iterator[tuple[bytes, int]]:
+    """Yield each complete line from an offset on, and the offset behind it; nothing if there is no file.
+
+    Args:
+        path: The file, which another process may be writing.
+        start: First byte to read.
+        max_bytes: Stop after about this many bytes, but not before the end of the first line; -1 reads everything.
+    """
     try:
         with path.open("rb") as file:
-            return len(file.readline()) or None
+            file.seek(start)
+            text = file.read(max_bytes)
+            if b"\n" not in text:
+                text += file.readline()
     except FileNotFoundError:
-        return None
-
-
-def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a journal that can be read; none where there is no journal."""
-    try:
-        text = path.read_bytes()
-    except OSError:
         return
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+    for line in text.split(b"\n")[:-1]:
+        start += len(line) + 1
+        yield line, start
 
 
 def _line_end(path: Path, position: int) -> int:
-    """The end of the last whole line up to a position: somebody may have edited the file."""
+    """Return the end of the last complete line up to a position, which an edit of the file may have moved."""
     with path.open("rb") as file:
         return file.read(position).rfind(b"\n") + 1
 
 
-def _steps_again(path: Path, position: int, step: int) -> list[tuple[str, int]]:
-    """Lines of steps that are taken again, and their steps: written after the state, or kept by an earlier resume."""
-    found, end = [], 0
-    with path.open("rb") as file:
-        for text in file:
-            end += len(text)
-            try:
-                line = json.loads(text)
-                number = line.get("step")
-                if number is not None and (end > position or number > step):
-                    found.append((_lasting(line), number))
-            except (ValueError, AttributeError, TypeError):
-                continue
+def _repeated_lines(path: Path, position: int, step: int) -> list[tuple[str, int]]:
+    """Return lines of steps that will be computed again: after `position`, or kept there by an earlier resume."""
+    found = []
+    for text, end in complete_lines(path):
+        try:
+            line = json.loads(text)
+            number = line.get("step")
+            if number is not None and (end > position or number > step):
+                found.append((_reproducible_part(line), number))
+        except (ValueError, AttributeError, TypeError):
+            continue
     return found
 
 
-def _lasting(line: dict[str, Any]) -> str:
-    """What is the same in a line when its step is taken again, bit for bit."""
+def _reproducible_part(line: dict[str, Any]) -> str:
     return json.dumps({key: value for key, value in line.items() if key not in OF_THE_MOMENT}, sort_keys=True)
 
 
 def plain(value: Any) -> Any:
-    """A tensor or an array as lists, a number of theirs as a number; torch is not imported for that."""
+    """Convert a tensor or array to Python numbers, without importing torch; anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

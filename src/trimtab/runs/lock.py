@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process at a time: a lock file says which, and a lock of a dead process is no lock."""
+"""The lock of a run folder: a file that names the process which uses the folder. The lock of a dead process is void."""
 
 import fcntl
 import json
@@ -19,19 +19,19 @@ from trimtab.log import say
 from trimtab.units import format_seconds
 
 LOCK = "run.lock"
-_HALF_WRITTEN_S = 2.0  # a lock that names nobody for so long was left by a process that died while it wrote it
-_CLAIM_S = 60.0  # replacing a stale lock takes milliseconds
+_HALF_WRITTEN_S = 2.0  # a lock without valid content for this long was left by a process that died while writing it
+_CLAIM_S = 60.0  # replacing a stale lock takes milliseconds, so an older claim is of a killed process
 _held: set[str] = set()  # tokens of the locks that this process holds
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who holds a folder.
+    """The process named by a lock file.
 
     Attributes:
         process: The process.
-        token: Tells this lock from any other.
-        silent_s: Seconds since the last sign of life, by the file system's clock and this machine's.
+        token: Unique id of the lock.
+        silent_s: Seconds since the last heartbeat, from the file's mtime and this machine's clock.
     """
 
     process: Process
@@ -40,28 +40,27 @@ class LockHolder:
 
     @property
     def state(self) -> str:
-        """`running`; `dead`; or `elsewhere`: on another machine, where nobody here can tell."""
+        """`running`, `dead`, or `elsewhere`: on another host, where its state cannot be checked."""
         if not self.process.is_here:
             return "elsewhere"
         if self.process == this_process() and self.token not in _held:
-            return "dead"  # an earlier run of this very process, as in a notebook
+            return "dead"  # left by an earlier run of this process, as in a notebook
         return "running" if self.process.is_running() else "dead"
 
 
 def lock_holder(folder: str | os.PathLike[str]) -> LockHolder | None:
-    """Who holds a folder, dead or alive; None if nobody does."""
+    """Return the holder of a folder, dead or alive; None if there is none."""
     found = _read(Path(folder) / LOCK)
     return found[1] if found is not None else None
 
 
 class RunLock:
-    """Holds a run's folder while the run goes on; used with `with`, or by `acquire` and `release`.
+    """Holds a run folder; a context manager, or used through `acquire` and `release`.
 
     Args:
-        folder: The run's folder, which has to exist.
-        take_over: Take the folder from a process on another machine, which the user knows to be over.
-        patience_s: Take it from a process on another machine by itself after so many seconds without a sign of life
-            (see `beat`); None never does.
+        folder: The run folder, which must exist.
+        take_over: Replace a lock of another host, whose process the caller knows to be dead.
+        patience_s: Replace a lock of another host after this many seconds without a heartbeat; None never does.
     """
 
     def __init__(
@@ -80,130 +79,129 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the folder.
+        """Take the lock.
 
         Raises:
-            CheckpointError: Another process holds it, or no file can be made there.
+            CheckpointError: Another process holds it, or the file cannot be created.
         """
-        token, patience = uuid.uuid4().hex, time.monotonic() + _HALF_WRITTEN_S
+        token, deadline = uuid.uuid4().hex, time.monotonic() + _HALF_WRITTEN_S
         try:
-            with _alone(self.path.parent):
-                while not (self._create(token) or self._replace_stale(token, patience)):
+            with _folder_flock(self.path.parent):
+                while not (self._create(token) or self._replace_stale(token, deadline)):
                     pass
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} cannot be made: {error.strerror or error}",
-                cure_of(error, "choose another --out"),
+                f"{self.path} cannot be created: {error.strerror or error}", cure_of(error, "choose another --out")
             ) from error
         self._token = token
         _held.add(token)
         if not self.is_held():
             _held.discard(token)
-            raise CheckpointError(f"{self.path} was taken by another process just now", "run it again")
+            raise CheckpointError(f"{self.path} was just taken by another process", "run this again")
 
     def is_held(self) -> bool:
-        """Whether the lock file is still this one's; asks the disk."""
+        """Whether the lock file on the disk is still this one."""
         holder = lock_holder(self.path.parent)
         return holder is not None and holder.token == self._token
 
     def beat(self) -> None:
-        """Give a sign of life, for those who look from another machine."""
+        """Touch the file: a heartbeat for other hosts."""
         with suppress(OSError):
             os.utime(self.path)
 
     def release(self) -> None:
-        """Give the folder back; a lock that is no longer ours, or is our parent's, stays."""
+        """Remove the lock file, unless it was replaced or belongs to the parent of a forked process."""
         try:
             holder = lock_holder(self.path.parent)
             if holder is not None and holder.token == self._token and holder.process == this_process():
                 self.path.unlink(missing_ok=True)
-        except OSError as error:  # the work is done: what is left counts only until this process has ended
+        except OSError as error:  # no reason to fail: on this host the lock is void once the process has exited
             say(
-                f"{self.path} cannot be removed: {error.strerror or error}; on this machine it no longer counts once "
-                "this process has ended, for another machine delete it by hand"
+                f"{self.path} cannot be removed: {error.strerror or error}; on this machine it is ignored once this "
+                "process has exited, before using the folder on another machine delete it by hand"
             )
         _held.discard(self._token)
         self._token = ""
 
     def _create(self, token: str) -> bool:
-        """Make the lock file; False if there is one."""
+        """Create the lock file; False if it exists."""
         try:
             _write_new(self.path, token)
         except FileExistsError:
             return False
         return True
 
-    def _replace_stale(self, token: str, patience: float) -> bool:
-        """Put this lock in the place of one whose holder is dead; say who it is if it is alive.
+    def _replace_stale(self, token: str, deadline: float) -> bool:
+        """Replace the lock of a dead process; raise if its holder is alive.
 
-        Only who has made the claim on a stale lock may replace it, and looks again once it has it: two can find the
-        same lock stale, and the slower must not remove the lock of the faster.
+        Two processes can find the same lock stale, and the slower one must not replace the lock of the faster one.
+        So a process first creates a claim file named after the stale content, and then checks the content again.
 
         Args:
-            token: Of this lock.
-            patience: Until when a lock that names nobody may be one that is just being written.
+            token: Id of the new lock.
+            deadline: Until then, a lock without valid content may be one that is being written.
 
         Returns:
-            Whether it was replaced; if not, the folder may be free, or another's, by now.
+            Whether the lock was replaced. If not, try again: the folder may be free or taken by now.
         """
         found = _read(self.path)
         if found is None:
             return False
         raw, holder = found
-        if holder is None and time.monotonic() < patience:
-            time.sleep(0.05)  # another process may have made it and be about to write
+        if holder is None and time.monotonic() < deadline:
+            time.sleep(0.05)
             return False
         if holder is not None:
-            self._refuse(holder)
+            self._check_stale(holder)
         claim = self.path.with_name(f".{LOCK}.{zlib.crc32(raw):08x}")
         try:
             _write_new(claim, token)
         except FileExistsError:
             self._wait_for(claim)
             return False
-        again = _read(self.path)
-        if again is None or again[0] != raw:
+        current = _read(self.path)
+        if current is None or current[0] != raw:
             claim.unlink(missing_ok=True)
             return False
         try:
             claim.replace(self.path)
-        except OSError:  # nobody is to wait for a claim that came to nothing
+        except OSError:  # others would wait for an abandoned claim
             claim.unlink(missing_ok=True)
             raise
         return True
 
     def _wait_for(self, claim: Path) -> None:
-        """Let another finish what takes it a moment; a claim that outlives that is of a process that was killed."""
+        """Wait a moment for another process to replace the lock; remove a claim whose process was killed."""
         with suppress(FileNotFoundError):
             if time.time() - claim.stat().st_mtime > _CLAIM_S:
                 claim.unlink()
         time.sleep(0.01)
 
-    def _refuse(self, holder: LockHolder) -> None:
-        """Say who holds the folder, unless it may be taken."""
+    def _check_stale(self, holder: LockHolder) -> None:
+        """Raise `CheckpointError` unless the lock of `holder` may be replaced."""
         process, state = holder.process, holder.state
         if state == "running":
             raise CheckpointError(
-                f"{self.path.parent} is in use by process {process.pid} of this machine",
+                f"{self.path.parent} is in use by process {process.pid} on this machine",
                 f"wait until it is done, or stop it (kill {process.pid}), or choose another --out",
             )
         may_take = self._take_over or (self._patience_s is not None and holder.silent_s > self._patience_s)
         if state == "elsewhere" and not may_take:
             raise CheckpointError(
-                f"{self.path.parent} is in use by process {process.pid} on {process.host}, whose last sign of life is "
+                f"{self.path.parent} is in use by process {process.pid} on {process.host}, whose last heartbeat is "
                 f"{format_seconds(max(0.0, holder.silent_s))} old",
-                f"see that it has ended there (machine switched off, job cancelled), then delete {self.path}",
+                f"check that it has ended (machine switched off, job cancelled), then delete {self.path}",
             )
 
 
 def _write_new(path: Path, token: str) -> None:
-    """Make a file that names this process and a token; `FileExistsError` if there is one."""
+    """Create a file that names this process and a token; raise `FileExistsError` if it exists."""
     text = json.dumps({**asdict(this_process()), "token": token, "since": time.time()}).encode()
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
         os.write(descriptor, text)
         os.fsync(descriptor)
-    except OSError:  # a full disk: nobody is to wait for an empty lock
+    except OSError:  # a full disk: others would wait for the empty file
         path.unlink(missing_ok=True)
         raise
     finally:
@@ -211,28 +209,28 @@ def _write_new(path: Path, token: str) -> None:
 
 
 def _read(path: Path) -> tuple[bytes, LockHolder | None] | None:
-    """A lock file's bytes, and who they name: None if nobody. None if there is no file."""
+    """Return a lock file's bytes and its holder (None if the content is invalid); None if there is no file."""
     try:
         raw, silent_s = path.read_bytes(), time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return None
     try:
-        said: dict[str, Any] = json.loads(raw)
-        process = Process(int(said["pid"]), str(said["host"]), str(said["began"]))
-        return raw, LockHolder(process, str(said["token"]), silent_s)
+        content: dict[str, Any] = json.loads(raw)
+        process = Process(int(content["pid"]), str(content["host"]), str(content["began"]))
+        return raw, LockHolder(process, str(content["token"]), silent_s)
     except (ValueError, LookupError, TypeError):
         return raw, None
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; where the file system has no such locks, the lock file has to do."""
+def _folder_flock(folder: Path) -> Iterator[None]:
+    """Let one process of this host at a time change the lock file; without flock, the claim files must suffice."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        with suppress(OSError):  # closing alone would not do it, should a worker be forked in this moment
+        with suppress(OSError):  # explicit, because a process forked just now inherits the descriptor and the flock
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

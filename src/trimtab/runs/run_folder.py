@@ -1,6 +1,7 @@
-"""A run's folder: its recipe, its plan, its numbers, its best model, and a small file that says how far it is."""
+"""The folder of a run: recipe, plan, journal, best model, and `run.json` with the progress of the run."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -15,26 +16,27 @@ from typing import Any
 
 from trimtab.checkpoint.disk_errors import cure_of
 from trimtab.checkpoint.folder import clear_leftovers, sync_path
-from trimtab.runs.lock import LOCK, RunLock, lock_holder
+from trimtab.checkpoint.process_identity import is_running
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say, say_once
-from trimtab.tracking.upload.attachment import is_tracked, sent_of, shipping
-from trimtab.tracking.upload.uploader import Companion, NoCompanion
 from trimtab.runs.journal import JOURNAL, Journal, first_line_end
+from trimtab.runs.lock import LOCK, RunLock, lock_holder
 from trimtab.runs.lost_status import CHECKPOINTS as CHECKPOINTS
-from trimtab.runs.lost_status import RECIPE, lasting_facts, rebuild_status
+from trimtab.runs.lost_status import RECIPE, rebuild_status, run_facts
+from trimtab.runs.tracking_file import is_tracked, sent_bytes, shipping
+from trimtab.runs.uploader import Companion, NoCompanion
 
 _STATUS = "run.json"
 _STATES = ("running", "finished", "stopped", "failed", "killed")
 _BEAT_S = 60.0
 _STEP_WRITTEN_EVERY_S = 1.0
-SILENT_S = 1800.0  # after which a run on another host is taken to be over
-_SHIPPER_ENDS_S = 30.0  # one whose run was killed sees that in a second, and ends what it was about
+SILENT_S = 1800.0  # without a heartbeat, after which a run on another host counts as dead
+_UPLOADER_EXIT_S = 30.0  # the uploader of a killed run notices that within a second and exits
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What `trimtab runs` shows of a run."""
+    """A line of `trimtab runs`."""
 
     path: Path
     state: str  # running, finished, stopped, failed, killed
@@ -46,56 +48,56 @@ class RunSummary:
 
 
 class RunFolder:
-    """Writes into a run's folder, which it holds until the run ends.
+    """Writes the files of a run; holds the folder's lock until the run ends.
 
     Args:
         path: The folder.
         job: The launcher's id of the job, the same in all its attempts.
-        goes_on: The folder holds a run that goes on; else it must not hold anything yet.
-        again: The launcher has started the job again: whoever held the folder on another host is over.
+        goes_on: Resume the run in the folder; otherwise the folder must be empty or missing.
+        again: The launcher has restarted the job, so a lock held on another host is stale.
     """
 
     def __init__(self, path: Path, job: str | None = None, *, goes_on: bool = False, again: bool = False) -> None:
         if not goes_on:
             check_free(path)
-        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             cure = cure_of(error, "choose another --out")
-            raise RecipeError(f"{path} cannot be made: {error.strerror or error}", cure) from error
+            raise RecipeError(f"{path} cannot be created: {error.strerror or error}", cure) from error
         self.path = path
         self._goes_on = goes_on
         self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
         try:
             self._lock.acquire()
         except CheckpointError:
-            self._remove_made()
+            self._remove_created()
             raise
         self._ended = threading.Event()
-        self._writing = threading.Lock()  # checkpoints are noted by the thread that writes them
+        self._writing = threading.Lock()  # the thread that writes checkpoints also calls `update`
         self._written_step = 0
         self._status: dict[str, Any] = {"id": uuid.uuid4().hex, "step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
         if goes_on:
             if before is None:
-                say(f"{path / _STATUS} is missing or damaged: it is written again from the saved states")
+                say(f"{path / _STATUS} is missing or damaged: it is rebuilt from the checkpoints")
             self._status |= before or rebuild_status(path) or {}
             self._status.pop("error", None)
-            for place in (path, path / CHECKPOINTS):  # what a kill has left of a model or a state half written
-                clear_leftovers(place)
+            for folder in (path, path / CHECKPOINTS):  # partly written models and checkpoints of a killed process
+                clear_leftovers(folder)
         self._status |= {"path": str(path), "state": "running"} | ({} if job is None else {"job": job})
         self._journal = Journal(path)
-        self._companion: Companion = NoCompanion()
-        self._thread = threading.Thread(target=self._show_life, name="trimtab-run-folder", daemon=True)
+        self._uploader: Companion = NoCompanion()
+        self._thread = threading.Thread(target=self._write_progress, name="trimtab-run-folder", daemon=True)
         if not goes_on:
             self._claim(before)
         self._thread.start()
 
-    def _show_life(self) -> None:
-        """Note how far the run is; and for those who look from another host, that it lives: its steps may take long.
+    def _write_progress(self) -> None:
+        """Write the step to `run.json`, and touch the lock as a heartbeat for other hosts.
 
-        On a thread, because to bring a file to the disk can take as long as a checkpoint that is being written there.
+        Runs on a thread because an fsync can take as long as a checkpoint that is being written to the same disk.
         """
         beaten_at = time.monotonic()
         while not self._ended.wait(_STEP_WRITTEN_EVERY_S):
@@ -107,7 +109,7 @@ class RunFolder:
                 beaten_at = time.monotonic()
 
     def _note_best(self) -> None:
-        """Write down the checksums of the best model, by which a resumed run knows whether it is still whole."""
+        """Write the checksums of the best model to `run.json`, by which a resumed run detects damage."""
         step = self._status.get("best_step")
         if step is None or (self._status.get("best_files") or {}).get("step") == step:
             return
@@ -115,80 +117,79 @@ class RunFolder:
 
         try:
             found = {"step": step, "files": weight_checksums(self.best)}
-        except OSError:  # a better one is taking its place, and is next
+        except OSError:  # a better model is just replacing it, and is noted the next time
             return
         if found["files"]:
             self.update(best_files=found)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
         self._lock.release()
 
     def _claim(self, before: dict[str, Any] | None) -> None:
-        """Take the folder; the lock is held, but another run may have come and gone since it was found free."""
+        """Write the first `run.json`; another run may have used the folder between `check_free` and the lock."""
         if before is not None:
-            self._let_go()
-            raise RecipeError(f"{self.path} was taken by another run just now", "run it again")
+            self._release()
+            raise RecipeError(f"{self.path} was just taken by another run", "run this again")
         try:
             self.write_text(_STATUS, json.dumps(self._status))
         except CheckpointError:
-            self._let_go()
-            with contextlib.suppress(RecipeError):  # what cannot be removed was said with the lock
+            self._release()
+            with contextlib.suppress(RecipeError):  # `release` has reported what cannot be removed
                 clear_folder(self.path)
-            self._remove_made()
+            self._remove_created()
             raise
 
     @property
     def best(self) -> Path:
-        """Where the best model is."""
+        """Folder of the best model."""
         return self.path / "best"
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file whole.
+        """Write a small file atomically.
 
         Raises:
-            CheckpointError: The disk is full, or the folder cannot be written.
+            CheckpointError: The disk is full, or the folder is not writable.
         """
         try:
             self._write(name, text)
         except OSError as error:
-            raise _not_written(self.path / name, error) from error
+            raise _write_error(self.path / name, error) from error
 
     def _write(self, name: str, text: str) -> None:
-        # on the disk before it takes the place of the one before: a power cut leaves one of the two whole
-        beside = self.path / f".{name}.writing"
-        beside.write_text(text, encoding="utf-8")
-        sync_path(beside)
+        # synced before the rename: after a power cut, either the old or the new file is complete
+        temporary = self.path / f".{name}.writing"
+        temporary.write_text(text, encoding="utf-8")
+        sync_path(temporary)
         is_new = not (self.path / name).exists()
-        beside.replace(self.path / name)
+        temporary.replace(self.path / name)
         if is_new:
             sync_path(self.path)
 
     def write_recipe(self, text: str) -> None:
-        """Write the recipe; `run.json` says from its next update on that the file is as it was written here."""
+        """Write the recipe; the next update of `run.json` includes its checksum."""
         self.write_text(RECIPE, text)
         with self._writing:
             self._status["recipe_checksum"] = _checksum(text.encode())
 
     def facts_for_state(self) -> dict[str, Any]:
-        """What a saved state keeps of `run.json`."""
+        """Return the part of `run.json` that a checkpoint stores."""
         with self._writing:
-            return lasting_facts(self._status)
+            return run_facts(self._status)
 
     def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
-        """The run begins, or goes on.
+        """Open the journal and record that the run has started or resumed.
 
         Args:
             config: The recipe.
-            num_steps: How many steps it will have.
-            journal_position: Numbers beyond are of steps that are taken again; None begins a new journal.
-            step: The step that it goes on from.
+            num_steps: Total number of steps.
+            journal_position: Size of the journal at the checkpoint; None starts the journal from the first step.
+            step: Step of that checkpoint.
         """
-        # whatever still ships the numbers of a run that was killed must have ended before they are cut
-        with shipping(self.path, _SHIPPER_ENDS_S) if is_tracked(self.path) else contextlib.nullcontext():
-            sent = sent_of(self.path)
+        with self._journal_lock():
+            sent = sent_bytes(self.path)
             if journal_position is None and sent:
                 journal_position = first_line_end(self.path / JOURNAL)
             try:
@@ -196,32 +197,36 @@ class RunFolder:
                     (self.path / JOURNAL).unlink(missing_ok=True)
                     self._journal.start(".", config)
                 else:
-                    self._journal.go_on(journal_position, step, sent)
+                    self._journal.reopen(journal_position, step, sent)
             except OSError as error:
-                raise _not_written(self.path / JOURNAL, error) from error
+                raise _write_error(self.path / JOURNAL, error) from error
         if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
             self._status["directory"] = str(Path.cwd())
         self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
 
-    def go_on(self) -> None:
-        """A loop of the user's own goes on, nobody knows where: lines that are the same as before are not repeated."""
-        with shipping(self.path, _SHIPPER_ENDS_S) if is_tracked(self.path) else contextlib.nullcontext():
-            self._journal.go_on_after_all()
+    def resume_own_loop(self) -> None:
+        """Reopen the journal for the user's own loop, whose step is unknown; repeated lines are not written again."""
+        with self._journal_lock():
+            self._journal.reopen(None)
         self.update(pid=os.getpid(), host=socket.gethostname())
 
-    def track(self, companion: Companion) -> None:
-        """Let the numbers be brought to a tracking server, until the run is over."""
-        self._companion = companion
-        companion.start()
+    def _journal_lock(self) -> contextlib.AbstractContextManager[None]:
+        """The uploader of a killed run must have exited before the journal is truncated."""
+        return shipping(self.path, _UPLOADER_EXIT_S) if is_tracked(self.path) else contextlib.nullcontext()
+
+    def track(self, uploader: Companion) -> None:
+        """Start an uploader, which `finish` ends."""
+        self._uploader = uploader
+        uploader.start()
 
     def record(self, values: dict[str, Any], step: int | None) -> None:
-        """Write numbers of a step, or of none."""
+        """Write metrics to the journal."""
         self._journal.log(values, step)
         if step is not None:
-            self._status["step"] = step  # a thread writes it: the step need not wait for the disk
+            self._status["step"] = step  # reaches run.json on the thread, so that no step waits for an fsync
 
     def update(self, **facts: Any) -> None:
-        """Note how far the run is."""
+        """Write facts and the current step to `run.json`."""
         with self._writing:
             self._written_step = self._status["step"]
             self._status.update(facts, updated=time.time())
@@ -231,50 +236,49 @@ class RunFolder:
                 say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
     def journal_position(self) -> int:
-        """How many bytes of numbers have been written; what waited for room on the disk is written first."""
+        """Write pending lines and return the size of the journal in bytes."""
         self._journal.flush()
         path = self.path / JOURNAL
         return path.stat().st_size if path.exists() else 0
 
     def finish(self, state: str, **facts: Any) -> None:
-        """The run is over."""
+        """Write the final state, end the uploader and release the folder."""
         self._journal.finish()
         self._note_best()
         self.update(state=state, **facts)
-        self._companion.finish()
-        self._let_go()
+        self._uploader.finish()
+        self._release()
 
     def give_up(self) -> None:
-        """Nothing has run: a run that was there stays as it is, else nothing is left behind."""
+        """Release the folder before anything has run: a resumed run stays unchanged, a new one is removed."""
         if self._goes_on:
-            self._let_go()
+            self._release()
         else:
             self.remove()
 
     def remove(self) -> None:
-        """Leave nothing behind, not even folders made for this one; one that was there before stays, empty."""
+        """Delete the run and the folders that were created for it."""
         self._journal.finish()
-        self._let_go()
+        self._release()
         try:
             clear_folder(self.path)
         except RecipeError as error:
             say(error.problem)
-        self._remove_made()
+        self._remove_created()
 
-    def _remove_made(self) -> None:
-        for folder in self._made:
-            with contextlib.suppress(OSError):  # another run has come to lie beside this one
+    def _remove_created(self) -> None:
+        for folder in self._created:
+            with contextlib.suppress(OSError):  # another run was created in it meanwhile
                 folder.rmdir()
 
 
-def _not_written(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be written: {error.strerror or error}", cure_of(error, "choose another --out")
-    )
+def _write_error(path: Path, error: OSError) -> CheckpointError:
+    problem = f"{path} cannot be written: {error.strerror or error}"
+    return CheckpointError(problem, cure_of(error, "choose another --out"))
 
 
 class FollowedFolder:
-    """A run's folder as seen by a process that leaves the writing to the first one.
+    """The run folder on ranks other than 0, which write nothing.
 
     Args:
         path: The folder.
@@ -285,53 +289,32 @@ class FollowedFolder:
 
     @property
     def best(self) -> Path:
-        """Where the best model is."""
+        """Folder of the best model."""
         return self.path / "best"
 
-    def write_text(self, name: str, text: str) -> None:
-        """The first process does that."""
-
-    def write_recipe(self, text: str) -> None:
-        """The first process does that."""
-
     def facts_for_state(self) -> dict[str, Any]:
-        """The first process saves states."""
+        """Return nothing: rank 0 saves the facts."""
         return {}
 
-    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
-        """The first process does that."""
-
-    def track(self, companion: Companion) -> None:
-        """The first process does that."""
-
-    def record(self, values: dict[str, Any], step: int) -> None:
-        """The first process does that."""
-
     def journal_position(self) -> int:
-        """The first process knows it."""
+        """Return 0: rank 0 saves the position."""
         return 0
 
-    def update(self, **facts: Any) -> None:
-        """The first process does that."""
+    def _leave_to_rank_0(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def finish(self, state: str, **facts: Any) -> None:
-        """The first process does that."""
-
-    def give_up(self) -> None:
-        """The first process does that."""
-
-    def remove(self) -> None:
-        """The first process does that."""
+    write_text = write_recipe = start = track = record = update = _leave_to_rank_0
+    finish = give_up = remove = _leave_to_rank_0
 
 
 Folder = RunFolder | FollowedFolder
 
 
 def clear_folder(path: Path) -> None:
-    """Remove everything that a folder holds; last what tells that it is a run, so that a kill can be made up for.
+    """Delete the content of a run folder; `run.json` last, so that a kill in between leaves a recognisable run.
 
     Raises:
-        RecipeError: Something cannot be removed; it may be a state that another run would take for its own.
+        RecipeError: Something cannot be removed. A new run could mistake it for its own checkpoint.
     """
     for inner in sorted(path.iterdir(), key=lambda inner: inner.name == _STATUS):
         try:
@@ -344,7 +327,7 @@ def clear_folder(path: Path) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """What `run.json` says of a run; None if there is no such file, or a damaged one."""
+    """Read `run.json`; None if it is missing or damaged."""
     try:
         status = json.loads((path / _STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -356,16 +339,12 @@ def read_status(path: Path) -> dict[str, Any] | None:
 
 
 def find_run(path: Path) -> dict[str, Any] | None:
-    """What is known of the run in a folder: `run.json`, or, where that is lost, what its saved states tell.
-
-    Returns:
-        None if there is no run.
-    """
+    """Read `run.json`, or rebuild its content from the checkpoints; None if the folder holds no run."""
     return read_status(path) or rebuild_status(path)
 
 
 def is_recipe_as_written(path: Path) -> bool | None:
-    """Whether the recipe in a run's folder is the one that the run wrote; None if that cannot be told."""
+    """Whether the recipe in a run folder is the one that the run wrote; None if its checksum is unknown."""
     known = (find_run(path) or {}).get("recipe_checksum")
     if known is None:
         return None
@@ -380,12 +359,12 @@ def _checksum(content: bytes) -> str:
 
 
 def is_own_loop(status: dict[str, Any]) -> bool:
-    """Whether a run is that of a loop of the user's own, which no recipe can go on with."""
+    """Whether a run was made by the user's own loop, which no recipe can resume."""
     return bool(status.get("own_loop"))
 
 
-def how_it_stands(path: Path) -> tuple[str, str]:
-    """Whether a run is running, finished, stopped, failed or killed, and why it failed, as far as one can tell here."""
+def actual_state(path: Path) -> tuple[str, str]:
+    """Return the state of a run and its error; a run that claims to be running but whose process died is `killed`."""
     status = read_status(path) or {}
     state, reason = status.get("state", "failed"), status.get("error", "")
     if state != "running":
@@ -394,29 +373,28 @@ def how_it_stands(path: Path) -> tuple[str, str]:
     is_alive = holder is not None and (
         holder.state == "running" or (holder.state == "elsewhere" and holder.silent_s < SILENT_S)
     )
-    return ("running", "") if is_alive else ("killed", "killed: its process ended without a word")
+    return ("running", "") if is_alive else ("killed", "killed: its process ended without reporting an error")
 
 
 def unfinished_run(home: Path, job: str | None = None) -> Path | None:
-    """The newest run below `home` that is not finished; with `job`, of that job alone."""
-    found = []
-    for folder in home.glob("*/"):
-        run = find_run(folder)
-        if run is None or is_own_loop(run):
-            continue
-        if run["state"] != "finished" and job in (None, run.get("job")):
-            found.append((run.get("started", 0.0), folder))
+    """Return the newest unfinished run in a folder of runs; with `job`, the newest of that job."""
+    runs = [(folder, run) for folder in home.glob("*/") if (run := find_run(folder)) and not is_own_loop(run)]
+    found = [
+        (run.get("started", 0.0), folder)
+        for folder, run in runs
+        if run["state"] != "finished" and job in (None, run.get("job"))
+    ]
     return max(found)[1] if found else None
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that is in use; asked before anything is loaded for a run that would go there.
+    """Check that a new run can use a folder; called before anything is loaded.
 
     Raises:
-        RecipeError: If there is something at `path` other than an empty folder; a run there is named.
+        RecipeError: There is something at `path` other than an empty folder.
     """
     try:
-        is_used = path.exists() and (not path.is_dir() or not all(map(_is_of_a_lock, path.iterdir())))
+        is_used = path.exists() and (not path.is_dir() or not all(map(_is_lock_file, path.iterdir())))
     except OSError as error:
         raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
     if not is_used:
@@ -424,48 +402,45 @@ def check_free(path: Path) -> None:
     run = find_run(path) if path.is_dir() else None
     if run is None:
         raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
-    where = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
+    progress = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
     if run["state"] == "finished":
-        cure = f"another --out; --fresh to replace it; or train on: trimtab resume {path} --set train.epochs=…"
-        raise RecipeError(f"{path} holds a finished run ({where})", cure)
-    problem, cure = f"{path} holds a run that is not finished ({where})", "--resume to go on, --fresh to replace it, "
+        cure = f"another --out; --fresh to replace it; or train longer: trimtab resume {path} --set train.epochs=…"
+        raise RecipeError(f"{path} holds a finished run ({progress})", cure)
+    problem, cure = f"{path} holds an unfinished run ({progress})", "--resume to resume it, --fresh to replace it, "
     holder = lock_holder(path)
-    if holder is not None and holder.state == "running":  # also one that was started at the same moment as this one
-        problem += f": process {holder.process.pid} of this machine trains it"
+    if holder is not None and holder.state == "running":
+        problem += f", which process {holder.process.pid} on this machine is training"
         cure = f"wait until it is done, or stop it (kill {holder.process.pid}), then run this again; "
     raise RecipeError(problem, f"{cure}or choose another --out")
 
 
-def _is_of_a_lock(inner: Path) -> bool:
-    """Whether a file is what a run leaves that is killed before it has claimed a folder; the lock itself decides."""
+def _is_lock_file(inner: Path) -> bool:
+    """Whether a file may be of a run that was killed before it wrote `run.json`; `RunLock` checks if it is alive."""
     return inner.name in (LOCK, f".{_STATUS}.writing") or inner.name.startswith(f".{LOCK}.")
 
 
 def default_folder(root: Path, experiment: str, name: str | None) -> Path:
-    """`root/experiment/name`; without a name the next free number."""
+    """Return `root/experiment/name`; without a name, the next free number."""
     home = root / experiment
     if name is not None:
         return home / name
-    number = 1
-    while (home / f"{number:03d}").exists():
-        number += 1
-    return home / f"{number:03d}"
+    return next(path for number in itertools.count(1) if not (path := home / f"{number:03d}").exists())
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """Every run below a folder, newest first."""
+    """List every run below a folder, the newest first."""
     runs = []
     for folder in sorted({path.parent for name in (_STATUS, CHECKPOINTS) for path in root.rglob(name)}):
-        with contextlib.suppress(KeyError, TypeError, AttributeError):  # not ours
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # a run.json of another program
             status = find_run(folder)
             if status is not None:
-                runs.append(_summary(folder, status))
+                runs.append(_summarize(folder, status))
     return sorted(runs, key=lambda run: run.age_s)
 
 
-def _summary(path: Path, status: dict[str, Any]) -> RunSummary:
+def _summarize(path: Path, status: dict[str, Any]) -> RunSummary:
     state = status["state"]
-    if state == "running" and status.get("host") == socket.gethostname() and not _alive(status.get("pid", 0)):
+    if state == "running" and status.get("host") == socket.gethostname() and not is_running(status.get("pid", 0)):
         state = "killed"
     return RunSummary(
         path=path,
@@ -476,13 +451,3 @@ def _summary(path: Path, status: dict[str, Any]) -> RunSummary:
         best_metric=status.get("best_metric"),
         age_s=time.time() - status["started"],
     )
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid > 0

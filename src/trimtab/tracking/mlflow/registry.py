@@ -1,7 +1,7 @@
-"""Getting a model back from a tracking server: which run of an experiment is the best, and where its model is.
+"""Finds models on a tracking server and makes them available as local folders.
 
-A name such as `best:imdb` or `models:/reviews@best` means another model tomorrow. It becomes an exact one first, which
-a run can write down, and then a folder here: the server's own if its files lie on this machine, else one in the cache.
+A name such as `best:imdb` or `models:/reviews@best` can mean another model tomorrow. It is first resolved to an exact
+model, which a run records, and then to a folder: the server's own if its files are on this machine, else a cached copy.
 """
 
 import os
@@ -20,9 +20,9 @@ from trimtab.checkpoint.folder import whole_folder
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
-from trimtab.tracking.mlflow.best_model import ALIAS, model_id_of
+from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, model_id_of
 from trimtab.tracking.mlflow.model_folder import MODEL, quiet_mlflow
-from trimtab.tracking.mlflow.ranking import Ranking, all_pages, near_names, ranked
+from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
 from trimtab.tracking.mlflow.server import mlflow_settings, trouble_of
 from trimtab.tracking.mlflow.uri import default_uri, sqlite_file
 
@@ -36,13 +36,13 @@ _TOKENIZER = "components/tokenizer"
 
 @dataclass(frozen=True)
 class TrackedModel:
-    """One exact model on a server.
+    """An exact model on a server.
 
-    Args:
-        asked: The name that led to it.
+    Attributes:
+        asked: The name that was resolved.
         uri: The server.
-        exact: `models:/ID`, or `models:/NAME/VERSION`: never another model than this.
-        words: What it is, for the user.
+        exact: `models:/ID`, or `models:/NAME/VERSION`, which never means another model.
+        words: Description for the user.
     """
 
     asked: str
@@ -51,38 +51,38 @@ class TrackedModel:
     words: str
 
     def as_dict(self) -> dict[str, str]:
-        """For a record of a run; a password in the address is left out."""
+        """Return a record for `run.json`, without credentials."""
         return asdict(self) | {"uri": redact(self.uri)}
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, str], uri: str) -> Self:
-        """What a record says; `uri` is the address of today, which may have a password."""
-        stored = redact(said["uri"])
-        return cls(said["asked"], uri if redact(uri) == stored else stored, said["exact"], said["words"])
+    def from_dict(cls, record: Mapping[str, str], uri: str) -> Self:
+        """Restore a record; if it names the server `uri`, that address is used, which may have credentials."""
+        stored = redact(record["uri"])
+        return cls(record["asked"], uri if redact(uri) == stored else stored, record["exact"], record["words"])
 
 
 def is_on_server(text: str) -> bool:
-    """Whether a name of a model means one on a tracking server."""
+    """Whether the name of a model refers to a tracking server."""
     return text.startswith((BEST, MODELS))
 
 
 def rank_runs(experiment: str, metric: str | None = None, uri: str | None = None) -> Ranking:
-    """The runs of an experiment, the best first.
+    """Rank the runs of an experiment by a metric on eval rows, the best first.
 
     Args:
         experiment: Its name.
-        metric: Such as accuracy; None is the one by which its models were chosen.
+        metric: Metric such as accuracy; None is the one that has selected its models.
         uri: The server; None is MLFLOW_TRACKING_URI, or the store below `runs`.
 
     Raises:
-        RecipeError: If there is no such experiment, or no run has a value of that metric.
+        RecipeError: There is no such experiment, or no run has a value of that metric.
     """
     with _server(uri) as (client, address):
-        return ranked(client, address, experiment, metric)
+        return rank_experiment(client, address, experiment, metric)
 
 
 def find_model(text: str, uri: str | None = None) -> TrackedModel:
-    """The exact model that a name means now.
+    """Resolve a name to the exact model that it means now.
 
     Args:
         text: `best:EXPERIMENT`, `best:EXPERIMENT?metric=f1`, `models:/NAME@ALIAS`, `models:/NAME/VERSION` or
@@ -90,56 +90,51 @@ def find_model(text: str, uri: str | None = None) -> TrackedModel:
         uri: The server; None is MLFLOW_TRACKING_URI, or the store below `runs`.
 
     Raises:
-        UserError: If there is no such thing, with names that are near.
+        UserError: There is no such model; the cure suggests similar names.
     """
     with _server(uri) as (client, address):
-        if text.startswith(BEST):
-            return _best_of(client, address, text)
-        return _registered(client, address, text)
+        return (_find_best if text.startswith(BEST) else _find_registered)(client, address, text)
 
 
 def fetch_model(found: TrackedModel) -> Path:
-    """The folder of a model on this machine; it is fetched into the cache if its files are elsewhere.
-
-    A server whose model is in the cache is not asked.
-    """
-    place = _cache() / re.sub(r"\W+", "-", f"{redact(found.uri)}-{found.exact}".split("://")[-1])
-    if _is_whole(place):
-        return place
+    """Return a local folder with a model, downloaded into the cache if needed; a cached model needs no server."""
+    cached = _cache() / re.sub(r"\W+", "-", f"{redact(found.uri)}-{found.exact}".split("://")[-1])
+    if _has_model(cached):
+        return cached
     with _server(found.uri) as (client, address):
         root = _artifacts_of(client, found.exact)
-        here = _local_folder(root)
-        if here is not None and _is_whole(here / MODEL) and _has_tokenizer(here):
-            return here / MODEL
-        say(f"{found.asked}: {found.words} is fetched to {place}")
-        with whole_folder(place, marker=None, what="model") as beside:
-            _download(root, beside, address)
-    return place
+        local = _local_folder(root)
+        if local is not None and _has_model(local / MODEL) and _has_tokenizer(local):
+            return local / MODEL
+        say(f"{found.asked}: {found.words} is downloaded to {cached}")
+        with whole_folder(cached, marker=None, what="model") as temporary:
+            _download(root, temporary, address)
+    return cached
 
 
 def pull_model(text: str, folder: Path, *, metric: str | None = None, uri: str | None = None) -> TrackedModel:
-    """Write a model from a server into a folder of its own, as Hugging Face has it.
+    """Download a model from a server as a Hugging Face folder.
 
     Args:
-        text: An experiment, or a name as in `find_model`.
-        folder: New or empty.
-        metric: By which an experiment's best run is found.
+        text: An experiment, or a name as for `find_model`.
+        folder: Target; must be empty or missing.
+        metric: Metric by which the best run of an experiment is found.
         uri: The server.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{folder} is not empty", "name a new folder")
     if metric is not None and (text.startswith(MODELS) or _BY in text):
-        raise RecipeError(f"{text!r} says by itself which model it means", "leave --metric out")
+        raise RecipeError(f"--metric has no effect on {text!r}, which names a model", "leave --metric out")
     if not text.startswith(MODELS):
         text = best_name(text.removeprefix(BEST), metric)
     found = find_model(text, uri)
-    with _server(found.uri) as (client, address), whole_folder(folder, marker=None, what="model") as place:
-        _download(_artifacts_of(client, found.exact), place, address)
+    with _server(found.uri) as (client, address), whole_folder(folder, marker=None, what="model") as temporary:
+        _download(_artifacts_of(client, found.exact), temporary, address)
     return found
 
 
 def local_source(text: str, uri: str | None = None) -> str:
-    """A name of a model, as what reads folders and the hub understands it: names on a server become folders here."""
+    """Replace the name of a model on a server by a local folder; other names are returned unchanged."""
     if not is_on_server(text):
         return text
     found = find_model(text, uri)
@@ -149,16 +144,16 @@ def local_source(text: str, uri: str | None = None) -> str:
 
 
 def best_name(experiment: str, metric: str | None) -> str:
-    """The name of an experiment's best model."""
+    """Return the name of an experiment's best model."""
     return f"{BEST}{experiment}" + ("" if metric is None else _BY + metric)
 
 
 @contextmanager
 def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
-    """A client of a server, which does not wait for minutes; its failures are told in our words."""
+    """Open a client that gives up soon, and translate its exceptions."""
     address = default_uri() if uri in (None, "local") else str(uri)
     path = sqlite_file(address)
-    if path is not None and not path.is_file():  # MLflow would make one
+    if path is not None and not path.is_file():  # MLflow would create it
         raise RecipeError(
             f"there is no tracking store {path}",
             "train something first; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server",
@@ -170,33 +165,31 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
         try:
             yield MlflowClient(tracking_uri=address, registry_uri=address), address
         except MlflowException as error:
-            trouble = trouble_of(error, address)
-            if trouble.kind == "gone":
-                text = " ".join(str(error).split())[:200]
-                raise ModelError(f"{redact(address)}: {text}", "see what there is: trimtab ui") from error
-            cure = trouble.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
-            raise ModelError(f"the tracking server did not answer: {trouble.words}", cure) from error
+            failure = trouble_of(error, address)
+            if failure.is_gone:
+                raise ModelError(failure.words, "list what exists: trimtab ui") from error
+            cure = failure.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
+            raise ModelError(f"the tracking server did not respond: {failure.words}", cure) from error
 
 
-def _best_of(client: "MlflowClient", uri: str, text: str) -> TrackedModel:
-    name, asks, metric = text.removeprefix(BEST).partition(_BY)
-    if not name or (asks and not metric):
+def _find_best(client: "MlflowClient", uri: str, text: str) -> TrackedModel:
+    name, separator, metric = text.removeprefix(BEST).partition(_BY)
+    if not name or (separator and not metric):
         raise RecipeError(f"{text!r} names no model", "write best:EXPERIMENT, or best:EXPERIMENT?metric=f1")
-    ranking = ranked(client, uri, name, metric or None)
-    with_value = [run for run in ranking.runs if run.value is not None]
-    with_model = next((run for run in with_value if run.model_id is not None), None)
-    if with_model is None:
+    ranking = rank_experiment(client, uri, name, metric or None)
+    best = next((run for run in ranking.runs if run.value is not None and run.model_id is not None), None)
+    if best is None:
         raise ModelError(
             f"no run of {name} that has a value of {ranking.metric} has logged its model",
             "train with track.log_model: true; or trimtab track sync RUN",
         )
-    if with_model is not ranking.winner:
+    if best is not ranking.winner:
         say(f"{name}: run {ranking.winner.name} is better, but its model was not logged")
-    words = f"the model of run {with_model.name}, {ranking.metric} {with_model.value:.4g}"
-    return TrackedModel(text, uri, f"{MODELS}{with_model.model_id}", words)
+    words = f"the model of run {best.name}, {ranking.metric} {best.value:.4g}"
+    return TrackedModel(text, uri, f"{MODELS}{best.model_id}", words)
 
 
-def _registered(client: "MlflowClient", uri: str, text: str) -> TrackedModel:
+def _find_registered(client: "MlflowClient", uri: str, text: str) -> TrackedModel:
     rest = text.removeprefix(MODELS)
     if _ID.fullmatch(rest):
         return TrackedModel(text, uri, text, f"the logged model {rest}")
@@ -219,26 +212,24 @@ def _version(client: "MlflowClient", uri: str, name: str, alias: str, number: st
             return client.get_model_version(name, number)
         return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if error.error_code not in NOT_FOUND:
             raise
-    known = {model.name: model for model in all_pages(lambda token: client.search_registered_models(page_token=token))}
-    if name not in known:
-        raise RecipeError(f"{redact(uri)} has no registered model {name!r}", near_names(name, list(known), "it has"))
+    names = [model.name for model in all_pages(client.search_registered_models)]
+    if name not in names:
+        raise RecipeError(f"{redact(uri)} has no registered model {name!r}", suggest_names(name, names, "it has"))
     if number:
-        raise RecipeError(f"{name} has no version {number}", "see its versions with trimtab ui")
-    aliases = dict(client.get_registered_model(name).aliases)
-    raise RecipeError(f"{name} has no alias {alias!r}", near_names(alias, list(aliases), "it has"))
+        raise RecipeError(f"{name} has no version {number}", "list its versions: trimtab ui")
+    aliases = list(client.get_registered_model(name).aliases)
+    raise RecipeError(f"{name} has no alias {alias!r}", suggest_names(alias, aliases, "it has"))
 
 
 def _artifacts_of(client: "MlflowClient", exact: str) -> str:
-    """Where the files of an exact model are."""
+    """Return the location of the files of an exact model."""
     rest = exact.removeprefix(MODELS)
     if _ID.fullmatch(rest):
-        location: str = client.get_logged_model(rest).artifact_location
-        return location
+        return str(client.get_logged_model(rest).artifact_location)
     name, _, number = rest.rpartition("/")
-    uri: str = client.get_model_version_download_uri(name, number)
-    return uri
+    return str(client.get_model_version_download_uri(name, number))
 
 
 def _local_folder(uri: str) -> Path | None:
@@ -248,40 +239,38 @@ def _local_folder(uri: str) -> Path | None:
     return Path(url2pathname(parts.path))
 
 
-def _is_whole(folder: Path) -> bool:
+def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or is_adapter(folder)
 
 
 def _has_tokenizer(root: Path) -> bool:
-    """Whether the tokenizer lies beside the model; MLflow puts that of a model of others into a folder of its own."""
+    """Whether the tokenizer is in the model's folder; `mlflow.transformers` itself saves it in another one."""
     return (root / MODEL / "tokenizer_config.json").is_file() or not (root / _TOKENIZER).is_dir()
 
 
-def _download(root: str, place: Path, uri: str) -> None:
-    """Put the Hugging Face files of an MLflow model into a folder.
+def _download(root: str, target: Path, uri: str) -> None:
+    """Copy the Hugging Face files of an MLflow model into a folder.
 
     Raises:
-        ModelError: If it is no model of transformers.
+        ModelError: It is not a transformers model.
     """
     from mlflow.artifacts import download_artifacts
 
-    fetched = place / ".fetched"
-    here = _local_folder(root)
-    if here is None:
-        here = Path(download_artifacts(artifact_uri=root, dst_path=str(fetched), tracking_uri=uri))
-    model = next((folder for folder in (here / MODEL, here) if _is_whole(folder)), None)
+    downloaded = target / ".fetched"
+    local = _local_folder(root)
+    if local is None:
+        local = Path(download_artifacts(artifact_uri=root, dst_path=str(downloaded), tracking_uri=uri))
+    model = next((folder for folder in (local / MODEL, local) if _has_model(folder)), None)
     if model is None:
-        raise ModelError(
-            f"{root} holds no model of transformers", "trimtab takes models that it, or mlflow.transformers, has logged"
-        )
-    if model == here / MODEL and not _has_tokenizer(here):
-        shutil.copytree(here / _TOKENIZER, place, dirs_exist_ok=True)
-    shutil.copytree(model, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns(fetched.name))
-    shutil.rmtree(fetched, ignore_errors=True)
+        raise ModelError(f"{root} has no transformers model", "log it with trimtab or mlflow.transformers")
+    if model == local / MODEL and not _has_tokenizer(local):
+        shutil.copytree(local / _TOKENIZER, target, dirs_exist_ok=True)
+    shutil.copytree(model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(downloaded.name))
+    shutil.rmtree(downloaded, ignore_errors=True)
 
 
 def _cache() -> Path:
-    place = os.environ.get("TRIMTAB_CACHE") or "~/.cache/trimtab"
-    if place == "off":  # tokens need not be kept, but a model has to lie somewhere
-        place = "~/.cache/trimtab"
-    return Path(place).expanduser() / "models"
+    folder = os.environ.get("TRIMTAB_CACHE") or "off"
+    if folder == "off":  # which is for tokens: a downloaded model needs a folder
+        folder = "~/.cache/trimtab"
+    return Path(folder).expanduser() / "models"

@@ -1,6 +1,6 @@
-"""MLflow as this project needs it: a run that is made once and found again, batches within its limits, plain troubles.
+"""An MLflow server as the uploader uses it: runs that are created once, batches within limits, classified errors.
 
-mlflow is imported when a server is opened, which takes seconds: in the process beside the training, or in a command.
+mlflow takes seconds to import, so it is imported when a server is opened: in the uploader process, or in a command.
 """
 
 import contextlib
@@ -19,27 +19,28 @@ from trimtab.tracking.mlflow.uri import artifact_location, sqlite_file
 
 T = TypeVar("T")
 
-RUN_TAG = "trimtab.run"  # tells a run from all others, on every server
-CUT_TAG = "trimtab.cut"  # parameters and tags that were too long
+RUN_TAG = "trimtab.run"  # unique id of the run, the same on every server
+CUT_TAG = "trimtab.cut"  # names the parameters that were too long
 _PARENT_TAG = "mlflow.parentRunId"
-MAX_METRICS = 1000  # these are mlflow.utils.validation's; a server of another version is not laxer
+MAX_METRICS = 1000  # per request, as the other limits from mlflow.utils.validation
 _MAX_PARAMS_OR_TAGS = 100
 _MAX_KEY = 250
 _MAX_PARAM = 6000
 _MAX_TAG = 8000
-_MAX_BATCH_BYTES = 500_000  # half of what a request may have
-_REQUEST_S = 10
+_MAX_BATCH_BYTES = 500_000  # half of MLflow's limit for a request
 _LARGE_BYTES = 1 << 20
-_UPLOAD_S = 120  # a server may write a large file elsewhere before it answers
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+_REQUEST_S = 10
+_UPLOAD_S = 120  # a server may copy a large file to its object store before it responds
 _FORCED = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # an answer must mean that it is there
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default mlflow retries for minutes
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # a response must mean that the data is stored
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _DEFAULTS = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": str(_REQUEST_S),
+    _TIMEOUT: str(_REQUEST_S),
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # it writes a traceback for every moment that a database is locked
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # it logs a traceback each time that a database is locked
 }
 _DENIED = {"UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"}
 _INVALID = {"INVALID_PARAMETER_VALUE", "MALFORMED_REQUEST"}
@@ -47,7 +48,7 @@ _INVALID = {"INVALID_PARAMETER_VALUE", "MALFORMED_REQUEST"}
 
 @dataclass(frozen=True)
 class Row:
-    """One number: a row of MLflow's table of metrics."""
+    """A row of MLflow's metrics table."""
 
     key: str
     value: float
@@ -56,48 +57,49 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Why something could not be done on a server.
+class UploadFailure:
+    """Why a server, or the disk, has refused something.
 
     Attributes:
-        kind: `away` (may be better soon), `denied`, `gone` (the run is not there), `invalid` (never better), or `wrong`
-            (an address at which there is no MLflow).
-        words: For the user, in one line.
-        cure: What mends it, where waiting does not.
-        over: What to say when it is over, where it was not the server that failed.
+        words: One line for the user.
+        cure: What the user has to do, where waiting does not help.
+        recovery: Message for the recovery, where it was not the server that failed.
+        is_gone: Whether the server responds, but does not have the run or model.
     """
 
-    kind: str
     words: str
     cure: str = ""
-    over: str = ""
+    recovery: str = ""
+    is_gone: bool = False
 
     def __str__(self) -> str:
         return f"{self.words}; {self.cure}" if self.cure else self.words
 
 
 class ExperimentDeleted(UserError):
-    """An experiment whose name is taken by one that was deleted."""
+    """The experiment was deleted on the server, and its name is still taken."""
 
 
 @contextlib.contextmanager
-def mlflow_settings() -> Iterator[None]:
-    """Inside, mlflow does not retry for minutes by itself, prints nothing, and does not call home."""
-    given = {name: os.environ.get(name) for name in (*_FORCED, *_DEFAULTS)}
-    os.environ.update(_FORCED)
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name, before in given.items():
+        for name, value in before.items():
             os.environ.pop(name, None)
-            if before is not None:
-                os.environ[name] = before
+            if value is not None:
+                os.environ[name] = value
+
+
+def mlflow_settings() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which mlflow neither retries for minutes, nor prints, nor sends telemetry."""
+    return _environment(_FORCED | {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()})
 
 
 class MlflowServer:
-    """A tracking server, or a store that is used without one.
+    """A tracking server, or a sqlite store that is used directly.
 
     Args:
         uri: Its address.
@@ -113,13 +115,13 @@ class MlflowServer:
         self.client = MlflowClient(tracking_uri=uri)
 
     def experiment_id(self, name: str) -> str:
-        """The id of an experiment, which is made if there is none.
+        """Return the id of an experiment, created if needed.
 
         Raises:
-            ExperimentDeleted: There is one that somebody has deleted.
+            ExperimentDeleted: It was deleted on the server.
         """
         if self.uri.startswith("databricks") and not name.startswith("/"):
-            name = f"/Shared/{name}"  # names there are places of the workspace
+            name = f"/Shared/{name}"  # names are paths of the workspace there
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
@@ -127,26 +129,18 @@ class MlflowServer:
             except Exception as error:
                 if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
                     raise
-                found = self.client.get_experiment_by_name(name)  # another run was faster
+                found = self.client.get_experiment_by_name(name)  # another run has just created it
         if found is None or found.lifecycle_stage == "deleted":
             raise ExperimentDeleted(
                 f"the experiment {name} was deleted on {redact(self.uri)}",
-                "restore it there, or choose another with track.experiment",
+                "restore it there, or set another track.experiment",
             )
         return str(found.experiment_id)
 
     def open_run(self, experiment_id: str, name: str, token: str, started_ms: int, parent: str | None) -> str:
-        """Make a run, or find the one that was made before: the answer to its making may have been lost.
+        """Return the id of the run that is tagged with `token`, created if needed.
 
-        Args:
-            experiment_id: Where.
-            name: Of the run.
-            token: What tells it from all others.
-            started_ms: When it began.
-            parent: The id of the run that it is a part of.
-
-        Returns:
-            Its id.
+        Searched first, because the response to an earlier `create_run` may have been lost.
         """
         found = self.client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{token}'", max_results=1)
         if found:
@@ -156,120 +150,117 @@ class MlflowServer:
         return str(run.info.run_id)
 
     def log_rows(self, run_id: str, rows: Sequence[Row]) -> list[Row]:
-        """Write numbers. Rows that are there already stay as they are: MLflow knows a row by all of its values.
+        """Write metrics; rows that the server has already stay single, as MLflow's primary key is the whole row.
 
         Returns:
-            Rows that the server does not take, whatever one does.
+            Rows that the server does not accept.
         """
         from mlflow.entities import Metric
 
-        def send(part: Sequence[Row]) -> None:
-            self.client.log_batch(run_id, metrics=[Metric(r.key, r.value, r.timestamp_ms, r.step) for r in part])
-
-        refused: list[Row] = []
-        for part in _parts(rows, MAX_METRICS, lambda row: len(row.key.encode()) + 100):
-            refused += _each_that_is_taken(send, part)
-        return refused
+        metrics = [Metric(row.key, row.value, row.timestamp_ms, row.step) for row in rows]
+        return [_row(metric) for metric in self._log(run_id, "metrics", metrics, MAX_METRICS)]
 
     def newest_rows(self, run_id: str) -> list[Row]:
-        """The newest number of each metric."""
-        found = self.client.get_run(run_id).data.to_proto().metrics
-        return [Row(one.key, one.value, one.timestamp, one.step) for one in found]
+        """Return the newest row of each metric."""
+        return [_row(metric) for metric in self.client.get_run(run_id).data.to_proto().metrics]
 
     def history(self, run_id: str, key: str) -> list[Row]:
-        """Every number of a metric."""
-        found = self.client.get_metric_history(run_id, key)
-        return [Row(one.key, one.value, one.timestamp, one.step) for one in found]
+        """Return every row of a metric."""
+        return [_row(metric) for metric in self.client.get_metric_history(run_id, key)]
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """Write parameters that are not there yet; MLflow never changes one.
+        """Write new parameters; MLflow never changes an existing one.
 
         Returns:
-            Those that are there with another value: before and now.
+            Parameters that the server has with another value: that value and the new one.
         """
         from mlflow.entities import Param
 
         there = self.client.get_run(run_id).data.params
-        tidy = {valid_key(key): cut(value, _MAX_PARAM) for key, value in params.items()}
-        new = [Param(key, value) for key, value in tidy.items() if key not in there]
-        for part in _parts(new, _MAX_PARAMS_OR_TAGS, lambda one: len(one.key.encode()) + len(one.value.encode())):
-            _each_that_is_taken(lambda batch: self.client.log_batch(run_id, params=list(batch)), part)
+        valid = {valid_key(key): cut(value, _MAX_PARAM) for key, value in params.items()}
+        new = [Param(key, value) for key, value in valid.items() if key not in there]
+        self._log(run_id, "params", new, _MAX_PARAMS_OR_TAGS)
         too_long = [key for key, value in params.items() if len(value) > _MAX_PARAM]
         if too_long:
             self.set_tags(run_id, {CUT_TAG: f"cut to {_MAX_PARAM} characters: {', '.join(too_long)}"})
-        return {key: (there[key], value) for key, value in tidy.items() if key in there and there[key] != value}
+        return {key: (there[key], value) for key, value in valid.items() if key in there and there[key] != value}
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Write tags, in the place of those that are there."""
+        """Write tags; existing ones are replaced."""
         from mlflow.entities import RunTag
 
-        tidy = [RunTag(valid_key(key), cut(value, _MAX_TAG)) for key, value in tags.items()]
-        for part in _parts(tidy, _MAX_PARAMS_OR_TAGS, lambda one: len(one.key.encode()) + len(one.value.encode())):
-            _each_that_is_taken(lambda batch: self.client.log_batch(run_id, tags=list(batch)), part)
+        valid = [RunTag(valid_key(key), cut(value, _MAX_TAG)) for key, value in tags.items()]
+        self._log(run_id, "tags", valid, _MAX_PARAMS_OR_TAGS)
+
+    def _log(self, run_id: str, kind: str, entities: Iterable[T], max_entities: int) -> list[T]:
+        """Send metrics, params or tags in batches; return those that the server does not accept."""
+
+        def send(batch: Any) -> None:
+            self.client.log_batch(run_id, **{kind: batch})
+
+        refused: list[T] = []
+        for batch in _batches(entities, max_entities):
+            refused += _send_valid(send, batch)
+        return refused
 
     def drop_tag(self, run_id: str, name: str) -> None:
-        """Take a tag away, if it is there."""
+        """Remove a tag, if it exists."""
         if name in self.client.get_run(run_id).data.tags:
             self.client.delete_tag(run_id, name)
 
     def log_file(self, run_id: str, path: Path) -> None:
-        """Store a file with a run."""
-        if path.stat().st_size > _LARGE_BYTES:
-            self.patiently(lambda: self.client.log_artifact(run_id, str(path)))
-        else:
+        """Upload a file as an artifact."""
+        with long_timeout() if path.stat().st_size > _LARGE_BYTES else contextlib.nullcontext():
             self.client.log_artifact(run_id, str(path))
 
     def set_status(self, run_id: str, status: str, ended_ms: int | None = None) -> None:
-        """RUNNING, FINISHED, KILLED or FAILED."""
+        """Set the status: RUNNING, FINISHED, KILLED or FAILED."""
         if status == "RUNNING":
             self.client.update_run(run_id, status=status)
         else:
             self.client.set_terminated(run_id, status, end_time=ended_ms)
 
-    def patiently(self, work: Callable[[], T]) -> T:
-        """Do something that may take a server long."""
-        before = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT")
-        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(_UPLOAD_S, int(before or 0)))
-        try:
-            return work()
-        finally:
-            if before is None:
-                del os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
-            else:
-                os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = before
+
+def _row(metric: Any) -> Row:
+    return Row(metric.key, metric.value, metric.timestamp, metric.step)
 
 
-def trouble_of(error: Exception, uri: str) -> Trouble:
-    """What a failure means, in words."""
+def long_timeout() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which mlflow waits longer for each response, for large uploads."""
+    return _environment({_TIMEOUT: str(max(_UPLOAD_S, int(os.environ.get(_TIMEOUT) or 0)))})
+
+
+def trouble_of(error: Exception, uri: str) -> UploadFailure:
+    """Classify an exception from mlflow or the operating system, and describe it to the user."""
     server = redact(uri)
     code = str(getattr(error, "error_code", ""))
     text = redact(" ".join(str(error).split()))
     if isinstance(error, ExperimentDeleted):
-        return Trouble("wrong", error.problem, error.cure)
+        return UploadFailure(error.problem, error.cure)
     if code in _DENIED:
         if "PERMISSION" in code:
-            return Trouble("denied", f"{server} does not let this user write there", "ask for the right to")
+            return UploadFailure(f"{server} denies this user permission to write", "ask its owner for permission")
         cure = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        return Trouble("denied", f"{server} does not know us (wrong token or password)", cure)
+        return UploadFailure(f"{server} rejects the credentials", cure)
     if code == "RESOURCE_DOES_NOT_EXIST":
-        return Trouble("gone", f"{server} does not know the run: {text[:200]}")
+        return UploadFailure(f"{server} does not have it: {text[:200]}", is_gone=True)
     if code == "ENDPOINT_NOT_FOUND":
-        return Trouble("wrong", f"{server} answers, but is no MLflow server", "see track.uri")
+        return UploadFailure(f"{server} responds, but is not an MLflow server", "correct track.uri")
     if code in _INVALID:
-        return Trouble("invalid", text[:300])
+        return UploadFailure(text[:300])
     if "database is locked" in text:
-        return Trouble("away", f"{server} is locked by another program")
+        return UploadFailure(f"{server} is locked by another program")
     if "database or disk is full" in text:
-        return Trouble("away", f"the disk of {server} is full")
+        return UploadFailure(f"the disk of {server} is full")
     if isinstance(error, OSError) and error.strerror:
-        place = refused_path(error)
-        over = "" if place is None else f"{place} can be written again"
-        return Trouble("away", error.strerror if place is None else f"{error.strerror}: {place}", over=over)
-    return Trouble("away", f"{server}: {_cause(text)}")
+        path = refused_path(error)
+        recovery = "" if path is None else f"{path} can be written again"
+        return UploadFailure(error.strerror if path is None else f"{error.strerror}: {path}", recovery=recovery)
+    return UploadFailure(f"{server}: {_cause(text)}")
 
 
 def _cause(text: str) -> str:
-    """The gist of a failed request, whose text repeats the address and the names of classes."""
+    """Extract the cause from the message of a failed request, which repeats the address and names of classes."""
     for pattern in (r"\[Errno -?\d+\] ([\w ]+)", r"(Read timed out|timed out)", r"(too many \d+ error responses)"):
         found = re.search(pattern, text)
         if found:
@@ -278,46 +269,46 @@ def _cause(text: str) -> str:
 
 
 def valid_key(name: str) -> str:
-    """A name as MLflow takes it: other characters become `_`."""
-    tidy = re.sub(r"[^/\w.\- :]", "_", name)
-    normal = posixpath.normpath(tidy).lstrip("/")
+    """Convert a name to one that MLflow accepts: other characters become `_`."""
+    normal = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name)).lstrip("/")
     if normal == "." or normal.startswith(".."):
         normal = "_" + normal.lstrip("./")
     return normal[:_MAX_KEY]
 
 
 def cut(text: str, limit: int) -> str:
-    """A text of at most `limit` characters."""
+    """Shorten a text to at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _parts(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Cut into batches that a request may have."""
-    part: list[T] = []
-    room = _MAX_BATCH_BYTES
-    for item in items:
-        if part and (len(part) == most or room < size(item)):
-            yield part
-            part, room = [], _MAX_BATCH_BYTES
-        part.append(item)
-        room -= size(item)
-    if part:
-        yield part
+def _batches(entities: Iterable[Any], max_entities: int) -> Iterator[list[Any]]:
+    """Split metrics, params or tags into batches that fit into a request."""
+    batch: list[Any] = []
+    num_bytes = 0
+    for entity in entities:
+        size = len(entity.key.encode()) + len(str(entity.value).encode()) + 80
+        if batch and (len(batch) == max_entities or num_bytes + size > _MAX_BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(entity)
+        num_bytes += size
+    if batch:
+        yield batch
 
 
-def _each_that_is_taken(send: Callable[[Sequence[T]], Any], part: Sequence[T]) -> list[T]:
-    """Send a batch; if the server finds fault with it, its halves, down to the one that is at fault.
+def _send_valid(send: Callable[[list[T]], Any], batch: list[T]) -> list[T]:
+    """Send a batch; if the server finds a value invalid, bisect the batch and send the rest.
 
     Returns:
-        What was not taken.
+        What the server does not accept.
     """
     try:
-        send(part)
+        send(batch)
     except Exception as error:
         if getattr(error, "error_code", "") not in _INVALID:
             raise
-        if len(part) == 1:
-            return [part[0]]
-        half = len(part) // 2
-        return _each_that_is_taken(send, part[:half]) + _each_that_is_taken(send, part[half:])
+        if len(batch) == 1:
+            return batch
+        half = len(batch) // 2
+        return _send_valid(send, batch[:half]) + _send_valid(send, batch[half:])
     return []

@@ -1,10 +1,11 @@
-"""MLflow for a loop of one's own: `Engine(log_with="mlflow")`.
+"""MLflow for the user's own training loop: `Engine(log_with="mlflow")`.
 
-Values go into the journal of a run's folder, and a process beside the loop brings them from there to the server: the
-loop never waits for it, and an outage costs nothing. The rules are those of a recipe's `track`.
+Values are written to the journal of a run folder, and the uploader process sends them from there to the server, by the
+same rules as for a recipe's `track`. So the loop never waits for the server, and an outage loses nothing.
 """
 
 import atexit
+import itertools
 import json
 import os
 import sys
@@ -18,23 +19,24 @@ from trimtab.hardware.surroundings import describe_surroundings
 from trimtab.log import say
 from trimtab.runs.journal import plain
 from trimtab.runs.run_folder import RunFolder, default_folder, is_own_loop, read_status
+from trimtab.runs.tracking_file import About, Tracking
+from trimtab.runs.uploader import NoCompanion
 from trimtab.tracking.mlflow.origin_tags import origin_tags
 from trimtab.tracking.mlflow.uri import RUNS, tracking_uri
-from trimtab.tracking.upload.attachment import About, Tracking
 from trimtab.tracking.upload.shipper import flat_params
-from trimtab.tracking.upload.uploader import MlflowCompanion, NoCompanion
+from trimtab.tracking.upload.uploader import MlflowCompanion
 
 _NO_RUN = "call engine.init_trackers(PROJECT) first"
 
 
 class MlflowTracker:
-    """A tracker that keeps a run in a folder, and has it brought to MLflow.
+    """Writes a run to a folder, ROOT/PROJECT/NAME, which is uploaded to MLflow.
 
-    The folder is ROOT/PROJECT/NAME. `finish` closes the run as FINISHED. A program that ends by an exception leaves it
-    FAILED, with the reason, or KILLED for Ctrl-C; after a kill it is FAILED, too.
+    `finish` sets the run to FINISHED. If the program ends by an exception before, the run is FAILED, with the reason,
+    or KILLED for Ctrl-C; after a kill it is FAILED.
 
     Args:
-        root: Where runs go; by default `runs`.
+        root: Parent of the project folders; by default `runs`.
     """
 
     name = "mlflow"
@@ -46,7 +48,7 @@ class MlflowTracker:
         self._parent: str | None = None
         self._tags: dict[str, str] = {}
         self._run: RunFolder | None = None
-        self._seen: BaseException | None = None
+        self._error_at_start: BaseException | None = None
         self._process_id = 0
 
     def set_up(
@@ -62,31 +64,31 @@ class MlflowTracker:
         logging_dir: str | Path | None = None,
         **others: Any,
     ) -> None:
-        """Settings for the next `start`: `init_trackers(…, init_kwargs={"mlflow": {…}})`.
+        """Set options for the next `start`: `init_trackers(…, init_kwargs={"mlflow": {…}})`.
 
         Args:
             uri: The server, as a recipe's `track.uri`: local (the default), none, http://…, sqlite:///…, databricks.
-            run_name: The run's name, which is also that of its folder; by default the next free number.
-            parent: MLflow's id of the run that this one is a part of.
-            nested_run: The parent is the run that is active in mlflow itself.
-            resume: Go on with the run of that name, if there is one, on the server too; else another one begins. Lines
-                that come again as they were, of steps that are taken again, are not written a second time.
-            tags: Further tags.
-            description: What MLflow's page says of the run.
-            logging_dir: Where runs go, in the place of the engine's project_dir.
-            others: Named in the error that they are.
+            run_name: Name of the run and of its folder; by default the next free number.
+            parent: MLflow's id of the parent run.
+            nested_run: Use the run that is active in mlflow as parent.
+            resume: Resume the run of that name, also on the server; if there is none, start it. Lines of repeated steps
+                that are equal to existing ones are not written again.
+            tags: Additional tags.
+            description: Description in MLflow's UI.
+            logging_dir: Parent of the project folders, instead of the engine's project_dir.
+            others: Unknown options, which are refused.
 
         Raises:
-            RecipeError: A setting is not known, or cannot be followed.
+            RecipeError: An option is unknown or invalid.
         """
         if others:
             known = "uri, run_name, parent, nested_run, resume, tags, description, logging_dir"
-            cure = "resume=True with its run_name goes on with a run" if "run_id" in others else f"it takes {known}"
+            cure = "to resume a run, pass resume=True and its run_name" if "run_id" in others else f"it takes {known}"
             raise RecipeError(f"init_kwargs['mlflow'] has {', '.join(sorted(others))}, which is not known", cure)
         if resume and run_name is None:
             raise RecipeError("resume=True does not say which run", "name it: run_name=…")
         if run_name is not None and (not run_name.strip("./ ") or "/" in run_name):
-            raise RecipeError(f"run_name={run_name!r} is no name of a folder", "leave out slashes")
+            raise RecipeError(f"run_name={run_name!r} is not a valid folder name", "leave out slashes")
         self._uri = uri or self._uri
         self._run_name, self._resume = run_name, resume
         self._parent = _active_run() if nested_run and parent is None else parent
@@ -97,105 +99,100 @@ class MlflowTracker:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run folder."""
         if self._run is None:
             raise RecipeError("there is no run", _NO_RUN)
         return self._run.path
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's id of the run; None until the server has answered, which may be seconds after `start`."""
+        """MLflow's id of the run; None until the server has responded, which may be seconds after `start`."""
         tracking = Tracking.read(self.folder)
         return tracking.attachments[-1].run_id if tracking is not None and tracking.attachments else None
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
-        """Make the run's folder, and start the process that ships it; the loop does not wait for that."""
+        """Create the run folder and start the uploader process, without waiting for it."""
         self.finish()
-        path = self._place(project_name)
-        goes_on = self._resume and read_status(path) is not None
-        self._run = RunFolder(path, goes_on=goes_on)
-        tidy = json.loads(json.dumps(config or {}, default=plain))
-        if goes_on:
-            self._run.go_on()
+        path = self._choose_folder(project_name)
+        resumes = self._resume and read_status(path) is not None
+        self._run = RunFolder(path, goes_on=resumes)
+        params = json.loads(json.dumps(config or {}, default=plain))
+        if resumes:
+            self._run.resume_own_loop()
         else:
-            self._run.start(tidy, num_steps=0)
+            self._run.start(params, num_steps=0)
         self._run.update(own_loop=True)
-        # asked here, and not of what is above: one store for all projects
-        uri = tracking_uri(self._uri, self._root / project_name)
+        uri = tracking_uri(self._uri, self._root / project_name)  # not `path`: all projects share one local store
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        facts = describe_surroundings(device, torch.get_num_threads())
         about = About(
             run=(read_status(path) or {})["id"],
             name=self._run_name or path.name,
             experiment=project_name,
             parent=self._parent,
-            params=flat_params(tidy),
-            tags={**origin_tags(path), **_facts(), **self._tags},
+            params=flat_params(params),
+            tags={
+                **origin_tags(path),
+                "trimtab.hardware": facts["hardware"],
+                "trimtab.versions": facts["versions"],
+                **self._tags,
+            },
             log_model=False,
         )
         self._run.track(NoCompanion() if uri is None else MlflowCompanion(path, uri, about))
-        self._seen, self._process_id = _unhandled(), os.getpid()
-        atexit.register(self._end_of_the_program)
+        self._error_at_start, self._process_id = _last_error(), os.getpid()
+        atexit.register(self._on_exit)
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Write values into the run's journal."""
+        """Write values to the journal."""
         if self._run is None:
             raise RecipeError("log was called before init_trackers", _NO_RUN)
         self._run.record(values, step)
 
     def finish(self) -> None:
-        """The run is over, and all is well."""
+        """End the run successfully."""
         self._end("finished")
 
     def _end(self, state: str, **facts: Any) -> None:
-        atexit.unregister(self._end_of_the_program)
+        atexit.unregister(self._on_exit)
         run, self._run = self._run, None
         if run is not None:
             run.finish(state, **facts)
 
-    def _end_of_the_program(self) -> None:
-        """Python ends, and `finish` was not called."""
+    def _on_exit(self) -> None:
+        """End a run for which `finish` was not called."""
         if os.getpid() != self._process_id:
-            return  # a child that was forked, and leaves the run to its parent
-        error = _unhandled()
-        if error is None or error is self._seen:
-            say("end_training was not called: the run counts as finished")
+            return  # a forked child: the run belongs to its parent
+        error = _last_error()
+        if error is None or error is self._error_at_start:
+            say("end_training was not called: the run is recorded as finished")
             self._end("finished")
         else:
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             self._end(state, error=f"{type(error).__name__}: {error}")
 
-    def _place(self, project_name: str) -> Path:
-        """The folder of the run: a new one, unless one is to go on."""
+    def _choose_folder(self, project_name: str) -> Path:
         if self._run_name is None:
             return default_folder(self._root, project_name, None)
-        place = self._root / project_name / self._run_name
+        path = self._root / project_name / self._run_name
         if self._resume:
-            there = read_status(place)
-            if there is not None and not is_own_loop(there):
-                raise RecipeError(f"{place} is no run of a loop of your own", "trimtab resume goes on with it")
-            return place
-        number = 2
-        while place.exists():  # names need not be unique in MLflow, folders must
-            place = place.with_name(f"{self._run_name}-{number}")
-            number += 1
-        return place
-
-
-def _facts() -> dict[str, str]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = describe_surroundings(device, torch.get_num_threads())
-    return {"trimtab.hardware": found["hardware"], "trimtab.versions": found["versions"]}
+            status = read_status(path)
+            if status is not None and not is_own_loop(status):
+                raise RecipeError(f"{path} is a run of a recipe", f"resume it with: trimtab resume {path}")
+            return path
+        # unlike names in MLflow, folders must be unique
+        numbered = (path.with_name(f"{self._run_name}-{number}") for number in itertools.count(2))
+        return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def _active_run() -> str:
-    """The run that is active in mlflow; it is asked only where somebody has imported it."""
+    """Return the id of the run that is active in mlflow, which is not imported for that."""
     active = sys.modules["mlflow"].active_run() if "mlflow" in sys.modules else None
     if active is None:
         raise RecipeError("nested_run=True, and no run is active in mlflow", "name its id: parent=…")
-    run_id: str = active.info.run_id
-    return run_id
+    return str(active.info.run_id)
 
 
-def _unhandled() -> BaseException | None:
-    """The exception that has ended the program, or the last one of a notebook."""
-    found: BaseException | None = getattr(sys, "last_value", None)
-    return found
+def _last_error() -> BaseException | None:
+    """Return the unhandled exception that ends the program, or the last one of a notebook."""
+    return getattr(sys, "last_value", None)

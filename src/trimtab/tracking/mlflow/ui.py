@@ -1,4 +1,4 @@
-"""MLflow's own page, on the store beside the runs."""
+"""`trimtab ui`: starts MLflow's UI on the store of a folder of runs."""
 
 import contextlib
 import http.client
@@ -18,39 +18,39 @@ from trimtab.tracking.mlflow.uri import artifact_location, default_uri, local_ur
 
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight more processes, for what runs here do not use
-    "MLFLOW_WORKERS": "1",  # one person looks at the page; each worker imports MLflow again
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight more processes for features that runs do not use
+    "MLFLOW_WORKERS": "1",  # enough for one user; each worker imports mlflow again
 }
 _POLL_S = 0.2
-_SHOWN_LINES = 15  # of the server's output, where it ended before it answered
+_SHOWN_LINES = 15  # of the server's output if it fails to start
 
 
 def serve_page(root: Path, port: int, tell: Callable[[str], None]) -> int:
-    """Show the runs below a folder in a browser, until Ctrl-C.
+    """Serve MLflow's UI for the runs below a folder, until Ctrl-C.
 
     Args:
-        root: Where the runs are; a run's own folder, or an experiment's, will do.
-        port: Of the page, on this machine only.
+        root: A folder of runs, of an experiment, or of one run.
+        port: Port of the UI on this machine.
         tell: Takes a line for the user.
 
     Returns:
         MLflow's exit code.
 
     Raises:
-        TrimtabError: If the server ends before the page answers; with the end of its output.
+        TrimtabError: The server has ended before it responded; the message has the end of its output.
     """
-    uri = _store(root)
+    uri = _find_store(root)
     if sqlite_file(uri) is None and uri.startswith("http"):
         tell(f"the runs are on {redact(uri)}: open it in a browser")
         return 0
     _check_port(port)
-    tell(f"starting MLflow's page of {redact(uri)} …")
-    with tempfile.TemporaryFile("w+", errors="replace") as output, _server(uri, port, output.fileno()) as process:
-        if not _answers(process, port):
+    tell(f"starting MLflow's UI for {redact(uri)} …")
+    with tempfile.TemporaryFile("w+", errors="replace") as output, _start_server(uri, port, output.fileno()) as process:
+        if not _wait_until_ready(process, port):
             output.seek(0)
             lines = redact(output.read()).splitlines()[-_SHOWN_LINES:]
             raise TrimtabError("\n".join([f"mlflow server ended with {process.returncode}:", *lines]))
-        tell(f"http://127.0.0.1:{port} is ready; Ctrl-C ends it")
+        tell(f"http://127.0.0.1:{port} is ready; stop it with Ctrl-C")
         try:
             return process.wait()
         except KeyboardInterrupt:
@@ -58,8 +58,8 @@ def serve_page(root: Path, port: int, tell: Callable[[str], None]) -> int:
 
 
 @contextlib.contextmanager
-def _server(uri: str, port: int, output: int) -> "Iterator[subprocess.Popen[bytes]]":
-    """An `mlflow server` on the loopback interface. Addresses go through its environment: others can read arguments."""
+def _start_server(uri: str, port: int, output: int) -> "Iterator[subprocess.Popen[bytes]]":
+    """Run `mlflow server`. Addresses are passed in its environment: other users can read command lines."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
     environment = {**_SETTINGS, **os.environ, "MLFLOW_BACKEND_STORE_URI": uri}
     files = artifact_location(uri)
@@ -69,31 +69,29 @@ def _server(uri: str, port: int, output: int) -> "Iterator[subprocess.Popen[byte
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield process
-    finally:  # it has started others, which are in its session
+    finally:  # the server and its workers are one session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         signal.signal(signal.SIGTERM, before)
 
 
-def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
-    """Wait until the page answers; False if the server ends before."""
+def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
+    """Wait until the server responds; False if it ends before."""
     while process.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),  # it is not listening yet
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection,
+        ):
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return True
-        except (OSError, http.client.HTTPException):
-            pass  # it is not listening yet
-        finally:
-            connection.close()
         time.sleep(_POLL_S)
     return False
 
 
-def _store(root: Path) -> str:
-    """The store of a folder of runs, of an experiment in it, or of a run."""
+def _find_store(root: Path) -> str:
+    """Return the address of the store in a folder or one of its two parents, else the default store."""
     for folder in (root, *root.absolute().parents[:2]):
         path = sqlite_file(local_uri(folder))
         if path is not None and path.is_file():
@@ -102,15 +100,15 @@ def _store(root: Path) -> str:
     if sqlite_file(uri) is not None:
         raise RecipeError(
             f"no tracked runs below {root}: there is no {sqlite_file(uri)}",
-            "pass the folder that holds the experiments; trimtab track sync RUN --to local tracks a run afterwards",
+            "pass the folder of the experiments; to upload a run afterwards: trimtab track sync RUN --to local",
         )
     return uri
 
 
 def _check_port(port: int) -> None:
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise RecipeError(f"port {port} cannot be used: {error.strerror}", f"--port {port + 1}") from error

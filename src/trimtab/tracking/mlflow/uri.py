@@ -1,11 +1,11 @@
-"""Which MLflow store a run goes to: `local` is a sqlite file beside the runs, everything else is taken as it is."""
+"""Decides which MLflow store a run is uploaded to; `local` means a sqlite file next to the runs."""
 
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-RUNS = "runs"  # where runs go that are not told otherwise
+RUNS = "runs"  # default parent of run folders
 _STORE = "mlflow.db"
 _ARTIFACTS = "mlartifacts"
 _SERVER = "MLFLOW_TRACKING_URI"
@@ -14,20 +14,16 @@ _SQLITE = re.compile(r"(?P<before>sqlite(?:\+\w+)?:///)(?P<path>[^?]+)(?P<after>
 
 
 def tracking_uri(setting: str, run_folder: Path) -> str | None:
-    """The MLflow address of a run.
+    """Return the MLflow address for a run; None if it is not tracked.
 
-    MLFLOW_TRACKING_URI takes the place of `local`, and TRIMTAB_TRACK=none switches `local` off; an address that is
-    written out stands above both.
+    MLFLOW_TRACKING_URI replaces `local`, and TRIMTAB_TRACK=none disables it; neither affects an explicit address.
 
     Args:
         setting: The recipe's `track.uri`.
-        run_folder: The run's folder; it decides where a local store is.
-
-    Returns:
-        None where nothing is tracked.
+        run_folder: The run folder, which determines the location of a local store.
     """
     if setting != "local":
-        # the run's folder may be looked at from elsewhere
+        # absolute, because tracking.json may be read from another working directory
         return None if setting == "none" else with_sqlite_file(setting, Path.absolute)
     if os.environ.get(_SWITCH, "").strip().lower() == "none":
         return None
@@ -35,34 +31,34 @@ def tracking_uri(setting: str, run_folder: Path) -> str | None:
 
 
 def default_uri(root: Path = Path(RUNS)) -> str:
-    """The address that `local` means for runs below `root`: MLFLOW_TRACKING_URI, or the sqlite file there."""
+    """Return the address that `local` means for runs below `root`: MLFLOW_TRACKING_URI, or the sqlite file there."""
     return os.environ.get(_SERVER, "").strip() or local_uri(root)
 
 
 def local_uri(root: Path) -> str:
-    """The address of the sqlite file in a folder."""
+    """Return the address of the sqlite file in a folder."""
     return f"sqlite:///{root.absolute() / _STORE}"
 
 
 def store_root(run_folder: Path) -> Path:
-    """The folder of the local store: `runs` for runs/EXPERIMENT/NAME, else the folder that the run lies in."""
+    """Return the folder of the local store: `runs` for runs/EXPERIMENT/NAME, else the parent of the run folder."""
     home = run_folder.absolute().parent
     return home.parent if home.name != RUNS and home.parent.name == RUNS else home
 
 
 def artifact_location(uri: str) -> str | None:
-    """Where experiments of a store keep their files: beside a sqlite file; a server decides for itself (None)."""
+    """Return the artifact root of a sqlite store, next to the file; None for a server, which has its own."""
     path = sqlite_file(uri)
     return None if path is None else (path.parent / _ARTIFACTS).absolute().as_uri()
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file of a sqlite address; None for any other address."""
+    """Return the file of a sqlite address; None for any other address."""
     found = _SQLITE.fullmatch(uri)
     return None if found is None or found["path"] == ":memory:" else Path(found["path"])
 
 
 def with_sqlite_file(uri: str, change: Callable[[Path], Path]) -> str:
-    """A sqlite address with another path; any other address as it is."""
+    """Apply a function to the path of a sqlite address; any other address is returned unchanged."""
     found, path = _SQLITE.fullmatch(uri), sqlite_file(uri)
     return uri if found is None or path is None else f"{found['before']}{change(path)}{found['after']}"

@@ -1,4 +1,4 @@
-"""The process that `tracking/upload/uploader.py` starts: ships a run until it is over, however its server behaves."""
+"""The uploader process, which `tracking/upload/uploader.py` starts: uploads a run until it ends, retrying failures."""
 
 import contextlib
 import json
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trimtab.addresses import redact
-from trimtab.runs.run_folder import how_it_stands
-from trimtab.tracking.mlflow.server import Trouble, mlflow_settings, trouble_of
-from trimtab.tracking.upload.attachment import About, shipping
-from trimtab.tracking.upload.shipper import Shipment, close_killed, open_tracking
+from trimtab.runs.run_folder import actual_state
+from trimtab.runs.tracking_file import About, shipping
+from trimtab.tracking.mlflow.server import UploadFailure, mlflow_settings, trouble_of
+from trimtab.tracking.upload.shipper import RunUpload, close_killed, open_tracking
 
 _EVERY_S = 2.0  # between two batches
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # after a failure
-_ORPHAN_S = 25.0  # less than a run that goes on waits for it
-_QUIET_S, _LONGEST_QUIET_S = 30.0, 600.0  # a failure that comes back is said if it lasts so long
-_DYING_S = 4.0  # a process closes its pipes a moment before it counts as dead
+_ORPHAN_S = 25.0  # to finish in after the training has died; a resumed run waits a little longer for the upload lock
+_QUIET_S, _LONGEST_QUIET_S = 30.0, 600.0  # how long a repeated outage must last before it is reported
+_DYING_S = 4.0  # the pipes of a process close a moment before its pid disappears
 
 
-class Ears:
-    """What the training says: that it is over, or, by its silence, that it is gone."""
+class ParentPipe:
+    """Receives from the training process that the run has ended, and detects that the process has died."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -35,12 +35,12 @@ class Ears:
         self.is_orphan = False
 
     def listen(self) -> None:
-        """Begin to listen."""
+        """Start the threads that listen."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def wait(self, seconds: float) -> None:
-        """Until something is said, or the time is over."""
+        """Wait for a change, at most for some seconds."""
         self._changed.wait(seconds)
         self._changed.clear()
 
@@ -49,162 +49,159 @@ class Ears:
             if json.loads(line).get("finish"):
                 self.is_over = True
                 self._changed.set()
-        self._lose()
+        self._on_death()
 
     def _watch(self) -> None:
-        """Workers that the training has forked hold its end of the pipe open, also when it is gone."""
+        # the end of the pipe is not enough: forked data workers of a dead training may hold it open
         while os.getppid() == self._parent:
             time.sleep(0.5)
-        self._lose()
+        self._on_death()
 
-    def _lose(self) -> None:
+    def _on_death(self) -> None:
         if self.is_over:
-            os._exit(1)  # it was waited for, and no longer is
+            os._exit(1)  # the training has stopped waiting for the last upload
         self.is_orphan = True
         self._changed.set()
         time.sleep(_ORPHAN_S)
-        os._exit(1)  # whatever it waits for: the run may be about to go on
+        os._exit(1)  # even in the middle of a request: the run may be about to resume
 
 
-class Mouth:
-    """Speaks to the training, one JSON object a line; what mlflow prints goes to the log."""
+class MessageWriter:
+    """Writes JSON messages to the training process, one per line; redirects what mlflow prints to the log."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def __call__(self, **message: Any) -> None:
-        """One message."""
+        """Send a message."""
         with contextlib.suppress(OSError):
             self._out.write(json.dumps(message) + "\n")
             self._out.flush()
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Send a line for the user."""
         self(say=text)
 
 
-class Patience:
-    """Waits longer after each failure; says one line when they begin, and one when they are over.
+class Backoff:
+    """Exponential backoff that reports an outage once when it begins and once when it ends.
 
-    On a disk that is full to the brim some tries succeed. So after the first time failures are said only if they last,
-    and each time they have to last longer.
+    On a nearly full disk some attempts succeed. So after the first outage, the next ones are reported only if they
+    last, and each time they must last longer.
 
     Args:
         say: Takes a line for the user.
-        begins: What follows for the user, after the reason.
-        ends: What to say when it works again.
+        begins: Consequence for the user, reported after the reason of an outage.
+        ends: Reported when an attempt succeeds again.
     """
 
     def __init__(self, say: Callable[[str], None], begins: str, ends: str) -> None:
         self._say, self._begins, self._ends = say, begins, ends
-        self._said = ""
-        self._over = ends
+        self._reported = ""
+        self._recovery = ends
         self._failing_since: float | None = None
         self._quiet_s = 0.0
-        self._until = 0.0
+        self._next_at = 0.0
         self.wait_s = 0.0
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last try has failed."""
+        """Whether the last attempt has failed."""
         return self.wait_s > 0
 
     @property
     def is_due(self) -> bool:
-        """Whether it may be tried again."""
-        return time.monotonic() >= self._until
+        """Whether the next attempt may be made."""
+        return time.monotonic() >= self._next_at
 
-    def note(self, troubles: Sequence[Trouble]) -> None:
-        """What went wrong in a try, if anything."""
-        if not troubles:
-            if self._said:
-                self._say(f"tracking: {self._over}")
+    def record(self, failures: Sequence[UploadFailure]) -> None:
+        """Record the failures of an attempt, or its success if there are none."""
+        if not failures:
+            if self._reported:
+                self._say(f"tracking: {self._recovery}")
                 self._quiet_s = min(_LONGEST_QUIET_S, max(_QUIET_S, 2 * self._quiet_s))
-            self._said, self.wait_s, self._failing_since = "", 0.0, None
+            self._reported, self.wait_s, self._failing_since = "", 0.0, None
             return
-        slowly = any(trouble.cure for trouble in troubles)  # somebody has to do something first
-        self.wait_s = min(
-            _LONGEST_WAIT_S, self.wait_s * 2 if self.is_failing else _FIRST_WAIT_S * (10 if slowly else 1)
-        )
+        needs_user = any(failure.cure for failure in failures)
+        first_wait_s = _FIRST_WAIT_S * (10 if needs_user else 1)
+        self.wait_s = min(_LONGEST_WAIT_S, self.wait_s * 2 if self.is_failing else first_wait_s)
         now = time.monotonic()
-        self._until = now + self.wait_s
+        self._next_at = now + self.wait_s
         self._failing_since = now if self._failing_since is None else self._failing_since
-        is_new = not self._said and now - self._failing_since >= self._quiet_s
-        if is_new or (slowly and str(troubles[0]) != self._said):
-            self._said, self._over = str(troubles[0]), troubles[0].over or self._ends
-            self._say(f"tracking: {'; '.join(map(str, troubles))}; {self._begins}")
+        is_new = not self._reported and now - self._failing_since >= self._quiet_s
+        if is_new or (needs_user and str(failures[0]) != self._reported):
+            self._reported, self._recovery = str(failures[0]), failures[0].recovery or self._ends
+            self._say(f"tracking: {'; '.join(map(str, failures))}; {self._begins}")
 
 
 def main() -> None:
-    """Ship a run until it is over; what to ship comes as the first line."""
+    """Upload the run that the first line of stdin describes, until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the training gets them too, and says what is to be done
-    mouth = Mouth()
+        signal.signal(number, signal.SIG_IGN)  # the training receives them too, and ends this process in order
+    writer = MessageWriter()
     with contextlib.suppress(OSError):
         os.nice(5)
-    hello = json.loads(sys.stdin.readline())
-    ears = Ears(sys.stdin)
-    ears.listen()
-    mouth(progress=True)
-    with mlflow_settings(), shipping(Path(hello["folder"]), patience_s=60.0):
-        ship(Path(hello["folder"]), hello["uri"], About(**hello["about"]), ears, mouth)
+    job = json.loads(sys.stdin.readline())
+    parent = ParentPipe(sys.stdin)
+    parent.listen()
+    writer(progress=True)
+    folder = Path(job["folder"])
+    with mlflow_settings(), shipping(folder, patience_s=60.0):
+        upload_until_over(folder, job["uri"], About(**job["about"]), parent, writer)
 
 
-def ship(folder: Path, uri: str, about: About, ears: Ears, mouth: Mouth) -> None:
-    """Ship a run until it is over, or its training is gone.
-
-    Args:
-        folder: The run's folder.
-        uri: The server.
-        about: What is known of the run.
-        ears: Tell how the training stands.
-        mouth: Tells the training how the shipping stands.
-    """
+def upload_until_over(folder: Path, uri: str, about: About, parent: ParentPipe, writer: MessageWriter) -> None:
+    """Upload a run until it has ended and everything is uploaded, or the training process has died."""
     tracking = open_tracking(folder, about, uri)
-    import mlflow  # noqa: F401  # seconds, in which the training may have ended already
+    import mlflow  # noqa: F401  # takes seconds, in which the run may have ended already
 
-    mouth(progress=True)
-    shipment = Shipment(tracking, uri, mouth.say, on_upload=lambda: mouth(upload=True))
-    server = Patience(mouth.say, "training goes on, its numbers wait in the run's folder", f"{redact(uri)} is back")
-    files = Patience(mouth.say, "they are sent later", "all files are sent now")
-    is_new, progress = True, shipment.progress()
-    while not ears.is_orphan:
-        is_over = ears.is_over  # asked before the journal is read, so that nothing is missed
+    writer(progress=True)
+    upload = RunUpload(tracking, uri, writer.say, on_upload=lambda: writer(upload=True))
+    server = Backoff(writer.say, "training continues, metrics are kept in the run folder", f"{redact(uri)} is back")
+    files = Backoff(writer.say, "they are uploaded later", "all files are uploaded now")
+    is_new, progress = True, upload.progress()
+    while not parent.is_orphan:
+        is_over = parent.is_over  # read before the journal, so that its last lines are not missed
         try:
-            more = shipment.ship_numbers()
+            more = upload.upload_metrics()
             if not more and (is_new or is_over or (files.is_failing and files.is_due)):
-                is_finished = is_over and how_it_stands(folder)[0] == "finished"
-                files.note(shipment.ship_files(is_over=is_over, with_model=is_finished))
+                is_finished = is_over and actual_state(folder)[0] == "finished"
+                files.record(upload.upload_files(is_over=is_over, with_model=is_finished))
             if is_new and not more:
                 close_killed((inner for inner in folder.parent.iterdir() if inner != folder), uri)
                 is_new = False
             if is_over and not more:
-                shipment.close()
+                upload.close()
                 if not files.is_failing:
-                    server.note([])
-                    mouth(done=True)
+                    server.record([])
+                    writer(done=True)
                     return
-            server.note([])  # only now: what failed the last time may come after the numbers
+            server.record([])  # only here: the failure may have been in a step after the metrics
             wait_s = 0.0 if more else min(files.wait_s, _EVERY_S) if is_over else _EVERY_S
         except Exception as error:
-            trouble = trouble_of(error, uri)
-            if trouble.kind == "gone":
-                shipment.start_anew()
-            server.note([trouble])
+            failure = trouble_of(error, uri)
+            if failure.is_gone:
+                upload.detach()
+            server.record([failure])
             wait_s = min(server.wait_s, _EVERY_S) if is_over else server.wait_s
-        now = shipment.progress()
-        mouth(**({"progress": True} if now != progress else {"trouble": True, "was_there": shipment.is_attached}))
+        now = upload.progress()
+        writer(**({"progress": True} if now != progress else {"failure": True, "was_there": upload.is_attached}))
         progress = now
-        ears.wait(wait_s)
-    with contextlib.suppress(Exception):  # its last lines, for which nobody may come back
-        while shipment.ship_numbers():
+        parent.wait(wait_s)
+    _close_orphan(upload, folder)
+
+
+def _close_orphan(upload: RunUpload, folder: Path) -> None:
+    """Upload the last lines of a run whose process has died, and close it."""
+    with contextlib.suppress(Exception):
+        while upload.upload_metrics():
             pass
-    end = time.monotonic() + _DYING_S
-    while how_it_stands(folder)[0] == "running" and time.monotonic() < end:
+    deadline = time.monotonic() + _DYING_S
+    while actual_state(folder)[0] == "running" and time.monotonic() < deadline:
         time.sleep(0.05)
     with contextlib.suppress(Exception):
-        shipment.close()
+        upload.close()
 
 
 if __name__ == "__main__":

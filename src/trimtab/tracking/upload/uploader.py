@@ -1,7 +1,7 @@
-"""The process beside a training that brings its numbers to a tracking server, and the thread that listens to it.
+"""Starts the uploader process of a run, shows its messages, and waits for it at the end.
 
-A process of its own and not a thread: importing mlflow and writing rows is Python, and a training step waits for every
-moment in which another thread runs Python. Nothing of mlflow's logging, memory or environment reaches the training.
+A subprocess and not a thread: importing mlflow and writing rows is Python code, which would hold the GIL while a
+training step needs it. Nor do mlflow's logging, memory and environment reach the training.
 """
 
 import contextlib
@@ -14,90 +14,73 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.addresses import redact
 from trimtab.log import say
+from trimtab.runs.run_folder import actual_state
+from trimtab.runs.tracking_file import About, Tracking
+from trimtab.runs.uploader import Companion as Companion
+from trimtab.runs.uploader import NoCompanion as NoCompanion
 from trimtab.tracking.mlflow.uri import sqlite_file
-from trimtab.tracking.upload.attachment import About, Tracking
+from trimtab.tracking.upload.shipper import describe_missing
 
-_END_S = 10.0  # without any progress, after which a run that is over does not wait for its server
-_END_OF_FILE_S = 60.0  # a sqlite file cannot be away: it is being made, or another run is writing
-_NEVER_THERE = 2  # tries at the end, of a server that has not answered once
+_END_S = 10.0  # without progress, after which a run that has ended stops waiting for its server
+_END_OF_FILE_S = 60.0  # the same for a sqlite file, which is being created or locked by another run
+_MAX_ATTEMPTS = 2  # at the end, for a server that has never responded
 _SAID_AFTER_S = 2.0
-_UPLOAD_S = 3600.0  # a file is on its way, and mlflow itself gives up on a server that does not answer
+_UPLOAD_S = 3600.0  # for a file in transit: mlflow itself gives up on a server that does not respond
 _LOG = "tracking.log"
 
 
-class Companion(Protocol):
-    """Goes along with a run, and brings its numbers elsewhere."""
-
-    def start(self) -> None:
-        """The journal is open."""
-
-    def finish(self) -> None:
-        """The run is over, and its folder says how it ended."""
-
-
-class NoCompanion:
-    """A run that goes nowhere else."""
-
-    def start(self) -> None:
-        """Nothing is tracked."""
-
-    def finish(self) -> None:
-        """Nothing is tracked."""
-
-
 class MlflowCompanion:
-    """Starts the process that ships a run, says what it has to say, and at the end waits for it, but not for long.
+    """Uploads a run to MLflow from a subprocess.
 
     Args:
-        folder: The run's folder.
+        folder: The run folder.
         uri: The server.
-        about: What is known of the run; of a run that goes on, its name for MLflow and its beginning stay.
-        end_s: How long to wait, at the end, for a server that does not answer; by default long enough.
+        about: Facts of the run; a resumed run keeps its id and start time.
+        end_s: How long `finish` waits for a server that does not respond; None chooses by the kind of server.
     """
 
     def __init__(self, folder: Path, uri: str, about: About, end_s: float | None = None) -> None:
         self._folder, self._uri, self._about = folder, uri, about
         self._end_s = end_s or (_END_S if sqlite_file(uri) is None else _END_OF_FILE_S)
         self._process: subprocess.Popen[str] | None = None
-        self._heard: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self._listener: threading.Thread | None = None
         self._is_ending = False
 
     def start(self) -> None:
-        """Start the process; nobody waits for it."""
-        command = [sys.executable, "-P", "-m", "trimtab.tracking.upload.process"]  # -P: no modules of the user's folder
-        # no GPU: what it does with the model needs none, and the memory there is planned to the last byte
+        """Start the process without waiting for it."""
+        command = [sys.executable, "-P", "-m", "trimtab.tracking.upload.process"]  # -P: no modules from the cwd
+        # no GPU: packing the model needs none, and the planner has assigned the whole memory budget to the training
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
         try:
-            log = (self._folder / _LOG).open("ab")
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the training, which then tells it
-            )
-            log.close()
+            with (self._folder / _LOG).open("ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C goes to the training alone, which then ends this process
+                )
         except OSError as error:
-            say(f"nothing is tracked for now ({error}); later: trimtab track sync {self._folder}")
+            say(f"the uploader cannot be started ({error}); upload later: trimtab track sync {self._folder}")
             return
-        self._tell({"folder": str(self._folder), "uri": self._uri, "about": asdict(self._about)})
+        self._send({"folder": str(self._folder), "uri": self._uri, "about": asdict(self._about)})
         self._listener = threading.Thread(target=self._listen, name="trimtab-tracking", daemon=True)
         self._listener.start()
 
     def finish(self) -> None:
-        """Let it send what is left, as long as that goes on."""
+        """Wait until everything is uploaded, or nothing makes progress any longer; then report what is missing."""
         process = self._process
         if process is None:
             return
         self._is_ending = True
-        self._tell({"finish": True})
+        self._send({"finish": True})
         try:
             self._wait()
         finally:
@@ -111,17 +94,17 @@ class MlflowCompanion:
                     assert pipe is not None
                     pipe.close()
             self._process = None
-        self._last_words()
+        self._report_missing()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; `_listen` says so
+        with contextlib.suppress(OSError):  # the process has died, which `_listen` reports
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def _listen(self) -> None:
-        """What the process says, until it ends."""
+        """Show the messages of the process, and keep those that `finish` waits for."""
         process = self._process
         assert process is not None
         assert process.stdout is not None
@@ -131,54 +114,48 @@ class MlflowCompanion:
                     message = json.loads(line)
                     if "say" in message:
                         say(message["say"])
-                    if self._is_ending:  # before that nobody waits
-                        self._heard.put(message)
-        self._heard.put({"ended": True})
+                    if self._is_ending:
+                        self._messages.put(message)
+        self._messages.put({"ended": True})
         if not self._is_ending:
-            say(f"tracking has ended by itself, see {self._folder / _LOG}; the numbers are safe in {self._folder}")
+            say(f"the uploader process has died, see {self._folder / _LOG}; metrics are kept in {self._folder}")
 
     def _wait(self) -> None:
-        """Until it is done, or nothing has gone forward for a while."""
+        """Wait until the process is done, or has made no progress for a while."""
         began = last = time.monotonic()
         is_uploading = is_said = False
-        num_in_vain = 0
+        num_attempts = 0
         while True:
             now = time.monotonic()
             end = now + _UPLOAD_S if is_uploading else last + self._end_s
+            timeout_s = (end if is_said else min(end, began + _SAID_AFTER_S)) - now
             try:
-                message = self._heard.get(timeout=max(0.0, (end if is_said else min(end, began + _SAID_AFTER_S)) - now))
+                message = self._messages.get(timeout=max(0.0, timeout_s))
             except queue.Empty:
                 if is_said or time.monotonic() >= end:
                     return
                 is_said = True
-                say(f"sending what is left to {redact(self._uri)} …")
+                say(f"uploading the rest to {redact(self._uri)} …")
                 continue
             if "ended" in message or "done" in message:
                 return
             is_uploading = "upload" in message or (is_uploading and "say" in message)
             if "progress" in message:
                 last = time.monotonic()
-            # a file is not away: it is locked, or being made
-            num_in_vain += "trouble" in message and not message["was_there"] and sqlite_file(self._uri) is None
-            if num_in_vain >= _NEVER_THERE:
+            # a sqlite file that does not respond is locked or being created, and worth waiting for
+            num_attempts += "failure" in message and not message["was_there"] and sqlite_file(self._uri) is None
+            if num_attempts >= _MAX_ATTEMPTS:
                 return
 
-    def _last_words(self) -> None:
-        from trimtab.tracking.upload.shipper import what_waits
-
+    def _report_missing(self) -> None:
         tracking = Tracking.read(self._folder)
         if tracking is None:
-            say(f"nothing was tracked on {redact(self._uri)} yet: trimtab track sync {self._folder}")
+            say(f"nothing was uploaded to {redact(self._uri)} yet: trimtab track sync {self._folder}")
             return
-        waiting = what_waits(tracking, self._uri, with_model=self._about.log_model and _is_finished(self._folder))
-        if str(waiting):
-            say(f"{waiting} wait for {redact(self._uri)}: trimtab track sync {self._folder}")
+        is_finished = actual_state(self._folder)[0] == "finished"
+        missing = describe_missing(tracking, self._uri, with_model=self._about.log_model and is_finished)
+        if missing:
+            say(f"not uploaded to {redact(self._uri)} yet: {missing}; upload later: trimtab track sync {self._folder}")
         else:
             with contextlib.suppress(OSError):
                 (self._folder / _LOG).unlink()
-
-
-def _is_finished(folder: Path) -> bool:
-    from trimtab.runs.run_folder import how_it_stands
-
-    return how_it_stands(folder)[0] == "finished"

@@ -1,4 +1,4 @@
-"""Real trainings with the process beside them: it ships, it ends, and a kill or a dead server costs nothing."""
+"""Real trainings with their uploader process: a kill or a dead server costs nothing."""
 
 import ast
 import json
@@ -21,8 +21,8 @@ from trimtab.errors import TrimtabError
 from trimtab.run import resume
 from trimtab.runs.journal import OF_THE_MOMENT
 from trimtab.runs.run_folder import RunFolder
-from trimtab.tracking.upload import uploader as companion
-from trimtab.tracking.upload.attachment import About
+from trimtab.runs.tracking_file import About
+from trimtab.tracking.upload import uploader
 from trimtab.tracking.upload.uploader import MlflowCompanion
 
 pytestmark = [
@@ -72,7 +72,7 @@ def recipe(own_folder, tiny, empty_store):
     return make
 
 
-STORE = Path("runs/mlflow.db")
+STORE, FOLDER = Path("runs/mlflow.db"), Path("runs/mine/001")
 
 
 def the_run():
@@ -99,37 +99,43 @@ def test_a_training_is_tracked(recipe, caplog):
     assert not [line for line in caplog.messages if line.startswith("tracking:") or "track sync" in line]
 
 
+def train_and_signal(settings, number):
+    """Train in a subprocess that sends itself a signal after step 10; return its exit code."""
+    command = [sys.executable, "-c", KILLED, json.dumps(settings), str(FOLDER), str(int(number))]
+    return subprocess.run(command, capture_output=True).returncode
+
+
 @pytest.mark.slow
-def test_killed_and_resumed_it_is_one_run(recipe):
-    """Numbers of steps that are taken again are on the server already: they are neither lost nor there twice."""
+@pytest.mark.parametrize(
+    ("number", "code", "status"),
+    [(signal.SIGKILL, -signal.SIGKILL, "FAILED"), (signal.SIGTERM, 75, "KILLED")],
+)
+def test_stopped_and_resumed_it_is_one_run(recipe, number, code, status):
+    """Metrics of steps that are repeated are on the server already: they are neither lost nor there twice."""
     whole = fit(Recipe(**recipe(track="none", out="whole")), progress="quiet")
-    settings = recipe()
-    folder = Path("runs/mine/001")
-    command = [sys.executable, "-c", KILLED, json.dumps(settings), str(folder), str(int(signal.SIGKILL))]
-    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
-    wait_until(lambda: the_run()["status"] == "FAILED")  # closed by the process that was left alone
+    assert train_and_signal(recipe(), number) == code
+    wait_until(lambda: the_run()["status"] == status)  # after a kill, set by the uploader
     run = the_run()
-    assert run["tags"]["trimtab.error"].startswith("killed")
-    assert max(line["step"] for line in lines_of(folder)) == 10
-    kept = (folder / "metrics.jsonl").read_bytes()
-    result = resume(folder, progress="quiet")
-    assert result.fit.step == 12
+    assert run["tags"].get("trimtab.error", "killed").startswith("killed")
+    assert max(line["step"] for line in lines_of(FOLDER)) == 10
+    kept = (FOLDER / "metrics.jsonl").read_bytes()
+    assert resume(FOLDER, progress="quiet").fit.step == 12
     after = the_run()
     assert (after["id"], after["status"]) == (run["id"], "FINISHED")
     assert "trimtab.error" not in after["tags"]
-    assert rows_on(STORE, run["id"]) == rows_in(folder)
-    assert (folder / "metrics.jsonl").read_bytes().startswith(kept)
-    assert set(Counter((line["step"], *sorted(line)) for line in lines_of(folder)).values()) == {1}
-    same = [
-        [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(run)]
-        for run in (whole.folder, folder)
-    ]
-    assert same[0] == same[1]
+    assert rows_on(STORE, run["id"]) == rows_in(FOLDER)
+    assert (FOLDER / "metrics.jsonl").read_bytes().startswith(kept)
+    assert set(Counter((line["step"], *sorted(line)) for line in lines_of(FOLDER)).values()) == {1}
+    expected, found = (
+        [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines_of(folder)]
+        for folder in (whole.folder, FOLDER)
+    )
+    assert found == expected
 
 
 @pytest.mark.slow
 def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monkeypatch):
-    monkeypatch.setattr(companion, "_END_S", 3600.0)  # which is for a server that was there: longer than tests may take
+    monkeypatch.setattr(uploader, "_END_S", 3600.0)  # which is for a server that was there: longer than tests may take
     caplog.set_level("INFO", logger="trimtab")
     uri = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -144,9 +150,12 @@ def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monk
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert result.fit.step == 12
     said = [line for line in caplog.messages if uri in line]
-    assert said[0] == f"tracking: {uri}: Connection refused; training goes on, its numbers wait in the run's folder"
-    assert re.fullmatch(rf"\d+ lines of numbers and .+ wait for {uri}: trimtab track sync runs/reviews/001", said[-1])
-    assert len(said) <= 3  # and perhaps one that it is sending what is left
+    assert said[0] == f"tracking: {uri}: Connection refused; training continues, metrics are kept in the run folder"
+    missing = (
+        rf"not uploaded to {uri} yet: \d+ lines of metrics and .+; upload later: trimtab track sync runs/reviews/001"
+    )
+    assert re.fullmatch(missing, said[-1])
+    assert len(said) <= 3  # and perhaps one that it is uploading the rest
     with pytest.raises(TrimtabError, match=uri):
         sync_run(result.folder)  # knows which server was meant
     assert sync_run(result.folder, f"sqlite:///{store}").endswith("FINISHED")
@@ -164,38 +173,25 @@ def test_a_training_that_fails(recipe):
         fit(Recipe(**recipe()), progress="quiet", callbacks=[Broken()])
     run = the_run()
     assert (run["status"], run["tags"]["trimtab.error"]) == ("FAILED", "ValueError: broken")
-    assert rows_on(STORE, run["id"]) == rows_in(Path("runs/mine/001"))
-
-
-@pytest.mark.slow
-def test_a_training_that_is_asked_to_stop(recipe):
-    command = [sys.executable, "-c", KILLED, json.dumps(recipe()), "runs/mine/001", str(int(signal.SIGTERM))]
-    assert subprocess.run(command, capture_output=True).returncode == 75
-    assert the_run()["status"] == "KILLED"
-    resume(Path("runs/mine/001"), progress="quiet")
-    run = the_run()
-    assert run["status"] == "FINISHED"
-    assert rows_on(STORE, run["id"]) == rows_in(Path("runs/mine/001"))
+    assert rows_on(STORE, run["id"]) == rows_in(FOLDER)
 
 
 @pytest.mark.slow
 def test_a_run_that_comes_back_from_its_mirror_is_still_one_run(recipe):
     """Its folder is lost, and with it what it knew of the server, which has more steps than the mirror."""
     settings = recipe(checkpoint={"every": "6 steps", "mirror": "drive"})
-    folder = Path("runs/mine/001")
-    command = [sys.executable, "-c", KILLED, json.dumps(settings), str(folder), str(int(signal.SIGKILL))]
-    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+    assert train_and_signal(settings, signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: the_run()["status"] == "FAILED")
     run_id = the_run()["id"]
     first = numbers_of(rows_on(STORE, run_id))
     assert max(step for _, step, _ in first) == 10
-    shutil.rmtree(folder)
+    shutil.rmtree(FOLDER)
     result = resume(Path("drive/mine/001"), progress="quiet")
-    assert result.folder == folder
+    assert result.folder == FOLDER
     assert max(line["step"] for line in lines_of(Path("drive/mine/001"))) == 12
     assert (the_run()["id"], the_run()["status"]) == (run_id, "FINISHED")
     there = numbers_of(rows_on(STORE, run_id))
-    assert there == numbers_of(rows_in(folder))
+    assert there == numbers_of(rows_in(FOLDER))
     assert set(Counter((key, step) for key, step, _ in there).values()) == {1}
     assert set(first) < set(there)
 
@@ -209,11 +205,10 @@ def numbers_of(rows):
 @pytest.mark.slow
 def test_resumed_with_another_server_the_whole_history_is_there(recipe, server):
     fit(Recipe(**recipe()), progress="quiet")
-    resume(Path("runs/mine/001"), progress="quiet", sets=[f"track.uri={server.uri}", "train.max_steps=16"])
-    folder = Path("runs/mine/001")
-    assert len(tracking_of(folder)["servers"]) == 2
-    assert rows_on(server.store, run_id_of(folder)) == rows_in(folder)
-    assert max(line["step"] for line in lines_of(folder)) == 16
+    resume(FOLDER, progress="quiet", sets=[f"track.uri={server.uri}", "train.max_steps=16"])
+    assert len(tracking_of(FOLDER)["servers"]) == 2
+    assert rows_on(server.store, run_id_of(FOLDER)) == rows_in(FOLDER)
+    assert max(line["step"] for line in lines_of(FOLDER)) == 16
 
 
 def test_nothing_is_tracked_where_nothing_is_wanted(recipe):
@@ -223,18 +218,18 @@ def test_nothing_is_tracked_where_nothing_is_wanted(recipe):
     assert not list(Path("runs").rglob("tracking.*"))
 
 
-def test_nobody_waits_for_it_to_start_and_its_end_is_said(tmp_path, caplog, monkeypatch):
-    """The process that is started here never says a word."""
+def test_an_uploader_that_dies_is_reported_and_nothing_waits_for_it(tmp_path, caplog, monkeypatch):
+    """The process that is started here never writes a message."""
     caplog.set_level("INFO", logger="trimtab")
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 3600\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     folder = RunFolder(tmp_path / "run")
     folder.start({}, 1)
-    beside = MlflowCompanion(folder.path, "sqlite:////proc/nowhere/mlflow.db", About(name="run"), end_s=1.0)
-    folder.track(beside)
-    os.kill(beside._process.pid, signal.SIGKILL)
-    wait_until(lambda: any("tracking has ended by itself" in line for line in caplog.messages))
+    upload = MlflowCompanion(folder.path, "sqlite:////proc/nowhere/mlflow.db", About(name="run"), end_s=1.0)
+    folder.track(upload)
+    os.kill(upload._process.pid, signal.SIGKILL)
+    wait_until(lambda: any("the uploader process has died" in line for line in caplog.messages))
     folder.record({"loss": 1.0}, 1)
     folder.finish("finished")
     assert any("trimtab track sync" in line for line in caplog.messages)

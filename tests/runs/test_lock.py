@@ -67,7 +67,7 @@ def test_held_while_it_runs_and_free_after(tmp_path):
         assert lock.is_held()
         holder = lock_holder(tmp_path)
         assert (holder.process, holder.state) == (this_process(), "running")
-        with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} of this machine"):
+        with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on this machine"):
             RunLock(tmp_path).acquire()
         assert lock.is_held()
     assert not list(tmp_path.iterdir())
@@ -77,7 +77,7 @@ def test_held_while_it_runs_and_free_after(tmp_path):
 
 def test_another_process_holds_it(tmp_path, holder):
     for take_over in (False, True):
-        with pytest.raises(CheckpointError, match=rf"process {holder.pid} of this machine\n.*kill {holder.pid}"):
+        with pytest.raises(CheckpointError, match=rf"process {holder.pid} on this machine\n.*kill {holder.pid}"):
             RunLock(tmp_path, take_over=take_over, patience_s=0).acquire()
     assert lock_holder(tmp_path).state == "running"
     holder.communicate("\n")
@@ -112,7 +112,7 @@ def test_on_another_machine_it_is_refused_unless_told(tmp_path):
     forge(tmp_path, host="node7", pid=4321)
     os.utime(tmp_path / LOCK, (0, time.time() - 7200))
     assert lock_holder(tmp_path).state == "elsewhere"
-    words = rf"process 4321 on node7, whose last sign of life is 2 h old\n.*delete {tmp_path / LOCK}"
+    words = rf"process 4321 on node7, whose last heartbeat is 2 h old\n.*delete {tmp_path / LOCK}"
     for patience_s in (None, 1e4):
         with pytest.raises(CheckpointError, match=words):
             RunLock(tmp_path, patience_s=patience_s).acquire()
@@ -124,7 +124,7 @@ def test_on_another_machine_it_is_refused_unless_told(tmp_path):
         pass
 
 
-def test_a_sign_of_life(tmp_path):
+def test_a_heartbeat(tmp_path):
     with RunLock(tmp_path) as lock:
         os.utime(tmp_path / LOCK, (0, time.time() - 7200))
         assert lock_holder(tmp_path).silent_s > 7000
@@ -178,9 +178,9 @@ def test_a_forked_child_does_not_release(tmp_path):
 def test_a_folder_that_may_not_be_written(as_somebody):
     place, unprivileged = as_somebody
     place.chmod(0o555)
-    with unprivileged(), pytest.raises(CheckpointError, match=r"run\.lock cannot be made: Permission denied"):
+    with unprivileged(), pytest.raises(CheckpointError, match=r"run\.lock cannot be created: Permission denied"):
         RunLock(place).acquire()
-    with pytest.raises(CheckpointError, match=r"cannot be made: No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot be created: No such file"):
         RunLock(place / "missing").acquire()
 
 

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from trimtab.errors import CheckpointError
-from trimtab.tracking.upload.attachment import About, Tracking, is_tracked, sent_of, shipping
+from trimtab.runs.tracking_file import About, Tracking, is_tracked, sent_bytes, shipping
 
 HOLDER = """
 import pathlib, sys, time
-from trimtab.tracking.upload.attachment import shipping
+from trimtab.runs.tracking_file import shipping
 with shipping(pathlib.Path(sys.argv[1]), 0.0):
     print("held", flush=True)
     time.sleep(60)
@@ -31,7 +31,7 @@ def test_it_comes_back_as_it_was(tmp_path):
     assert again == tracking
     assert again.at("http://me:secret@a").acked == 10
     assert [one.uri for one in again.attachments] == ["http://b", "http://a"]  # the one used last is the last
-    assert sent_of(tmp_path) == 30
+    assert sent_bytes(tmp_path) == 30
     assert is_tracked(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tracking.json"]
 
@@ -59,19 +59,19 @@ def test_what_cannot_be_read_is_begun_anew(tmp_path, text, caplog):
     (tmp_path / "tracking.json").write_text(text)
     with caplog.at_level("INFO", logger="trimtab"):
         assert Tracking.read(tmp_path) is None
-    assert "tracked anew" in caplog.text
-    assert sent_of(tmp_path) == 0
+    assert "uploaded again" in caplog.text
+    assert sent_bytes(tmp_path) == 0
 
 
 def test_two_runs_are_told_apart():
     assert About().run != About().run
 
 
-def test_one_process_ships_at_a_time_and_a_dead_one_holds_nothing(tmp_path):
+def test_one_process_uploads_at_a_time_and_a_dead_one_holds_nothing(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match="another process is sending"), shipping(tmp_path, 0.1):
+        with pytest.raises(CheckpointError, match="another process is uploading"), shipping(tmp_path, 0.1):
             pytest.fail("both hold it")
     finally:
         holder.kill()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trimtab.errors import CheckpointError, RecipeError
-from trimtab.runs.run_folder import RunFolder, check_free, default_folder, how_it_stands, list_runs
-from trimtab.tracking.upload.attachment import About, Tracking
+from trimtab.runs.run_folder import RunFolder, actual_state, check_free, default_folder, list_runs
+from trimtab.runs.tracking_file import About, Tracking
 
 
 def status_of(path):
@@ -76,7 +76,7 @@ def test_a_folder_that_is_used(tmp_path):
         with pytest.raises(RecipeError, match="is not empty") as failure:
             RunFolder(tmp_path / used)
         assert "--out" in failure.value.cure
-    with pytest.raises(RecipeError, match="cannot be made: Not a directory"):
+    with pytest.raises(RecipeError, match="cannot be created: Not a directory"):
         RunFolder(tmp_path / "used" / "a.txt" / "run")
     assert (tmp_path / "used" / "a.txt").read_text() == "mine"
 
@@ -143,11 +143,7 @@ def test_other_files_of_that_name_are_passed_over(tmp_path, text):
     (tmp_path / "odd" / "run.json").write_text(text)
     write_status(tmp_path / "good", state="finished")
     assert [run.path.name for run in list_runs(tmp_path)] == ["good"]
-
-
-def test_no_runs(tmp_path):
-    assert list_runs(tmp_path) == []
-    assert list_runs(tmp_path / "nowhere") == []
+    assert list_runs(tmp_path / "odd") == list_runs(tmp_path / "nowhere") == []
 
 
 def test_numbers_that_json_has_no_word_for_become_text(tmp_path):
@@ -199,10 +195,8 @@ def test_numbers_that_a_server_may_have_stay_and_are_not_written_again(tmp_path,
         folder.record({"loss": 1 / step, "tokens_per_s": 1_000 + step}, step)
     folder.finish("finished")
     assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
-    said = [message for message in caplog.messages if "are kept from the first time" in message]
-    assert said == (
-        [f"numbers of steps 7-{kept} are kept from the first time: the tracking server has them"] * (kept > 6)
-    )
+    said = [message for message in caplog.messages if "are kept: the tracking server has them already" in message]
+    assert said == ([f"metrics of steps 7-{kept} are kept: the tracking server has them already"] * (kept > 6))
 
 
 def test_other_numbers_of_a_step_that_is_taken_again_are_written(tmp_path):
@@ -280,11 +274,11 @@ def test_a_disk_without_room_for_it_ends_no_run(tmp_path, monkeypatch, caplog):
 
 def test_how_a_run_stands(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    assert how_it_stands(folder.path) == ("running", "")
+    assert actual_state(folder.path) == ("running", "")
     (folder.path / "run.lock").unlink()
-    assert how_it_stands(folder.path) == ("killed", "killed: its process ended without a word")
+    assert actual_state(folder.path) == ("killed", "killed: its process ended without reporting an error")
     folder.finish("failed", error="ValueError: x")
-    assert how_it_stands(folder.path) == ("failed", "ValueError: x")
+    assert actual_state(folder.path) == ("failed", "ValueError: x")
 
 
 def test_of_two_runs_that_find_the_same_folder_free_one_gets_it(tmp_path, monkeypatch):
