@@ -9,7 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from trimtab.data.report import describe_data, render
+from trimtab.data.report import describe_data
+from trimtab.data.report_table import render
 from trimtab.data.rows import Rows
 from trimtab.data.tokens import TokenDataset
 

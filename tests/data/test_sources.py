@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data.rows import Places, joined
+from trimtab.data.rows import RowLocations, concatenate
 from trimtab.data.sources import Rows, load_rows, split_off
 from trimtab.data.tasks.build import build_task
 from trimtab.errors import DataError
@@ -106,19 +106,19 @@ def test_all_forms_give_the_same_rows(said):
 def test_places_are_those_of_the_file(name, content, places, said):
     write(name, content)
     rows = load_rows(name)
-    assert [rows.place(i) for i in range(len(rows))] == places
+    assert [rows.location(i) for i in range(len(rows))] == places
     picked = rows.select([len(rows) - 1, 0])
-    assert [picked.place(0), picked.place(1)] == [places[-1], places[0]]
-    assert picked.select([1]).place(0) == places[0]
+    assert [picked.location(0), picked.location(1)] == [places[-1], places[0]]
+    assert picked.select([1]).location(0) == places[0]
     with pytest.raises(IndexError):
-        rows.place(len(rows))
+        rows.location(len(rows))
 
 
 def test_rows_without_a_file_have_places_too():
     rows = load_rows([{"a": 1}, {"b": 2}, {"a": 3}])
     assert rows.columns == {"a": [1, None, 3], "b": [None, 2, None]}
-    assert rows.select([2]).place(0) == "the rows given, row 3"
-    assert load_rows({"a": [1, 2]}).place(1) == "the columns given, row 2"
+    assert rows.select([2]).location(0) == "the rows given, row 3"
+    assert load_rows({"a": [1, 2]}).location(1) == "the columns given, row 2"
     assert load_rows(["x", "y"]).columns == {"text": ["x", "y"]}
     assert load_rows(rows) is rows
 
@@ -290,7 +290,7 @@ def test_slices():
     cases = {"[:3]": [0, 1, 2], "[8:]": [8, 9], "[-2:]": [8, 9], "[2:4]": [2, 3], "[:20%]": [0, 1], "[50%:7]": [5, 6]}
     for text, found in cases.items():
         assert load_rows("n.csv" + text).columns["n"] == found, text
-    assert load_rows("n.csv[8:]").place(0) == "n.csv, line 10"
+    assert load_rows("n.csv[8:]").location(0) == "n.csv, line 10"
     assert load_rows("*.csv[:1]").columns["n"] == [0]
     assert "n.csv[20:30] is empty" in error_of("n.csv[20:30]")
     assert "'x' is no bound of a slice" in error_of("n.csv[x:]")
@@ -319,7 +319,7 @@ def test_folders_and_patterns(said):
     write("d/notes.md", "# no data")
     rows = load_rows("d")
     assert rows.columns == {"text": ["a", "b", "c"], "label": [0, 1, 2]}
-    assert [rows.place(i) for i in range(3)] == ["d/a.csv, line 2", "d/b.csv, line 2", "d/deep/c.csv, line 2"]
+    assert [rows.location(i) for i in range(3)] == ["d/a.csv, line 2", "d/b.csv, line 2", "d/deep/c.csv, line 2"]
     assert load_rows("d/?.csv").columns["text"] == ["a", "b"]
     assert load_rows(["d/b.csv", "d/a.csv"]).columns["text"] == ["b", "a"]
     assert said[-1] == "the 2 texts given are names of files, which are read"
@@ -418,8 +418,8 @@ def test_hub_names(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", hub)
     assert load_rows("imdb").columns["text"] == ["a", "b", "c"]
     assert load_rows("imdb").label_names["label"] == ["bad", "good"]
-    assert load_rows("imdb:test").place(0) == "imdb:test, row 1"
-    assert load_rows("imdb[1:]").place(0) == "imdb:train, row 2"
+    assert load_rows("imdb:test").location(0) == "imdb:test, row 1"
+    assert load_rows("imdb[1:]").location(0) == "imdb:train, row 2"
     assert load_rows("own/set:train[:2]").columns["text"] == ["a", "b"]
     assert load_rows("own/set/big:test").columns["text"] == ["c"]
     hub.asked.clear()
@@ -456,7 +456,7 @@ def test_a_split_is_pure_and_whole(labels, share, seed, by_label):
     elif len(set(labels)) < len(labels):
         assert len(taken) <= wanted
         assert set(taken.columns["label"]) <= set(kept.columns["label"])
-    assert taken.place(0) == f"x, row {taken.columns['n'][0] + 1}"
+    assert taken.location(0) == f"x, row {taken.columns['n'][0] + 1}"
 
 
 def test_a_split_by_label_keeps_the_shares():
@@ -491,5 +491,5 @@ def test_splits_that_cannot_be():
 def test_rows_of_different_lengths_are_refused():
     with pytest.raises(DataError, match="a: 1, b: 2"):
         Rows({"a": [1], "b": [1, 2]}, "x")
-    assert len(joined([Rows({}, "x")], "y")) == 0
-    assert Places.of("x, line", [4])[0] == "x, line 4"
+    assert len(concatenate([Rows({}, "x")], "y")) == 0
+    assert RowLocations.of("x, line", [4])[0] == "x, line 4"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trimtab.data import fingerprint as fingerprint_module
 from trimtab.data import tokens as tokens_module
 from trimtab.data.fingerprint import NoFingerprint, fingerprint
-from trimtab.data.rows import Places, Rows
+from trimtab.data.rows import RowLocations, Rows
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError
 
@@ -293,7 +293,7 @@ def test_different_values_have_different_digests():
 
 
 def test_what_changes_no_token_changes_no_digest():
-    one = Rows({"a": ["x"], "b": [1]}, "one.csv", places=Places.of("one.csv, line", [7]))
+    one = Rows({"a": ["x"], "b": [1]}, "one.csv", locations=RowLocations.of("one.csv, line", [7]))
     assert fingerprint([one]) == fingerprint([Rows({"b": [1], "a": ["x"]}, "two.csv")])
     assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
 

@@ -8,7 +8,7 @@ import torch
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import DataError, ModelError
 from trimtab.inference.classify import classify_texts, regress_texts
-from trimtab.inference.load import Loaded
+from trimtab.inference.load import LoadedModel
 from trimtab.model.load import load_model
 
 NAMES = {0: "bad", 1: "fair", 2: "good"}
@@ -20,7 +20,7 @@ def loaded_of(name="bert", task="classify", facts=None, **head):
     model = load_model(config_of(name), "sequence-classification", head, tok)
     for parameter in model.parameters():  # random weights of the usual size say the same of every text
         parameter.data *= 5
-    return Loaded(model, tok, task, facts or {})
+    return LoadedModel(model, tok, task, facts or {})
 
 
 def many_texts():

@@ -14,7 +14,7 @@ from trimtab.errors import DataError
 from trimtab.inference import predict_file as module
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
-from trimtab.inference.load import Loaded
+from trimtab.inference.load import LoadedModel
 from trimtab.inference.predict_file import predict_file, predict_lines
 from trimtab.model.load import load_model
 
@@ -34,7 +34,7 @@ def loaded_of(task="classify", facts=None, **head):
     if hasattr(model, "classifier"):  # so that texts get different labels
         with torch.no_grad():
             model.classifier.bias -= model(**batch_of(ODD + TEXTS, tok)).logits.mean(0)
-    return Loaded(model, tok, task, facts or {})
+    return LoadedModel(model, tok, task, facts or {})
 
 
 def write_csv(path, rows, delimiter=","):
