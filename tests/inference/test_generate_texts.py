@@ -115,10 +115,10 @@ def test_long_prompts_keep_their_end(caplog):
     generate_texts(loaded, [prompt], 10)
     assert seen[0].shape[1] == 64 - 10
     assert loaded.tokenizer.decode(seen[0][0]).endswith("and then")
-    assert "1 of 1 prompts are longer than 54 tokens and were cut" in caplog.text
-    with pytest.raises(RecipeError, match="more than the model's 64 positions"):
+    assert "1 of 1 prompts are longer than 54 tokens and were truncated" in caplog.text
+    with pytest.raises(RecipeError, match="exceeds the model's 64 positions"):
         generate_texts(loaded, [prompt], 64)
-    with pytest.raises(RecipeError, match="writes? nothing"):
+    with pytest.raises(RecipeError, match="max_new_tokens is 0"):
         generate_texts(loaded, [prompt], 0)
 
 
@@ -130,7 +130,7 @@ def test_inputs_that_make_no_sense():
         generate_texts(loaded, "one", 3)
     with pytest.raises(DataError, match="lists of messages are for chat models"):
         generate_texts(loaded, [[{"role": "user", "content": "x"}]], 3)
-    with pytest.raises(ModelError, match="does not write text: its task is masked-lm"):
+    with pytest.raises(ModelError, match="does not generate text: its task is masked-lm"):
         generate_texts(LoadedModel(loaded.model, loaded.tokenizer, "masked-lm"), ["x"], 3)
 
 

@@ -160,11 +160,11 @@ def test_mistakes_name_the_place_and_write_nothing(tmp_path):
     good = write_csv(tmp_path / "good.csv", [["text"], ["fine"]])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"id": 1, "text": "fine"}\n{"id": 2, "text": ["a"]}\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: column 'text' holds a list"):
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: column 'text' contains a list"):
         predict_file(loaded, bad, tmp_path / "out.csv")
-    with pytest.raises(DataError, match=r"(?s)has no column 'txt'; its columns are text.*--column NAME"):
+    with pytest.raises(DataError, match=r"(?s)has no column 'txt'; the columns are text.*--column NAME"):
         predict_file(loaded, good, tmp_path / "out.csv", text="txt")
-    with pytest.raises(DataError, match="no column that is clearly the text; its columns are a, b"):
+    with pytest.raises(DataError, match="no column that is recognized as the text; the columns are a, b"):
         predict_file(loaded, write_csv(tmp_path / "ab.csv", [["a", "b"], ["x", "y"]]), tmp_path / "out.csv")
     with pytest.raises(DataError, match="takes 2 column"):
         predict_file(loaded, tmp_path / "ab.csv", tmp_path / "out.csv", text=["a", "b", "a"])
@@ -172,9 +172,9 @@ def test_mistakes_name_the_place_and_write_nothing(tmp_path):
         predict_file(loaded, write_csv(tmp_path / "none.csv", [["text"]]), tmp_path / "out.csv")
     with pytest.raises(DataError, match="cannot be written to"):
         predict_file(loaded, good, tmp_path / "out.xlsx")
-    with pytest.raises(DataError, match="is the input"):
+    with pytest.raises(DataError, match="is also the input"):
         predict_file(loaded, good, good)
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="the folder of .* does not exist"):
         predict_file(loaded, good, tmp_path / "nowhere" / "out.csv")
     with pytest.raises(DataError, match="cannot be read"):
         predict_file(loaded, tmp_path / "missing.csv", tmp_path / "out.csv")
@@ -201,7 +201,7 @@ def test_a_guess_is_said(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="trimtab")
     source = write_csv(tmp_path / "in.csv", [["id", "review"], ["1", "fine"]])
     predict_file(loaded_of(), source, tmp_path / "out.csv")
-    assert "the texts are taken from column review" in caplog.text
+    assert "text from column review" in caplog.text
 
 
 def test_an_output_is_replaced_only_if_asked(tmp_path):
@@ -228,8 +228,8 @@ def test_rows_without_a_text_get_no_prediction(tmp_path, caplog, suffix):
     wanted = [p.label for p in classify_texts(loaded, TEXTS[:2])]
     nothing = "" if suffix == "csv" else None
     assert labels == [wanted[0], nothing, wanted[1], nothing, nothing]
-    assert "3 of 5 rows have no text and get no prediction (the first: " in caplog.text
-    assert "in.jsonl, line 2)" in caplog.text
+    assert "3 of 5 rows have no text and get no prediction; the first: " in caplog.text
+    assert "in.jsonl, line 2" in caplog.text
 
 
 def test_a_file_of_empty_texts(tmp_path):
@@ -286,7 +286,7 @@ def test_what_parquet_or_the_disk_does_not_take(tmp_path):
     source = tmp_path / "in.jsonl"
     for value in ("100000000000000000000000000000", "{}"):
         source.write_text(f'{{"text": "good", "n": {value}}}\n')
-        with pytest.raises(DataError, match="cannot be a parquet table"):
+        with pytest.raises(DataError, match="cannot be written as parquet"):
             predict_file(loaded_of(), source, tmp_path / "out.parquet")
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(DataError, match="is a folder"):

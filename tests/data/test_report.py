@@ -80,6 +80,11 @@ def drawn(report, width=200) -> str:
     return console.file.getvalue()
 
 
+def report_of(task, columns, examples, tokenizer):
+    """The report of a training set alone."""
+    return describe_data(task, Rows(columns, "x"), None, TokenDataset.from_examples(examples), None, tokenizer)
+
+
 @pytest.fixture
 def report(tokenizer):
     train = classify_data(
@@ -95,7 +100,7 @@ def test_examples_are_shown_as_the_model_sees_them(report):
     assert [token.text for token in first.tokens] == ["[CLS]", "a", "good", "film", "[SEP]"]
     assert [token.is_special for token in first.tokens] == [True, False, False, False, True]
     assert not any(token.carries_loss for token in first.tokens)
-    assert (first.place, first.label, first.text) == ("reviews.csv, row 1", "good", "[CLS] a good film [SEP]")
+    assert (first.location, first.label, first.text) == ("reviews.csv, row 1", "good", "[CLS] a good film [SEP]")
     assert [token.text for token in second.tokens][:3] == ["[CLS]", "[CLS]", "it"]
     assert second.label == "bad"
 
@@ -121,7 +126,11 @@ def test_counts(report):
 def test_texts_in_both_sets_are_found(report):
     assert (report.num_shared_texts, report.num_shared_eval_rows) == (2, 3)
     first = report.shared_texts[0]
-    assert (first.text, first.train_place, first.eval_place) == ("the end", "reviews.csv, row 3", "reviews.csv, row 1")
+    assert (first.text, first.train_location, first.eval_location) == (
+        "the end",
+        "reviews.csv, row 3",
+        "reviews.csv, row 1",
+    )
 
 
 def test_the_drawing_says_it_all(report):
@@ -133,12 +142,12 @@ def test_the_drawing_says_it_all(report):
         "tokens: [CLS] a good film [SEP]",
         "label: good",
         "special tokens added by the tokenizer: [CLS] … [SEP]: do not add them yourself",
-        "1 texts have special tokens written in them, the first is reviews.csv, row 2",
+        "1 texts contain special tokens, the first is reviews.csv, row 2",
         "the loss is on the label, not on tokens",
         "1 (25.0%)",
         "4 / 5 / 7 / 7",
         "3 (75.0%)",
-        "2 texts stand in both train and eval (3 eval rows)",
+        "2 texts are in both train and eval (3 eval rows)",
     ):
         assert line in text, line
     assert "[CLS]" in drawn(report, width=40)
@@ -158,26 +167,22 @@ def test_pairs_and_no_eval_set(tokenizer):
     assert "no eval set" in drawn(report)
     other = Rows({"one": ["a", "a"], "two": ["end", "bad"]}, "y")
     found = describe_data(task, rows, other, tokens, tokens, tokenizer).shared_texts
-    assert [(shared.text, shared.train_place) for shared in found] == [("a | end", "x, row 2")]
-    assert "no text stands in both" in drawn(describe_data(task, rows, other.select([1]), tokens, tokens, tokenizer))
+    assert [(shared.text, shared.train_location) for shared in found] == [("a | end", "x, row 2")]
+    assert "no text is in both" in drawn(describe_data(task, rows, other.select([1]), tokens, tokens, tokenizer))
 
 
 def test_several_labels(tokenizer):
-    rows = Rows({"text": ["a", "b"], "label": [["bad", "good"], []]}, "x")
-    tokens = TokenDataset.from_examples(
-        [{"input_ids": [5], "labels": [1.0, 1.0]}, {"input_ids": [5], "labels": [0.0, 0.0]}]
-    )
+    examples = [{"input_ids": [5], "labels": [1.0, 1.0]}, {"input_ids": [5], "labels": [0.0, 0.0]}]
     task = FakeTask(columns={"text": "text", "label": "label"}, loss_kind="binary-cross-entropy")
-    report = describe_data(task, rows, None, tokens, None, tokenizer)
+    report = report_of(task, {"text": ["a", "b"], "label": [["bad", "good"], []]}, examples, tokenizer)
     assert [example.label for example in report.examples] == ["bad, good", "none of the labels"]
     assert [(count.name, count.num_train) for count in report.labels] == [("bad", 1), ("good", 1)]
     assert report.special_tokens == "no special tokens are added"
 
 
 def test_numbers_as_labels(tokenizer):
-    tokens = TokenDataset.from_examples([{"input_ids": [5], "labels": 1.5}])
     task = FakeTask(columns={"text": "text", "label": "label"}, loss_kind="mse", head=dict)
-    report = describe_data(task, Rows({"text": ["a"], "label": [1.5]}, "x"), None, tokens, None, tokenizer)
+    report = report_of(task, {"text": ["a"], "label": [1.5]}, [{"input_ids": [5], "labels": 1.5}], tokenizer)
     assert report.examples[0].label == "1.5"
     assert report.labels == ()
 
@@ -196,66 +201,55 @@ def test_loss_on_the_answer_only(tokenizer):
     assert report.num_shared_texts == 1
     text = drawn(report)
     assert "[CLS] a film ⟦it was good⟧ [SEP]" in text
-    assert "⟦ ⟧ tokens that carry loss" in text
+    assert "⟦ ⟧ tokens with loss" in text
 
 
 def test_the_first_token_of_a_shifted_task_carries_no_loss(tokenizer):
-    """Nothing stands before it, so it is never predicted, whatever its label says."""
-    tokens = TokenDataset.from_examples([{"input_ids": [5, 6], "labels": [5, 6]}])
+    """It is never predicted, whatever its label is."""
     task = PaddedLabels(name="causal-lm", model_kind="causal-lm", shifts_labels=True, columns={"text": "text"})
-    report = describe_data(task, Rows({"text": ["a", "b"]}, "x"), None, tokens, None, tokenizer)
+    report = report_of(task, {"text": ["a", "b"]}, [{"input_ids": [5, 6], "labels": [5, 6]}], tokenizer)
     assert [token.carries_loss for token in report.examples[0].tokens] == [False, True]
-    assert report.examples[0].place is None  # a block of several rows
+    assert report.examples[0].location is None  # a block of several rows
 
 
-def test_hidden_tokens_show_what_is_wanted(tokenizer):
-    tokens = TokenDataset.from_examples([{"input_ids": [2, 5, 4, 3], "labels": [-100, -100, 6, -100]}])
+def test_masked_tokens_show_their_target(tokenizer):
     task = PaddedLabels(name="masked-lm", model_kind="masked-lm", columns={"text": "text"})
-    report = describe_data(task, Rows({"text": ["a good"]}, "x"), None, tokens, None, tokenizer)
-    assert report.examples[0].tokens[2] == dataclasses.replace(
-        report.examples[0].tokens[2], text="[MASK]", carries_loss=True, target="good"
-    )
+    examples = [{"input_ids": [2, 5, 4, 3], "labels": [-100, -100, 6, -100]}]
+    report = report_of(task, {"text": ["a good"]}, examples, tokenizer)
+    masked = report.examples[0].tokens[2]
+    assert (masked.text, masked.carries_loss, masked.target) == ("[MASK]", True, "good")
     assert "[CLS] … [SEP]:" in report.special_tokens
     assert "[CLS] a ⟦[MASK]→good⟧ [SEP]" in drawn(report)
 
 
-def test_a_sequence_to_write(tokenizer):
-    tokens = TokenDataset.from_examples([{"input_ids": [5, 6, 3], "labels": [7, 3]}])
+def test_a_target_sequence(tokenizer):
     task = PaddedLabels(name="seq2seq", model_kind="seq2seq-lm", columns={"text": "text", "target": "target"})
-    report = describe_data(task, Rows({"text": ["a good"], "target": ["film"]}, "x"), None, tokens, None, tokenizer)
+    examples = [{"input_ids": [5, 6, 3], "labels": [7, 3]}]
+    report = report_of(task, {"text": ["a good"], "target": ["film"]}, examples, tokenizer)
     (example,) = report.examples
     assert not any(token.carries_loss for token in example.tokens)
     assert [(token.text, token.carries_loss) for token in example.target] == [("film", True), ("[SEP]", True)]
-    assert "to write: ⟦film [SEP]⟧" in drawn(report)
+    assert "target: ⟦film [SEP]⟧" in drawn(report)
+
+
+class Unpadded(PaddedLabels):
+    def collate(self, examples, epoch=0):
+        return {name: examples[0][name][None] for name in ("input_ids", "labels")}
 
 
 def test_long_rows_show_their_beginning_and_end(tokenizer):
-    tokens = TokenDataset.from_examples([{"input_ids": [2, *[5] * 300, 3], "labels": 0}])
-
-    class Long(FakeTask):
-        def collate(self, examples, epoch=0):
-            return {"input_ids": examples[0]["input_ids"][None], "labels": examples[0]["labels"][None]}
-
-    task = Long(columns={"text": "text", "label": "label"})
-    report = describe_data(task, Rows({"text": ["a"], "label": [0]}, "x"), None, tokens, None, tokenizer)
+    task = Unpadded(columns={"text": "text", "label": "label"}, loss_kind="cross-entropy")
+    examples = [{"input_ids": [2, *[5] * 300, 3], "labels": 0}]
+    report = report_of(task, {"text": ["a"], "label": [0]}, examples, tokenizer)
     assert len(report.examples[0].tokens) == 302
     text = drawn(report, width=2000)
-    assert "[CLS] a a" in text
-    assert "a … 182 more … a" in text
-    assert "a [SEP]" in text
-
-
-def test_a_cut_through_a_span_that_carries_loss(tokenizer):
-    class Long(PaddedLabels):
-        def collate(self, examples, epoch=0):
-            return {name: examples[0][name][None] for name in ("input_ids", "labels")}
-
-    tokens = TokenDataset.from_examples([{"input_ids": [5] * 302, "labels": [-100, *[5] * 301]}])
-    task = Long(name="causal-lm", model_kind="causal-lm", shifts_labels=True, columns={"text": "text"})
-    report = describe_data(task, Rows({"text": ["a"]}, "x"), None, tokens, None, tokenizer)
-    text = drawn(report, width=2000)
-    assert "a⟧ … 182 more … ⟦a" in text
-    assert "tokens: a ⟦a a" in text
+    for part in ("[CLS] a a", "a … 182 more … a", "a [SEP]"):
+        assert part in text
+    task = Unpadded(name="causal-lm", model_kind="causal-lm", shifts_labels=True, columns={"text": "text"})
+    examples = [{"input_ids": [5] * 302, "labels": [-100, *[5] * 301]}]
+    text = drawn(report_of(task, {"text": ["a"]}, examples, tokenizer), width=2000)
+    for part in ("a⟧ … 182 more … ⟦a", "tokens: a ⟦a a"):
+        assert part in text
 
 
 def test_an_empty_dataset(tokenizer):
