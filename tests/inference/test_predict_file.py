@@ -25,7 +25,8 @@ def loaded_of(task="classify", facts=None, **head):
     tok = tokenizer()
     if task in ("causal-lm", "chat"):
         model = load_model(config_of("gpt2"), "causal-lm", {}, tok)
-        tok.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
+        tools = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}"
+        tok.chat_template = tools + "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
     else:
         head = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}} | head
         model = load_model(config_of("bert"), "sequence-classification", head, tok)
@@ -140,6 +141,11 @@ def test_the_text_column(tmp_path, header, facts, text, columns):
         ),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 1}, {}, "<user> a"),
         ({"q": "a", "s": "be brief"}, {"columns": {"prompt": "q", "system": "s"}}, "<system> be brief<user> a"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "weather"}]},
+            {"columns": {"messages": "messages", "tools": "tools"}},
+            "weather <user> a",
+        ),
     ],
 )
 def test_chat_rows(tmp_path, row, facts, asked):

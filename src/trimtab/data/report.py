@@ -13,6 +13,7 @@ import torch
 
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Task
+from trimtab.data.tasks.columns import strings_in
 from trimtab.data.tasks.padding import IGNORED
 from trimtab.data.tokens import TokenDataset
 
@@ -217,14 +218,6 @@ def _input_columns(task: Task) -> list[str]:
     return [name for columns in roles.values() for name in ([columns] if isinstance(columns, str) else columns)]
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
-
-
 def _rows_with_special_tokens(task: Task, rows: Rows, tokenizer: Any) -> list[int]:
     """Return the rows whose text contains special tokens, which the model would see twice."""
     names = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
@@ -234,7 +227,7 @@ def _rows_with_special_tokens(task: Task, rows: Rows, tokenizer: Any) -> list[in
     return [
         index
         for index in range(len(rows))
-        if any(token in text for column in columns for text in _strings(column[index]) for token in tokens)
+        if any(token in text for column in columns for text in strings_in(column[index]) for token in tokens)
     ]
 
 
@@ -255,7 +248,7 @@ def _shared_texts(task: Task, train_rows: Rows, eval_rows: Rows | None) -> tuple
             found.setdefault(key, index)
     shared = []
     for key, index in found.items():
-        text = " | ".join(text for name in names for text in _strings(eval_rows.columns[name][index]))
+        text = " | ".join(text for name in names for text in strings_in(eval_rows.columns[name][index]))
         shared.append(SharedText(text, train_rows.location(first_row[key]), eval_rows.location(index)))
     return shared, num_rows
 

@@ -1,7 +1,7 @@
 """Generate text: a continuation, an answer in a chat, or the output of an encoder-decoder."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import max_positions
 from trimtab.randomness import random_state, restore_random_state, set_seed
 
-Prompt = str | Sequence[dict[str, str]]
+Prompt = str | Sequence[dict[str, str]] | Mapping[str, Any]
 
 
 def generate_texts(
@@ -33,7 +33,8 @@ def generate_texts(
 
     Args:
         loaded: A causal, chat or encoder-decoder model.
-        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`.
+        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`, or dicts of `messages`
+            and `tools` (JSON schemas of the tools that the model may call).
         max_new_tokens: Maximum number of tokens to generate.
         batch_size: Prompts per batch.
         temperature: 0 is greedy decoding; higher values sample.
@@ -91,6 +92,9 @@ def _tokenize(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: in
 
 def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int) -> list[int]:
     tokenizer = loaded.tokenizer
+    tools = None
+    if isinstance(prompt, Mapping):
+        prompt, tools = prompt["messages"], prompt.get("tools")
     is_text = isinstance(prompt, str)
     if not is_text and (loaded.task_name != "chat" or not all(isinstance(turn, dict) for turn in prompt)):
         raise DataError(f"prompt {index + 1} is {prompt!r}", "pass texts; lists of messages are for chat models")
@@ -99,7 +103,7 @@ def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int) -> list[int]
         if not tokenizer.chat_template:
             raise ModelError("this chat model has no chat template", "set tokenizer.chat_template")
         messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them
     else:
         tokens = tokenizer(prompt)["input_ids"]

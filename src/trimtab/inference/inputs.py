@@ -5,7 +5,7 @@ from typing import Any
 
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.columns import MESSAGE_NAMES, PAIR_NAMES, PROMPT_NAMES, TEXT_NAMES, find, find_pair, is_missing
-from trimtab.data.tasks.messages import BadMessages, as_messages
+from trimtab.data.tasks.messages import BadMessages, as_messages, as_tools, read_prompt
 from trimtab.data.tasks.texts import text_problem
 from trimtab.errors import DataError
 from trimtab.inference.load import LoadedModel
@@ -76,24 +76,23 @@ def _read_text(loaded: LoadedModel, rows: Rows, index: int, names: list[str]) ->
     return texts[0] if len(texts) == 1 else texts
 
 
-def _read_messages(loaded: LoadedModel, rows: Rows, index: int, names: list[str]) -> list[dict[str, Any]] | None:
+def _read_messages(loaded: LoadedModel, rows: Rows, index: int, names: list[str]) -> Any:
     """Return the conversation before the answer to generate, composed as in training."""
     first = rows.columns[names[0]][index]
     if is_missing(first):
         return None
-    if isinstance(first, list) or (isinstance(first, str) and names[0] in MESSAGE_NAMES):
-        try:
-            messages = as_messages(first, names[0])
-        except BadMessages as error:
-            raise DataError(f"{rows.location(index)}: {error.problem}", error.cure) from error
-        return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
-    _check(rows, index, names[0])
-    parts = [str(rows.columns[name][index]) for name in names if not is_missing(rows.columns[name][index])]
-    asked = [{"role": "user", "content": "\n\n".join(parts)}]
-    system = loaded.facts.get("columns", {}).get("system")
-    if system in rows.columns and not is_missing(rows.columns[system][index]):
-        return [{"role": "system", "content": str(rows.columns[system][index])}, *asked]
-    return asked
+    columns = loaded.facts.get("columns", {})
+    try:
+        if not isinstance(first, list) and not (isinstance(first, str) and names[0] in MESSAGE_NAMES):
+            return read_prompt(rows, index, names, columns.get("system"))
+        messages = as_messages(first, names[0])
+        tools_column = columns.get("tools")
+        tools = as_tools(rows.columns[tools_column][index], tools_column) if tools_column in rows.columns else None
+    except BadMessages as error:
+        raise DataError(f"{rows.location(index)}: {error.problem}", error.cure) from error
+    if messages[-1]["role"] == "assistant" and len(messages) > 1:
+        messages = messages[:-1]
+    return {"messages": messages, "tools": tools} if tools else messages
 
 
 def _check(rows: Rows, index: int, name: str) -> None:

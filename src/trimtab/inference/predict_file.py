@@ -29,29 +29,17 @@ def predict_file(
     in_path: str | os.PathLike[str],
     out_path: str | os.PathLike[str],
     *,
-    text: str | Sequence[str] | None = None,
-    batch_size: int = 32,
-    max_length: int | None = None,
-    max_new_tokens: int = 128,
-    probabilities: bool = False,
     overwrite: bool = False,
+    **settings: Any,
 ) -> int:
-    """Predict for every row of a file and write the rows, in order, with the predictions.
-
-    A classifier adds `prediction` and `score`, other models `prediction`; a row without a text gets empty cells. The
-    output is written atomically.
+    """Predict for every row of a file and write the rows, in order, with the predictions. The write is atomic.
 
     Args:
         loaded: The model.
         in_path: A csv, tsv, jsonl, json, parquet or txt file.
         out_path: A csv, tsv, jsonl or parquet file.
-        text: The column of the texts, or several (pairs, parts of a prompt); by default as in training, or guessed.
-        batch_size: Rows per batch.
-        max_length: Truncate texts to this number of tokens, for classification and regression; by default as in
-            training.
-        max_new_tokens: Maximum number of tokens to generate.
-        probabilities: Whether a classifier adds a column `probability_LABEL` for every label.
         overwrite: Whether an existing output is replaced; otherwise it is an error.
+        settings: Arguments of `predict_rows`.
 
     Returns:
         The number of rows.
@@ -59,15 +47,7 @@ def predict_file(
     source, target = Path(in_path), Path(out_path)
     check_files(source, target, overwrite=overwrite)
     rows = read_file(source, BadRows("stop"))  # numbers in csv stay text, so they are written unchanged
-    columns = predict_rows(
-        loaded,
-        rows,
-        text=text,
-        batch_size=batch_size,
-        max_length=max_length,
-        max_new_tokens=max_new_tokens,
-        probabilities=probabilities,
-    )
+    columns = predict_rows(loaded, rows, **settings)
     _write(target, columns)
     return len(rows)
 
@@ -101,7 +81,20 @@ def predict_rows(
     max_new_tokens: int = 128,
     probabilities: bool = False,
 ) -> dict[str, list[Any]]:
-    """Return the columns of the rows and of the predictions; the arguments are those of `predict_file`."""
+    """Return the columns of the rows and of the predictions.
+
+    A classifier adds `prediction` and `score`, other models `prediction`; a row without a text gets None.
+
+    Args:
+        loaded: The model.
+        rows: The rows.
+        text: The column of the texts, or several (pairs, parts of a prompt); by default as in training, or guessed.
+        batch_size: Rows per batch.
+        max_length: Truncate texts to this number of tokens, for classification and regression; by default as in
+            training.
+        max_new_tokens: Maximum number of tokens to generate.
+        probabilities: Whether a classifier adds a column `probability_LABEL` for every label.
+    """
     if not len(rows):
         raise DataError(f"{rows.origin} has no rows", "add at least one row")
     if probabilities and loaded.task_name != "classify":

@@ -1,6 +1,7 @@
 """Chat and instructions: conversations in the model's chat template, with loss on the answers only."""
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,11 +71,17 @@ class Chat(Task):
                 "the tokens",
                 "use a model with a fast tokenizer (tokenizer.json)",
             )
-        counts = _Counts()
+        counts: Counter[str] = Counter()
         rendered = self._render(rows, Renderer(tokenizer))
         dataset = TokenDataset.from_examples(_examples(rendered, tokenizer, max_length, counts))
-        dataset.num_truncated = counts.truncated
-        counts.report(rows.origin)
+        dataset.num_truncated = counts["truncated"]
+        if counts["unended"]:
+            say(
+                f"{rows.origin}: {counts['unended']} conversation(s) have an answer that no special token ends: the "
+                "model may not learn to stop; check the chat template"
+            )
+        if counts["answerless"]:
+            say(f"{rows.origin}: {counts['answerless']} conversation(s) dropped: no token of them is part of an answer")
         if len(dataset) == 0:
             raise DataError(f"{rows.origin}: no conversation with an answer is left", "fix the skipped rows")
         return dataset
@@ -96,25 +103,7 @@ class Chat(Task):
         return batch
 
 
-class _Counts:
-    """Counts of conversations that were truncated, dropped or have unmarked ends."""
-
-    def __init__(self) -> None:
-        self.truncated = 0
-        self.answerless = 0
-        self.unended = 0
-
-    def report(self, origin: str) -> None:
-        if self.unended:
-            say(
-                f"{origin}: {self.unended} conversation(s) have an answer that no special token ends: the model may "
-                "not learn to stop; check the chat template"
-            )
-        if self.answerless:
-            say(f"{origin}: {self.answerless} conversation(s) dropped: none of their tokens belongs to an answer")
-
-
-def _examples(rendered: Iterator[Rendered], tokenizer: Any, max_length: int, counts: _Counts) -> Iterator[Any]:
+def _examples(rendered: Iterator[Rendered], tokenizer: Any, max_length: int, counts: Counter[str]) -> Iterator[Any]:
     for part in _call_batches(rendered):
         encoding = tokenizer(
             [conversation.text for conversation in part],
@@ -127,14 +116,14 @@ def _examples(rendered: Iterator[Rendered], tokenizer: Any, max_length: int, cou
         for conversation, ids, offsets in rows:
             answers = token_spans(conversation.answers, offsets)
             if not answers:
-                counts.answerless += 1
+                counts["answerless"] += 1
                 continue
             labels = [IGNORED] * len(ids)
             for start, end in answers:
                 labels[start:end] = ids[start:end]
             kept = kept_positions(len(ids), answers[0], max_length, keeps_first=ids[0] == tokenizer.bos_token_id)
-            counts.truncated += len(kept) < len(ids)
-            counts.unended += not conversation.ends_marked
+            counts["truncated"] += len(kept) < len(ids)
+            counts["unended"] += not conversation.ends_marked
             yield {"input_ids": [ids[i] for i in kept], "labels": [labels[i] for i in kept]}
 
 

@@ -1,7 +1,7 @@
 """Column names in common use, by role, and the search for them among the columns of a data file."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -99,6 +99,15 @@ def is_identifier(name: str) -> bool:
 def first_value(rows: Rows, name: str) -> Any:
     """Return the first value of a column that is not missing."""
     return next((value for value in rows.columns[name] if not is_missing(value)), None)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield every string in a value, also those in the messages of a chat."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
 
 
 def list_values(values: Sequence[Any], limit: int = 8) -> str:

@@ -38,7 +38,9 @@ class MessageColumn:
     """
 
     def __init__(self, column: str, tools: str | None = None) -> None:
-        self.columns: Columns = {"messages": column} | ({} if tools is None else {"tools": tools})
+        self.columns: Columns = {"messages": column}
+        if tools is not None:
+            self.columns["tools"] = tools
         self._column = column
         self._tools = tools
 
@@ -73,22 +75,8 @@ class PromptColumns:
         Raises:
             BadMessages: If prompt or answer is missing.
         """
-        row = {
-            name: rows.columns[require(rows, name, key)][index]
-            for key, names in (("data.prompt", self._prompt), ("data.answer", [self._answer]))
-            for name in names
-        }
-        messages: list[Message] = []
-        if self._system is not None and not is_missing(rows.columns[self._system][index]):
-            messages.append({"role": "system", "content": str(rows.columns[self._system][index])})
-        first = row[self._prompt[0]]
-        if isinstance(first, list):  # a prompt may be a conversation
-            messages += as_messages(first, self._prompt[0])
-        else:
-            _check_text(first, self._prompt[0])
-            parts = [str(row[name]) for name in self._prompt if not is_missing(row[name])]
-            messages.append({"role": "user", "content": "\n\n".join(parts)})
-        answer = row[self._answer]
+        messages = read_prompt(rows, index, self._prompt, self._system)
+        answer = rows.columns[require(rows, self._answer, "data.answer")][index]
         if isinstance(answer, list):
             messages += as_messages(answer, self._answer)
         else:
@@ -101,6 +89,23 @@ class PromptColumns:
 
 
 Conversations = MessageColumn | PromptColumns
+
+
+def read_prompt(rows: Rows, index: int, prompt: Sequence[str], system: str | None) -> list[Message]:
+    """Return the messages before an answer: the system prompt if there is one, and the prompt columns as one message.
+
+    Raises:
+        BadMessages: If the first prompt column is empty.
+    """
+    messages: list[Message] = []
+    if system in rows.columns and not is_missing(rows.columns[system][index]):
+        messages.append({"role": "system", "content": str(rows.columns[system][index])})
+    cells = [rows.columns[require(rows, name, "data.prompt")][index] for name in prompt]
+    if isinstance(cells[0], list):  # a prompt may be a conversation
+        return messages + as_messages(cells[0], prompt[0])
+    _check_text(cells[0], prompt[0])
+    text = "\n\n".join(str(cell) for cell in cells if not is_missing(cell))
+    return [*messages, {"role": "user", "content": text}]
 
 
 def _check_text(value: Any, column: str) -> None:
