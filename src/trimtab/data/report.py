@@ -4,7 +4,6 @@
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any

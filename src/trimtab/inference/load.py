@@ -8,7 +8,7 @@ import torch
 
 from trimtab.checkpoint.export import read_facts
 from trimtab.errors import ModelError
-from trimtab.inference.adapted import model_kind, load_adapted_model, read_adapter_source, tokenizer_of
+from trimtab.inference.adapted import load_adapted_model, model_kind, read_adapter_source, tokenizer_of
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
 from trimtab.tracking.mlflow.registry import best_name, local_source
