@@ -23,14 +23,6 @@ def _in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def said(monkeypatch):
-    lines: list[str] = []
-    for name in ("bad_rows.say", "delimited.say_once", "rows.say", "sources.say"):
-        monkeypatch.setattr(f"trimtab.data.{name}", lines.append)
-    return lines
-
-
 def write(name: str, text: str | bytes):
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -160,14 +160,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def said(monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(tokens_module, "say", lines.append)
-    monkeypatch.setattr(tokens_module, "say_once", lines.append)
-    return lines
-
-
 def files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
