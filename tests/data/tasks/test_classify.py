@@ -53,11 +53,16 @@ def test_one_label_of_every_kind(bert, labels, names, numbers):
     assert encoded(task, rows, bert)[1]["labels"].tolist() == numbers
 
 
-def test_a_label_is_the_same_in_files_of_other_kinds(bert):
-    train = make_rows(text=TEXTS, label=[1, 5, 3, 1])
-    task = build_task("classify", train)
-    rows = make_rows(text=TEXTS[:3], label=["5", 3.0, " 1"])
-    assert encoded(task, rows, bert)[1]["labels"].tolist() == [2, 1, 0]
+@pytest.mark.parametrize(
+    ("train", "labels", "numbers"),
+    [
+        ([1, 5, 3, 1], ["5", 3.0, " 1"], [2, 1, 0]),  # the same label in files of other formats
+        (["pos", "neg", "pos", "neg"], [1, "0", "pos"], [1, 0, 1]),  # indices of labels that have names
+    ],
+)
+def test_other_ways_to_write_a_label(bert, train, labels, numbers):
+    task = build_task("classify", make_rows(text=TEXTS, label=train))
+    assert encoded(task, make_rows(text=TEXTS[:3], label=labels), bert)[1]["labels"].tolist() == numbers
 
 
 def test_class_numbers_of_the_hub_are_positions(bert):
@@ -68,13 +73,10 @@ def test_class_numbers_of_the_hub_are_positions(bert):
     assert encoded(task, rows, bert)[1]["labels"].tolist() == [0, 4, 1, 0]
     with pytest.raises(DataError, match="row 2.*label 5 in column 'stars' is not one of the 5 labels"):
         task.usable(Rows({"text": TEXTS[:2], "stars": [3, 5]}, "eval.csv"))
-
-
-def test_indices_of_labels_with_names(bert):
-    """Eval rows may have indices where training rows have names."""
-    task = build_task("classify", make_rows(text=TEXTS, label=["pos", "neg", "pos", "neg"]))
-    by_number = make_rows(text=TEXTS, label=[1, 0, "0", "pos"])
-    assert encoded(task, by_number, bert)[1]["labels"].tolist() == [1, 0, 0, 1]
+    rows = Rows({"text": TEXTS, "labels": [[2], [0, 1], [], [2, 0]]}, "hub", {"labels": ["joy", "fear", "calm"]})
+    task = build_task(None, rows)
+    assert list(task.head()["label2id"]) == ["joy", "fear", "calm"]
+    assert encoded(task, rows, bert)[1]["labels"].tolist() == [[0, 0, 1], [1, 1, 0], [0, 0, 0], [1, 0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +96,6 @@ def test_several_labels(bert, columns, label, names):
     labels = encoded(task, rows, bert)[1]["labels"]
     assert labels.dtype == torch.float32
     assert labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
-
-
-def test_several_class_numbers_of_the_hub(bert):
-    rows = Rows({"text": TEXTS, "labels": [[2], [0, 1], [], [2, 0]]}, "hub", {"labels": ["joy", "fear", "calm"]})
-    task = build_task(None, rows)
-    assert list(task.head()["label2id"]) == ["joy", "fear", "calm"]
-    assert encoded(task, rows, bert)[1]["labels"].tolist() == [[0, 0, 1], [1, 1, 0], [0, 0, 0], [1, 0, 1]]
 
 
 def test_pairs_tell_first_and_second_apart(bert):
@@ -136,19 +131,15 @@ def test_padding_does_not_change_what_the_model_says(bert):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
 
 
-def test_cut_texts_are_counted(bert):
+def test_truncated_texts_are_counted(bert):
     rows = make_rows(text=["one two three", "one two three four", "one two three four five six"], label=[0, 1, 0])
     dataset, batch = encoded(build_task(None, rows), rows, bert, max_length=6)
-    assert dataset.num_truncated == 1
-    assert dataset.lengths == [5, 6, 6]
+    assert (dataset.num_truncated, dataset.lengths) == (1, [5, 6, 6])
     assert bert.decode(batch["input_ids"][2]) == "[CLS] one two three four [SEP]"
-
-
-def test_of_a_pair_the_longer_text_is_cut(bert):
-    rows = make_rows(sentence1=["one two three four five six"] * 2, sentence2=["seven"] * 2, label=[0, 1])
-    dataset, batch = encoded(build_task(None, rows), rows, bert, max_length=7)
+    pairs = make_rows(sentence1=["one two three four five six"] * 2, sentence2=["seven"] * 2, label=[0, 1])
+    dataset, batch = encoded(build_task(None, pairs), pairs, bert, max_length=7)
     assert dataset.num_truncated == 2
-    assert bert.decode(batch["input_ids"][0]) == "[CLS] one two three [SEP] seven [SEP]"
+    assert bert.decode(batch["input_ids"][0]) == "[CLS] one two three [SEP] seven [SEP]"  # of the longer text
 
 
 @pytest.mark.parametrize("task", ["classify", "masked-lm"])
@@ -208,18 +199,13 @@ def test_a_label_that_stands_in_eval_only():
         (["pos"] * 4, "column 'label' has 1 label ('pos') in 4 rows: classification needs at least two"),
         ([0.5, 1.5, 2.0, 3.0], "column 'label' contains 0.5: these are not classes"),
         ([{"a": 1}] * 4, "column 'label' contains {'a': 1}: these are not classes"),
+        ([f"free text {i}" for i in range(200)], "200 distinct values in 200 rows: these are not classes"),
     ],
 )
 def test_columns_that_hold_no_classes(labels, problem):
     with pytest.raises(DataError) as caught:
-        build_task("classify", make_rows(text=TEXTS, label=labels))
+        build_task("classify", make_rows(text=["film"] * len(labels), label=labels))
     assert problem in caught.value.problem
-
-
-def test_free_text_is_no_label():
-    rows = make_rows(text=["film"] * 200, label=[f"my own words {i}" for i in range(200)])
-    with pytest.raises(DataError, match="200 distinct values in 200 rows: these are not classes"):
-        build_task("classify", rows)
 
 
 def test_lists_that_do_not_fit_the_labels(bert):
