@@ -66,17 +66,16 @@ def test_lists_tensors_and_arrays_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("second", "problem"),
-    [({"input_ids": [1]}, "has the fields"), ({"input_ids": 1, "labels": 1}, "a list in some examples and a number")],
+    ("examples", "error", "problem"),
+    [
+        ([{"input_ids": [1], "labels": 1}, {"input_ids": [1]}], ValueError, "has the fields"),
+        ([{"input_ids": [1]}, {"input_ids": 1}], ValueError, "a list in some examples and a number"),
+        ([{"input_ids": [2**31]}], OverflowError, None),
+    ],
 )
-def test_examples_that_do_not_fit_together(second, problem):
-    with pytest.raises(ValueError, match=problem):
-        TokenDataset.from_examples([{"input_ids": [1], "labels": 1}, second])
-
-
-def test_numbers_that_do_not_fit():
-    with pytest.raises(OverflowError):
-        TokenDataset.from_examples([{"input_ids": [2**31]}])
+def test_examples_that_do_not_fit_together(examples, error, problem):
+    with pytest.raises(error, match=problem):
+        TokenDataset.from_examples(examples)
     with pytest.raises(ValueError, match="different numbers of examples"):
         TokenDataset({"a": torch.ones(2), "b": torch.ones(3)}, {})
 
@@ -164,14 +163,16 @@ def files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_tokens_are_made_once(cache):
+def test_tokens_are_made_once(cache, monkeypatch):
     build = Builder()
     first, second = cached(["a", 1], build), cached(["a", 1], build)
     assert build.num_calls == 1
     assert plain(first) == plain(second)
     assert second.num_truncated == 1
     cached(["a", 2], build)
-    assert build.num_calls == 2
+    monkeypatch.setenv("TRIMTAB_CACHE", "off")
+    cached(["a", 1], build)
+    assert build.num_calls == 3
     assert len(files(cache)) == 2
 
 
@@ -184,15 +185,6 @@ def test_a_broken_file_is_made_again(cache, said):
     assert "tokenizing again" in said[0]
     assert cached(["a"], build).num_truncated == 2  # read from the mended file
     assert build.num_calls == 2
-
-
-def test_the_cache_can_be_off(cache, monkeypatch):
-    monkeypatch.setenv("TRIMTAB_CACHE", "off")
-    build = Builder()
-    cached(["a"], build)
-    cached(["a"], build)
-    assert build.num_calls == 2
-    assert not cache.exists()
 
 
 def test_the_environment_is_read_at_each_call(tmp_path, monkeypatch):
@@ -208,20 +200,16 @@ def test_the_environment_is_read_at_each_call(tmp_path, monkeypatch):
     assert len(files(tmp_path / ".cache" / "trimtab")) == 1
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path, monkeypatch, said):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "file"))
-    assert len(cached(["a"], Builder())) == 3
-    assert "tokens are not cached" in said[0]
-
-
-def test_what_cannot_be_digested_is_not_cached(cache, said):
+def test_a_cache_that_cannot_be_used_costs_nothing_else(cache, said):
     build = Builder()
     for _ in range(2):
         cached([object()], build)
     assert build.num_calls == 2
     assert "tokens are not cached: a object cannot be digested" in said[0]
     assert not cache.exists()
+    cache.write_text("")  # a file where the folder should be
+    assert len(cached(["a"], build)) == 3
+    assert f"tokens are not cached in {cache}" in said[-1]
 
 
 @dataclass(frozen=True)
@@ -259,23 +247,19 @@ def test_what_changes_no_token_changes_no_digest():
     assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
 
 
-def test_versions_and_code_are_part_of_the_digest(monkeypatch):
-    before = fingerprint(["a"])
-    versions = fingerprint_module._versions()
+def test_versions_and_code_are_part_of_the_digest(tmp_path, monkeypatch):
+    before, versions = fingerprint(["a"]), fingerprint_module._versions()
     assert len(versions) == 4
     for index in range(len(versions)):
         changed = [*versions[:index], "other", *versions[index + 1 :]]
-        monkeypatch.setattr(fingerprint_module, "_versions", lambda changed=changed: changed)
-        assert fingerprint(["a"]) != before
-
-
-def test_changed_code_changes_the_digest(tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint_module, "_versions", lambda changed=changed: changed)
+            assert fingerprint(["a"]) != before
     (tmp_path / "tasks").mkdir()
-    code = tmp_path / "tasks" / "classify.py"
     monkeypatch.setattr(fingerprint_module, "__file__", str(tmp_path / "fingerprint.py"))
     found = []
     for text in ("one", "two", "one"):
-        code.write_text(text)
+        (tmp_path / "tasks" / "classify.py").write_text(text)
         found.append(fingerprint_module._versions.__wrapped__())
     assert found[0] == found[2] != found[1]
 

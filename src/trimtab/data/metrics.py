@@ -96,7 +96,7 @@ class Metrics:
         self._totals = torch.zeros(2, dtype=torch.float64)  # sum of losses, sum of weights
         self._parts: list[_SumAccumulator] = []
         if set(wanted) & {*_OF_COUNTS, "mcc"}:
-            self._parts.append(_Counts(num_labels) if kind == "cross-entropy" else _LabelCounts(num_labels))
+            self._parts.append(_Counts(num_labels, several=kind == "binary-cross-entropy"))
         self._areas = _Areas(num_labels, one_label=kind == "cross-entropy") if "auc" in wanted else None
         if kind == "mse" and set(wanted) - {"loss"}:
             self._parts.append(_Moments(max(num_labels, 1)))
@@ -188,45 +188,21 @@ class _SumAccumulator(_Accumulator, Protocol):
 
 
 class _Counts:
-    """For each label: how often it was correct, predicted, true. Enough for MCC too, without a confusion matrix."""
+    """For each label: how often it was correct, predicted, true. Enough for MCC too, without a confusion matrix.
 
-    def __init__(self, num_labels: int) -> None:
-        self._num_labels = num_labels
-        self.sums = torch.zeros(3, num_labels, dtype=torch.int64)
+    With several labels per row, a label is predicted if its logit is above 0.
+    """
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        predicted = logits.argmax(dim=-1)
-        ones = torch.ones_like(labels)
-        self.sums[0].index_add_(0, labels, (predicted == labels).long())
-        self.sums[1].index_add_(0, predicted, ones)
-        self.sums[2].index_add_(0, labels, ones)
-
-    def values(self) -> dict[str, float]:
-        correct, predicted, true = self.sums.double().cpu()
-        total = true.sum()
-        by_label = _by_label(correct, predicted, true)
-        if self._num_labels == 2:
-            averaged = {name: float(values[1]) for name, values in by_label.items()}
-        else:
-            seen = (predicted + true) > 0  # a label that no row has or was predicted to have is left out
-            averaged = {name: float(values[seen].mean()) for name, values in by_label.items()}
-        covariance = correct.sum() * total - (predicted * true).sum()
-        spreads = (total**2 - (predicted**2).sum()) * (total**2 - (true**2).sum())
-        return averaged | {
-            "accuracy": _ratio(float(correct.sum()), float(total), empty=math.nan),
-            "mcc": _ratio(float(covariance), math.sqrt(float(spreads))),
-        }
-
-
-class _LabelCounts:
-    """The same for rows with several labels; a label is predicted if its logit is above 0."""
-
-    def __init__(self, num_labels: int) -> None:
+    def __init__(self, num_labels: int, *, several: bool) -> None:
+        self._several = several
         # The last column: number of rows whose labels are all correct, and number of rows.
         self.sums = torch.zeros(3, num_labels + 1, dtype=torch.int64)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        predicted, true = logits > 0, labels > 0.5
+        if self._several:
+            predicted, true = logits > 0, labels > 0.5
+        else:
+            predicted, true = (_one_hot(each, logits.shape[-1]) for each in (logits.argmax(dim=-1), labels))
         for index, flags in enumerate((predicted & true, predicted, true)):
             self.sums[index, :-1] += flags.sum(dim=0)
         self.sums[0, -1] += (predicted == true).all(dim=-1).sum()
@@ -235,8 +211,28 @@ class _LabelCounts:
     def values(self) -> dict[str, float]:
         correct, predicted, true = self.sums[:, :-1].double().cpu()
         num_correct, num_rows = self.sums[:2, -1].tolist()
-        averaged = {name: float(values.mean()) for name, values in _by_label(correct, predicted, true).items()}
-        return averaged | {"accuracy": _ratio(num_correct, num_rows, empty=math.nan)}
+        if self._several:
+            averaged_over = torch.ones_like(true, dtype=torch.bool)
+        elif len(true) == 2:
+            averaged_over = torch.tensor([False, True])
+        else:
+            averaged_over = (predicted + true) > 0  # not labels that no row has or was predicted to have
+        by_label = {
+            "precision": correct / predicted.clamp(min=1),
+            "recall": correct / true.clamp(min=1),
+            "f1": 2 * correct / (predicted + true).clamp(min=1),
+        }
+        covariance = num_correct * num_rows - float((predicted * true).sum())
+        variances = (num_rows**2 - float((predicted**2).sum())) * (num_rows**2 - float((true**2).sum()))
+        return {name: float(values[averaged_over].mean()) for name, values in by_label.items()} | {
+            "accuracy": _ratio(num_correct, num_rows, empty=math.nan),
+            "mcc": math.nan if self._several else _ratio(covariance, math.sqrt(variances)),
+        }
+
+
+def _one_hot(labels: Tensor, num_labels: int) -> Tensor:
+    """One-hot encode without the range check of torch's own function, which is a host-device sync."""
+    return labels[:, None] == torch.arange(num_labels, device=labels.device)
 
 
 class _Areas:
@@ -252,7 +248,7 @@ class _Areas:
         if self._is_binary:
             is_true = labels[:, None]
         elif self._one_label:
-            is_true = labels[:, None] == torch.arange(scores.shape[1], device=labels.device)
+            is_true = _one_hot(labels, scores.shape[1])
         else:
             is_true = labels > 0.5
         self.ranks.add(scores, is_true)
@@ -321,15 +317,6 @@ class _TokenHits:
     def values(self) -> dict[str, float]:
         hits, count = self.sums.tolist()
         return {"token_accuracy": _ratio(hits, count, empty=math.nan)}
-
-
-def _by_label(correct: Tensor, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
-    """Return precision, recall and F1 of each label; 0 if a label was never predicted, or never true."""
-    return {
-        "precision": correct / predicted.clamp(min=1),
-        "recall": correct / true.clamp(min=1),
-        "f1": 2 * correct / (predicted + true).clamp(min=1),
-    }
 
 
 def _ratio(numerator: float, denominator: float, *, empty: float = 0.0) -> float:

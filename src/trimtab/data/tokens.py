@@ -19,7 +19,7 @@ from trimtab.data.fingerprint import NoFingerprint, fingerprint
 from trimtab.errors import DataError
 from trimtab.log import say, say_once
 
-_FORMAT = "1"
+_FORMAT = "2"
 _SEQUENCES = (list, tuple, array)
 _NUM_EXAMPLES_DIGESTED = 64
 
@@ -131,16 +131,14 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the dataset to one safetensors file; an existing file is replaced atomically."""
-        distinct = {id(values): values for values in self.offsets.values()}
-        numbers = {key: str(number) for number, key in enumerate(distinct)}
         tensors = {f"field.{name}": values.contiguous() for name, values in self.fields.items()}
-        for key, values in distinct.items():
-            tensors[f"offsets.{numbers[key]}"] = torch.frombuffer(values, dtype=torch.int64)
+        for name, values in self.offsets.items():  # cloned: safetensors rejects tensors that share memory
+            tensors[f"offsets.{name}"] = torch.frombuffer(values, dtype=torch.int64).clone()
         metadata = {
             "format": _FORMAT,
             "num_truncated": str(self.num_truncated),
             "fields": json.dumps(list(self.fields)),
-            "offsets": json.dumps({name: numbers[id(values)] for name, values in self.offsets.items()}),
+            "offsets": json.dumps(list(self.offsets)),
             "checksum": _checksum(tensors),
         }
         _write(Path(path), tensors, metadata)
@@ -161,11 +159,11 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if metadata.get("format") != _FORMAT or metadata["checksum"] != _checksum(tensors):
                 raise ValueError("checksum or version do not match")
             fields = {name: tensors[f"field.{name}"] for name in json.loads(metadata["fields"])}
-            stored = {
-                name: array("q", tensors[name].numpy().tobytes()) for name in tensors if name.startswith("offsets.")
+            offsets = {
+                name: array("q", tensors[f"offsets.{name}"].numpy().tobytes())
+                for name in json.loads(metadata["offsets"])
             }
-            offsets = {name: stored[f"offsets.{number}"] for name, number in json.loads(metadata["offsets"]).items()}
-            return cls(fields, offsets, int(metadata["num_truncated"]))
+            return cls(fields, _shared(offsets), int(metadata["num_truncated"]))
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise DataError(f"{path} is not a readable token file: {error}", f"delete it: rm {path}") from error
 

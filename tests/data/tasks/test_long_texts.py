@@ -5,7 +5,7 @@ from task_tokenizers import make_rows
 
 from trimtab.data.tasks import messages, texts, tokenization
 from trimtab.data.tasks.build import build_task
-from trimtab.data.tasks.tokenization import call_slices, tokenize
+from trimtab.data.tasks.tokenization import call_batches, tokenize
 from trimtab.errors import DataError
 
 SHORT, LONG = "a good film", "a good film " * 40
@@ -63,9 +63,7 @@ def test_a_call_has_few_long_texts(monkeypatch, bert):
     monkeypatch.setattr(tokenization, "ROWS_PER_CALL", 3)
     monkeypatch.setattr(tokenization, "CHARACTERS_PER_CALL", 10)
     given = ["aa"] * 4 + ["a" * 30] + ["a" * 5] * 3
-    slices = [(part.start, part.stop) for part in call_slices(given)]
-    assert slices == [(0, 3), (3, 4), (4, 5), (5, 7), (7, 8)]
-    assert [(part.start, part.stop) for part in call_slices(given, given)][:2] == [(0, 2), (2, 4)]
-    assert list(call_slices([])) == []
+    assert [len(batch) for batch in call_batches(given, len)] == [3, 1, 1, 2, 1]
+    assert list(call_batches([], len)) == []
     whole = [bert(text)["input_ids"] for text in given]
     assert [list(ids) for ids in tokenize(bert, given, max_length=None).input_ids] == whole

@@ -36,7 +36,7 @@ _PROMPT_AND_ANSWER = tuple((prompt, answer) for prompt in PROMPT_NAMES for answe
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _NamedColumns:
     """The columns that the recipe names; None for those to guess."""
 
     text: str | Sequence[str] | None
@@ -86,18 +86,18 @@ def build_task(
     """
     if len(rows) == 0:
         raise DataError(f"{rows.origin} has no rows", "add at least one row to data.train")
-    asked = _Asked(text, label, target, messages, prompt, answer)
+    named = _NamedColumns(text, label, target, messages, prompt, answer)
     said: list[str] = []
     if name is None:
-        name, reason = _guess_task(rows, asked)
+        name, reason = _guess_task(rows, named)
         said.append(f"task {name}: {reason} (guessed; set task to change)")
     task: Task
     if name in ("classify", "regress"):
-        task = _build_labelled(name, rows, asked, said, on_bad_rows)
+        task = _build_labelled(name, rows, named, said, on_bad_rows)
     elif name == "chat":
-        task = Chat(_choose_conversations(rows, asked, said), said, on_bad_rows)
+        task = Chat(_choose_conversations(rows, named, said), said, on_bad_rows)
     elif name == "seq2seq":
-        task = _build_seq2seq(rows, asked, said, on_bad_rows)
+        task = _build_seq2seq(rows, named, said, on_bad_rows)
     elif name == "causal-lm":
         task = CausalLM(choose_text(rows, text, said, pairs=False), said, on_bad_rows)
     elif name == "masked-lm":
@@ -109,14 +109,14 @@ def build_task(
     return task
 
 
-def _guess_task(rows: Rows, asked: _Asked) -> tuple[str, str]:
+def _guess_task(rows: Rows, named: _NamedColumns) -> tuple[str, str]:
     """Return the task and the reason for the guess."""
-    if asked.messages or asked.prompt or asked.answer:
+    if named.messages or named.prompt or named.answer:
         return "chat", "data.messages or data.prompt is set"
-    if asked.target:
+    if named.target:
         return "seq2seq", "data.target is set"
-    if asked.label:
-        return _guess_labelled(rows, asked.labels)
+    if named.label:
+        return _guess_labelled(rows, named.labels)
     conversations = _find_messages(rows)
     if conversations is not None:
         return "chat", f"column {conversations!r} contains messages"
@@ -131,7 +131,7 @@ def _guess_task(rows: Rows, asked: _Asked) -> tuple[str, str]:
     label = find(rows, LABEL_NAMES)
     if label is not None:
         return _guess_labelled(rows, [label])
-    text = asked.text if isinstance(asked.text, str) else find_text(rows)
+    text = named.text if isinstance(named.text, str) else find_text(rows)
     others = [name for name in rows.names if name != text and not is_identifier(name)]
     if text is not None and not others:
         return "causal-lm", f"column {text!r} contains text and there is no label"
@@ -149,11 +149,11 @@ def _guess_labelled(rows: Rows, columns: list[str]) -> tuple[str, str]:
     return "classify", f"column {list_values(columns)} contains labels"
 
 
-def _build_labelled(name: str, rows: Rows, asked: _Asked, said: list[str], on_bad_rows: str) -> Task:
-    labels = asked.labels or [_choose_label(rows, asked, said)]
+def _build_labelled(name: str, rows: Rows, named: _NamedColumns, said: list[str], on_bad_rows: str) -> Task:
+    labels = named.labels or [_choose_label(rows, named, said)]
     for column in labels:
         require(rows, column, "data.label")
-    texts = choose_text(rows, asked.text, said, besides=labels)
+    texts = choose_text(rows, named.text, said, besides=labels)
     if name == "regress":
         return Regress(texts, labels, said, on_bad_rows)
     reader = read_labels(rows, labels)
@@ -162,8 +162,8 @@ def _build_labelled(name: str, rows: Rows, asked: _Asked, said: list[str], on_ba
     return Classify(texts, reader, said, on_bad_rows)
 
 
-def _choose_label(rows: Rows, asked: _Asked, said: list[str]) -> str:
-    texts = [asked.text] if isinstance(asked.text, str) else list(asked.text or ())
+def _choose_label(rows: Rows, named: _NamedColumns, said: list[str]) -> str:
+    texts = [named.text] if isinstance(named.text, str) else list(named.text or ())
     label = find(rows, LABEL_NAMES, besides=texts)
     if label is None:
         text = texts or [find_text(rows) or ""]
@@ -193,26 +193,26 @@ def _find_messages(rows: Rows) -> str | None:
     return None
 
 
-def _choose_conversations(rows: Rows, asked: _Asked, said: list[str]) -> Conversations:
-    column = asked.messages
+def _choose_conversations(rows: Rows, named: _NamedColumns, said: list[str]) -> Conversations:
+    column = named.messages
     if column is not None:
         require(rows, column, "data.messages")
-    elif asked.prompt is None and asked.answer is None:
+    elif named.prompt is None and named.answer is None:
         column = _find_messages(rows)
         if column is not None:
             said.append(f"conversations: column {column!r} (guessed; set data.messages to change)")
     if column is None:
-        return _choose_prompts(rows, asked, said)
+        return _choose_prompts(rows, named, said)
     tools = next((name for name in rows.names if name == "tools" and _contains_lists(rows, name)), None)
     if tools is not None:
         said.append(f"tools of the conversations: column {tools!r} (rename it to leave them out)")
     return MessageColumn(column, tools)
 
 
-def _choose_prompts(rows: Rows, asked: _Asked, said: list[str]) -> PromptColumns:
+def _choose_prompts(rows: Rows, named: _NamedColumns, said: list[str]) -> PromptColumns:
     pair = find_pair(rows, _PROMPT_AND_ANSWER)
-    prompt = asked.prompt or (pair[0] if pair else find(rows, ("", "", *PROMPT_NAMES)))
-    answer = asked.answer or (pair[1] if pair else find(rows, ("", "", *ANSWER_NAMES)))
+    prompt = named.prompt or (pair[0] if pair else find(rows, ("", "", *PROMPT_NAMES)))
+    answer = named.answer or (pair[1] if pair else find(rows, ("", "", *ANSWER_NAMES)))
     if prompt is None or answer is None or prompt == answer:
         raise DataError(
             f"{rows.origin}: cannot tell which columns are the conversations; the columns are "
@@ -222,10 +222,10 @@ def _choose_prompts(rows: Rows, asked: _Asked, said: list[str]) -> PromptColumns
     prompts = [require(rows, prompt, "data.prompt")]
     require(rows, answer, "data.answer")
     # Instruction data often has three columns: instruction, input (or context) and output.
-    if asked.prompt is None and prompt.casefold() == "instruction":
+    if named.prompt is None and prompt.casefold() == "instruction":
         prompts += [name for name in rows.names if name.casefold() in ("input", "context") and name != answer]
     system = next((name for name in rows.names if name.casefold() in ("system", "system_prompt")), None)
-    if asked.prompt is None or asked.answer is None:
+    if named.prompt is None or named.answer is None:
         found = f"prompts: {list_values(prompts)}, answers: {answer!r}"
         said.append(f"{found} (guessed; set data.prompt and data.answer to change)")
     if system is not None:
@@ -233,12 +233,12 @@ def _choose_prompts(rows: Rows, asked: _Asked, said: list[str]) -> PromptColumns
     return PromptColumns(prompts, answer, system)
 
 
-def _build_seq2seq(rows: Rows, asked: _Asked, said: list[str], on_bad_rows: str) -> Seq2Seq:
-    if asked.text is not None and not isinstance(asked.text, str):
-        raise DataError(f"data.text names {len(asked.text)} columns", "set data.text to one column")
+def _build_seq2seq(rows: Rows, named: _NamedColumns, said: list[str], on_bad_rows: str) -> Seq2Seq:
+    if named.text is not None and not isinstance(named.text, str):
+        raise DataError(f"data.text names {len(named.text)} columns", "set data.text to one column")
     pair = find_pair(rows, (*SEQ2SEQ_NAMES, *_PROMPT_AND_ANSWER))
-    source = asked.text or (pair[0] if pair else find_text(rows, [asked.target] if asked.target else []))
-    target = asked.target or (pair[1] if pair else None)
+    source = named.text or (pair[0] if pair else find_text(rows, [named.target] if named.target else []))
+    target = named.target or (pair[1] if pair else None)
     if source is None or target is None or source == target:
         raise DataError(
             f"{rows.origin}: cannot tell source and target; the columns are {list_values(rows.names)}",
@@ -246,6 +246,6 @@ def _build_seq2seq(rows: Rows, asked: _Asked, said: list[str], on_bad_rows: str)
         )
     require(rows, source, "data.text")
     require(rows, target, "data.target")
-    if asked.text is None or asked.target is None:
+    if named.text is None or named.target is None:
         said.append(f"source: {source!r}, target: {target!r} (guessed; set data.text and data.target to change)")
     return Seq2Seq(source, target, said, on_bad_rows)

@@ -22,8 +22,7 @@ class CausalLM(Task):
 
     Args:
         texts: The text column.
-        said: Log lines about what was guessed from the data.
-        on_bad_rows: "stop" or "skip".
+        said, on_bad_rows: As in `Task`.
     """
 
     name = "causal-lm"

@@ -13,7 +13,7 @@ from trimtab.data.tasks.base import Batch, Problem, Task
 from trimtab.data.tasks.chat_template import Rendered, Renderer, Spans, plain_template
 from trimtab.data.tasks.messages import BadMessages, Conversations
 from trimtab.data.tasks.padding import IGNORED, pad
-from trimtab.data.tasks.tokenization import CHARACTERS_PER_CALL, ROWS_PER_CALL
+from trimtab.data.tasks.tokenization import call_batches
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import DataError, ModelError
 from trimtab.log import say, say_once
@@ -24,8 +24,7 @@ class Chat(Task):
 
     Args:
         conversations: The reader of the conversations.
-        said: Log lines about what was guessed from the data.
-        on_bad_rows: "stop" or "skip".
+        said, on_bad_rows: As in `Task`.
     """
 
     name = "chat"
@@ -104,7 +103,7 @@ class Chat(Task):
 
 
 def _examples(rendered: Iterator[Rendered], tokenizer: Any, max_length: int, counts: Counter[str]) -> Iterator[Any]:
-    for part in _call_batches(rendered):
+    for part in call_batches(rendered, lambda conversation: len(conversation.text)):
         encoding = tokenizer(
             [conversation.text for conversation in part],
             add_special_tokens=False,  # the template writes them
@@ -125,20 +124,6 @@ def _examples(rendered: Iterator[Rendered], tokenizer: Any, max_length: int, cou
             counts["truncated"] += len(kept) < len(ids)
             counts["unended"] += not conversation.ends_marked
             yield {"input_ids": [ids[i] for i in kept], "labels": [labels[i] for i in kept]}
-
-
-def _call_batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
-    """Group conversations into tokenizer calls of bounded size."""
-    part: list[Rendered] = []
-    num_characters = 0
-    for conversation in rendered:
-        part.append(conversation)
-        num_characters += len(conversation.text)
-        if len(part) == ROWS_PER_CALL or num_characters >= CHARACTERS_PER_CALL:
-            yield part
-            part, num_characters = [], 0
-    if part:
-        yield part
 
 
 def token_spans(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Spans:

@@ -124,7 +124,7 @@ class Renderer:
         return changed == self._rendered_parts(messages, answers_only=other["role"] == "assistant")
 
     def _rendered_parts(self, messages: list[Message], *, answers_only: bool) -> list[str]:
-        """Return the text of a conversation; of a template with marks, that of the answers if asked for."""
+        """Return the text of a conversation; or only of the answers, for a template with marks."""
         if not self._has_marks:
             return [self._text(messages)]
         text, answers = self._by_marks(messages)

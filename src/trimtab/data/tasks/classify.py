@@ -18,8 +18,7 @@ class Classify(Task):
     Args:
         texts: The text column or columns.
         labels: The reader of the labels.
-        said: Log lines about what was guessed from the data.
-        on_bad_rows: "stop" or "skip".
+        said, on_bad_rows: As in `Task`.
     """
 
     name = "classify"

@@ -26,9 +26,8 @@ class MaskedLM(Task):
 
     Args:
         texts: The text column.
-        said: Log lines about what was guessed from the data.
         seed: Decides which tokens are masked.
-        on_bad_rows: "stop" or "skip".
+        said, on_bad_rows: As in `Task`.
     """
 
     name = "masked-lm"

@@ -19,8 +19,7 @@ class Regress(Task):
     Args:
         texts: The text column or columns.
         numbers: The columns of the numbers.
-        said: Log lines about what was guessed from the data.
-        on_bad_rows: "stop" or "skip".
+        said, on_bad_rows: As in `Task`.
     """
 
     name = "regress"

@@ -21,8 +21,7 @@ class Seq2Seq(Task):
     Args:
         source: The column of the encoder's input.
         target: The column of the text to generate.
-        said: Log lines about what was guessed from the data.
-        on_bad_rows: "stop" or "skip".
+        said, on_bad_rows: As in `Task`.
     """
 
     name = "seq2seq"

@@ -71,13 +71,13 @@ def column_texts(rows: Rows, name: str) -> list[str]:
 
 
 def choose_text(
-    rows: Rows, asked: str | Sequence[str] | None, said: list[str], *, besides: Sequence[str] = (), pairs: bool = True
+    rows: Rows, named: str | Sequence[str] | None, said: list[str], *, besides: Sequence[str] = (), pairs: bool = True
 ) -> TextColumns:
     """Return the text columns that the recipe names, or guess them from the column names.
 
     Args:
         rows: The training rows.
-        asked: Value of data.text.
+        named: Value of data.text.
         said: Gets a log line about a guess.
         besides: Columns with another role.
         pairs: Whether two columns may form sentence pairs.
@@ -85,8 +85,8 @@ def choose_text(
     Raises:
         DataError: If a named column does not exist, or the guess is ambiguous.
     """
-    if asked is not None:
-        names = [asked] if isinstance(asked, str) else list(asked)
+    if named is not None:
+        names = [named] if isinstance(named, str) else list(named)
         if len(names) not in ((1, 2) if pairs else (1,)):
             allowed = "one column, or to a list of two for sentence pairs" if pairs else "one column"
             raise DataError(

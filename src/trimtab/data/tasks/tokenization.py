@@ -1,12 +1,14 @@
 """Texts to token ids, in calls of bounded size: a fast tokenizer works in parallel within a call."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab.errors import DataError
+
+Item = TypeVar("Item")
 
 ROWS_PER_CALL = 1000
 CHARACTERS_PER_CALL = 4_000_000  # takes about 640 MB inside a fast tokenizer
@@ -71,7 +73,7 @@ def tokenize(
         as_target: Tokenize as targets of a sequence-to-sequence model.
 
     Raises:
-        DataError: If `max_length` leaves no room for text beside the special tokens.
+        DataError: If `max_length` leaves no room for text besides the special tokens.
     """
     settings: dict[str, Any] = dict(_CALL_SETTINGS)
     if max_length is not None:
@@ -80,12 +82,10 @@ def tokenize(
     input_ids: list[array[int]] = []
     token_type_ids: list[array[int]] = []
     truncated: list[bool] = []
-    for rows in call_slices(texts, pairs):
-        part = list(texts[rows])
-        if as_target:
-            encoding = tokenizer(text_target=part, **settings)
-        else:
-            encoding = tokenizer(part, *([] if pairs is None else [list(pairs[rows])]), **settings)
+    rows = zip(texts, *([] if pairs is None else [pairs]), strict=True)
+    for batch in call_batches(rows, lambda row: sum(map(len, row))):
+        columns = [list(column) for column in zip(*batch, strict=True)]
+        encoding = tokenizer(text_target=columns[0], **settings) if as_target else tokenizer(*columns, **settings)
         input_ids += [array("i", ids) for ids in encoding["input_ids"]]
         if pairs is not None:
             token_type_ids += [array("i", ids) for ids in encoding.get("token_type_ids", ())]
@@ -99,7 +99,7 @@ def tokenize_in_pieces(tokenizer: Any, texts: Sequence[str], max_length: int) ->
     """Tokenize texts and split long ones into pieces of `max_length` tokens, each with its special tokens.
 
     Raises:
-        DataError: If `max_length` leaves no room for text beside the special tokens.
+        DataError: If `max_length` leaves no room for text besides the special tokens.
     """
     room = _room_for_text(tokenizer, max_length, pair=False)
     settings: dict[str, Any] = dict(_CALL_SETTINGS)
@@ -107,8 +107,8 @@ def tokenize_in_pieces(tokenizer: Any, texts: Sequence[str], max_length: int) ->
         settings |= {"truncation": True, "max_length": max_length, "return_overflowing_tokens": True}
     else:
         settings |= {"add_special_tokens": False}  # a slow tokenizer returns only the first piece of a truncated text
-    for rows in call_slices(texts):
-        for ids in tokenizer(list(texts[rows]), **settings)["input_ids"]:
+    for batch in call_batches(texts, len):
+        for ids in tokenizer(batch, **settings)["input_ids"]:
             if tokenizer.is_fast:
                 yield ids
                 continue
@@ -126,21 +126,22 @@ def _room_for_text(tokenizer: Any, max_length: int, *, pair: bool) -> int:
     return max_length - num_special
 
 
-def call_slices(texts: Sequence[str], pairs: Sequence[str] | None = None) -> Iterator[slice]:
-    """Split rows into tokenizer calls of at most `ROWS_PER_CALL` rows and about `CHARACTERS_PER_CALL` characters.
+def call_batches(items: Iterable[Item], num_characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Group items into tokenizer calls of at most `ROWS_PER_CALL` items and about `CHARACTERS_PER_CALL` characters.
 
     A fast tokenizer keeps all tokens of all texts of a call in memory, also those that it truncates.
     """
-    start = num_characters = 0
-    for index, text in enumerate(texts):
-        size = len(text) + (0 if pairs is None else len(pairs[index]))
-        is_full = index - start == ROWS_PER_CALL or num_characters + size > CHARACTERS_PER_CALL
-        if is_full and index > start:
-            yield slice(start, index)
-            start, num_characters = index, 0
-        num_characters += size
-    if start < len(texts):
-        yield slice(start, len(texts))
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        size = num_characters(item)
+        if batch and (len(batch) == ROWS_PER_CALL or total + size > CHARACTERS_PER_CALL):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
 
 
 def _were_truncated(encoding: Any, max_length: int) -> list[bool]:
