@@ -94,7 +94,8 @@ def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int) -> list[int]
     tokenizer = loaded.tokenizer
     tools = None
     if isinstance(prompt, Mapping):
-        prompt, tools = prompt["messages"], prompt.get("tools")
+        tools = prompt.get("tools")
+        prompt = prompt["messages"]
     is_text = isinstance(prompt, str)
     if not is_text and (loaded.task_name != "chat" or not all(isinstance(turn, dict) for turn in prompt)):
         raise DataError(f"prompt {index + 1} is {prompt!r}", "pass texts; lists of messages are for chat models")

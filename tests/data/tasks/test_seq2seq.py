@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 
 import pytest
 import torch
@@ -92,7 +93,10 @@ def test_a_trained_model_generates_from_the_language_it_was_trained_on(tmp_path,
     rows = [{"source": text, "target": "a good film"} for text in CORPUS]
     data = {"train": str(write_csv(tmp_path / "rows.csv", rows)), "eval_share": 0}
     recipe = Recipe(model=str(base), data=data, task="seq2seq", train={"max_steps": 60, "lr": 1e-2}, track="none")
-    loaded = load(fit(recipe).best, device="cpu")
+    best = fit(recipe).best
+    truncation, before = (json.loads((f / "tokenizer.json").read_text())["truncation"] for f in (best, base))
+    assert truncation is before is None  # the one of the run is not exported
+    loaded = load(best, device="cpu")
     french = loaded.tokenizer.convert_tokens_to_ids("fr_XX")
     assert loaded.model.generation_config.decoder_start_token_id == french
     assert generation_start(loaded.tokenizer, "mbart") == {"decoder_start_token_id": french}
