@@ -71,14 +71,14 @@ def test_what_is_there_passes(bert):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("no/such/place", "'no/such/place' is no file or folder here"),
-        ("no-such-name", "'no-such-name' is no file or folder here"),
+        ("no/such/place", "'no/such/place' is not a local file or folder"),
+        ("no-such-name", "'no-such-name' is not a local file or folder"),
         ("/no/such.csv", "'/no/such.csv' does not exist"),
         ("'x*.csv'", "no file matches 'x*.csv'"),
-        ("notes.doc", "notes.doc: files of this kind cannot be read"),
-        ("'reviews.csv[:ten]'", "reviews.csv: 'ten' is no bound of a slice"),
-        ("empty", "empty holds no data files"),
-        ("'review*'", "holds files of several kinds"),
+        ("notes.doc", "notes.doc: unsupported file format"),
+        ("'reviews.csv[:ten]'", "reviews.csv: 'ten' is not a slice bound"),
+        ("empty", "empty has no data files"),
+        ("'review*'", "has files of several formats"),
     ],
 )
 def test_data_that_is_not_there(bert, source, problem):

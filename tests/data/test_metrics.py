@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.data.metrics import Metrics, higher_is_better
+from trimtab.data.metrics import METRIC_NAMES, Metrics, higher_is_better
 from trimtab.errors import RecipeError
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
@@ -15,24 +15,29 @@ sklearn_metrics = pytest.importorskip("sklearn.metrics")
 CLASS_METRICS = ["accuracy", "f1", "precision", "recall", "auc", "mcc"]
 
 
-def added(metrics, logits, labels, num_batches=5):
+def computed(metrics, logits, labels, num_batches=5):
     """All rows in batches of unequal size."""
     for part in torch.arange(len(labels)).tensor_split(num_batches):
         metrics.update(logits[part], {"labels": labels[part]}, torch.tensor(0.0), len(part))
     return metrics.compute()
 
 
-def of_sklearn(logits, labels):
-    labels, foretold = labels.numpy(), logits.argmax(-1).numpy()
-    average = {"average": "binary"} if logits.shape[1] == 2 else {"average": "macro"}
+def averages(labels, predicted, average):
+    """Precision, recall and F1 of scikit-learn."""
+    names = {"f1": "f1_score", "precision": "precision_score", "recall": "recall_score"}
+    return {
+        name: getattr(sklearn_metrics, function)(labels, predicted, average=average, zero_division=0)
+        for name, function in names.items()
+    }
+
+
+def sklearn_values(logits, labels):
+    labels, predicted = labels.numpy(), logits.argmax(-1).numpy()
     scores = logits.double().softmax(-1).numpy()
     auc = {"y_score": scores[:, 1]} if logits.shape[1] == 2 else {"y_score": scores, "multi_class": "ovr"}
-    return {
-        "accuracy": sklearn_metrics.accuracy_score(labels, foretold),
-        "f1": sklearn_metrics.f1_score(labels, foretold, **average, zero_division=0),
-        "precision": sklearn_metrics.precision_score(labels, foretold, **average, zero_division=0),
-        "recall": sklearn_metrics.recall_score(labels, foretold, **average, zero_division=0),
-        "mcc": sklearn_metrics.matthews_corrcoef(labels, foretold),
+    return averages(labels, predicted, "binary" if logits.shape[1] == 2 else "macro") | {
+        "accuracy": sklearn_metrics.accuracy_score(labels, predicted),
+        "mcc": sklearn_metrics.matthews_corrcoef(labels, predicted),
         "auc": sklearn_metrics.roc_auc_score(labels, **auc),
     }
 
@@ -44,37 +49,27 @@ def test_one_label_as_in_sklearn(num_labels, seed):
     labels = torch.cat([torch.arange(num_labels), torch.randint(num_labels, (501,)) * torch.randint(2, (501,))])
     logits = torch.randn(len(labels), num_labels) * 3
     logits[torch.arange(len(labels)), labels] += seed  # from a guess to a good model
-    found = added(Metrics("cross-entropy", CLASS_METRICS, num_labels=num_labels), logits, labels)
-    expected = of_sklearn(logits, labels)
-    assert {name: found[name] for name in CLASS_METRICS if name != "auc"} == pytest.approx(
-        {name: expected[name] for name in CLASS_METRICS if name != "auc"}, abs=1e-12
-    )
-    assert found["auc"] == pytest.approx(expected["auc"], abs=1e-12)
+    found = computed(Metrics("cross-entropy", CLASS_METRICS, num_labels=num_labels), logits, labels)
+    del found["loss"]
+    assert found == pytest.approx(sklearn_values(logits, labels), abs=1e-12)
 
 
-def test_labels_that_nobody_has_or_foretells_do_not_count():
+def test_labels_without_rows_or_predictions_do_not_count():
     labels = torch.tensor([0, 0, 3, 3, 3])
     logits = torch.nn.functional.one_hot(torch.tensor([0, 3, 3, 0, 5]), 9).float()
-    found = added(Metrics("cross-entropy", ["f1", "precision", "recall"], num_labels=9), logits, labels, 2)
-    foretold = logits.argmax(-1)
-    assert found["f1"] == pytest.approx(sklearn_metrics.f1_score(labels, foretold, average="macro"))
-    assert found["precision"] == pytest.approx(
-        sklearn_metrics.precision_score(labels, foretold, average="macro", zero_division=0)
-    )
-    assert found["recall"] == pytest.approx(
-        sklearn_metrics.recall_score(labels, foretold, average="macro", zero_division=0)
-    )
+    found = computed(Metrics("cross-entropy", ["f1", "precision", "recall"], num_labels=9), logits, labels, 2)
+    assert found == pytest.approx({"loss": 0.0} | averages(labels, logits.argmax(-1), "macro"))
 
 
-@pytest.mark.parametrize("foretold", [0, 1])
-def test_a_model_that_always_says_the_same(foretold):
+@pytest.mark.parametrize("predicted", [0, 1])
+def test_a_model_that_always_says_the_same(predicted):
     labels = torch.tensor([0, 1, 1, 0, 1])
     logits = torch.zeros(5, 2)
-    logits[:, foretold] = 1
-    found = added(Metrics("cross-entropy", CLASS_METRICS, num_labels=2), logits, labels, 1)
+    logits[:, predicted] = 1
+    found = computed(Metrics("cross-entropy", CLASS_METRICS, num_labels=2), logits, labels, 1)
     assert found["mcc"] == 0
     assert found["auc"] == 0.5
-    assert found["f1"] == pytest.approx(0.75 if foretold else 0)
+    assert found["f1"] == pytest.approx(0.75 if predicted else 0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -84,21 +79,23 @@ def test_several_labels_as_in_sklearn(seed):
     labels[:, 5] = 0  # one that no row has
     logits = torch.randn(300, 6) * 2 + (labels - 0.5) * seed
     names = ["accuracy", "f1", "precision", "recall", "auc"]
-    found = added(Metrics("binary-cross-entropy", names, num_labels=6), logits, labels)
-    foretold, true = (logits > 0).int().numpy(), labels.int().numpy()
-    average = {"average": "macro", "zero_division": 0}
-    assert found["accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(true, foretold))
-    assert found["f1"] == pytest.approx(sklearn_metrics.f1_score(true, foretold, **average))
-    assert found["precision"] == pytest.approx(sklearn_metrics.precision_score(true, foretold, **average))
-    assert found["recall"] == pytest.approx(sklearn_metrics.recall_score(true, foretold, **average))
-    expected = sklearn_metrics.roc_auc_score(true[:, :5], logits[:, :5].numpy(), average="macro")
-    assert found["auc"] == pytest.approx(expected, abs=1e-12)
+    found = computed(Metrics("binary-cross-entropy", names, num_labels=6), logits, labels)
+    predicted, true = (logits > 0).int().numpy(), labels.int().numpy()
+    assert found == pytest.approx(
+        averages(true, predicted, "macro")
+        | {
+            "loss": 0.0,
+            "accuracy": sklearn_metrics.accuracy_score(true, predicted),
+            "auc": sklearn_metrics.roc_auc_score(true[:, :5], logits[:, :5].numpy(), average="macro"),
+        },
+        abs=1e-12,
+    )
 
 
 def test_auc_is_not_defined_for_one_class():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = added(Metrics("cross-entropy", ["auc"], num_labels=2), torch.randn(4, 2), torch.zeros(4).long(), 1)
+        found = computed(Metrics("cross-entropy", ["auc"], num_labels=2), torch.randn(4, 2), torch.zeros(4).long(), 1)
     assert math.isnan(found["auc"])
 
 
@@ -107,7 +104,7 @@ def test_numbers_as_in_sklearn(num_numbers):
     labels = torch.randn(200, num_numbers) * 4 + 10
     logits = labels * 0.5 + torch.randn(200, num_numbers)
     given = labels[:, 0] if num_numbers == 1 else labels
-    found = added(Metrics("mse", num_labels=num_numbers), logits, given)
+    found = computed(Metrics("mse", num_labels=num_numbers), logits, given)
     assert found["mse"] == pytest.approx(sklearn_metrics.mean_squared_error(labels, logits), rel=1e-6)
     assert found["mae"] == pytest.approx(sklearn_metrics.mean_absolute_error(labels, logits), rel=1e-6)
     pearsons = [torch.corrcoef(torch.stack([labels[:, i], logits[:, i]]).double())[0, 1] for i in range(num_numbers)]
@@ -115,7 +112,7 @@ def test_numbers_as_in_sklearn(num_numbers):
 
 
 def test_pearson_of_a_constant_is_not_defined():
-    found = added(Metrics("mse", num_labels=1), torch.ones(4, 1), torch.randn(4), 2)
+    found = computed(Metrics("mse", num_labels=1), torch.ones(4, 1), torch.randn(4), 2)
     assert math.isnan(found["pearson"])
     assert math.isfinite(found["mse"])
 
@@ -176,9 +173,9 @@ def test_sums_of_processes_add_up():
     labels, logits = torch.randint(4, (90,)), torch.randn(90, 4)
     whole = Metrics("cross-entropy", CLASS_METRICS, num_labels=4)
     parts = [Metrics("cross-entropy", CLASS_METRICS, num_labels=4) for _ in range(2)]
-    expected = added(whole, logits, labels)
-    added(parts[0], logits[:31], labels[:31])
-    added(parts[1], logits[31:], labels[31:])
+    expected = computed(whole, logits, labels)
+    computed(parts[0], logits[:31], labels[:31])
+    computed(parts[1], logits[31:], labels[31:])
     scores = []
     parts[1].combine(torch.clone, lambda mine: scores.append(mine) or mine)
     others = iter(parts[1].sums)
@@ -220,9 +217,8 @@ def test_an_update_reads_nothing_from_the_device(metrics, logits, labels):
 def test_names_and_directions():
     assert Metrics("cross-entropy", num_labels=2).names == ["loss", "accuracy", "f1"]
     assert Metrics("cross-entropy", ["mcc", "loss", "mcc"], num_labels=2).names == ["loss", "mcc"]
-    better = {"accuracy", "f1", "precision", "recall", "auc", "mcc", "pearson", "token_accuracy"}
-    assert all(higher_is_better(name) for name in better)
-    assert not any(higher_is_better(name) for name in ("loss", "mse", "mae", "perplexity"))
+    names = {name for kind in METRIC_NAMES.values() for name in kind}
+    assert {name for name in names if not higher_is_better(name)} == {"loss", "mse", "mae", "perplexity"}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +227,7 @@ def test_names_and_directions():
         ("cross-entropy", "acuracy", "did you mean 'accuracy'"),
         ("binary-cross-entropy", "mcc", "for this task"),
         ("token-cross-entropy", "accuracy", "did you mean 'token_accuracy'"),
-        ("mse", "f1", "choose among loss, mse, mae, pearson"),
+        ("mse", "f1", "use one of loss, mse, mae, pearson"),
     ],
 )
 def test_metrics_that_do_not_exist(kind, name, hint):

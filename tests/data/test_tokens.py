@@ -1,7 +1,6 @@
 """Tokens come back as they went in, and the cache gives them again only where everything that made them is the same."""
 
 import datetime
-import os
 import pickle
 from array import array
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab.data import fingerprint as fingerprint_module
 from trimtab.data import tokens as tokens_module
 from trimtab.data.fingerprint import NoFingerprint, fingerprint
-from trimtab.data.rows import Places, Rows
+from trimtab.data.rows import RowLocations, Rows
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError
 
@@ -67,17 +66,16 @@ def test_lists_tensors_and_arrays_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("second", "problem"),
-    [({"input_ids": [1]}, "has the fields"), ({"input_ids": 1, "labels": 1}, "a list in some examples and a number")],
+    ("examples", "error", "problem"),
+    [
+        ([{"input_ids": [1], "labels": 1}, {"input_ids": [1]}], ValueError, "has the fields"),
+        ([{"input_ids": [1]}, {"input_ids": 1}], ValueError, "a list in some examples and a number"),
+        ([{"input_ids": [2**31]}], OverflowError, None),
+    ],
 )
-def test_examples_that_do_not_fit_together(second, problem):
-    with pytest.raises(ValueError, match=problem):
-        TokenDataset.from_examples([{"input_ids": [1], "labels": 1}, second])
-
-
-def test_numbers_that_do_not_fit():
-    with pytest.raises(OverflowError):
-        TokenDataset.from_examples([{"input_ids": [2**31]}])
+def test_examples_that_do_not_fit_together(examples, error, problem):
+    with pytest.raises(error, match=problem):
+        TokenDataset.from_examples(examples)
     with pytest.raises(ValueError, match="different numbers of examples"):
         TokenDataset({"a": torch.ones(2), "b": torch.ones(3)}, {})
 
@@ -125,7 +123,7 @@ def test_a_broken_file_is_refused(tmp_path, damage):
     else:
         content[-1] ^= 1
         path.write_bytes({"cut": content[:-4], "flip": content, "empty": b""}[damage])
-    with pytest.raises(DataError, match="holds no tokens that can be read"):
+    with pytest.raises(DataError, match="is not a readable token file"):
         TokenDataset.load(path)
 
 
@@ -161,26 +159,20 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def said(monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(tokens_module, "say", lines.append)
-    monkeypatch.setattr(tokens_module, "say_once", lines.append)
-    return lines
-
-
 def files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_tokens_are_made_once(cache):
+def test_tokens_are_made_once(cache, monkeypatch):
     build = Builder()
     first, second = cached(["a", 1], build), cached(["a", 1], build)
     assert build.num_calls == 1
     assert plain(first) == plain(second)
     assert second.num_truncated == 1
     cached(["a", 2], build)
-    assert build.num_calls == 2
+    monkeypatch.setenv("TRIMTAB_CACHE", "off")
+    cached(["a", 1], build)
+    assert build.num_calls == 3
     assert len(files(cache)) == 2
 
 
@@ -190,42 +182,34 @@ def test_a_broken_file_is_made_again(cache, said):
     (path,) = files(cache)
     path.write_bytes(path.read_bytes()[:-1])
     assert cached(["a"], build).num_truncated == 2
-    assert "tokens are made again" in said[0]
+    assert "tokenizing again" in said[0]
     assert cached(["a"], build).num_truncated == 2  # read from the mended file
     assert build.num_calls == 2
 
 
-def test_the_cache_can_be_off(cache, monkeypatch):
-    monkeypatch.setenv("TRIMTAB_CACHE", "off")
+def test_the_environment_is_read_at_each_call(tmp_path, monkeypatch):
     build = Builder()
-    cached(["a"], build)
-    cached(["a"], build)
+    for name in ("one", "two"):
+        monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / name))
+        cached(["a"], build)
     assert build.num_calls == 2
-    assert not cache.exists()
-
-
-def test_the_default_place_is_in_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # the default is in the home folder
     for value in (None, ""):
         monkeypatch.setenv("TRIMTAB_CACHE", value) if value is not None else monkeypatch.delenv("TRIMTAB_CACHE", False)
         cached(["a"], Builder())
     assert len(files(tmp_path / ".cache" / "trimtab")) == 1
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path, monkeypatch, said):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "file"))
-    assert len(cached(["a"], Builder())) == 3
-    assert "tokens are not cached" in said[0]
-
-
-def test_what_cannot_be_digested_is_not_cached(cache, said):
+def test_a_cache_that_cannot_be_used_costs_nothing_else(cache, said):
     build = Builder()
     for _ in range(2):
         cached([object()], build)
     assert build.num_calls == 2
-    assert "tokens are not cached: a object has no content" in said[0]
+    assert "tokens are not cached: a object cannot be digested" in said[0]
     assert not cache.exists()
+    cache.write_text("")  # a file where the folder should be
+    assert len(cached(["a"], build)) == 3
+    assert f"tokens are not cached in {cache}" in said[-1]
 
 
 @dataclass(frozen=True)
@@ -238,51 +222,16 @@ class OtherSettings:
     length: int
 
 
+# fmt: off
 DIFFERENT = [
-    *(
-        None,
-        True,
-        1,
-        1.0,
-        "1",
-        b"1",
-        "",
-        [],
-        [1],
-        ["1"],
-        [[1]],
-        ["1", ""],
-        ["", "1"],
-        [1, 2],
-        [12],
-        ["a", "bc"],
-        ["ab", "c"],
-    ),
-    *(
-        {"a": 1},
-        {"a": 2},
-        {"b": 1},
-        {1: "a"},
-        {"1": "a"},
-        {},
-        {"a": {"b": 1}},
-        [["a"], "b"],
-        ["a", ["b"]],
-        [2**70],
-        [True],
-    ),
-    *(Settings(1), Settings(2), OtherSettings(1), {1, 2}, {1, 3}, datetime.date(2024, 1, 1), 0.1, float("nan")),
-    *(
-        torch.tensor([1]),
-        torch.tensor([1.0]),
-        torch.tensor([[1]]),
-        numpy.int64(1),
-        numpy.float32(1),
-        "\ud800",
-        "\ud801",
-    ),
-    *(Rows({"a": ["x"]}, "o"), Rows({"a": ["y"]}, "o"), Rows({"b": ["x"]}, "o"), Rows({"a": ["x"]}, "o", {"a": ["n"]})),
+    None, True, 1, 1.0, "1", b"1", "", [], [1], ["1"], [[1]], ["1", ""], ["", "1"], [1, 2], [12], ["a", "bc"],
+    ["ab", "c"], {"a": 1}, {"a": 2}, {"b": 1}, {1: "a"}, {"1": "a"}, {}, {"a": {"b": 1}}, [["a"], "b"], ["a", ["b"]],
+    [2**70], [True], Settings(1), Settings(2), OtherSettings(1), {1, 2}, {1, 3}, datetime.date(2024, 1, 1), 0.1,
+    float("nan"), torch.tensor([1]), torch.tensor([1.0]), torch.tensor([[1]]), numpy.int64(1), numpy.float32(1),
+    "\ud800", "\ud801", Rows({"a": ["x"]}, "o"), Rows({"a": ["y"]}, "o"), Rows({"b": ["x"]}, "o"),
+    Rows({"a": ["x"]}, "o", {"a": ["n"]}),
 ]
+# fmt: on
 
 
 def test_different_values_have_different_digests():
@@ -293,28 +242,24 @@ def test_different_values_have_different_digests():
 
 
 def test_what_changes_no_token_changes_no_digest():
-    one = Rows({"a": ["x"], "b": [1]}, "one.csv", places=Places.of("one.csv, line", [7]))
+    one = Rows({"a": ["x"], "b": [1]}, "one.csv", locations=RowLocations.of("one.csv, line", [7]))
     assert fingerprint([one]) == fingerprint([Rows({"b": [1], "a": ["x"]}, "two.csv")])
     assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
 
 
-def test_versions_and_code_are_part_of_the_digest(monkeypatch):
-    before = fingerprint(["a"])
-    versions = fingerprint_module._versions()
+def test_versions_and_code_are_part_of_the_digest(tmp_path, monkeypatch):
+    before, versions = fingerprint(["a"]), fingerprint_module._versions()
     assert len(versions) == 4
     for index in range(len(versions)):
         changed = [*versions[:index], "other", *versions[index + 1 :]]
-        monkeypatch.setattr(fingerprint_module, "_versions", lambda changed=changed: changed)
-        assert fingerprint(["a"]) != before
-
-
-def test_changed_code_changes_the_digest(tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint_module, "_versions", lambda changed=changed: changed)
+            assert fingerprint(["a"]) != before
     (tmp_path / "tasks").mkdir()
-    code = tmp_path / "tasks" / "classify.py"
     monkeypatch.setattr(fingerprint_module, "__file__", str(tmp_path / "fingerprint.py"))
     found = []
     for text in ("one", "two", "one"):
-        code.write_text(text)
+        (tmp_path / "tasks" / "classify.py").write_text(text)
         found.append(fingerprint_module._versions.__wrapped__())
     assert found[0] == found[2] != found[1]
 
@@ -377,14 +322,5 @@ def test_tokenizers_written_in_python():
         def get_vocab(self):
             return {}
 
-    with pytest.raises(NoFingerprint, match="does not tell its content"):
+    with pytest.raises(NoFingerprint, match="content of the tokenizer .* cannot be read"):
         fingerprint([Own()])
-
-
-def test_the_environment_is_read_at_each_call(tmp_path, monkeypatch):
-    build = Builder()
-    for name in ("one", "two"):
-        monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / name))
-        cached(["a"], build)
-    assert build.num_calls == 2
-    assert os.environ["TRIMTAB_CACHE"].endswith("two")

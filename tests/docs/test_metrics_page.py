@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import reviews
-from trimtab.data.metrics import Metrics, higher_is_better, metric_names
+from trimtab.data.metrics import METRIC_NAMES, Metrics, higher_is_better
 from trimtab.data.sources import load_rows
 from trimtab.data.tasks.build import TASK_NAMES, build_task
 
@@ -38,7 +38,7 @@ def test_the_names_are_those_of_the_code(row):
     assert names_in(row[1]) == Metrics(kind, num_labels=3).names
     every = [*names_in(row[1]), *names_in(row[2])]
     assert set(Metrics(kind, every, num_labels=3).names) == set(every)
-    assert set(every) == set(metric_names(kind))
+    assert set(every) == set(METRIC_NAMES[kind])
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_the_one_in_bold_chooses(row, rows):
 
 def test_which_way_is_better():
     line = next(line for line in SECTION.splitlines() if line.startswith("- More is better"))
-    every = {name for kind in KINDS.values() for name in metric_names(kind)}
+    every = {name for kind in KINDS.values() for name in METRIC_NAMES[kind]}
     assert set(names_in(line)) == {name for name in every if not higher_is_better(name)}

@@ -8,7 +8,7 @@ import torch
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import DataError, ModelError
 from trimtab.inference.classify import classify_texts, regress_texts
-from trimtab.inference.load import Loaded
+from trimtab.inference.load import LoadedModel
 from trimtab.model.load import load_model
 
 NAMES = {0: "bad", 1: "fair", 2: "good"}
@@ -20,7 +20,7 @@ def loaded_of(name="bert", task="classify", facts=None, **head):
     model = load_model(config_of(name), "sequence-classification", head, tok)
     for parameter in model.parameters():  # random weights of the usual size say the same of every text
         parameter.data *= 5
-    return Loaded(model, tok, task, facts or {})
+    return LoadedModel(model, tok, task, facts or {})
 
 
 def many_texts():
@@ -84,9 +84,9 @@ def test_regression():
     with torch.no_grad():
         wanted = loaded.model(**batch_of(TEXTS)).logits.squeeze(1)
     torch.testing.assert_close(torch.tensor(values), wanted, atol=2e-5, rtol=0)
-    with pytest.raises(ModelError, match="does not classify: its task is regress"):
+    with pytest.raises(ModelError, match="not a classifier: its task is regress"):
         classify_texts(loaded, TEXTS)
-    with pytest.raises(ModelError, match="gives no number"):
+    with pytest.raises(ModelError, match="not a regression model"):
         regress_texts(loaded_of(), TEXTS)
 
 
@@ -95,7 +95,7 @@ def test_long_texts_are_cut_as_in_training_and_counted(caplog):
     long = "the cat sat on the mat " * 30
     loaded = loaded_of(facts={"max_length": 16})
     cut = classify_texts(loaded, [long, "the cat"])
-    assert "1 of 2 texts are longer than 16 tokens and were cut" in caplog.messages[-1]
+    assert "1 of 2 texts are longer than 16 tokens and were truncated" in caplog.messages[-1]
     with torch.no_grad():
         batch = loaded.tokenizer(long, truncation=True, max_length=16, return_tensors="pt")
         wanted = loaded.model(**batch).logits.softmax(-1)[0].tolist()

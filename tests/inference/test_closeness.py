@@ -22,17 +22,11 @@ class FakeTask:
         self.loss_kind, self.shifts_labels = loss_kind, shifts_labels
 
     def collate(self, examples, epoch=0):
-        length = max(len(example["input_ids"]) for example in examples)
-        padded = {}
-        for name, filler in (("input_ids", 0), ("labels", -100)):
-            rows = [torch.as_tensor(example[name]) for example in examples]
-            padded[name] = torch.stack(
-                [
-                    torch.nn.functional.pad(row, (0, length - len(row)), value=filler) if row.dim() else row
-                    for row in rows
-                ]
-            )
-        return padded
+        batch = {}
+        for name, fill in (("input_ids", 0), ("labels", -100)):
+            rows = [example[name] for example in examples]
+            batch[name] = torch.nn.utils.rnn.pad_sequence(rows, True, fill) if rows[0].dim() else torch.stack(rows)
+        return batch
 
 
 class Table(torch.nn.Module):
@@ -55,14 +49,8 @@ def closeness(task, examples, one, other, per_row=False):
 
 
 def rows(*tokens, labels=None):
-    return (
-        [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in tokens]
-        if labels is None
-        else [
-            {"input_ids": torch.tensor(row), "labels": torch.tensor(label)}
-            for row, label in zip(tokens, labels, strict=True)
-        ]
-    )
+    pairs = zip(tokens, labels or tokens, strict=True)
+    return [{"input_ids": torch.tensor(row), "labels": torch.tensor(label)} for row, label in pairs]
 
 
 def logs(*probabilities):

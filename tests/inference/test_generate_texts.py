@@ -8,7 +8,7 @@ import torch
 from tiny_models import STORIES, TEXTS, config_of, needs_stories, tokenizer
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.inference.generate import generate_texts
-from trimtab.inference.load import Loaded, load
+from trimtab.inference.load import LoadedModel, load
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
 
@@ -26,7 +26,7 @@ def writer(name, task=None):
         parameter.data *= 4
     if task == "chat":
         tok.chat_template = TEMPLATE
-    return Loaded(model, tok, task or ("seq2seq" if kind == "seq2seq-lm" else "causal-lm"))
+    return LoadedModel(model, tok, task or ("seq2seq" if kind == "seq2seq-lm" else "causal-lm"))
 
 
 def by_hand(loaded, ids, num_new):
@@ -115,10 +115,10 @@ def test_long_prompts_keep_their_end(caplog):
     generate_texts(loaded, [prompt], 10)
     assert seen[0].shape[1] == 64 - 10
     assert loaded.tokenizer.decode(seen[0][0]).endswith("and then")
-    assert "1 of 1 prompts are longer than 54 tokens and were cut" in caplog.text
-    with pytest.raises(RecipeError, match="more than the model's 64 positions"):
+    assert "1 of 1 prompts are longer than 54 tokens and were truncated" in caplog.text
+    with pytest.raises(RecipeError, match="exceeds the model's 64 positions"):
         generate_texts(loaded, [prompt], 64)
-    with pytest.raises(RecipeError, match="writes? nothing"):
+    with pytest.raises(RecipeError, match="max_new_tokens is 0"):
         generate_texts(loaded, [prompt], 0)
 
 
@@ -130,8 +130,8 @@ def test_inputs_that_make_no_sense():
         generate_texts(loaded, "one", 3)
     with pytest.raises(DataError, match="lists of messages are for chat models"):
         generate_texts(loaded, [[{"role": "user", "content": "x"}]], 3)
-    with pytest.raises(ModelError, match="does not write text: its task is masked-lm"):
-        generate_texts(Loaded(loaded.model, loaded.tokenizer, "masked-lm"), ["x"], 3)
+    with pytest.raises(ModelError, match="does not generate text: its task is masked-lm"):
+        generate_texts(LoadedModel(loaded.model, loaded.tokenizer, "masked-lm"), ["x"], 3)
 
 
 @needs_stories

@@ -162,7 +162,7 @@ def test_an_adapter_that_peft_wrote(tmp_path, tiny):
 def test_a_base_that_is_gone(classifier, tmp_path):
     run, model, base = classifier
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match="which is no longer there") as failure:
+    with pytest.raises(ModelError, match="which does not exist any more") as failure:
         load(run)
     assert str(base) in failure.value.problem
     assert "base_model_name_or_path" in failure.value.cure
@@ -182,7 +182,7 @@ def test_a_base_that_was_made_from_a_config(tmp_path):
     model = load_model(config_of("llama"), "causal-lm", {}, tokenizer())
     add_adapter(model, LoraSpec(rank=2))
     export_model(tmp_path / "run" / "best", model, tokenizer(), card={})
-    with pytest.raises(ModelError, match="made from a config: the random weights of its base were never written"):
+    with pytest.raises(ModelError, match="created from a config: the random weights of its base were not saved"):
         load(tmp_path / "run")
 
 
@@ -210,7 +210,7 @@ def test_files_that_cannot_be_read(classifier):
     facts = run / "best" / "trimtab.json"
     facts.unlink()
     path.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
-    with pytest.raises(ModelError, match="does not say which model it belongs to"):
+    with pytest.raises(ModelError, match="does not name its base model"):
         load(run)
     path.write_text("{")
     with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):

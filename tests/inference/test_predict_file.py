@@ -14,7 +14,7 @@ from trimtab.errors import DataError
 from trimtab.inference import predict_file as module
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
-from trimtab.inference.load import Loaded
+from trimtab.inference.load import LoadedModel
 from trimtab.inference.predict_file import predict_file, predict_lines
 from trimtab.model.load import load_model
 
@@ -25,7 +25,8 @@ def loaded_of(task="classify", facts=None, **head):
     tok = tokenizer()
     if task in ("causal-lm", "chat"):
         model = load_model(config_of("gpt2"), "causal-lm", {}, tok)
-        tok.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
+        tools = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}"
+        tok.chat_template = tools + "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
     else:
         head = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}} | head
         model = load_model(config_of("bert"), "sequence-classification", head, tok)
@@ -34,7 +35,7 @@ def loaded_of(task="classify", facts=None, **head):
     if hasattr(model, "classifier"):  # so that texts get different labels
         with torch.no_grad():
             model.classifier.bias -= model(**batch_of(ODD + TEXTS, tok)).logits.mean(0)
-    return Loaded(model, tok, task, facts or {})
+    return LoadedModel(model, tok, task, facts or {})
 
 
 def write_csv(path, rows, delimiter=","):
@@ -59,10 +60,7 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
     target = tmp_path / f"out.{suffix}"
     loaded = loaded_of()
     assert predict_file(loaded, source, target, batch_size=4) == 17
-    if suffix == "jsonl":
-        found = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
-    else:
-        found = read_csv(target, "," if suffix == "csv" else "\t")
+    found = read_jsonl(target) if suffix == "jsonl" else read_csv(target, "," if suffix == "csv" else "\t")
     assert [[row["id"], row["text"], row["price"], row["note"]] for row in found] == rows
     wanted = classify_texts(loaded, [row[1] for row in rows])
     assert [row["prediction"] for row in found] == [p.label for p in wanted]
@@ -77,7 +75,7 @@ def test_jsonl_keeps_types(tmp_path):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = loaded_of("regress", num_labels=1, id2label={0: "x"}, problem_type="regression")
     predict_file(loaded, source, tmp_path / "out.jsonl")
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = read_jsonl(tmp_path / "out.jsonl")
     values = [row.pop("prediction") for row in found]
     assert found == rows
     assert values == pytest.approx(regress_texts(loaded, TEXTS), abs=1e-5)
@@ -102,7 +100,7 @@ def test_several_labels_and_taken_names(tmp_path):
     assert {row["prediction"] for row in found} == {"old"}
     labels = [list(p.label) for p in classify_texts(loaded, TEXTS)]
     assert [row["prediction_2"] for row in found] == ["; ".join(names) for names in labels]
-    assert [json.loads(line)["prediction_2"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == labels
+    assert [row["prediction_2"] for row in read_jsonl(tmp_path / "out.jsonl")] == labels
 
 
 @pytest.mark.parametrize(
@@ -116,11 +114,14 @@ def test_several_labels_and_taken_names(tmp_path):
         (["anything"], {}, None, ["anything"]),
     ],
 )
-def test_the_text_column(tmp_path, header, facts, text, columns):
+def test_the_text_column(tmp_path, caplog, header, facts, text, columns):
+    caplog.set_level(logging.INFO, logger="trimtab")
     rows = [[f"{name} {TEXTS[i]}" for name in header] for i in range(4)]
     source = write_csv(tmp_path / "in.csv", [header, *rows])
     loaded = loaded_of(facts=facts)
     predict_file(loaded, source, tmp_path / "out.csv", text=text)
+    is_guess = text is None and not facts and len(header) > 1
+    assert (f"text from column {' and '.join(columns)} (guessed" in caplog.text) == is_guess
     inputs = [tuple(row[header.index(name)] for name in columns) for row in rows]
     wanted = classify_texts(loaded, inputs)
     found = read_csv(tmp_path / "out.csv")
@@ -140,6 +141,11 @@ def test_the_text_column(tmp_path, header, facts, text, columns):
         ),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 1}, {}, "<user> a"),
         ({"q": "a", "s": "be brief"}, {"columns": {"prompt": "q", "system": "s"}}, "<system> be brief<user> a"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "weather"}]},
+            {"columns": {"messages": "messages", "tools": "tools"}},
+            "weather <user> a",
+        ),
     ],
 )
 def test_chat_rows(tmp_path, row, facts, asked):
@@ -160,11 +166,11 @@ def test_mistakes_name_the_place_and_write_nothing(tmp_path):
     good = write_csv(tmp_path / "good.csv", [["text"], ["fine"]])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"id": 1, "text": "fine"}\n{"id": 2, "text": ["a"]}\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: column 'text' holds a list"):
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: column 'text' contains a list"):
         predict_file(loaded, bad, tmp_path / "out.csv")
-    with pytest.raises(DataError, match=r"(?s)has no column 'txt'; its columns are text.*--column NAME"):
+    with pytest.raises(DataError, match=r"(?s)has no column 'txt'; the columns are text.*--column NAME"):
         predict_file(loaded, good, tmp_path / "out.csv", text="txt")
-    with pytest.raises(DataError, match="no column that is clearly the text; its columns are a, b"):
+    with pytest.raises(DataError, match="no column that is recognized as the text; the columns are a, b"):
         predict_file(loaded, write_csv(tmp_path / "ab.csv", [["a", "b"], ["x", "y"]]), tmp_path / "out.csv")
     with pytest.raises(DataError, match="takes 2 column"):
         predict_file(loaded, tmp_path / "ab.csv", tmp_path / "out.csv", text=["a", "b", "a"])
@@ -172,9 +178,9 @@ def test_mistakes_name_the_place_and_write_nothing(tmp_path):
         predict_file(loaded, write_csv(tmp_path / "none.csv", [["text"]]), tmp_path / "out.csv")
     with pytest.raises(DataError, match="cannot be written to"):
         predict_file(loaded, good, tmp_path / "out.xlsx")
-    with pytest.raises(DataError, match="is the input"):
+    with pytest.raises(DataError, match="is also the input"):
         predict_file(loaded, good, good)
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="the folder of .* does not exist"):
         predict_file(loaded, good, tmp_path / "nowhere" / "out.csv")
     with pytest.raises(DataError, match="cannot be read"):
         predict_file(loaded, tmp_path / "missing.csv", tmp_path / "out.csv")
@@ -182,35 +188,22 @@ def test_mistakes_name_the_place_and_write_nothing(tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_an_older_output_survives_a_failure(tmp_path, monkeypatch):
-    source = write_csv(tmp_path / "in.csv", [["text"], ["fine"]])
-    target = tmp_path / "out.csv"
-    target.write_text("older")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(module.os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        predict_file(loaded_of(), source, target, overwrite=True)
-    assert target.read_text() == "older"
-    assert not list(tmp_path.glob(".out*"))
-
-
-def test_a_guess_is_said(tmp_path, caplog):
-    caplog.set_level(logging.INFO, logger="trimtab")
-    source = write_csv(tmp_path / "in.csv", [["id", "review"], ["1", "fine"]])
-    predict_file(loaded_of(), source, tmp_path / "out.csv")
-    assert "the texts are taken from column review" in caplog.text
-
-
-def test_an_output_is_replaced_only_if_asked(tmp_path):
+def test_an_output_is_replaced_only_if_asked_and_if_all_went_well(tmp_path, monkeypatch):
     source = write_csv(tmp_path / "in.csv", [["text"], ["fine"]])
     target = tmp_path / "out.csv"
     target.write_text("older")
     with pytest.raises(DataError, match=r"(?s)out\.csv exists.*--overwrite"):
         predict_file(loaded_of(), source, target)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "fsync", full)
+        with pytest.raises(OSError, match="no space"):
+            predict_file(loaded_of(), source, target, overwrite=True)
     assert target.read_text() == "older"
+    assert not list(tmp_path.glob(".out*"))
     predict_file(loaded_of(), source, target, overwrite=True)
     assert read_csv(target)[0]["text"] == "fine"
 
@@ -228,17 +221,14 @@ def test_rows_without_a_text_get_no_prediction(tmp_path, caplog, suffix):
     wanted = [p.label for p in classify_texts(loaded, TEXTS[:2])]
     nothing = "" if suffix == "csv" else None
     assert labels == [wanted[0], nothing, wanted[1], nothing, nothing]
-    assert "3 of 5 rows have no text and get no prediction (the first: " in caplog.text
-    assert "in.jsonl, line 2)" in caplog.text
+    assert "3 of 5 rows have no text and get no prediction; the first: " in caplog.text
+    assert "in.jsonl, line 2" in caplog.text
 
 
-def test_a_file_of_empty_texts(tmp_path):
+def test_empty_files_pairs_and_chats(tmp_path):
     source = write_csv(tmp_path / "in.csv", [["id", "text"], ["1", ""]])
     predict_file(loaded_of(), source, tmp_path / "out.csv")
     assert read_csv(tmp_path / "out.csv") == [{"id": "1", "text": "", "prediction": "", "score": ""}]
-
-
-def test_an_empty_half_of_a_pair_and_an_empty_chat(tmp_path):
     pairs = write_csv(tmp_path / "pairs.csv", [["premise", "hypothesis"], ["a", "b"], ["a", ""]])
     predict_file(loaded_of(), pairs, tmp_path / "pairs-out.csv")
     assert [bool(row["prediction"]) for row in read_csv(tmp_path / "pairs-out.csv")] == [True, False]
@@ -280,20 +270,17 @@ def test_lines_of_standard_input():
     assert [row["prediction"] for row in found] == [p.label for p in classify_texts(loaded, TEXTS[:2])]
     with pytest.raises(DataError, match="standard input has no rows"):
         predict_lines(loaded, "\n")
+    odd = predict_lines(loaded, "one\u2028half\r\ntwo\n").split("\n")  # a character that only looks like a line end
+    assert [json.loads(line)["text"] for line in odd if line] == ["one\u2028half", "two"]
 
 
 def test_what_parquet_or_the_disk_does_not_take(tmp_path):
     source = tmp_path / "in.jsonl"
     for value in ("100000000000000000000000000000", "{}"):
         source.write_text(f'{{"text": "good", "n": {value}}}\n')
-        with pytest.raises(DataError, match="cannot be a parquet table"):
+        with pytest.raises(DataError, match="cannot be written as parquet"):
             predict_file(loaded_of(), source, tmp_path / "out.parquet")
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(DataError, match="is a folder"):
         predict_file(loaded_of(), source, tmp_path / "folder.csv", overwrite=True)
     assert not list(tmp_path.glob("*out*"))
-
-
-def test_characters_that_only_look_like_the_end_of_a_line():
-    found = predict_lines(loaded_of(), "one\u2028half\r\ntwo\n").split("\n")
-    assert [json.loads(line)["text"] for line in found if line] == ["one\u2028half", "two"]

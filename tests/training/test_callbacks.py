@@ -70,7 +70,7 @@ def test_callbacks_with_helpers_are_fine():
 @pytest.mark.parametrize("name", ["accuracy", "loss", "pearson"])
 def test_an_own_metric_does_not_replace_one_of_ours(name):
     assert higher_is_better(name) in (True, False)  # it is one of ours
-    with pytest.raises(RecipeError, match=f"{name} is a metric of trimtab, which yours would replace\n.*my_{name}"):
+    with pytest.raises(RecipeError, match=f"{name} is the name of a built-in metric\n.*my_{name}"):
         fit(NOWHERE, metrics={name: lambda logits, batch: logits.mean(-1)})
 
 

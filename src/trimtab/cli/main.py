@@ -274,7 +274,7 @@ def data_show(
 ) -> None:
     """Print rows as the model sees them: tokens, which carry loss, lengths, labels, duplicates."""
     from trimtab.cli.output import show
-    from trimtab.data.report import render
+    from trimtab.data.report_table import render
     from trimtab.run import look_at_data
 
     loaded = _loaded(recipe, sets, model=model, data__train=data, data__eval=eval_data, task=task)

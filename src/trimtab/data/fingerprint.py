@@ -1,7 +1,7 @@
-"""A digest of everything that decides how rows become tokens: the key of the token cache.
+"""A digest of everything that determines the tokens of rows: the key of the token cache.
 
-Values are digested with their types and lengths, so that different values never give the same bytes. What has no
-content that could be digested is refused, never guessed.
+Values are digested with their types and lengths, so different values never produce the same bytes. A value of unknown
+type raises an error.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ import torch
 import trimtab
 from trimtab.data.rows import Rows
 
-# Of a tokenizer: where it was found, what it counted, and what is written into its serialized content anyway.
+# Attributes of a tokenizer that do not change its tokens, or are part of its serialized content anyway.
 _NOT_CONTENT = {"name_or_path", "init_kwargs", "init_inputs", "deprecation_warnings", "files_loaded", "verbose"}
 _NOT_CONTENT |= {"_tokenizer", "_should_update_post_processor", "_processor_class", "_in_target_context_manager"}
 
 
 class NoFingerprint(TypeError):
-    """A value whose content cannot be digested."""
+    """The content of a value cannot be digested."""
 
 
 def fingerprint(parts: Sequence[Any]) -> str:
-    """A digest of `parts` and of the code that makes tokens of them.
+    """Digest `parts` and the code that tokenizes them.
 
     Args:
-        parts: Plain values, lists and dicts of them, dataclasses, tensors, `Rows` (by content, not by place) and
+        parts: Plain values, lists and dicts of them, dataclasses, tensors, `Rows` (by content, not by location) and
             tokenizers of transformers (by content, not by folder).
 
     Raises:
-        NoFingerprint: If a part is of another kind.
+        NoFingerprint: If a part has another type.
     """
     digest = hashlib.blake2b(digest_size=20)
     _feed(digest, [*_versions(), *parts])
@@ -48,7 +48,7 @@ def fingerprint(parts: Sequence[Any]) -> str:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Our own code by content, so that a changed task is never served old tokens; that of others by version."""
+    """Identify this package by the content of its code, so a changed task misses the cache; libraries by version."""
     code = hashlib.blake2b(digest_size=20)
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         _feed(code, [path.name, path.read_bytes()])
@@ -85,9 +85,9 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, set | frozenset):
         _feed(digest, ["set", sorted(fingerprint([item]) for item in value)])
     elif hasattr(value, "item") and getattr(value, "shape", None) == ():
-        _feed(digest, ["scalar", type(value).__name__, value.item()])  # a number of NumPy
+        _feed(digest, ["scalar", type(value).__name__, value.item()])  # a NumPy scalar
     else:
-        raise NoFingerprint(f"a {type(value).__name__} has no content that could be digested")
+        raise NoFingerprint(f"a {type(value).__name__} cannot be digested")
 
 
 def _feed_bytes(digest: Any, tag: bytes, content: bytes) -> None:
@@ -96,7 +96,7 @@ def _feed_bytes(digest: Any, tag: bytes, content: bytes) -> None:
 
 
 def _feed_sequence(digest: Any, values: Sequence[Any]) -> None:
-    """Lists of texts or of integers, which whole columns are, go in by one call."""
+    """Digest lists of only strings or only integers (whole columns) in one call."""
     kinds = set(map(type, values))
     if kinds == {str}:
         _feed_bytes(digest, b"lengths", array("q", map(len, values)).tobytes())
@@ -119,12 +119,12 @@ def _tokenizer_content(tokenizer: Any) -> list[Any]:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(backend, "to_str"):
         content = json.loads(backend.to_str())
-        # The last call's truncation and padding stay in the backend; they are no part of the tokenizer.
+        # A call leaves its truncation and padding in the backend; they are not part of the tokenizer.
         content.pop("truncation", None)
         content.pop("padding", None)
         return [kind, settings, json.dumps(content, sort_keys=True)]
     if not kind.startswith("transformers."):
-        raise NoFingerprint(f"the tokenizer {kind} does not tell its content")
+        raise NoFingerprint(f"the content of the tokenizer {kind} cannot be read")
     return [kind, settings, tokenizer.get_vocab(), _vocabulary_files(tokenizer)]
 
 
@@ -138,7 +138,7 @@ def _vocabulary_files(tokenizer: Any) -> list[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting of a tokenizer as plain values; its tokens as text, other objects (its caches) as their kind."""
+    """Convert a setting of a tokenizer to plain values: tokens to text, other objects (caches) to their type name."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple | set | frozenset):

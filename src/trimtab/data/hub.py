@@ -1,7 +1,6 @@
-"""Datasets of the `datasets` library to `Rows`: objects of it, folders that it saved, and names on the hub."""
+"""Convert datasets of the `datasets` library to `Rows`: objects, folders of `save_to_disk`, names on the Hub."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ from trimtab.data.rows import Rows
 from trimtab.errors import DataError
 
 _HUB_CURE = (
-    "check the name (imdb, imdb:test, glue/mrpc:train[:200]) and the connection; with none, or with HF_HUB_OFFLINE=1, "
-    "only datasets that were downloaded before can be used, or files such as reviews.csv"
+    "check the name (imdb, imdb:test, glue/mrpc:train[:200]) and the connection; offline or with HF_HUB_OFFLINE=1, use "
+    "a dataset that was downloaded before, or a file such as reviews.csv"
 )
 
 
@@ -22,7 +21,7 @@ def is_dataset(source: Any) -> bool:
 
 
 def label_names(features: Any) -> dict[str, list[str]]:
-    """Column to class names, for single labels and lists of them."""
+    """Return column to class names, for columns of ClassLabel and of lists of ClassLabel."""
     names = {}
     for column, feature in (features or {}).items():
         inner = getattr(feature, "feature", feature)
@@ -32,15 +31,15 @@ def label_names(features: Any) -> dict[str, list[str]]:
 
 
 def pick_split(dataset: Any, split: str | None, origin: str) -> Any:
-    """One split of what was loaded: the one named, else the only one, else "train"."""
+    """Return one split of a dataset: the named one, else the only one, else "train"."""
     if not hasattr(dataset, "keys"):
         if split is not None and str(dataset.split) != split:
-            raise DataError(f"{origin} has no splits, but {split!r} was asked for", f"write {origin} alone")
+            raise DataError(f"{origin} has no splits, but {split!r} was requested", f"write {origin} without a split")
         return dataset
     splits = list(dataset.keys())
     chosen = split or (splits[0] if len(splits) == 1 else "train")
     if chosen not in splits:
-        found = f"no split {chosen!r}" if split else "several splits and none is called train"
+        found = f"no split {chosen!r}" if split else "several splits, none named train"
         raise DataError(f"{origin} has {found}", f"choose one of its splits: {', '.join(splits)}")
     return dataset[chosen]
 
@@ -51,7 +50,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def load_saved(folder: Path) -> Any:
-    """What `save_to_disk` wrote."""
+    """Load a folder that `save_to_disk` wrote."""
     import datasets
 
     try:
@@ -62,56 +61,43 @@ def load_saved(folder: Path) -> Any:
         ) from error
 
 
-def load_from_hub(name: str) -> Any:
-    """All splits of "imdb", "owner/name", "glue/mrpc" (name and configuration) or "owner/name/configuration".
+def load_from_hub(name: str, *, rows: bool = True) -> Any:
+    """Load all splits of "imdb", "owner/name", "glue/mrpc" (name and configuration) or "owner/name/configuration".
+
+    Args:
+        name: The name.
+        rows: Whether to load rows; otherwise only the description is fetched, to check that the dataset exists.
 
     Raises:
-        DataError: If it cannot be had, with what the hub said.
+        DataError: If it cannot be loaded, with the error of the Hub.
     """
     import datasets
 
-    return _first_that_works(name, datasets.load_dataset)
-
-
-def find_on_hub(name: str) -> None:
-    """See that a dataset is there; its description is fetched, its rows are not.
-
-    Raises:
-        DataError: If it cannot be had, with what the hub said.
-    """
-    import datasets
-
-    _first_that_works(name, datasets.load_dataset_builder)
-
-
-def _first_that_works(name: str, load: Callable[..., Any]) -> Any:
-    """What `load` gives for a name that may end in a configuration."""
-    import datasets
-
+    load = datasets.load_dataset if rows else datasets.load_dataset_builder
     parts = name.split("/")
     attempts: list[list[str]] = [[name]] if len(parts) < 3 else [["/".join(parts[:2]), parts[2]]]
     if len(parts) == 2:
-        attempts.append(parts)  # no owner but a configuration, as in glue/mrpc
+        attempts.append(parts)  # name and configuration without an owner, as in glue/mrpc
     reasons: list[str] = []
     for attempt in attempts:
         try:
             return load(*attempt)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            _explain(name, attempt[0], error)
+            _raise_if_final(name, attempt[0], error)
             reasons.append(_first_line(error))
     raise DataError(
-        f"{name!r} is no file or folder here, and no dataset could be loaded: {'; '.join(reasons)}", _HUB_CURE
+        f"{name!r} is not a local file or folder, and cannot be loaded from the Hub: {'; '.join(reasons)}", _HUB_CURE
     )
 
 
-def _explain(name: str, repository: str, error: Exception) -> None:
-    """Raise at once for what another reading of the name cannot mend."""
-    said = str(error)
-    if "gated" in said.lower():
-        cure = f"ask for access on the page of {repository} on the Hub, then log in: hf auth login"
+def _raise_if_final(name: str, repository: str, error: Exception) -> None:
+    """Raise errors that another reading of the name cannot fix."""
+    message = str(error)
+    if "gated" in message.lower():
+        cure = f"request access on the page of {repository} on the Hub, then log in: hf auth login"
         raise DataError(f"the dataset {name!r} is gated: {_first_line(error)}", cure) from error
-    if "Config name is missing" in said or "BuilderConfig" in said:
-        raise DataError(f"the dataset {name!r} has configurations: {said}", f"write {repository}/NAME") from error
+    if "Config name is missing" in message or "BuilderConfig" in message:
+        raise DataError(f"the dataset {name!r} has configurations: {message}", f"write {repository}/NAME") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -119,6 +105,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def rows_of_dataset(dataset: Any, origin: str) -> Rows:
-    """A `datasets.Dataset` as `Rows`, with the names of its class labels."""
+    """Convert a `datasets.Dataset` to `Rows`, with the names of its class labels."""
     plain = dataset.with_format(None)
     return Rows(dict(plain[:]), origin, label_names(plain.features))

@@ -1,33 +1,113 @@
-"""What the model will see, put together for `trimtab data show`: real examples, lengths, balance, and duplicates.
+"""The report of `trimtab data show`: examples as the model sees them, lengths, label counts, and shared texts.
 
-`describe_data` collects it as a `DataReport`; `render` draws that for a terminal.
+`describe_data` collects a `DataReport`; `report_table.render` formats it for a terminal.
 """
 
 import json
-from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from trimtab.data.report_values import DataReport, LabelCount, LengthBin, SetFacts, SharedText, ShownExample, ShownToken
 from trimtab.data.rows import Rows
+from trimtab.data.tasks.base import Task
+from trimtab.data.tasks.columns import strings_in
+from trimtab.data.tasks.padding import IGNORED
 from trimtab.data.tokens import TokenDataset
 
-__all__ = ["DataReport", "describe_data", "render"]
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_NO_LOSS = -100
 _NUM_BINS = 10
-_LONG_PATTERN = 8
-_OUTPUT_ROLES = {"label", "target", "answer"}  # what the model has to find, as opposed to what it is given
+_MAX_PATTERN = 8
+_OUTPUT_ROLES = {"label", "target", "answer"}
 _ADDED_BY = {"chat": "by the chat template", "causal-lm": "around texts"}
 
 
+@dataclass(frozen=True)
+class ShownToken:
+    """One token. `target` is the token to predict at this position, if it is another one."""
+
+    text: str
+    id: int
+    is_special: bool
+    carries_loss: bool
+    target: str | None = None
+
+
+@dataclass(frozen=True)
+class ShownExample:
+    """One example as the model sees it; `target` is the sequence that an encoder-decoder generates."""
+
+    location: str | None
+    tokens: tuple[ShownToken, ...]
+    target: tuple[ShownToken, ...]
+    text: str
+    label: str | None
+
+
+@dataclass(frozen=True)
+class SetSizes:
+    """Sizes of one set. `num_loss_tokens` is None if the loss is not on tokens, or on others in every epoch."""
+
+    num_rows: int
+    num_examples: int
+    num_truncated: int
+    num_tokens: int
+    num_loss_tokens: int | None
+    shortest: int
+    median: int
+    p95: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """How many training examples have `first` to `last` tokens."""
+
+    first: int
+    last: int
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class LabelCount:
+    """Number of rows with a label in each set."""
+
+    name: str
+    num_train: int
+    num_eval: int
+
+
+@dataclass(frozen=True)
+class SharedText:
+    """A text that is in both sets."""
+
+    text: str
+    train_location: str
+    eval_location: str
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Everything that `trimtab data show` prints."""
+
+    task: str
+    columns: dict[str, str | list[str]]
+    said: tuple[str, ...]
+    examples: tuple[ShownExample, ...]
+    special_tokens: str
+    num_texts_with_special_tokens: int
+    first_text_with_special_tokens: str | None
+    train: SetSizes
+    eval: SetSizes | None
+    histogram: tuple[LengthBin, ...]
+    labels: tuple[LabelCount, ...]
+    num_shared_texts: int
+    num_shared_eval_rows: int
+    shared_texts: tuple[SharedText, ...]
+
+
 def describe_data(
-    task: Any,
+    task: Task,
     train_rows: Rows,
     eval_rows: Rows | None,
     train_tokens: TokenDataset,
@@ -35,35 +115,35 @@ def describe_data(
     tokenizer: Any,
     num_examples: int = 3,
 ) -> DataReport:
-    """Collect what a user should have seen before training on their data.
+    """Collect what a user should check before training.
 
     Args:
-        task: The task that made the tokens.
-        train_rows: The rows to train on.
-        eval_rows: The rows to evaluate on, if any.
-        train_tokens: What the task made of the training rows.
-        eval_tokens: What it made of the others.
-        tokenizer: The tokenizer that was used.
+        task: The task, bound to the tokenizer.
+        train_rows: The training rows.
+        eval_rows: The held-out rows, if any.
+        train_tokens: The encoded training rows.
+        eval_tokens: The encoded held-out rows.
+        tokenizer: The tokenizer.
         num_examples: How many training examples to show.
     """
-    # Where rows were cut into blocks, an example belongs to no single row.
+    # If rows were split into blocks, an example does not belong to one row.
     one_to_one = len(train_tokens) == len(train_rows)
     examples = tuple(
-        _example(task, train_tokens[index], tokenizer, train_rows.place(index) if one_to_one else None)
+        _describe_example(task, train_tokens[index], tokenizer, train_rows.location(index) if one_to_one else None)
         for index in range(min(num_examples, len(train_tokens)))
     )
-    written = _with_special_tokens(task, train_rows, tokenizer)
+    with_special = _rows_with_special_tokens(task, train_rows, tokenizer)
     shared, num_shared_rows = _shared_texts(task, train_rows, eval_rows)
     return DataReport(
         task=task.name,
         columns=dict(task.columns),
         said=tuple(task.said),
         examples=examples,
-        special_tokens=_special_tokens(task, examples, tokenizer),
-        num_texts_with_special_tokens=len(written),
-        first_text_with_special_tokens=train_rows.place(written[0]) if written else None,
-        train=_facts(task, train_rows, train_tokens),
-        eval=None if eval_rows is None or eval_tokens is None else _facts(task, eval_rows, eval_tokens),
+        special_tokens=_describe_special_tokens(task, examples, tokenizer),
+        num_texts_with_special_tokens=len(with_special),
+        first_text_with_special_tokens=train_rows.location(with_special[0]) if with_special else None,
+        train=_sizes(task, train_rows, train_tokens),
+        eval=None if eval_rows is None or eval_tokens is None else _sizes(task, eval_rows, eval_tokens),
         histogram=_histogram(train_tokens.lengths),
         labels=_label_counts(task, train_tokens, eval_tokens),
         num_shared_texts=len(shared),
@@ -72,45 +152,45 @@ def describe_data(
     )
 
 
-def _example(task: Any, example: dict[str, Any], tokenizer: Any, place: str | None) -> ShownExample:
+def _describe_example(task: Task, example: dict[str, Any], tokenizer: Any, location: str | None) -> ShownExample:
     batch = task.collate([example])
     is_real = batch["attention_mask"][0].bool() if "attention_mask" in batch else slice(None)
     input_ids = batch["input_ids"][0][is_real].tolist()
-    labels, target, label = [_NO_LOSS] * len(input_ids), [], None
+    labels, target, label = [IGNORED] * len(input_ids), [], None
     if task.loss_kind != "token-cross-entropy":
         label = _label_text(task, batch["labels"][0])
     elif task.model_kind == "seq2seq-lm":
-        target = [token for token in batch["labels"][0].tolist() if token != _NO_LOSS]
+        target = [token for token in batch["labels"][0].tolist() if token != IGNORED]
     else:
         labels = batch["labels"][0][is_real].tolist()
         if task.shifts_labels and labels:
-            labels[0] = _NO_LOSS  # nothing stands before it from which it could be told
+            labels[0] = IGNORED  # the first token has no context to be predicted from
     return ShownExample(
-        place=place,
-        tokens=_tokens(input_ids, labels, tokenizer),
-        target=_tokens(target, target, tokenizer),
+        location=location,
+        tokens=_describe_tokens(input_ids, labels, tokenizer),
+        target=_describe_tokens(target, target, tokenizer),
         text=task.example_text(example, tokenizer),
         label=label,
     )
 
 
-def _tokens(input_ids: list[int], labels: list[int], tokenizer: Any) -> tuple[ShownToken, ...]:
+def _describe_tokens(input_ids: list[int], labels: list[int], tokenizer: Any) -> tuple[ShownToken, ...]:
     special = set(tokenizer.all_special_ids)
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(input_ids)]
-    wanted = [label if label not in (_NO_LOSS, token) else None for token, label in zip(input_ids, labels, strict=True)]
+    wanted = [label if label not in (IGNORED, token) else None for token, label in zip(input_ids, labels, strict=True)]
     return tuple(
         ShownToken(
             text=name,
             id=token,
             is_special=token in special,
-            carries_loss=label != _NO_LOSS,
+            carries_loss=label != IGNORED,
             target=None if want is None else str(tokenizer.convert_ids_to_tokens([want])[0]),
         )
         for token, label, name, want in zip(input_ids, labels, names, wanted, strict=True)
     )
 
 
-def _label_text(task: Any, label: torch.Tensor) -> str:
+def _label_text(task: Task, label: torch.Tensor) -> str:
     names = task.head().get("id2label", {})
     if task.loss_kind == "cross-entropy":
         return str(names.get(int(label), int(label)))
@@ -120,63 +200,55 @@ def _label_text(task: Any, label: torch.Tensor) -> str:
     return ", ".join(f"{value:g}" for value in label.flatten().tolist())
 
 
-def _special_tokens(task: Any, examples: tuple[ShownExample, ...], tokenizer: Any) -> str:
-    """The answer to "do I add CLS and SEP myself?", read off the first example."""
+def _describe_special_tokens(task: Task, examples: tuple[ShownExample, ...], tokenizer: Any) -> str:
+    """Answer "do I have to add CLS and SEP?" from the first example."""
     shown = examples[0].tokens if examples else ()
     pieces = [token.text if token.is_special and token.id != tokenizer.mask_token_id else "…" for token in shown]
     pattern = [piece for piece, _ in groupby(pieces)]
     if set(pattern) <= {"…"}:
         return "no special tokens are added"
-    words = " ".join(pattern if len(pattern) <= _LONG_PATTERN else [*pattern[:_LONG_PATTERN], "…"])
-    return f"special tokens added {_ADDED_BY.get(task.name, 'by the tokenizer')}: {words}: do not add them yourself"
+    shortened = " ".join(pattern if len(pattern) <= _MAX_PATTERN else [*pattern[:_MAX_PATTERN], "…"])
+    return f"special tokens added {_ADDED_BY.get(task.name, 'by the tokenizer')}: {shortened}: do not add them yourself"
 
 
-def _input_columns(task: Any) -> list[str]:
-    """The columns that the model is given, without those that it has to find."""
+def _input_columns(task: Task) -> list[str]:
+    """Return the columns of the model's input, without those of its output."""
     roles = {role: columns for role, columns in task.columns.items() if role not in _OUTPUT_ROLES} or task.columns
     return [name for columns in roles.values() for name in ([columns] if isinstance(columns, str) else columns)]
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
-
-
-def _with_special_tokens(task: Any, rows: Rows, tokenizer: Any) -> list[int]:
-    """Rows whose text has special tokens written in it, which the model would then see twice."""
+def _rows_with_special_tokens(task: Task, rows: Rows, tokenizer: Any) -> list[int]:
+    """Return the rows whose text contains special tokens, which the model would see twice."""
     names = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
-    marks = {str(mark) for name in names if (mark := getattr(tokenizer, name, None)) and len(str(mark)) > 2}
-    marks.discard(str(getattr(tokenizer, "unk_token", None)))  # corpora have <unk> in their texts, and mean it
+    tokens = {str(token) for name in names if (token := getattr(tokenizer, name, None)) and len(str(token)) > 2}
+    tokens.discard(str(getattr(tokenizer, "unk_token", None)))  # some corpora have <unk> in their texts on purpose
     columns = [rows.columns[name] for name in _input_columns(task) if name in rows.columns]
     return [
         index
         for index in range(len(rows))
-        if any(mark in text for column in columns for text in _strings(column[index]) for mark in marks)
+        if any(token in text for column in columns for text in strings_in(column[index]) for token in tokens)
     ]
 
 
-def _shared_texts(task: Any, train_rows: Rows, eval_rows: Rows | None) -> tuple[list[SharedText], int]:
-    """The distinct texts that stand in both sets, and the number of eval rows that hold one."""
+def _shared_texts(task: Task, train_rows: Rows, eval_rows: Rows | None) -> tuple[list[SharedText], int]:
+    """Return the distinct texts that are in both sets, and the number of eval rows with such a text."""
     names = [name for name in _input_columns(task) if name in train_rows.columns]
     if eval_rows is None or not names or any(name not in eval_rows.columns for name in names):
         return [], 0
-    first_place: dict[str, int] = {}
+    first_row: dict[str, int] = {}
     for index in range(len(train_rows)):
-        first_place.setdefault(_row_key(train_rows, names, index), index)
+        first_row.setdefault(_row_key(train_rows, names, index), index)
     found: dict[str, int] = {}
     num_rows = 0
     for index in range(len(eval_rows)):
         key = _row_key(eval_rows, names, index)
-        if key in first_place:
+        if key in first_row:
             num_rows += 1
             found.setdefault(key, index)
     shared = []
     for key, index in found.items():
-        text = " | ".join(text for name in names for text in _strings(eval_rows.columns[name][index]))
-        shared.append(SharedText(text, train_rows.place(first_place[key]), eval_rows.place(index)))
+        text = " | ".join(text for name in names for text in strings_in(eval_rows.columns[name][index]))
+        shared.append(SharedText(text, train_rows.location(first_row[key]), eval_rows.location(index)))
     return shared, num_rows
 
 
@@ -187,15 +259,15 @@ def _row_key(rows: Rows, names: list[str], index: int) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def _facts(task: Any, rows: Rows, tokens: TokenDataset) -> SetFacts:
+def _sizes(task: Task, rows: Rows, tokens: TokenDataset) -> SetSizes:
     lengths = sorted(tokens.lengths) or [0]
     labels = tokens.fields.get("labels") if task.loss_kind == "token-cross-entropy" else None
-    return SetFacts(
+    return SetSizes(
         num_rows=len(rows),
         num_examples=len(tokens),
         num_truncated=tokens.num_truncated,
         num_tokens=sum(lengths),
-        num_loss_tokens=None if labels is None else int((labels != _NO_LOSS).sum()),
+        num_loss_tokens=None if labels is None else int((labels != IGNORED).sum()),
         shortest=lengths[0],
         median=lengths[len(lengths) // 2],
         p95=lengths[min(len(lengths) * 95 // 100, len(lengths) - 1)],
@@ -204,7 +276,7 @@ def _facts(task: Any, rows: Rows, tokens: TokenDataset) -> SetFacts:
 
 
 def _histogram(lengths: list[int]) -> tuple[LengthBin, ...]:
-    """Equal bins from 1 to the longest."""
+    """Count lengths in equal bins from 1 to the longest."""
     longest = max(lengths, default=0)
     width = max(-(-longest // _NUM_BINS), 1)
     counts = [0] * -(-longest // width)
@@ -213,7 +285,7 @@ def _histogram(lengths: list[int]) -> tuple[LengthBin, ...]:
     return tuple(LengthBin(i * width + 1, min((i + 1) * width, longest), count) for i, count in enumerate(counts))
 
 
-def _label_counts(task: Any, train: TokenDataset, evaluation: TokenDataset | None) -> tuple[LabelCount, ...]:
+def _label_counts(task: Task, train: TokenDataset, evaluation: TokenDataset | None) -> tuple[LabelCount, ...]:
     if task.loss_kind not in ("cross-entropy", "binary-cross-entropy"):
         return ()
     names = task.head()["id2label"]
@@ -223,13 +295,6 @@ def _label_counts(task: Any, train: TokenDataset, evaluation: TokenDataset | Non
 
 def _counts(tokens: TokenDataset, num_labels: int) -> list[int]:
     labels = tokens.fields["labels"]
-    if "labels" in tokens.offsets:  # several labels: a 0 or 1 for each
+    if "labels" in tokens.offsets:  # several labels per row: one 0 or 1 per label
         return [int(count) for count in (labels.view(-1, num_labels) > 0.5).sum(0)]
     return [int(count) for count in torch.bincount(labels.long(), minlength=num_labels)]
-
-
-def render(report: DataReport) -> "RenderableType":
-    """A report for the terminal, also readable where there are no colours."""
-    from trimtab.data.report_drawing import drawn
-
-    return drawn(report)

@@ -1,6 +1,6 @@
-"""Rows as columns of plain Python values, each row with the place it came from.
+"""Rows of data as columns of plain Python values, with the location of every row in its source.
 
-Every source of data becomes `Rows`; tasks read them, and name the place of a row that they cannot use.
+Every source of data becomes `Rows`. Tasks read them and name the location of a row that they cannot use.
 """
 
 import random
@@ -14,13 +14,13 @@ from trimtab.log import say
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where rows came from, in 12 bytes a row.
+class RowLocations:
+    """Locations of rows, in 12 bytes per row.
 
     Args:
-        names: What stands before a number, for example "reviews.csv, line".
+        names: What precedes a number, for example "reviews.csv, line".
         which: For each row the index of its name.
-        numbers: For each row its number within that name, counted from 1.
+        numbers: For each row its number within that name, starting at 1.
     """
 
     names: tuple[str, ...]
@@ -28,15 +28,17 @@ class Places:
     numbers: "array[int]"
 
     @classmethod
-    def of(cls, name: str, numbers: Iterable[int]) -> "Places":
-        """The places of rows that share one name."""
+    def of(cls, name: str, numbers: Iterable[int]) -> "RowLocations":
+        """Create the locations of rows that share one name."""
         counted = array("q", numbers)
         return cls((name,), array("i", bytes(4 * len(counted))), counted)
 
-    def select(self, indices: Sequence[int]) -> "Places":
-        """The places of some rows, in the order of `indices`."""
+    def select(self, indices: Sequence[int]) -> "RowLocations":
+        """Return the locations of some rows, in the order of `indices`."""
         which, numbers = self.which, self.numbers
-        return Places(self.names, array("i", (which[i] for i in indices)), array("q", (numbers[i] for i in indices)))
+        return RowLocations(
+            self.names, array("i", (which[i] for i in indices)), array("q", (numbers[i] for i in indices))
+        )
 
     def __getitem__(self, index: int) -> str:
         return f"{self.names[self.which[index]]} {self.numbers[index]}"
@@ -48,56 +50,62 @@ class Rows:
 
     Args:
         columns: Column name to its values.
-        origin: Where they came from, in words for the user.
-        label_names: For columns that hold class indices with known names: the names, in the order of the indices.
-        places: Where each row stands; by default its number in `origin`.
+        origin: The source, for messages.
+        label_names: For columns of class indices: the names, in the order of the indices.
+        locations: Where each row is; by default its number in `origin`.
     """
 
     columns: dict[str, list[Any]]
     origin: str
     label_names: dict[str, list[str]] = field(default_factory=dict)
-    places: Places | None = None
+    locations: RowLocations | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: len(values) for name, values in self.columns.items()}
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise DataError(f"{self.origin}: columns of different lengths ({found})", "give every column all rows")
+            raise DataError(
+                f"{self.origin}: columns of different lengths ({found})", "make all columns the same length"
+            )
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns, in their order."""
+        """The names of the columns, in order."""
         return list(self.columns)
 
+    @property
+    def all_locations(self) -> RowLocations:
+        """The locations of all rows, defaults filled in."""
+        return self.locations or RowLocations.of(f"{self.origin}, row", range(1, len(self) + 1))
+
     def row(self, index: int) -> dict[str, Any]:
-        """One row as column name to value."""
+        """Return one row as column name to value."""
         return {name: values[index] for name, values in self.columns.items()}
 
-    def place(self, index: int) -> str:
-        """Where a row stands, for example "reviews.csv, line 17"."""
+    def location(self, index: int) -> str:
+        """Return where a row is, for example "reviews.csv, line 17"."""
         index = range(len(self))[index]
-        return f"{self.origin}, row {index + 1}" if self.places is None else self.places[index]
+        return f"{self.origin}, row {index + 1}" if self.locations is None else self.locations[index]
 
     def select(self, indices: Sequence[int]) -> "Rows":
-        """Some rows, in the order of `indices`; each keeps its place."""
-        places = self.places or Places.of(f"{self.origin}, row", range(1, len(self) + 1))
+        """Return some rows, in the order of `indices`; each keeps its location."""
         columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
-        return Rows(columns, self.origin, self.label_names, places.select(indices))
+        return Rows(columns, self.origin, self.label_names, self.all_locations.select(indices))
 
 
-def joined(parts: Sequence[Rows], origin: str) -> Rows:
-    """Rows one after the other; all parts must have the same columns.
+def concatenate(parts: Sequence[Rows], origin: str) -> Rows:
+    """Concatenate rows of the same columns.
 
     Raises:
-        DataError: If a part has other columns than the first.
+        DataError: If the columns of a part differ from those of the first.
     """
-    parts = [part for part in parts if part.columns] or list(parts[:1])  # an empty file has not even a header
+    parts = [part for part in parts if part.columns] or list(parts[:1])  # an empty file has no columns
     first = parts[0]
     if len(parts) == 1:
-        return Rows(first.columns, origin, first.label_names, first.places)
+        return Rows(first.columns, origin, first.label_names, first.locations)
     columns: dict[str, list[Any]] = {name: [] for name in first.columns}
     names: list[str] = []
     which, numbers = array("i"), array("q")
@@ -105,58 +113,57 @@ def joined(parts: Sequence[Rows], origin: str) -> Rows:
         if set(part.columns) != set(columns):
             raise DataError(
                 f"{part.origin} has the columns {', '.join(part.names)}, but {first.origin} has {', '.join(columns)}",
-                "name files of one kind, for example with a pattern such as data/reviews-*.csv",
+                "name files with the same columns, for example with a pattern such as data/reviews-*.csv",
             )
-        places = part.places or Places.of(f"{part.origin}, row", range(1, len(part) + 1))
-        which.extend(index + len(names) for index in places.which)
-        numbers.extend(places.numbers)
-        names.extend(places.names)
+        locations = part.all_locations
+        which.extend(index + len(names) for index in locations.which)
+        numbers.extend(locations.numbers)
+        names.extend(locations.names)
         for name, values in columns.items():
             values.extend(part.columns[name])
-    return Rows(columns, origin, first.label_names, Places(tuple(names), which, numbers))
+    return Rows(columns, origin, first.label_names, RowLocations(tuple(names), which, numbers))
 
 
 def split_off(rows: Rows, share: float, seed: int, *, label: str | None = None) -> tuple[Rows, Rows]:
-    """Split rows in two, as a pure function of the seed; both parts keep the order of the rows.
+    """Split rows into training and held-out rows, as a pure function of the seed; both keep the order of the rows.
 
     Args:
         rows: At least two rows.
-        share: The share of the second part, between 0 and 1; each part gets at least one row.
-        seed: Chooses the rows.
-        label: A column whose values are spread over both parts by their shares. A value is then never in the second
-            part alone, so that a model is not asked for a label that it never saw.
+        share: The fraction to hold out, between 0 and 1; each part gets at least one row.
+        seed: Decides which rows are held out.
+        label: A column to stratify by. No value is then in the held-out rows alone, so the model is not evaluated on a
+            label that it was not trained on.
 
     Returns:
-        The rows that stay and the rows that were split off.
+        The training rows and the held-out rows.
     """
     num_rows = len(rows)
     if not 0 < share < 1:
-        raise DataError(f"a share of {share} cannot be split off", "set data.eval_share between 0 and 1")
+        raise DataError(f"data.eval_share is {share}", "set data.eval_share between 0 and 1")
     if num_rows < 2:
-        raise DataError(f"{rows.origin} has {num_rows} row(s): no eval set can be split off", "name one in data.eval")
+        raise DataError(
+            f"{rows.origin} has {num_rows} row(s): too few to hold some out", "set data.eval to another file"
+        )
     if label is not None and label not in rows.columns:
         raise DataError(f"{rows.origin} has no column {label!r}", f"the columns are {', '.join(rows.names)}")
     order = list(range(num_rows))
     random.Random(f"trimtab split {seed}").shuffle(order)
     wanted = min(max(round(num_rows * share), 1), num_rows - 1)
-    chosen = order[:wanted] if label is None else _stratified(order, rows.columns[label], wanted)
+    chosen = order[:wanted] if label is None else _stratify(order, rows.columns[label], wanted)
     if len(chosen) < wanted:
-        say(
-            f"{rows.origin}: {len(chosen)} rows split off for evaluation instead of {wanted}, "
-            f"because many values of {label!r} stand in one row only"
-        )
+        say(f"{rows.origin}: {len(chosen)} rows held out instead of {wanted}: many values of {label!r} occur only once")
     taken = set(chosen)
     return rows.select([i for i in range(num_rows) if i not in taken]), rows.select(sorted(taken))
 
 
-def _stratified(order: list[int], values: list[Any], wanted: int) -> list[int]:
-    """Up to `wanted` rows of the shuffled `order`: of each value its share, by largest remainder, but never all."""
+def _stratify(order: list[int], values: list[Any], wanted: int) -> list[int]:
+    """Choose up to `wanted` rows of the shuffled `order`: an equal fraction of each value, but never all its rows."""
     groups: dict[str | int, list[int]] = {}
     for index in order:
         groups.setdefault(_as_key(values[index]), []).append(index)
     quotas = {key: len(group) * wanted / len(order) for key, group in groups.items()}
     counts = {key: min(int(quotas[key]), len(group) - 1) for key, group in groups.items()}
-    # Groups stand in the order of their first row in the shuffle, so that ties fall by the seed.
+    # Groups are in the order of their first row in the shuffle, so the seed decides ties.
     while missing := wanted - sum(counts.values()):
         open_keys = [key for key, group in groups.items() if counts[key] < len(group) - 1]
         if not open_keys:
@@ -168,5 +175,5 @@ def _stratified(order: list[int], values: list[Any], wanted: int) -> list[int]:
 
 
 def _as_key(value: Any) -> str | int:
-    """A value that can be compared: several labels of a row are one value, and so is nan."""
+    """Return a hashable key of a value; a list of labels is one value, and so is NaN."""
     return value if isinstance(value, str | int) else repr(value)

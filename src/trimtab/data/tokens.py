@@ -1,7 +1,7 @@
-"""Tokenized rows in flat tensors, and the cache that keeps them between runs.
+"""Tokenized examples in flat tensors, and the cache that keeps them on disk between runs.
 
-One flat tensor a field and the offsets of its rows: a row is a slice without a copy, worker processes share the
-memory, and a dataset is written and read as it lies.
+One flat tensor per field and the offsets of the examples: an example is a view without a copy, worker processes share
+the memory, and the file has the same layout.
 """
 
 import json
@@ -19,12 +19,13 @@ from trimtab.data.fingerprint import NoFingerprint, fingerprint
 from trimtab.errors import DataError
 from trimtab.log import say, say_once
 
-_FORMAT = "1"
+_FORMAT = "2"
 _SEQUENCES = (list, tuple, array)
+_NUM_EXAMPLES_DIGESTED = 64
 
 
 class _Column:
-    """One field while it is being collected: integers until a float comes."""
+    """One field while examples are collected: integers until the first float."""
 
     def __init__(self, is_ragged: bool) -> None:
         self.values: array[Any] = array("i")
@@ -37,7 +38,7 @@ class _Column:
         before = len(self.values)
         try:
             self.values.extend(items)
-        except TypeError:  # a float among integers; what was taken before it is taken back
+        except TypeError:  # a float among integers: drop what was appended before it, and convert
             self.values = array("f", self.values[:before])
             self.values.extend(items)
         if self.offsets is not None:
@@ -48,19 +49,16 @@ class _Column:
         return torch.frombuffer(self.values, dtype=dtype).clone() if self.values else torch.empty(0, dtype=dtype)
 
 
-_NUM_ROWS_KNOWN_BY = 64
-
-
 class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Examples whose fields are sequences or single numbers, kept as int32 and float32.
+    """Examples whose fields are sequences or single numbers, stored as int32 and float32.
 
-    `dataset[i]` is a dict of tensors, which are views (int32 or float32; a single number has no dimensions), and the
-    number of the example as `row`.
+    `dataset[i]` is a dict of views (int32 or float32; zero-dimensional for a single number), with the index of the
+    example as `row`.
 
     Args:
         fields: Name to a flat tensor with the values of all examples.
-        offsets: For fields that are sequences: where each example begins, and at the end the total.
-        num_truncated: How many examples were cut to fit.
+        offsets: For sequence fields: the start of each example, and the total at the end.
+        num_truncated: Number of truncated examples.
     """
 
     def __init__(
@@ -82,14 +80,14 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     @classmethod
     def from_examples(cls, examples: Iterable[Mapping[str, Any]], *, num_truncated: int = 0) -> "TokenDataset":
-        """Collect examples, one at a time, so that an iterator of them never stands in memory as a whole.
+        """Collect examples one at a time; an iterator of them is never in memory as a whole.
 
         Args:
             examples: Each a mapping of the same names to a list of numbers or a single number.
-            num_truncated: How many of them were cut to fit.
+            num_truncated: Number of truncated examples.
 
         Raises:
-            ValueError: If an example has other fields than the first, or a field changes its kind.
+            ValueError: If the fields of an example differ from those of the first, or a field changes its type.
         """
         columns: dict[str, _Column] = {}
         for index, example in enumerate(examples):
@@ -97,7 +95,7 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if index == 0:
                 columns = {name: _Column(isinstance(value, _SEQUENCES)) for name, value in values.items()}
             if values.keys() != columns.keys():
-                raise ValueError(f"example {index} has the fields {sorted(values)}, the first has {sorted(columns)}")
+                raise ValueError(f"example {index} has the fields {sorted(values)}, the first one {sorted(columns)}")
             for name, value in values.items():
                 if isinstance(value, _SEQUENCES) != (columns[name].offsets is not None):
                     raise ValueError(f"example {index}: {name!r} is a list in some examples and a number in others")
@@ -119,40 +117,38 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each example."""
+        """Number of tokens of each example."""
         at = self.offsets["input_ids"]
         return [end - start for start, end in zip(at, at[1:], strict=False)]
 
     def likeness(self) -> str:
-        """What these examples are known by, without reading all of them: every length, and some rows whole."""
+        """Return a digest of all lengths and of up to 127 whole examples, cheap enough for every start of a run."""
         crc = zlib.crc32(bytes(self.offsets["input_ids"]))
-        for row in range(0, len(self), max(1, len(self) // _NUM_ROWS_KNOWN_BY)):
+        for row in range(0, len(self), max(1, len(self) // _NUM_EXAMPLES_DIGESTED)):
             for name, value in sorted(self[row].items()):
                 crc = zlib.crc32(f"{name} {value.tolist() if isinstance(value, torch.Tensor) else value}".encode(), crc)
         return f"{len(self)} rows, crc32:{crc:08x}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one safetensors file; a file that is there is replaced at once or not at all."""
-        distinct = {id(values): values for values in self.offsets.values()}
-        numbers = {key: str(number) for number, key in enumerate(distinct)}
+        """Write the dataset to one safetensors file; an existing file is replaced atomically."""
         tensors = {f"field.{name}": values.contiguous() for name, values in self.fields.items()}
-        for key, values in distinct.items():
-            tensors[f"offsets.{numbers[key]}"] = torch.frombuffer(values, dtype=torch.int64)
+        for name, values in self.offsets.items():  # cloned: safetensors rejects tensors that share memory
+            tensors[f"offsets.{name}"] = torch.frombuffer(values, dtype=torch.int64).clone()
         metadata = {
             "format": _FORMAT,
             "num_truncated": str(self.num_truncated),
             "fields": json.dumps(list(self.fields)),
-            "offsets": json.dumps({name: numbers[id(values)] for name, values in self.offsets.items()}),
+            "offsets": json.dumps(list(self.offsets)),
             "checksum": _checksum(tensors),
         }
         _write(Path(path), tensors, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TokenDataset":
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
-            DataError: If the file is not one, or not whole.
+            DataError: If the file is not one, or is damaged.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -161,26 +157,24 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if metadata.get("format") != _FORMAT or metadata["checksum"] != _checksum(tensors):
-                raise ValueError("its content was changed, or is of another version")
+                raise ValueError("checksum or version do not match")
             fields = {name: tensors[f"field.{name}"] for name in json.loads(metadata["fields"])}
-            stored = {
-                name: array("q", tensors[name].numpy().tobytes()) for name in tensors if name.startswith("offsets.")
+            offsets = {
+                name: array("q", tensors[f"offsets.{name}"].numpy().tobytes())
+                for name in json.loads(metadata["offsets"])
             }
-            offsets = {name: stored[f"offsets.{number}"] for name, number in json.loads(metadata["offsets"]).items()}
-            return cls(fields, offsets, int(metadata["num_truncated"]))
+            return cls(fields, _shared(offsets), int(metadata["num_truncated"]))
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"{path} holds no tokens that can be read: {error}", "delete it; it is made again"
-            ) from error
+            raise DataError(f"{path} is not a readable token file: {error}", f"delete it: rm {path}") from error
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and NumPy arrays as lists or numbers; what is plain already stays."""
+    """Convert tensors and NumPy arrays to lists or numbers; return other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, array) else value
 
 
 def _shared(offsets: dict[str, "array[int]"]) -> dict[str, "array[int]"]:
-    """Fields whose rows are as long as those of another (mask, labels) use its offsets."""
+    """Let fields with the same lengths (input_ids, labels) share one array of offsets."""
     distinct: list[array[int]] = []
     for name, values in offsets.items():
         same = next((other for other in distinct if other == values), None)
@@ -199,53 +193,53 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write beside and rename, so that a file of that name is always whole."""
+    """Write to a temporary file and rename it: a file with the final name is always complete."""
     from safetensors.torch import save_file
 
-    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        save_file(tensors, beside, metadata)
+        save_file(tensors, temporary, metadata)
         os.fsync(handle)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
     finally:
         os.close(handle)
 
 
 def cached(key_parts: Sequence[Any], build: Callable[[], TokenDataset]) -> TokenDataset:
-    """What `build` makes, kept on disk under a digest of all that it depends on.
+    """Return the dataset of `build` from the cache, or build and cache it.
 
-    The folder is $TRIMTAB_CACHE, by default ~/.cache/trimtab; TRIMTAB_CACHE=off keeps nothing. A file that is broken is
-    made again, and a disk that cannot be written costs the cache, never the run.
+    The folder is $TRIMTAB_CACHE, by default ~/.cache/trimtab; TRIMTAB_CACHE=off disables the cache. A damaged file is
+    rebuilt, and a folder that is not writable disables the cache but does not fail the run.
 
     Args:
         key_parts: Everything that changes the tokens: rows, tokenizer, settings of the task. The versions of the code
             are added.
-        build: Makes the tokens where they are not there yet.
+        build: Tokenizes on a cache miss.
     """
-    place = os.environ.get("TRIMTAB_CACHE") or "~/.cache/trimtab"
-    if place == "off":
+    folder = os.environ.get("TRIMTAB_CACHE") or "~/.cache/trimtab"
+    if folder == "off":
         return build()
     try:
         key = fingerprint(key_parts)
     except NoFingerprint as error:
         say_once(f"tokens are not cached: {error}")
         return build()
-    path = Path(place).expanduser() / "tokens" / key[:2] / f"{key}.safetensors"
-    if os.path.isfile(path):  # False also where the folder may not be read
+    path = Path(folder).expanduser() / "tokens" / key[:2] / f"{key}.safetensors"
+    if os.path.isfile(path):  # also False if the folder is not readable
         try:
             return TokenDataset.load(path)
         except DataError as error:
-            say(f"tokens are made again: {error.problem}")
+            say(f"tokenizing again: {error.problem}")
     dataset = build()
     from safetensors import SafetensorError
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         dataset.save(path)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        say_once(f"tokens are not cached in {path.parents[2]}: {why}; TRIMTAB_CACHE names another folder")
+        say_once(f"tokens are not cached in {path.parents[2]}: {why}; set TRIMTAB_CACHE to another folder")
     return dataset

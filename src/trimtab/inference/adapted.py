@@ -1,4 +1,4 @@
-"""A model out of an adapter's folder: its base is found and loaded, and the adapter laid onto it."""
+"""Load a model from the folder of an adapter: find and load its base, and add the adapter."""
 
 import json
 from collections.abc import Mapping
@@ -15,21 +15,25 @@ from trimtab.model.adapters import load_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, newly_initialised, resolve_source
 from trimtab.model.nf4 import Nf4
 
-_KINDS = {"SEQ_CLS": "sequence-classification", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq-lm"}  # of PEFT
+_KINDS = {
+    "SEQ_CLS": "sequence-classification",
+    "CAUSAL_LM": "causal-lm",
+    "SEQ_2_SEQ_LM": "seq2seq-lm",
+}  # PEFT's task types
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """What an adapter's folder says of itself.
+    """Description of an adapter, read from its folder.
 
     Args:
-        folder: Where it is.
-        base: The model that it belongs to: a folder or a hub name.
-        kind: Of the model, as `load_model` takes it.
+        folder: The folder.
+        base: The base model: a folder or a Hub name.
+        kind: Kind of the model, as in `load_model`.
         head: Settings of the head.
-        base_dtype: In which its base was held while it was trained.
-        nf4: How a base of 4 bits was quantized; None of any other base.
-        facts: What trimtab wrote about it; empty for adapters of others.
+        base_dtype: dtype of the base in training.
+        nf4: Quantization of a 4-bit base; None for other bases.
+        facts: The content of trimtab.json; empty for adapters that trimtab did not train.
     """
 
     folder: Path
@@ -42,61 +46,58 @@ class AdapterSource:
 
 
 def read_adapter_source(folder: str | Path, *, trust_remote_code: bool = False) -> AdapterSource:
-    """Read what is known of an adapter, and see that its base is there.
+    """Read the description of an adapter, and check that its base exists.
 
     Args:
         folder: A folder that trimtab or PEFT wrote.
-        trust_remote_code: Whether Python code that lies beside the base may run.
+        trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
-        ModelError: If there is no base that the adapter could be laid onto.
+        ModelError: If the base does not exist or cannot be loaded.
     """
-    place = Path(folder)
-    path = place / "adapter_config.json"
+    folder = Path(folder)
+    path = folder / "adapter_config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError(f"it holds a {type(settings).__name__}")
+            raise ValueError(f"it contains a {type(settings).__name__}, expected an object")
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", "write the adapter again") from error
-    facts = read_facts(place)
+        raise ModelError(f"{path} cannot be read: {error}", "export or download the adapter again") from error
+    facts = read_facts(folder)
     base = settings.get("base_model_name_or_path") or facts.get("base")
     if not base and "base" in facts:
         raise ModelError(
-            f"{place} is an adapter for a model that was made from a config: the random weights of its base were never "
-            "written, and an adapter alone is no model",
-            "train adapters on a model that lies in a folder: train the base first, or save it with save_pretrained",
+            f"{folder} is an adapter for a model that was created from a config: the random weights of its base were "
+            "not saved",
+            "train adapters on a saved model: train the base first, or save it with save_pretrained",
         )
     if not base:
-        raise ModelError(f"{path} does not say which model it belongs to", "set base_model_name_or_path in it")
-    base_config = _config_of_base(place, str(base), trust_remote_code)
+        raise ModelError(f"{path} does not name its base model", "set base_model_name_or_path in it")
+    base_config = _load_base_config(folder, str(base), trust_remote_code)
     adapter = facts.get("adapter") or {}
-    kind = facts.get("kind") or _KINDS.get(str(settings.get("task_type"))) or kind_of(str(base), base_config)
+    nf4 = adapter.get("nf4")
+    kind = facts.get("kind") or _KINDS.get(str(settings.get("task_type"))) or model_kind(str(base), base_config)
     head = facts.get("head") or {}
     if kind == "sequence-classification" and not head:
-        head = _head_in(place)
+        head = _read_head(folder)
     return AdapterSource(
-        folder=place,
+        folder=folder,
         base=str(base),
         kind=kind,
         head=head,
         base_dtype=getattr(torch, adapter.get("base_dtype", "float32")),
-        nf4=_quantized(adapter.get("nf4")),
+        nf4=nf4 and Nf4(getattr(torch, nf4["compute_dtype"]), nf4["double_quant"]),
         facts=facts,
     )
 
 
-def _quantized(facts: Mapping[str, Any] | None) -> Nf4 | None:
-    return None if facts is None else Nf4(getattr(torch, facts["compute_dtype"]), facts["double_quant"])
-
-
-def _config_of_base(folder: Path, base: str, trust_remote_code: bool) -> Any:
+def _load_base_config(folder: Path, base: str, trust_remote_code: bool) -> Any:
     try:
         resolve_source(base)
     except UserError as error:
         raise ModelError(
-            f"{folder} is an adapter for {base}, which is no longer there",
-            f"put it back, or write where it is now into {folder / 'adapter_config.json'}: base_model_name_or_path",
+            f"{folder} is an adapter for {base}, which does not exist any more",
+            f"restore it, or set base_model_name_or_path in {folder / 'adapter_config.json'} to its new path",
         ) from error
     try:
         return load_config(base, trust_remote_code=trust_remote_code)
@@ -107,13 +108,13 @@ def _config_of_base(folder: Path, base: str, trust_remote_code: bool) -> Any:
 
 
 def tokenizer_of(source: AdapterSource, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that lies beside an adapter, else that of its base."""
+    """Load the tokenizer in the folder of an adapter, or that of its base if there is none."""
     has_own = (source.folder / "tokenizer_config.json").is_file()
     return load_tokenizer(str(source.folder) if has_own else source.base, trust_remote_code=trust_remote_code)
 
 
-def _head_in(folder: Path) -> dict[str, int]:
-    """The size of a classifier's head in an adapter that PEFT wrote: its last layer is the narrowest that is whole."""
+def _read_head(folder: Path) -> dict[str, int]:
+    """Read the number of labels from an adapter of PEFT: its last layer is the narrowest one that is saved whole."""
     from safetensors import SafetensorError, safe_open
 
     path = folder / "adapter_model.safetensors"
@@ -124,11 +125,11 @@ def _head_in(folder: Path) -> dict[str, int]:
             names = [name for name in file.keys() if ".lora_" not in name and name.endswith(".weight")]  # noqa: SIM118
             sizes = [file.get_slice(name).get_shape() for name in names]
     except SafetensorError as error:
-        raise ModelError(f"{path} cannot be read: {error}", "fetch or write it again") from error
+        raise ModelError(f"{path} cannot be read: {error}", "export or download it again") from error
     return {"num_labels": min(size[0] for size in sizes)} if sizes else {}
 
 
-def load_adapted(
+def load_adapted_model(
     source: AdapterSource,
     tokenizer: Any,
     device: torch.device,
@@ -136,22 +137,22 @@ def load_adapted(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """A base with its adapter, frozen and in eval mode.
+    """Load a base with its adapter, frozen and in eval mode.
 
     Args:
-        source: What the adapter's folder says.
-        tokenizer: The adapter's.
-        device: Where it will compute.
-        dtype: In which the base is held, also one that had 4 bits in training. None is fp32, or 4 bits again.
-        trust_remote_code: Whether Python code that lies beside the base may run.
+        source: The adapter.
+        tokenizer: Its tokenizer.
+        device: Device that the model will be on.
+        dtype: dtype of the base, also of one that had 4 bits in training. None is fp32, or 4 bits as in training.
+        trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
-        ModelError: If parts of the model are neither in the base nor in the adapter.
+        ModelError: If neither base nor adapter have the weights of a part of the model.
     """
     nf4 = None
     if dtype is None and source.nf4 is not None:
         nf4, dtype = source.nf4, source.base_dtype
-        if device.type == "cpu":  # which computes halves slowly
+        if device.type == "cpu":  # slow in half precision
             nf4, dtype = Nf4(torch.float32, nf4.double_quant), torch.float32
     model = load_base(
         source,
@@ -166,10 +167,10 @@ def load_adapted(
     if missing:
         raise ModelError(
             f"neither {source.folder} nor its base {source.base} has weights for {', '.join(missing[:2])}",
-            "train it first, or name the base that it was trained on",
+            "train it first, or set base_model_name_or_path to the base that it was trained on",
         )
     whole = ", ".join(adapter.trains[:3]) + (" …" if len(adapter.trains) > 3 else "")
-    say(f"{source.folder}: its adapter on {len(adapter.targets)} modules" + (f"; {whole} from it" if whole else ""))
+    say(f"{source.folder}: adapter on {len(adapter.targets)} modules" + (f"; replaces {whole}" if whole else ""))
     return model.eval()
 
 
@@ -182,18 +183,18 @@ def load_base(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """The base of an adapter as it was when the adapter was made, in another form if need be.
+    """Load the base of an adapter as it was in training, with another dtype or quantization if wanted.
 
     Args:
-        source: What the adapter's folder says.
-        tokenizer: The adapter's.
-        dtype: In which the weights are held.
-        nf4: How its linear modules are quantized.
-        device: Where it is loaded; the host if left out.
-        trust_remote_code: Whether Python code that lies beside the base may run.
+        source: The adapter.
+        tokenizer: Its tokenizer.
+        dtype: dtype of the weights.
+        nf4: Quantization of the linear modules.
+        device: Device to load to; the host by default.
+        trust_remote_code: Whether Python code in the folder of the base may run.
     """
     with torch.random.fork_rng():
-        # rows that the embeddings grow for the tokenizer are random, and the same again from the same seed
+        # Embedding rows that are added for the tokenizer are random: the seed of the run reproduces them.
         torch.manual_seed(source.facts.get("recipe", {}).get("seed", 0))
         return load_model(
             source.base,
@@ -207,11 +208,11 @@ def load_base(
         )
 
 
-def kind_of(name: str, config: Any) -> str:
-    """The kind of model that the class it was saved from tells.
+def model_kind(name: str, config: Any) -> str:
+    """Return the kind of a model from the class that it was saved from.
 
     Raises:
-        ModelError: If that class has no head that predicts.
+        ModelError: If that class has no head for a task.
     """
     architecture = next(iter(getattr(config, "architectures", None) or []), None)
     if architecture is None or architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -220,10 +221,10 @@ def kind_of(name: str, config: Any) -> str:
         return "sequence-classification"
     if architecture.endswith("ForMaskedLM"):
         return "masked-lm"
-    is_pair = getattr(config, "is_encoder_decoder", False) and not architecture.endswith("Model")
-    if is_pair or architecture in ("EncoderDecoderModel", "MarianMTModel"):
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False) and not architecture.endswith("Model")
+    if is_encoder_decoder or architecture in ("EncoderDecoderModel", "MarianMTModel"):
         return "seq2seq-lm"
     raise ModelError(
-        f"{name} is a {architecture}, which has no head that predicts",
+        f"{name} is a {architecture}, which has no head for a task",
         f"train one: trimtab train --model {name} --data FILE",
     )

@@ -1,25 +1,25 @@
-"""Text from a model that writes: a continuation, an answer in a chat, or the output of an encoder-decoder."""
+"""Generate text: a continuation, an answer in a chat, or the output of an encoder-decoder."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.errors import DataError, ModelError, RecipeError
-from trimtab.inference.batches import Tokens, padded_batches
-from trimtab.inference.load import Loaded
+from trimtab.inference.batches import Example, padded_batches
+from trimtab.inference.load import LoadedModel
 from trimtab.log import say
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import max_positions
 from trimtab.randomness import random_state, restore_random_state, set_seed
 
-Prompt = str | Sequence[dict[str, str]]
+Prompt = str | Sequence[dict[str, str]] | Mapping[str, Any]
 
 
 def generate_texts(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prompts: Sequence[Prompt],
     max_new_tokens: int = 128,
     *,
@@ -27,25 +27,26 @@ def generate_texts(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[str]:
-    """Let a model write, in batches of similar length.
+    """Generate text, in batches of similar length.
 
-    A chat model sees each prompt as the user's turn of its chat template; other decoders go on with the prompt.
+    For a chat model each prompt is the user's turn of its chat template; other decoders continue the prompt.
 
     Args:
         loaded: A causal, chat or encoder-decoder model.
-        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`.
-        max_new_tokens: The most tokens that it may write.
-        batch_size: Prompts at a time.
-        temperature: 0 always takes the likeliest token; more is more varied.
-        seed: Of the choice, where the temperature is above 0. The process's random numbers are not touched.
+        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`, or dicts of `messages`
+            and `tools` (JSON schemas of the tools that the model may call).
+        max_new_tokens: Maximum number of tokens to generate.
+        batch_size: Prompts per batch.
+        temperature: 0 is greedy decoding; higher values sample.
+        seed: Seed of the sampling. The global random state is restored.
 
     Returns:
-        What it wrote, without the prompts, in their order.
+        The generated texts without the prompts, in the order of the prompts.
     """
     if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
-        raise ModelError(f"this model does not write text: its task is {loaded.task_name}", "load one that does")
+        raise ModelError(f"this model does not generate text: its task is {loaded.task_name}", "load a model that does")
     if isinstance(prompts, str):
-        raise DataError("one prompt was given where a list of prompts is wanted", "pass [prompt]")
+        raise DataError("a string was passed, expected a list of prompts", "pass [prompt]")
     texts = [""] * len(prompts)
     before = random_state()
     try:
@@ -65,32 +66,36 @@ def generate_texts(
     return texts
 
 
-def _tokenize(loaded: Loaded, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Tokens]:
+def _tokenize(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Example]:
     if max_new_tokens < 1:
-        raise RecipeError(f"max_new_tokens {max_new_tokens} lets the model write nothing", "use 1 or more")
+        raise RecipeError(f"max_new_tokens is {max_new_tokens}", "use 1 or more")
     limit = max_positions(loaded.model)
-    writes_behind_prompt = loaded.task_name != "seq2seq"
+    continues_prompt = loaded.task_name != "seq2seq"
     if limit is not None and max_new_tokens >= limit:
         raise RecipeError(
-            f"max_new_tokens {max_new_tokens} is more than the model's {limit} positions", f"use less than {limit}"
+            f"max_new_tokens {max_new_tokens} exceeds the model's {limit} positions", f"use less than {limit}"
         )
-    room = limit - max_new_tokens if limit is not None and writes_behind_prompt else limit
-    examples: list[Tokens] = []
-    num_cut = 0
+    room = limit - max_new_tokens if limit is not None and continues_prompt else limit
+    examples: list[Example] = []
+    num_truncated = 0
     for index, prompt in enumerate(prompts):
         tokens = _prompt_tokens(loaded, prompt, index)
         if room is not None and len(tokens) > room:
-            # A decoder goes on from the end of the prompt, an encoder reads from its beginning.
-            tokens = tokens[-room:] if writes_behind_prompt else tokens[:room]
-            num_cut += 1
+            # A decoder continues the end of the prompt, so the beginning is dropped; an encoder loses the end.
+            tokens = tokens[-room:] if continues_prompt else tokens[:room]
+            num_truncated += 1
         examples.append({"input_ids": tokens})
-    if num_cut:
-        say(f"{num_cut:,} of {len(prompts):,} prompts are longer than {room} tokens and were cut")
+    if num_truncated:
+        say(f"{num_truncated:,} of {len(prompts):,} prompts are longer than {room} tokens and were truncated")
     return examples
 
 
-def _prompt_tokens(loaded: Loaded, prompt: Prompt, index: int) -> list[int]:
+def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int) -> list[int]:
     tokenizer = loaded.tokenizer
+    tools = None
+    if isinstance(prompt, Mapping):
+        tools = prompt.get("tools")
+        prompt = prompt["messages"]
     is_text = isinstance(prompt, str)
     if not is_text and (loaded.task_name != "chat" or not all(isinstance(turn, dict) for turn in prompt)):
         raise DataError(f"prompt {index + 1} is {prompt!r}", "pass texts; lists of messages are for chat models")
@@ -99,19 +104,19 @@ def _prompt_tokens(loaded: Loaded, prompt: Prompt, index: int) -> list[int]:
         if not tokenizer.chat_template:
             raise ModelError("this chat model has no chat template", "set tokenizer.chat_template")
         messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them
     else:
         tokens = tokenizer(prompt)["input_ids"]
     if loaded.task_name == "causal-lm" and tokens[-1:] == [tokenizer.eos_token_id]:
-        tokens = tokens[:-1]  # behind an end token a model begins another text
+        tokens = tokens[:-1]  # after EOS a model starts another text
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.pad_token_id
     return tokens or [first]
 
 
-def _settings(loaded: Loaded, max_new_tokens: int, temperature: float) -> Any:
+def _settings(loaded: LoadedModel, max_new_tokens: int, temperature: float) -> Any:
     settings = copy.deepcopy(loaded.model.generation_config)
-    if loaded.facts and loaded.task_name == "seq2seq":  # trained here: the base of an adapter has settings of its own
+    if loaded.facts and loaded.task_name == "seq2seq":  # trained by trimtab: an adapter's base has its own settings
         settings.update(**generation_start(loaded.tokenizer, loaded.model.config.model_type))
     settings.max_length = None
     settings.max_new_tokens = max_new_tokens
@@ -125,10 +130,10 @@ def _settings(loaded: Loaded, max_new_tokens: int, temperature: float) -> Any:
     return settings
 
 
-def _decoded(loaded: Loaded, prompt: list[int], written: list[int]) -> str:
+def _decoded(loaded: LoadedModel, prompt: list[int], written: list[int]) -> str:
     decode = loaded.tokenizer.decode
     if loaded.task_name != "causal-lm":
         return str(decode(written, skip_special_tokens=True)).strip()
-    # Tokenizers that mark the beginnings of words drop the first space of what they decode: compare whole texts.
+    # Some tokenizers (SentencePiece) drop the first space of what they decode: decode prompt and continuation together.
     before, whole = (str(decode(tokens, skip_special_tokens=True)) for tokens in (prompt, prompt + written))
     return whole[len(before) :] if whole.startswith(before) else str(decode(written, skip_special_tokens=True))

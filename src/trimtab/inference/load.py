@@ -1,4 +1,4 @@
-"""A trained model, ready to use: `trimtab.load` takes a run, a folder or a hub name."""
+"""`trimtab.load`: load a trained model from a run, a folder or the Hub, ready for inference."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,21 +8,21 @@ import torch
 
 from trimtab.checkpoint.export import read_facts
 from trimtab.errors import ModelError
-from trimtab.inference.adapted import kind_of, load_adapted, read_adapter_source, tokenizer_of
+from trimtab.inference.adapted import load_adapted_model, model_kind, read_adapter_source, tokenizer_of
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
 from trimtab.tracking.mlflow.registry import best_name, local_source
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model in eval mode on its device, with its tokenizer.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        task_name: What it does: "classify", "regress", "causal-lm", "chat", "seq2seq" or "masked-lm".
-        facts: What trimtab wrote about it when it was trained; empty for models of others.
+        task_name: Its task: "classify", "regress", "causal-lm", "chat", "seq2seq" or "masked-lm".
+        facts: The content of trimtab.json; empty for models that trimtab did not train.
     """
 
     model: Any
@@ -32,13 +32,13 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device of the model."""
         device: torch.device = self.model.device
         return device
 
     @property
     def max_length(self) -> int | None:
-        """The longest input in tokens: as in training, or what the model can take; None where nothing limits it."""
+        """Maximum number of input tokens: as in training, at most the model's positions; None if unlimited."""
         settings = self.facts.get("recipe", {}).get("data", {})
         limits = [self.facts.get("max_length") or settings.get("max_length"), max_positions(self.model)]
         return min((limit for limit in limits if limit), default=None)
@@ -50,20 +50,20 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
-) -> Loaded:
-    """Load a model and its tokenizer, ready to predict.
+) -> LoadedModel:
+    """Load a model and its tokenizer, ready for inference.
 
     Args:
-        source: A run folder (its best model is taken), a folder of a model or of an adapter, a `.gguf` file, a hub
-            name, or a model on a tracking server: best:EXPERIMENT, models:/NAME@best. The base of an adapter is loaded
-            from where it was when the adapter was trained.
-        device: Where to put it; by default the accelerator, if there is one.
-        dtype: In which the weights are held; of a model with an adapter, those of its base. By default fp32, and 4 bits
-            under an adapter that was trained on a base of 4 bits.
-        trust_remote_code: Whether Python code that lies beside the model may run.
+        source: A run folder (loads its best model), a folder of a model or of an adapter, a `.gguf` file, a Hub name,
+            or a model on a tracking server: best:EXPERIMENT, models:/NAME@best. The base of an adapter is loaded from
+            the path that it was trained with.
+        device: Device of the model; by default the accelerator, if there is one.
+        dtype: dtype of the weights; for an adapter, of its base. By default fp32, or 4 bits for an adapter that was
+            trained on a 4-bit base.
+        trust_remote_code: Whether Python code in the model's folder may run.
 
     Raises:
-        ModelError: If there is no such model, or it has no head that predicts.
+        ModelError: If the model does not exist, or has no head for a task.
     """
     name = local_source(str(source))
     folder = resolve_source(name, adapters=True)
@@ -75,42 +75,45 @@ def load(
         adapter = read_adapter_source(folder, trust_remote_code=trust_remote_code)
         tokenizer = tokenizer_of(adapter, trust_remote_code=trust_remote_code)
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        model = load_adapted(adapter, tokenizer, torch.device(device), **options)
-        task_name = _task_of(adapter.kind, model.config, tokenizer)
+        model = load_adapted_model(adapter, tokenizer, torch.device(device), **options)
+        task_name = _task_name(adapter.kind, model.config, tokenizer)
     else:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        model, task_name = _whole(name, tokenizer, dtype or torch.float32, trust_remote_code)
+        model, task_name = _load_whole(name, tokenizer, dtype or torch.float32, trust_remote_code)
     model.to(device)
-    return Loaded(model, tokenizer, facts.get("task", task_name), facts)
+    return LoadedModel(model, tokenizer, facts.get("task", task_name), facts)
 
 
-def best_model(experiment: str, metric: str | None = None, *, uri: str | None = None, **options: Any) -> Loaded:
-    """Load the best model of an experiment from its tracking server, ready to predict.
+def best_model(experiment: str, metric: str | None = None, *, uri: str | None = None, **options: Any) -> LoadedModel:
+    """Load the best model of an experiment from its tracking server, ready for inference.
 
     Args:
-        experiment: Its name.
-        metric: What makes a model the best, such as accuracy; by default that by which the models were chosen.
-        uri: The server; by default MLFLOW_TRACKING_URI, or the store below `runs`.
-        options: Those of `load`.
+        experiment: Name of the experiment.
+        metric: Metric to rank by, such as accuracy; by default the one that selected the models.
+        uri: Tracking URI; by default MLFLOW_TRACKING_URI, or the store below `runs`.
+        options: Arguments of `load`.
 
     Raises:
-        RecipeError: If there is no such experiment or metric, with names that are near.
+        RecipeError: If the experiment or metric does not exist, with similar names.
     """
     return load(local_source(best_name(experiment, metric), uri), **options)
 
 
-def _whole(name: str, tokenizer: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, str]:
+def _load_whole(name: str, tokenizer: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, str]:
     config = load_config(name, trust_remote_code=trust_remote_code)
-    kind = kind_of(name, config)
-    task_name = _task_of(kind, config, tokenizer)
+    kind = model_kind(name, config)
+    task_name = _task_name(kind, config, tokenizer)
     model = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code, dtype=dtype)
     if newly_initialised(model):
         parts = ", ".join(sorted(newly_initialised(model))[:2])
-        raise ModelError(f"{name} was never trained for {task_name}: it has no weights for {parts}", "train it first")
+        raise ModelError(
+            f"{name} is not trained for {task_name}: it has no weights for {parts}",
+            f"trimtab train --model {name} --data FILE",
+        )
     return model, task_name
 
 
-def _task_of(kind: str, config: Any, tokenizer: Any) -> str:
+def _task_name(kind: str, config: Any, tokenizer: Any) -> str:
     if kind == "causal-lm":
         return "chat" if tokenizer.chat_template else "causal-lm"
     if kind == "sequence-classification":

@@ -1,4 +1,4 @@
-"""Predictions for every row of a file: the rows come back as they were, with columns added."""
+"""Predict for every row of a file: write the rows unchanged, with columns for the predictions."""
 
 import csv
 import io
@@ -11,12 +11,12 @@ from typing import Any
 from trimtab.checkpoint.disk_errors import cure_of, is_no_room
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
-from trimtab.data.rows import Places, Rows
+from trimtab.data.rows import RowLocations, Rows
 from trimtab.errors import DataError
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
-from trimtab.inference.inputs import inputs_of
-from trimtab.inference.load import Loaded
+from trimtab.inference.inputs import read_inputs
+from trimtab.inference.load import LoadedModel
 from trimtab.log import say
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -25,59 +25,40 @@ _PARQUET = ".parquet"
 
 
 def predict_file(
-    loaded: Loaded,
+    loaded: LoadedModel,
     in_path: str | os.PathLike[str],
     out_path: str | os.PathLike[str],
     *,
-    text: str | Sequence[str] | None = None,
-    batch_size: int = 32,
-    max_length: int | None = None,
-    max_new_tokens: int = 128,
-    probabilities: bool = False,
     overwrite: bool = False,
+    **settings: Any,
 ) -> int:
-    """Predict for every row of a file and write the rows, in their order, with what was predicted.
-
-    A classifier adds `prediction` and `score`, other models `prediction`; a row without a text gets empty cells. The
-    output appears whole or not at all.
+    """Predict for every row of a file and write the rows, in order, with the predictions. The write is atomic.
 
     Args:
         loaded: The model.
         in_path: A csv, tsv, jsonl, json, parquet or txt file.
         out_path: A csv, tsv, jsonl or parquet file.
-        text: The column of the texts, or several (pairs, parts of a prompt); by default as in training, or guessed.
-        batch_size: Rows at a time.
-        max_length: Tokens after which a text is cut, for models that do not write; by default as in training.
-        max_new_tokens: The most tokens that a model which writes may write.
-        probabilities: Whether a classifier adds a column `probability_LABEL` for every label.
-        overwrite: Whether an output that exists is replaced; else it is an error.
+        overwrite: Whether an existing output is replaced; otherwise it is an error.
+        settings: Arguments of `predict_rows`.
 
     Returns:
         The number of rows.
     """
     source, target = Path(in_path), Path(out_path)
     check_files(source, target, overwrite=overwrite)
-    rows = read_file(source, BadRows("stop"))  # numbers in csv stay the text that they are
-    columns = predict_rows(
-        loaded,
-        rows,
-        text=text,
-        batch_size=batch_size,
-        max_length=max_length,
-        max_new_tokens=max_new_tokens,
-        probabilities=probabilities,
-    )
+    rows = read_file(source, BadRows("stop"))  # numbers in csv stay text, so they are written unchanged
+    columns = predict_rows(loaded, rows, **settings)
     _write(target, columns)
     return len(rows)
 
 
 def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
-    """Refuse an output that cannot be written; cheap, so that a command can ask before it loads a model."""
+    """Reject an output that cannot be written; cheap enough to call before a model is loaded."""
     kinds = (*_DELIMITERS, *_JSON_LINES, _PARQUET)
     if target.suffix.lower() not in kinds:
         raise DataError(f"predictions cannot be written to {target}", f"name a file that ends in {', '.join(kinds)}")
     if not target.parent.is_dir():
-        raise DataError(f"there is no folder {target.parent} to write {target.name} to", f"mkdir -p {target.parent}")
+        raise DataError(f"the folder of {target} does not exist", f"mkdir -p {target.parent}")
     if target.is_dir():
         raise DataError(f"{target} is a folder", "name a file")
     if source.suffix and not source.exists():
@@ -85,13 +66,13 @@ def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         return
     if source.exists() and target.samefile(source):
-        raise DataError(f"{target} is the input, which the predictions would replace", "name another output")
+        raise DataError(f"{target} is also the input file", "name another output file")
     if not overwrite:
-        raise DataError(f"{target} exists", "name another output, or replace it with --overwrite (overwrite=True)")
+        raise DataError(f"{target} exists", "name another output file, or add --overwrite (overwrite=True)")
 
 
 def predict_rows(
-    loaded: Loaded,
+    loaded: LoadedModel,
     rows: Rows,
     *,
     text: str | Sequence[str] | None = None,
@@ -100,18 +81,31 @@ def predict_rows(
     max_new_tokens: int = 128,
     probabilities: bool = False,
 ) -> dict[str, list[Any]]:
-    """The columns of the rows and those of the predictions; the arguments are those of `predict_file`."""
+    """Return the columns of the rows and of the predictions.
+
+    A classifier adds `prediction` and `score`, other models `prediction`; a row without a text gets None.
+
+    Args:
+        loaded: The model.
+        rows: The rows.
+        text: The column of the texts, or several (pairs, parts of a prompt); by default as in training, or guessed.
+        batch_size: Rows per batch.
+        max_length: Truncate texts to this number of tokens, for classification and regression; by default as in
+            training.
+        max_new_tokens: Maximum number of tokens to generate.
+        probabilities: Whether a classifier adds a column `probability_LABEL` for every label.
+    """
     if not len(rows):
-        raise DataError(f"{rows.origin} has no rows", "give at least one row")
+        raise DataError(f"{rows.origin} has no rows", "add at least one row")
     if probabilities and loaded.task_name != "classify":
-        raise DataError(f"a {loaded.task_name} model has no class probabilities", "leave --probabilities out")
-    inputs = inputs_of(loaded, rows, text)
-    asked = [index for index, one in enumerate(inputs) if one is not None]
-    if len(asked) < len(rows):
-        first = rows.place(next(index for index, one in enumerate(inputs) if one is None))
-        num_empty = len(rows) - len(asked)
-        say(f"{num_empty:,} of {len(rows):,} rows have no text and get no prediction (the first: {first})")
-    texts = [inputs[index] for index in asked]
+        raise DataError(f"a {loaded.task_name} model has no class probabilities", "remove --probabilities")
+    inputs = read_inputs(loaded, rows, text)
+    filled = [index for index, one in enumerate(inputs) if one is not None]
+    if len(filled) < len(rows):
+        first = rows.location(next(index for index, one in enumerate(inputs) if one is None))
+        num_empty = len(rows) - len(filled)
+        say(f"{num_empty:,} of {len(rows):,} rows have no text and get no prediction; the first: {first}")
+    texts = [inputs[index] for index in filled]
     found: dict[str, list[Any]]
     if loaded.task_name == "classify":
         predictions = classify_texts(loaded, texts, batch_size, max_length=max_length)
@@ -122,36 +116,34 @@ def predict_rows(
         found = {"prediction": regress_texts(loaded, texts, batch_size, max_length=max_length)}
     else:
         found = {"prediction": generate_texts(loaded, texts, max_new_tokens, batch_size=batch_size)}
-    return rows.columns | {_free(name, rows.names): _spread(values, asked, len(rows)) for name, values in found.items()}
+    return rows.columns | {
+        _unused_name(name, rows.names): _scatter(values, filled, len(rows)) for name, values in found.items()
+    }
 
 
-def predict_lines(loaded: Loaded, text: str, **settings: Any) -> str:
-    """Predict for each line of a text that is not blank: JSON lines; the settings are those of `predict_rows`."""
-    # not splitlines: it also cuts at characters that may stand inside a text
+def predict_lines(loaded: LoadedModel, text: str, **settings: Any) -> str:
+    """Predict for each non-blank line of a text and return JSON lines; the settings are those of `predict_rows`."""
+    # Not splitlines: it also splits at characters that may be part of a text.
     lines = (line.removesuffix("\r") for line in text.split("\n"))
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    places = Places.of("standard input, line", (number for number, _ in numbered))
-    rows = Rows({"text": [line for _, line in numbered]}, "standard input", places=places)
+    locations = RowLocations.of("standard input, line", (number for number, _ in numbered))
+    rows = Rows({"text": [line for _, line in numbered]}, "standard input", locations=locations)
     return _json_lines(predict_rows(loaded, rows, text="text", **settings))
 
 
-def _spread(values: Sequence[Any], indices: Sequence[int], num_rows: int) -> list[Any]:
-    """Values at their rows, None elsewhere."""
-    spread: list[Any] = [None] * num_rows
-    for index, value in zip(indices, values, strict=True):
-        spread[index] = value
-    return spread
+def _scatter(values: Sequence[Any], indices: Sequence[int], num_rows: int) -> list[Any]:
+    """Return a column with the values at their rows and None elsewhere."""
+    by_index = dict(zip(indices, values, strict=True))
+    return [by_index.get(index) for index in range(num_rows)]
 
 
 def _json_lines(columns: dict[str, list[Any]]) -> str:
-    """Rows as JSON, one a line."""
-    rows = zip(*columns.values(), strict=True)
-    return "".join(
-        json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False, default=str) + "\n" for row in rows
-    )
+    """Format one JSON object per row and line."""
+    records = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
 
 
-def _free(name: str, taken: Sequence[str]) -> str:
+def _unused_name(name: str, taken: Sequence[str]) -> str:
     number = 1
     while (candidate := name if number == 1 else f"{name}_{number}") in taken:
         number += 1
@@ -159,24 +151,24 @@ def _free(name: str, taken: Sequence[str]) -> str:
 
 
 def _write(target: Path, columns: dict[str, list[Any]]) -> None:
-    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.writing-{os.getpid()}")
     try:
-        with beside.open("wb") as file:
-            file.write(_encoded(target.suffix.lower(), columns))
+        with temporary.open("wb") as file:
+            file.write(_encode(target.suffix.lower(), columns))
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(target)
+        temporary.replace(target)
     except OSError as error:
         if is_no_room(error):
             raise
         raise DataError(
-            f"{target} cannot be written: {error.strerror or error}", cure_of(error, "name another output")
+            f"{target} cannot be written: {error.strerror or error}", cure_of(error, "name another output file")
         ) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _encoded(suffix: str, columns: dict[str, list[Any]]) -> bytes:
+def _encode(suffix: str, columns: dict[str, list[Any]]) -> bytes:
     if suffix == _PARQUET:
         return _parquet(columns)
     if suffix in _JSON_LINES:
@@ -194,14 +186,14 @@ def _parquet(columns: dict[str, list[Any]]) -> bytes:
 
     buffer = io.BytesIO()
     try:
-        parquet.write_table(pyarrow.table({name: _of_one_type(values) for name, values in columns.items()}), buffer)
+        parquet.write_table(pyarrow.table({name: _to_one_type(values) for name, values in columns.items()}), buffer)
     except (pyarrow.ArrowException, OverflowError) as error:
-        raise DataError(f"the rows cannot be a parquet table: {error}", "write a .jsonl file") from error
+        raise DataError(f"the rows cannot be written as parquet: {error}", "write a .jsonl file") from error
     return buffer.getvalue()
 
 
-def _of_one_type(values: list[Any]) -> list[Any]:
-    """A column of parquet has one type: where a column has several, all are written as text."""
+def _to_one_type(values: list[Any]) -> list[Any]:
+    """Return a column of one type, as parquet needs: mixed values become text."""
     plain = [list(value) if isinstance(value, tuple) else value for value in values]
     kinds = {type(value) for value in plain if value is not None}
     return plain if len(kinds) <= 1 or kinds == {int, float} else [None if v is None else str(v) for v in plain]

@@ -1,12 +1,12 @@
-"""One line of text in, one line out: the quickest look at a trained model."""
+"""Predict for one text and format the result as one line."""
 
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
-from trimtab.inference.load import Loaded
+from trimtab.inference.load import LoadedModel
 
 
-def predict_text(loaded: Loaded, text: str, *, max_new_tokens: int = 128) -> str:
-    """What a model says of, or after, a text: label and score, a number, or what it writes."""
+def predict_text(loaded: LoadedModel, text: str, *, max_new_tokens: int = 128) -> str:
+    """Return the prediction for a text: label and score, a number, or the generated text."""
     if loaded.task_name == "classify":
         prediction = classify_texts(loaded, [text])[0]
         label = prediction.label if isinstance(prediction.label, str) else ", ".join(prediction.label) or "none"

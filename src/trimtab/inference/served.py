@@ -1,6 +1,7 @@
-"""What MLflow loads, by the name of this module, to serve a model that its own loader cannot: `trimtab.load` does.
+"""Loader for models that MLflow's own flavours cannot load; MLflow imports this module by its name.
 
-See `trimtab.tracking.mlflow.model_folder`, which decides which models those are.
+Logged models store that name: do not rename the module. `trimtab.tracking.mlflow.model_folder` decides which models
+need it.
 """
 
 from collections.abc import Mapping
@@ -10,28 +11,28 @@ from typing import Any
 from trimtab.errors import DataError
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
-from trimtab.inference.load import Loaded, load
+from trimtab.inference.load import LoadedModel, load
 from trimtab.tracking.mlflow.model_folder import MODEL
 
 _PAIR = ("text", "text_pair")
 
 
 class Served:
-    """A model as MLflow asks it: a table of texts in, a table of labels and scores, or a list of texts, out.
+    """A pyfunc model: a table of texts to a table of labels and scores, or to a list of generated texts.
 
     Args:
         loaded: The model.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
 
     def predict(self, data: Any, params: Mapping[str, Any] | None = None) -> Any:
-        """Answer for every row.
+        """Predict for every row.
 
         Args:
             data: A data frame with one column of texts, or with the columns `text` and `text_pair`; or a list.
-            params: max_new_tokens, of a model that writes.
+            params: max_new_tokens, for a model that generates text.
         """
         import pandas  # type: ignore[import-untyped]
 
@@ -55,10 +56,13 @@ def _texts(data: Any) -> list[Any]:
     if set(_PAIR) <= set(data.columns):
         return list(zip(data[_PAIR[0]], data[_PAIR[1]], strict=True))
     if len(data.columns) != 1:
-        raise DataError(f"the columns are {', '.join(map(str, data.columns))}", "send one column of texts")
+        raise DataError(
+            f"the columns are {', '.join(map(str, data.columns))}",
+            "send one column of texts, or the columns text and text_pair",
+        )
     return [str(text) for text in data.iloc[:, 0]]
 
 
 def _load_pyfunc(path: str) -> Served:
-    """The name that MLflow calls, with the folder of its model."""
+    """Load the model; MLflow calls this function with the folder of the logged model."""
     return Served(load(Path(path) / MODEL))

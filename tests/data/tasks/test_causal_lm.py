@@ -38,16 +38,6 @@ def test_blocks_hold_every_token_in_order(texts, block_length):
     assert dataset.num_truncated == 0
 
 
-def test_guessed_and_described(gpt):
-    rows = make_rows(id=[1, 2, 3], text=TEXTS)
-    task = build_task(None, rows)
-    assert (task.name, task.model_kind, task.loss_kind) == ("causal-lm", "causal-lm", "token-cross-entropy")
-    assert task.shifts_labels
-    assert task.head() == {}
-    assert task.said[0].startswith("task causal-lm: there is text in column 'text' and no label")
-    assert task.metrics().names == ["loss", "perplexity"]
-
-
 def test_begin_of_text_stays_before_every_text(llama):
     rows = make_rows(text=TEXTS)
     tokens = tokens_of(build_task("causal-lm", rows).encode(rows, llama, 64))
@@ -84,8 +74,8 @@ def test_labels_are_all_tokens_but_padding(gpt):
 
 def test_loss_of_a_padded_batch(gpt):
     rows = make_rows(text=TEXTS)
-    task = build_task("causal-lm", rows, block_length=5)
-    dataset = task.encode(rows, gpt, 32)
+    task = build_task("causal-lm", rows)
+    dataset = task.encode(rows, gpt, 5)
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=len(gpt), n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     ).eval()
@@ -96,15 +86,6 @@ def test_loss_of_a_padded_batch(gpt):
     assert len(set(weights)) == 2
     assert int((batch["labels"][:, 1:] != -100).sum()) == sum(weights)
     torch.testing.assert_close(model(**batch).loss, expected)
-
-
-def test_own_block_length(gpt):
-    rows = make_rows(text=TEXTS)
-    task = build_task("causal-lm", rows, block_length=4)
-    assert max(task.encode(rows, gpt, 64).lengths) == 4
-    assert task.settings != build_task("causal-lm", rows).settings
-    with pytest.raises(DataError, match="blocks of 4 tokens"):
-        task.encode(rows, gpt, 3)
 
 
 def test_too_little_text(bert, said):
@@ -119,15 +100,8 @@ def test_too_little_text(bert, said):
             return {"input_ids": [[7] for _ in texts]}
 
     rows = make_rows(text=["hello"])
-    with pytest.raises(DataError, match=r"mine.csv holds 1 token\(s\): there is nothing to predict"):
+    with pytest.raises(DataError, match=r"mine.csv has 1 token\(s\): there is nothing to predict"):
         build_task("causal-lm", rows).encode(rows, WithoutEnd(), 8)
-    assert said == ["the tokenizer has no EOS token: texts follow each other without a mark between them"]
-
-
-def test_empty_texts(gpt, said):
-    rows = make_rows(text=["hello", "", "there"])
-    with pytest.raises(DataError, match="mine.csv, row 2: column 'text' is empty"):
-        build_task("causal-lm", rows).encode(rows, gpt, 8)
-    dataset = build_task("causal-lm", rows, on_bad_rows="skip").encode(rows, gpt, 64)
-    assert tokens_of(dataset) == stream_of(gpt, ["hello", "there"])
-    assert len(said) == 1
+    assert said == ["the tokenizer has no EOS token: texts are concatenated without a separator"]
+    with pytest.raises(DataError, match="set data.max_length to 2 or more"):
+        build_task("causal-lm", rows).encode(rows, bert, 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from task_tokenizers import make_rows
 
 from trimtab.data.tasks.build import build_task
-from trimtab.data.tasks.chat import cut_to_answers, token_spans
+from trimtab.data.tasks.chat import kept_positions, token_spans
 from trimtab.data.tasks.chat_template import Renderer
 from trimtab.errors import DataError, ModelError
 
@@ -159,36 +159,53 @@ def test_tool_calls_are_learnt(fresh_gpt, template, thought):
     ]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, CALLS_NOT_MARKED, THINKING, None])
+ONE_CALL = CHATML_WITH_TOOLS.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
+WITHOUT_RESULTS = [
+    template.replace("in messages %}", "in messages if message['role'] != 'tool' %}", 1)
+    for template in (CHATML_WITH_TOOLS, THINKING_WITH_TOOLS, MARKED_WITH_TOOLS)
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "dropped"),
+    [
+        *((template, "a tool call of message 2") for template in (CHATML, MARKED, CALLS_NOT_MARKED, THINKING, None)),
+        (ONE_CALL, "a tool call of message 2"),
+        *((template, "message 3 (role 'tool')") for template in WITHOUT_RESULTS),
+    ],
+)
 @pytest.mark.parametrize("content", [None, "let me see"])
-def test_a_template_that_leaves_out_tool_calls_is_refused(fresh_gpt, template, content):
-    """The model would learn to say nothing."""
+def test_a_template_that_drops_tool_calls_or_results_is_rejected(fresh_gpt, said, template, dropped, content):
+    """The model would learn empty answers, or answers to results that it does not see."""
     fresh_gpt.chat_template = template
-    conversation = [WITH_TOOLS[0], {**WITH_TOOLS[1], "content": content}]
+    conversation = [WITH_TOOLS[0], {**WITH_TOOLS[1], "content": content}, *WITH_TOOLS[2:]]
     with pytest.raises(DataError) as caught:
         encoded([TWO_TURNS, conversation], fresh_gpt)
-    assert str(caught.value).startswith("mine.csv, row 2: the chat template leaves out a tool call of message 2")
+    assert str(caught.value).startswith(f"mine.csv, row 2: the chat template drops {dropped}")
     assert "chat_template.jinja" in caught.value.cure
+    assert len(encoded([TWO_TURNS, conversation], fresh_gpt, on_bad_rows="skip")[1]) == 1
+    assert any(f"drops {dropped}" in line for line in said)
 
 
-def test_a_template_that_writes_only_one_of_several_calls_is_refused(fresh_gpt):
-    fresh_gpt.chat_template = CHATML_WITH_TOOLS.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
-    with pytest.raises(DataError, match="row 1: the chat template leaves out a tool call of message 2"):
-        encoded([WITH_TOOLS], fresh_gpt)
-
-
-@pytest.mark.parametrize("template", [CHATML_WITH_TOOLS, THINKING_WITH_TOOLS, MARKED_WITH_TOOLS])
-def test_a_template_that_leaves_out_results_of_tools_is_refused(fresh_gpt, template):
-    fresh_gpt.chat_template = template.replace("in messages %}", "in messages if message['role'] != 'tool' %}", 1)
-    with pytest.raises(DataError, match="row 1: the chat template leaves out message 3, of the role 'tool'"):
-        encoded([WITH_TOOLS], fresh_gpt)
-
-
-def test_rows_whose_tool_calls_are_left_out_can_be_skipped(fresh_gpt, said):
-    fresh_gpt.chat_template = CHATML
-    _, dataset = encoded([TWO_TURNS, WITH_TOOLS], fresh_gpt, on_bad_rows="skip")
-    assert len(dataset) == 1
-    assert any("tool call" in line for line in said)
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_reach_the_template(fresh_gpt, said, marks, as_json):
+    """The column "tools" beside the messages; a row may have none."""
+    schema = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}
+    tools = [json.dumps([schema]) if as_json else [schema], None]
+    template = (MARKED if marks else CHATML).replace("{% for", "{% if tools %}{{ tools | tojson }}{% endif %}{% for", 1)
+    fresh_gpt.chat_template = template
+    rows = make_rows(messages=[TWO_TURNS, TWO_TURNS], tools=tools)
+    task = build_task(None, rows)
+    assert task.columns == {"messages": "messages", "tools": "tools"}
+    assert task.said[-1].startswith("tools of the conversations: column 'tools'")
+    dataset = task.encode(rows, fresh_gpt, 512)
+    texts = [task.example_text(dataset[row], fresh_gpt) for row in range(2)]
+    assert texts[0] == json.dumps([schema]) + texts[1]
+    assert learnt(dataset, fresh_gpt, 0) == learnt(dataset, fresh_gpt, 1)
+    bad = make_rows(messages=[TWO_TURNS, TWO_TURNS], tools=[[schema], "a hammer"])
+    with pytest.raises(DataError, match="row 2: column 'tools' contains a str, expected a list of tools"):
+        task.usable(bad)
 
 
 def test_marks_give_what_transformers_gives(fresh_llama):
@@ -243,7 +260,7 @@ def test_no_special_token_ends_an_answer(fresh_gpt, said):
     _, dataset = encoded([TWO_TURNS[:2]], fresh_gpt)
     assert learnt(dataset, fresh_gpt) == [" paris\n"]  # the token of the first word holds the space of the prompt
     assert len(said) == 1
-    assert "1 conversation(s) no special token ends an answer" in said[0]
+    assert "1 conversation(s) have an answer that no special token ends" in said[0]
 
 
 def test_a_greeting_carries_loss(fresh_gpt):
@@ -256,16 +273,16 @@ def test_a_greeting_carries_loss(fresh_gpt):
 def test_roles_that_a_template_refuses(fresh_llama, said):
     fresh_llama.chat_template = LLAMA2
     conversations = [TWO_TURNS, [{"role": "system", "content": "be kind"}, *TWO_TURNS]]
-    with pytest.raises(DataError, match=r"mine.csv, row 2: the chat template refuses .* \(only user and assistant\)"):
+    with pytest.raises(DataError, match=r"mine.csv, row 2: the chat template rejects .* \(only user and assistant\)"):
         encoded(conversations, fresh_llama)
     _, dataset = encoded(conversations, fresh_llama, on_bad_rows="skip")
     assert len(dataset) == 1
-    assert said == [line for line in said if "1 bad row(s) skipped" in line]
+    assert said == [line for line in said if "skipped 1 bad row(s)" in line]
 
 
 def test_answers_that_cannot_be_told_apart(fresh_gpt):
     fresh_gpt.chat_template = "{% for message in messages %}{{ message['content'] | upper }}{% endfor %}"
-    with pytest.raises(DataError, match="row 1: the answers cannot be told apart .*\n.*mark them in the template"):
+    with pytest.raises(DataError, match="row 1: the answers cannot be located .*\n.*mark them in the template"):
         encoded([[TWO_TURNS[1], *TWO_TURNS[:2]]], fresh_gpt)
 
 
@@ -277,7 +294,7 @@ def test_a_tokenizer_without_offsets(fresh_gpt):
         def __getattr__(self, name):
             return getattr(fresh_gpt, name)
 
-    with pytest.raises(ModelError, match="Slow does not know which characters a token stands for"):
+    with pytest.raises(ModelError, match="Slow returns no character offsets"):
         encoded([TWO_TURNS], Slow())
 
 
@@ -337,15 +354,15 @@ def test_columns_that_the_user_names(fresh_gpt):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "holds nothing where a list of messages is expected"),
-        ([], "holds nothing where a list of messages is expected"),
-        ("hello", "holds a str where a list of messages is expected"),
-        ("[{", "holds broken JSON"),
-        (["hello"], "holds a str where a message is expected"),
-        ([{"content": "hello"}], "holds a message without a role"),
-        ([{"role": "user", "content": "hello"}], "holds no answer: the roles are user"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}], "holds an empty answer"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "holds an empty answer"),
+        (None, "is empty, expected a list of messages"),
+        ([], "is empty, expected a list of messages"),
+        ("hello", "contains a str, expected a list of messages"),
+        ("[{", "contains invalid JSON"),
+        (["hello"], "contains a str, expected a message"),
+        ([{"content": "hello"}], "contains a message without a role"),
+        ([{"role": "user", "content": "hello"}], "contains no answer: the roles are user"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}], "contains an empty answer"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "contains an empty answer"),
     ],
 )
 def test_bad_conversations(fresh_gpt, said, value, problem):
@@ -355,18 +372,11 @@ def test_bad_conversations(fresh_gpt, said, value, problem):
     assert caught.value.problem.startswith(f"mine.csv, row 2: column 'messages' {problem}")
     _, dataset = encoded([TWO_TURNS, value], fresh_gpt, on_bad_rows="skip")
     assert len(dataset) == 1
-    assert "1 bad row(s) skipped" in said[0]
-
-
-@pytest.mark.parametrize("column", ["instruction", "output"])
-def test_empty_prompts_and_answers(fresh_gpt, column):
-    rows = make_rows(**{"instruction": ["hello"], "output": ["paris"], column: [" "]})
-    with pytest.raises(DataError, match=f"row 1: column '{column}' is empty"):
-        build_task(None, rows).usable(rows)
+    assert "skipped 1 bad row(s)" in said[0]
 
 
 def test_no_conversation_left(fresh_gpt, said):
-    with pytest.raises(DataError, match="no conversation is left to learn from"):
+    with pytest.raises(DataError, match="no conversation with an answer is left"):
         encoded([TWO_TURNS[:1]], fresh_gpt, on_bad_rows="skip")
 
 
@@ -403,7 +413,7 @@ def test_a_long_prompt_is_cut_and_not_the_answer(fresh_llama):
 )
 def test_cutting(start, size, rest, max_length, keeps_first):
     num_tokens = start + size + rest
-    kept = cut_to_answers(num_tokens, (start, start + size), max_length, keeps_first=keeps_first)
+    kept = kept_positions(num_tokens, (start, start + size), max_length, keeps_first=keeps_first)
     assert len(kept) == min(num_tokens, max_length)
     assert kept == sorted(set(kept))
     assert set(kept) <= set(range(num_tokens))

@@ -1,11 +1,11 @@
-"""Texts that would take gigabytes to tokenize: refused with their place, and never many of them in one call."""
+"""Texts that are missing or would take gigabytes to tokenize are bad rows; calls of a tokenizer have a bounded size."""
 
 import pytest
 from task_tokenizers import make_rows
 
-from trimtab.data.tasks import messages, texts, tokenizing
+from trimtab.data.tasks import messages, texts, tokenization
 from trimtab.data.tasks.build import build_task
-from trimtab.data.tasks.tokenizing import slices_of_calls, tokenize
+from trimtab.data.tasks.tokenization import call_batches, tokenize
 from trimtab.errors import DataError
 
 SHORT, LONG = "a good film", "a good film " * 40
@@ -14,8 +14,8 @@ SHORT, LONG = "a good film", "a good film " * 40
 @pytest.fixture
 def small_limit(monkeypatch):
     """So that the test itself needs no gigabytes."""
-    monkeypatch.setattr(texts, "MOST_CHARACTERS", 200)
-    monkeypatch.setattr(messages, "MOST_CHARACTERS", 200)
+    monkeypatch.setattr(texts, "MAX_CHARACTERS", 200)
+    monkeypatch.setattr(messages, "MAX_CHARACTERS", 200)
 
 
 def chat(content):
@@ -25,34 +25,45 @@ def chat(content):
 @pytest.mark.parametrize(
     ("task", "columns"),
     [
-        ("classify", {"text": [SHORT, LONG], "label": ["x", "y"]}),
-        ("classify", {"text1": [SHORT, SHORT], "text2": [SHORT, LONG], "label": ["x", "y"]}),
-        ("regress", {"text": [SHORT, LONG], "label": [0.5, 1.5]}),
-        ("causal-lm", {"text": [SHORT, LONG]}),
-        ("masked-lm", {"text": [SHORT, LONG]}),
-        ("seq2seq", {"source": [SHORT, SHORT], "target": [SHORT, LONG]}),
-        ("chat", {"messages": [chat(SHORT), chat(LONG)]}),
-        ("chat", {"prompt": [SHORT, SHORT], "answer": [SHORT, LONG]}),
+        ("classify", {"text": [SHORT, "?"], "label": ["x", "y"]}),
+        ("classify", {"text1": [SHORT, SHORT], "text2": [SHORT, "?"], "label": ["x", "y"]}),
+        ("regress", {"text": [SHORT, "?"], "label": [0.5, 1.5]}),
+        ("causal-lm", {"text": [SHORT, "?"]}),
+        ("masked-lm", {"text": [SHORT, "?"]}),
+        ("seq2seq", {"source": [SHORT, "?"], "target": [SHORT, SHORT]}),
+        ("seq2seq", {"source": [SHORT, SHORT], "target": [SHORT, "?"]}),
+        ("chat", {"prompt": [SHORT, "?"], "answer": [SHORT, SHORT]}),
+        ("chat", {"prompt": [SHORT, SHORT], "answer": [SHORT, "?"]}),
     ],
 )
-def test_a_text_that_is_too_long_is_a_bad_row(small_limit, task, columns):
-    rows = make_rows(**columns)
-    with pytest.raises(DataError, match=r"row 2: column '\w+' holds \d+ characters, more than 200\n.*split it into"):
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [(" ", "is empty"), (LONG, r"contains \d+ characters, the maximum is 200\n.*split it into")],
+    ids=["empty", "long"],
+)
+def test_texts_that_cannot_be_used(small_limit, said, bert, task, columns, bad, problem):
+    rows = make_rows(**{name: [bad if value == "?" else value for value in c] for name, c in columns.items()})
+    with pytest.raises(DataError, match=rf"mine.csv, row 2: column '\w+' {problem}"):
         build_task(task, rows).usable(rows)
     assert len(build_task(task, rows, on_bad_rows="skip").usable(rows)) == 1
+    assert said[0].startswith("mine.csv: skipped 1 bad row(s)")
+
+
+def test_a_conversation_that_is_too_long(small_limit):
+    rows = make_rows(messages=[chat(SHORT), chat(LONG)])
+    with pytest.raises(DataError, match="row 2: column 'messages' contains 491 characters"):
+        build_task("chat", rows).usable(rows)
 
 
 def test_the_limit_is_far_above_a_book():
-    assert texts.MOST_CHARACTERS == 10_000_000
+    assert texts.MAX_CHARACTERS == 10_000_000
 
 
 def test_a_call_has_few_long_texts(monkeypatch, bert):
-    monkeypatch.setattr(tokenizing, "ROWS_PER_CALL", 3)
-    monkeypatch.setattr(tokenizing, "CHARACTERS_PER_CALL", 10)
+    monkeypatch.setattr(tokenization, "ROWS_PER_CALL", 3)
+    monkeypatch.setattr(tokenization, "CHARACTERS_PER_CALL", 10)
     given = ["aa"] * 4 + ["a" * 30] + ["a" * 5] * 3
-    slices = [(part.start, part.stop) for part in slices_of_calls(given)]
-    assert slices == [(0, 3), (3, 4), (4, 5), (5, 7), (7, 8)]
-    assert [(part.start, part.stop) for part in slices_of_calls(given, given)][:2] == [(0, 2), (2, 4)]
-    assert list(slices_of_calls([])) == []
+    assert [len(batch) for batch in call_batches(given, len)] == [3, 1, 1, 2, 1]
+    assert list(call_batches([], len)) == []
     whole = [bert(text)["input_ids"] for text in given]
     assert [list(ids) for ids in tokenize(bert, given, max_length=None).input_ids] == whole

@@ -7,7 +7,7 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tasks.masked_lm import uniform
-from trimtab.errors import DataError, ModelError
+from trimtab.errors import ModelError
 
 ROWS = make_rows(
     text=["one two three four five six seven eight nine ten " * 4, "a good film", "a bad film and a dull plot"] * 40
@@ -45,11 +45,6 @@ def test_a_slow_tokenizer_gives_the_same_examples(bert, encoded, tmp_path):
     ]
     assert max(found.lengths) == 16
     assert found.num_truncated == 0
-
-
-def test_a_length_without_room_for_text(bert):
-    with pytest.raises(DataError, match="max_length 2 leaves no room for text: the tokenizer adds 2 special tokens"):
-        build_task("masked-lm", ROWS).encode(ROWS, bert, 2)
 
 
 def test_a_row_is_masked_alike_in_every_batch(encoded):
@@ -108,14 +103,6 @@ def test_shares(bert, encoded):
         assert abs(count / total - share) < 4 * (share * (1 - share) / total) ** 0.5
 
 
-def test_own_share(bert, encoded):
-    _, dataset = encoded
-    for share, expected in ((0.0, 0), (1.0, 14)):
-        task = build_task("masked-lm", ROWS, mask_share=share)
-        task.bind(bert)
-        assert int((task.collate([dataset[0]])["labels"] != -100).sum()) == expected
-
-
 def test_random_numbers_are_even_and_unrelated():
     rows, positions = torch.arange(200), torch.arange(256)
     draws = torch.stack([uniform(7, epoch, rows, positions, draw).flatten() for epoch in range(2) for draw in range(2)])
@@ -134,9 +121,3 @@ def test_random_numbers_are_even_and_unrelated():
 def test_a_tokenizer_without_a_mask(gpt):
     with pytest.raises(ModelError, match="no mask token"):
         build_task("masked-lm", ROWS).encode(ROWS, gpt, 16)
-
-
-def test_described():
-    task = build_task("masked-lm", ROWS)
-    assert (task.model_kind, task.loss_kind, task.shifts_labels) == ("masked-lm", "token-cross-entropy", False)
-    assert task.metrics(["token_accuracy"]).names == ["loss", "token_accuracy"]

@@ -2,11 +2,12 @@
 
 import importlib
 import inspect
+import json
 
 import pytest
 import torch
 from task_tokenizers import CORPUS, make_rows
-from transformers import MBart50Tokenizer, MBartTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import MBart50Tokenizer, MBartTokenizer, T5Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from tiny_models import config_of
@@ -22,40 +23,13 @@ from trimtab.model.losses import build_loss
 COLUMNS = {"document": ["a good film with a great cast", "dull plot"], "summary": ["good", "a dull film"]}
 
 
-def small_t5(tokenizer):
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=3,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config).eval()
-
-
-def test_columns_are_guessed_and_said():
-    task = build_task(None, make_rows(**COLUMNS))
-    assert (task.name, task.model_kind, task.shifts_labels) == ("seq2seq", "seq2seq-lm", False)
-    assert task.columns == {"text": "document", "target": "summary"}
-    assert task.said[1] == "reads 'document', writes 'summary' (guessed; data.text, data.target say otherwise)"
-
-
-def test_decoder_inputs_are_those_of_the_model(bert):
-    rows = make_rows(**COLUMNS)
-    task = build_task("seq2seq", rows)
-    dataset = task.encode(rows, bert, 32)
-    batch = task.collate([dataset[0], dataset[1]])
-    model = small_t5(bert)
-    task.bind(bert, model.config)
-    assert batch["labels"].tolist()[0] == [*bert("good")["input_ids"], -100, -100]
-    assert torch.equal(batch["decoder_input_ids"], model.prepare_decoder_input_ids_from_labels(batch["labels"]))
-    by_labels = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "labels")}).logits
-    by_inputs = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}).logits
-    assert torch.equal(by_labels, by_inputs)
-
-
 def test_the_config_says_how_the_decoder_starts(bert):
     rows = make_rows(**COLUMNS)
     task = build_task("seq2seq", rows)
     dataset = task.encode(rows, bert, 32)
-    assert task.collate([dataset[0]])["decoder_input_ids"][0, 0] == bert.pad_token_id
+    batch = task.collate([dataset[0], dataset[1]])
+    assert batch["labels"].tolist()[0] == [*bert("good")["input_ids"], -100, -100]
+    assert batch["decoder_input_ids"][0, 0] == bert.pad_token_id
     task.bind(bert, T5Config(decoder_start_token_id=2))
     assert task.collate([dataset[0]])["decoder_input_ids"][0, 0] == 2
     task.bind(bert)
@@ -119,7 +93,10 @@ def test_a_trained_model_generates_from_the_language_it_was_trained_on(tmp_path,
     rows = [{"source": text, "target": "a good film"} for text in CORPUS]
     data = {"train": str(write_csv(tmp_path / "rows.csv", rows)), "eval_share": 0}
     recipe = Recipe(model=str(base), data=data, task="seq2seq", train={"max_steps": 60, "lr": 1e-2}, track="none")
-    loaded = load(fit(recipe).best, device="cpu")
+    best = fit(recipe).best
+    truncation, before = (json.loads((f / "tokenizer.json").read_text())["truncation"] for f in (best, base))
+    assert truncation is before is None  # the one of the run is not exported
+    loaded = load(best, device="cpu")
     french = loaded.tokenizer.convert_tokens_to_ids("fr_XX")
     assert loaded.model.generation_config.decoder_start_token_id == french
     assert generation_start(loaded.tokenizer, "mbart") == {"decoder_start_token_id": french}
@@ -135,15 +112,8 @@ def test_cut_rows_count_once(bert):
     assert [len(dataset[i]["labels"]) for i in range(4)] == [3, 5, 3, 5]
 
 
-@pytest.mark.parametrize("column", ["document", "summary"])
-def test_empty_texts(bert, column):
-    rows = make_rows(**{**COLUMNS, column: ["film", ""]})
-    with pytest.raises(DataError, match=f"mine.csv, row 2: column '{column}' is empty"):
-        build_task("seq2seq", rows).encode(rows, bert, 32)
-
-
 def test_unclear_columns():
-    with pytest.raises(DataError, match="not clear what is read and what is written; there are 'a', 'b'"):
+    with pytest.raises(DataError, match="cannot tell source and target; the columns are 'a', 'b'"):
         build_task("seq2seq", make_rows(a=["x"], b=["y"]))
     task = build_task(None, make_rows(a=["x"], b=["y"]), text="a", target="b")
     assert task.columns == {"text": "a", "target": "b"}

@@ -1,7 +1,7 @@
 """Which task and which columns are meant: what is clear is guessed and said, what is not is asked for."""
 
 import pytest
-from task_tokenizers import make_rows
+from task_tokenizers import make_bert, make_rows
 
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.build import TASK_NAMES, build_task
@@ -58,6 +58,7 @@ def test_guessed_where_clear(columns, task, roles):
     built = build_task(None, make_rows(**columns))
     assert (built.name, built.columns) == (task, roles)
     assert built.said[0].startswith(f"task {task}: ")
+    assert built.said[0].endswith("(guessed; set task to change)")
     assert all("guessed" in line or "labels (" in line for line in built.said)
     assert len(built.said) >= 2
 
@@ -65,11 +66,11 @@ def test_guessed_where_clear(columns, task, roles):
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"a": WORDS, "b": WORDS}, "it is not clear what to learn from the columns 'a', 'b'"),
-        ({"text": WORDS, "kind": WORDS}, "it is not clear what to learn from the columns 'text', 'kind'"),
-        ({"text": WORDS, "sentiment": [0, 1, 0, 1], "topic": [0, 1, 0, 1]}, "it is not clear what to learn"),
-        ({"a": WORDS, "b": WORDS, "label": [0, 1, 0, 1]}, "it is not clear which column holds the text; there are"),
-        ({"review": WORDS, "comment": WORDS, "label": [0, 1, 0, 1]}, "it is not clear which column holds the text"),
+        ({"a": WORDS, "b": WORDS}, "cannot tell the task from the columns 'a', 'b'"),
+        ({"text": WORDS, "kind": WORDS}, "cannot tell the task from the columns 'text', 'kind'"),
+        ({"text": WORDS, "sentiment": [0, 1, 0, 1], "topic": [0, 1, 0, 1]}, "cannot tell the task"),
+        ({"a": WORDS, "b": WORDS, "label": [0, 1, 0, 1]}, "cannot tell which column is the text; the columns are"),
+        ({"review": WORDS, "comment": WORDS, "label": [0, 1, 0, 1]}, "cannot tell which column is the text"),
     ],
 )
 def test_asked_for_where_not_clear(columns, problem):
@@ -81,13 +82,13 @@ def test_asked_for_where_not_clear(columns, problem):
 
 def test_a_named_task_lets_more_be_guessed():
     rows = make_rows(utterances=WORDS, kind=list("abab"), id=[1, 2, 3, 4])
-    with pytest.raises(DataError, match="not clear which column holds the label"):
+    with pytest.raises(DataError, match="cannot tell which column is the label"):
         build_task("classify", rows)
     task = build_task("classify", rows, text="utterances")
     assert task.columns == {"text": "utterances", "label": "kind"}
     assert task.said == [
-        "label from the column 'kind' (guessed; data.label says otherwise)",
-        "2 labels ('a', 'b'), one label a row",
+        "label: column 'kind' (guessed; set data.label to change)",
+        "2 labels ('a', 'b'), one label per row",
     ]
 
 
@@ -115,13 +116,13 @@ def test_columns_that_are_not_there(asked, key):
         build_task(None, make_rows(text=WORDS, label=[0, 1, 0, 1]), **asked)
     assert caught.value.problem.startswith("mine.csv has no column")
     assert "did you mean" in caught.value.problem
-    assert "it has 'text', 'label'" in caught.value.problem
+    assert "the columns are 'text', 'label'" in caught.value.problem
     assert key in caught.value.cure
 
 
 def test_columns_that_the_eval_rows_lack():
     rows = make_rows(text=WORDS, label=[0, 1, 0, 1])
-    with pytest.raises(DataError, match="eval.csv has no column 'label'; it has 'text'"):
+    with pytest.raises(DataError, match="eval.csv has no column 'label'; the columns are 'text'"):
         build_task(None, rows, eval_rows=Rows({"text": WORDS}, "eval.csv"))
 
 
@@ -133,25 +134,42 @@ def test_many_whole_numbers():
 
 
 def test_too_many_text_columns():
-    with pytest.raises(DataError, match="data.text names 3 columns.*\n.*one column, or two for pairs"):
+    with pytest.raises(DataError, match="data.text names 3 columns.*\n.*one column, or to a list of two"):
         build_task("classify", make_rows(text=WORDS, label=[0, 1, 0, 1]), text=["text", "text", "text"])
     with pytest.raises(DataError, match="data.text names 2 columns"):
         build_task("causal-lm", make_rows(text=WORDS), text=["text", "text"])
 
 
-def test_no_rows():
+def test_no_rows_and_no_such_task():
     with pytest.raises(DataError, match="mine.csv has no rows"):
         build_task(None, make_rows(text=[], label=[]))
-
-
-def test_no_such_task():
-    with pytest.raises(DataError, match="there is no task 'classification'\n.*classify, regress"):
+    with pytest.raises(DataError, match="unknown task 'classification'\n.*classify, regress"):
         build_task("classification", make_rows(text=WORDS))
 
 
-def test_every_task_can_be_built():
+KINDS = {  # model, loss, whether labels are shifted
+    "classify": ("sequence-classification", "cross-entropy", False),
+    "regress": ("sequence-classification", "mse", False),
+    "causal-lm": ("causal-lm", "token-cross-entropy", True),
+    "chat": ("causal-lm", "token-cross-entropy", True),
+    "seq2seq": ("seq2seq-lm", "token-cross-entropy", False),
+    "masked-lm": ("masked-lm", "token-cross-entropy", False),
+}
+
+
+@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("loaded_with", [{}, {"max_length": 7}], ids=["no truncation", "truncation"])
+def test_every_task(name, loaded_with):
+    """And none changes the tokenizer: truncation that stays in its backend would be saved with the model."""
     columns = {"text": WORDS, "label": [0, 1, 0, 1], "target": WORDS, "messages": MESSAGES}
-    for name in TASK_NAMES:
-        task = build_task(name, make_rows(**columns), text="text", target="target")
-        assert task.name == name
-        assert task.default_metric in task.metrics().names
+    rows = make_rows(**columns)
+    task = build_task(name, rows, text="text", target="target")
+    assert (task.name, task.model_kind, task.loss_kind, task.shifts_labels) == (name, *KINDS[name])
+    assert task.default_metric in task.metrics().names
+    assert bool(task.head()) == (task.model_kind == "sequence-classification")
+    tokenizer = make_bert()
+    if loaded_with:
+        tokenizer.backend_tokenizer.enable_truncation(**loaded_with)
+    before = tokenizer.backend_tokenizer.to_str()
+    assert len(task.encode(rows, tokenizer, 5)) > 0
+    assert tokenizer.backend_tokenizer.to_str() == before

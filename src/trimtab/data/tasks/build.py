@@ -1,4 +1,4 @@
-"""From rows, and what the recipe says of them, to a task: what is clear is guessed and said, the rest is asked for."""
+"""Build a task from rows and the recipe's keys. Columns and task are guessed where the column names are clear."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from trimtab.data.tasks.columns import (
     find_text,
     first_value,
     is_identifier,
-    listed,
+    list_values,
     require,
 )
 from trimtab.data.tasks.label_columns import read_labels
-from trimtab.data.tasks.labels import holds_fractions
+from trimtab.data.tasks.labels import are_regression_targets
 from trimtab.data.tasks.masked_lm import MaskedLM
 from trimtab.data.tasks.messages import Conversations, MessageColumn, PromptColumns
 from trimtab.data.tasks.regress import Regress
@@ -36,8 +36,8 @@ _PROMPT_AND_ANSWER = tuple((prompt, answer) for prompt in PROMPT_NAMES for answe
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What the user said about columns; None where nothing was said."""
+class _NamedColumns:
+    """The columns that the recipe names; None for those to guess."""
 
     text: str | Sequence[str] | None
     label: str | Sequence[str] | None
@@ -45,6 +45,11 @@ class _Asked:
     messages: str | None
     prompt: str | None
     answer: str | None
+
+    @property
+    def labels(self) -> list[str]:
+        """The label columns; empty if none is named."""
+        return [self.label] if isinstance(self.label, str) else list(self.label or ())
 
 
 def build_task(
@@ -58,119 +63,107 @@ def build_task(
     prompt: str | None = None,
     answer: str | None = None,
     eval_rows: Rows | None = None,
-    label_names: list[str] | None = None,
-    block_length: int | None = None,
-    mask_share: float = 0.15,
     seed: int = 0,
     on_bad_rows: str = "stop",
 ) -> Task:
-    """The task for these rows.
+    """Build the task for these rows.
 
     Args:
-        name: One of `TASK_NAMES`, or None to tell it from the columns.
+        name: One of `TASK_NAMES`, or None to guess it from the columns.
         rows: The training rows.
-        text: The column of the text, or two for sentence pairs.
-        label: The column of the label or number, or one for each of several labels or numbers.
-        target: The column that a sequence-to-sequence model is to write.
+        text: The text column, or two for sentence pairs.
+        label: The column of the label or number, or one column for each of several.
+        target: The column that a sequence-to-sequence model generates.
         messages: The column of conversations.
         prompt: The column of prompts.
         answer: The column of answers.
-        eval_rows: Rows to evaluate on; that they can be used is checked at once.
-        label_names: The labels in their order, where they are known beforehand (from a model that goes on learning).
-        block_length: For causal-lm, the tokens in a block.
-        mask_share: For masked-lm, the share of tokens to be named.
-        seed: For masked-lm, chooses them.
-        on_bad_rows: "stop" makes the first row that cannot be used an error; "skip" counts them.
+        eval_rows: The eval rows; bad ones are reported before any row is tokenized.
+        seed: For masked-lm, decides which tokens are masked.
+        on_bad_rows: "stop" raises at the first row that cannot be used; "skip" drops and counts such rows.
 
     Raises:
-        DataError: If the task or a column is not clear or not there, or eval rows cannot be used.
+        DataError: If the task or a column is ambiguous or missing, or eval rows cannot be used.
     """
     if len(rows) == 0:
-        raise DataError(f"{rows.origin} has no rows", "give at least one row in data.train")
-    asked = _Asked(text, label, target, messages, prompt, answer)
+        raise DataError(f"{rows.origin} has no rows", "add at least one row to data.train")
+    named = _NamedColumns(text, label, target, messages, prompt, answer)
     said: list[str] = []
     if name is None:
-        name, reason = _guess_task(rows, asked)
-        said.append(f"task {name}: {reason} (guessed; task: says otherwise)")
+        name, reason = _guess_task(rows, named)
+        said.append(f"task {name}: {reason} (guessed; set task to change)")
     task: Task
     if name in ("classify", "regress"):
-        task = _on_labels(name, rows, asked, label_names, said, on_bad_rows)
+        task = _build_labelled(name, rows, named, said, on_bad_rows)
     elif name == "chat":
-        task = Chat(_conversations(rows, asked, said), said, on_bad_rows)
+        task = Chat(_choose_conversations(rows, named, said), said, on_bad_rows)
     elif name == "seq2seq":
-        task = _seq2seq(rows, asked, said, on_bad_rows)
-    elif name in ("causal-lm", "masked-lm"):
-        column = choose_text(rows, text, said, pairs=False).names[0]
-        if name == "causal-lm":
-            task = CausalLM(column, said, block_length, on_bad_rows)
-        else:
-            task = MaskedLM(column, said, mask_share, seed, on_bad_rows)
+        task = _build_seq2seq(rows, named, said, on_bad_rows)
+    elif name == "causal-lm":
+        task = CausalLM(choose_text(rows, text, said, pairs=False), said, on_bad_rows)
+    elif name == "masked-lm":
+        task = MaskedLM(choose_text(rows, text, said, pairs=False), said, seed, on_bad_rows)
     else:
-        raise DataError(f"there is no task {name!r}", f"set task to one of {', '.join(TASK_NAMES)}")
+        raise DataError(f"unknown task {name!r}", f"set task to one of {', '.join(TASK_NAMES)}")
     if eval_rows is not None and on_bad_rows == "stop":
-        task.usable(eval_rows)  # now, and not after the training rows were tokenized
+        task.usable(eval_rows)
     return task
 
 
-def _guess_task(rows: Rows, asked: _Asked) -> tuple[str, str]:
-    """The task and the reason for it, where the columns make it clear."""
-    if asked.messages or asked.prompt or asked.answer:
+def _guess_task(rows: Rows, named: _NamedColumns) -> tuple[str, str]:
+    """Return the task and the reason for the guess."""
+    if named.messages or named.prompt or named.answer:
         return "chat", "data.messages or data.prompt is set"
-    if asked.target:
+    if named.target:
         return "seq2seq", "data.target is set"
-    if asked.label:
-        return _labelled(rows, asked.label)
+    if named.label:
+        return _guess_labelled(rows, named.labels)
     conversations = _find_messages(rows)
     if conversations is not None:
-        return "chat", f"column {conversations!r} holds messages"
+        return "chat", f"column {conversations!r} contains messages"
     plain_label = find(rows, LABEL_NAMES[:2])
     if plain_label is not None:
-        return _labelled(rows, plain_label)
+        return _guess_labelled(rows, [plain_label])
     for name, pairs in (("chat", _PROMPT_AND_ANSWER), ("seq2seq", SEQ2SEQ_NAMES)):
         pair = find_pair(rows, pairs)
-        # A column "target" or "answer" may as well hold classes.
+        # A column "target" or "answer" may contain class numbers.
         if pair is not None and not any(isinstance(first_value(rows, column), int | float) for column in pair):
             return name, f"columns {pair[0]!r} and {pair[1]!r}"
     label = find(rows, LABEL_NAMES)
     if label is not None:
-        return _labelled(rows, label)
-    text = asked.text if isinstance(asked.text, str) else find_text(rows)
+        return _guess_labelled(rows, [label])
+    text = named.text if isinstance(named.text, str) else find_text(rows)
     others = [name for name in rows.names if name != text and not is_identifier(name)]
     if text is not None and not others:
-        return "causal-lm", f"there is text in column {text!r} and no label"
+        return "causal-lm", f"column {text!r} contains text and there is no label"
     raise DataError(
-        f"{rows.origin}: it is not clear what to learn from the columns {listed(rows.names)}",
+        f"{rows.origin}: cannot tell the task from the columns {list_values(rows.names)}",
         f"set task to one of {', '.join(TASK_NAMES)}, and data.label, data.target or data.messages to its column",
     )
 
 
-def _labelled(rows: Rows, label: str | Sequence[str]) -> tuple[str, str]:
-    columns = [label] if isinstance(label, str) else list(label)
+def _guess_labelled(rows: Rows, columns: list[str]) -> tuple[str, str]:
     for name in columns:
         require(rows, name, "data.label")
-    if all(name not in rows.label_names and holds_fractions(rows.columns[name]) for name in columns):
-        return "regress", f"column {listed(columns)} holds numbers"
-    return "classify", f"column {listed(columns)} holds labels"
+    if all(name not in rows.label_names and are_regression_targets(rows.columns[name]) for name in columns):
+        return "regress", f"column {list_values(columns)} contains numbers"
+    return "classify", f"column {list_values(columns)} contains labels"
 
 
-def _on_labels(
-    name: str, rows: Rows, asked: _Asked, label_names: list[str] | None, said: list[str], on_bad_rows: str
-) -> Task:
-    label = asked.label if asked.label is not None else _choose_label(rows, asked, said)
-    labels = [label] if isinstance(label, str) else list(label)
+def _build_labelled(name: str, rows: Rows, named: _NamedColumns, said: list[str], on_bad_rows: str) -> Task:
+    labels = named.labels or [_choose_label(rows, named, said)]
     for column in labels:
         require(rows, column, "data.label")
-    texts = choose_text(rows, asked.text, said, besides=labels)
+    texts = choose_text(rows, named.text, said, besides=labels)
     if name == "regress":
         return Regress(texts, labels, said, on_bad_rows)
-    reader = read_labels(rows, label, label_names)
-    kind = "several labels a row" if reader.several else "one label a row"
-    said.append(f"{len(reader.labels)} labels ({listed(reader.labels.names)}), {kind}")
+    reader = read_labels(rows, labels)
+    kind = "several labels per row" if reader.several else "one label per row"
+    said.append(f"{len(reader.labels)} labels ({list_values(reader.labels.names)}), {kind}")
     return Classify(texts, reader, said, on_bad_rows)
 
 
-def _choose_label(rows: Rows, asked: _Asked, said: list[str]) -> str:
-    texts = [asked.text] if isinstance(asked.text, str) else list(asked.text or ())
+def _choose_label(rows: Rows, named: _NamedColumns, said: list[str]) -> str:
+    texts = [named.text] if isinstance(named.text, str) else list(named.text or ())
     label = find(rows, LABEL_NAMES, besides=texts)
     if label is None:
         text = texts or [find_text(rows) or ""]
@@ -178,68 +171,81 @@ def _choose_label(rows: Rows, asked: _Asked, said: list[str]) -> str:
         label = others[0] if len(others) == 1 and len(rows.names) > 1 else None
     if label is None:
         raise DataError(
-            f"{rows.origin}: it is not clear which column holds the label; there are {listed(rows.names)}",
+            f"{rows.origin}: cannot tell which column is the label; the columns are {list_values(rows.names)}",
             "set data.label to its name",
         )
-    said.append(f"label from the column {label!r} (guessed; data.label says otherwise)")
+    said.append(f"label: column {label!r} (guessed; set data.label to change)")
     return label
 
 
+def _contains_lists(rows: Rows, column: str) -> bool:
+    """Whether a column contains lists of dicts, or such lists as JSON."""
+    value = first_value(rows, column)
+    return isinstance(value, list | tuple) or (isinstance(value, str) and value.lstrip().startswith("[{"))
+
+
 def _find_messages(rows: Rows) -> str | None:
-    """A column by one of the usual names that holds lists, or lists written as JSON."""
+    """Return a column of lists with one of the usual names."""
     for name in MESSAGE_NAMES:
         for column in rows.names:
-            if column.strip().casefold() != name:
-                continue
-            value = first_value(rows, column)
-            if isinstance(value, list | tuple) or (isinstance(value, str) and value.lstrip().startswith("[{")):
+            if column.strip().casefold() == name and _contains_lists(rows, column):
                 return column
     return None
 
 
-def _conversations(rows: Rows, asked: _Asked, said: list[str]) -> Conversations:
-    if asked.messages is not None:
-        return MessageColumn(require(rows, asked.messages, "data.messages"))
-    if asked.prompt is None and asked.answer is None:
+def _choose_conversations(rows: Rows, named: _NamedColumns, said: list[str]) -> Conversations:
+    column = named.messages
+    if column is not None:
+        require(rows, column, "data.messages")
+    elif named.prompt is None and named.answer is None:
         column = _find_messages(rows)
         if column is not None:
-            said.append(f"conversations from the column {column!r} (guessed; data.messages says otherwise)")
-            return MessageColumn(column)
+            said.append(f"conversations: column {column!r} (guessed; set data.messages to change)")
+    if column is None:
+        return _choose_prompts(rows, named, said)
+    tools = next((name for name in rows.names if name == "tools" and _contains_lists(rows, name)), None)
+    if tools is not None:
+        said.append(f"tools of the conversations: column {tools!r} (rename it to leave them out)")
+    return MessageColumn(column, tools)
+
+
+def _choose_prompts(rows: Rows, named: _NamedColumns, said: list[str]) -> PromptColumns:
     pair = find_pair(rows, _PROMPT_AND_ANSWER)
-    prompt = asked.prompt or (pair[0] if pair else find(rows, ("", "", *PROMPT_NAMES)))
-    answer = asked.answer or (pair[1] if pair else find(rows, ("", "", *ANSWER_NAMES)))
+    prompt = named.prompt or (pair[0] if pair else find(rows, ("", "", *PROMPT_NAMES)))
+    answer = named.answer or (pair[1] if pair else find(rows, ("", "", *ANSWER_NAMES)))
     if prompt is None or answer is None or prompt == answer:
         raise DataError(
-            f"{rows.origin}: it is not clear which columns hold the conversations; there are {listed(rows.names)}",
+            f"{rows.origin}: cannot tell which columns are the conversations; the columns are "
+            f"{list_values(rows.names)}",
             "set data.messages to a column of messages, or data.prompt and data.answer to one column each",
         )
     prompts = [require(rows, prompt, "data.prompt")]
     require(rows, answer, "data.answer")
-    # The usual shape of instruction data: an instruction, what it is about, and the output.
-    if asked.prompt is None and prompt.casefold() == "instruction":
+    # Instruction data often has three columns: instruction, input (or context) and output.
+    if named.prompt is None and prompt.casefold() == "instruction":
         prompts += [name for name in rows.names if name.casefold() in ("input", "context") and name != answer]
     system = next((name for name in rows.names if name.casefold() in ("system", "system_prompt")), None)
-    if asked.prompt is None or asked.answer is None:
-        found = f"prompts from {listed(prompts)}, answers from {answer!r}"
-        said.append(f"{found} (guessed; data.prompt, data.answer say otherwise)")
+    if named.prompt is None or named.answer is None:
+        found = f"prompts: {list_values(prompts)}, answers: {answer!r}"
+        said.append(f"{found} (guessed; set data.prompt and data.answer to change)")
     if system is not None:
-        said.append(f"system prompts from the column {system!r} (guessed)")
+        said.append(f"system prompts: column {system!r} (guessed)")
     return PromptColumns(prompts, answer, system)
 
 
-def _seq2seq(rows: Rows, asked: _Asked, said: list[str], on_bad_rows: str) -> Seq2Seq:
-    if asked.text is not None and not isinstance(asked.text, str):
-        raise DataError(f"data.text names {len(asked.text)} columns", "name one column that is read")
+def _build_seq2seq(rows: Rows, named: _NamedColumns, said: list[str], on_bad_rows: str) -> Seq2Seq:
+    if named.text is not None and not isinstance(named.text, str):
+        raise DataError(f"data.text names {len(named.text)} columns", "set data.text to one column")
     pair = find_pair(rows, (*SEQ2SEQ_NAMES, *_PROMPT_AND_ANSWER))
-    source = asked.text or (pair[0] if pair else find_text(rows, [asked.target] if asked.target else []))
-    target = asked.target or (pair[1] if pair else None)
+    source = named.text or (pair[0] if pair else find_text(rows, [named.target] if named.target else []))
+    target = named.target or (pair[1] if pair else None)
     if source is None or target is None or source == target:
         raise DataError(
-            f"{rows.origin}: it is not clear what is read and what is written; there are {listed(rows.names)}",
+            f"{rows.origin}: cannot tell source and target; the columns are {list_values(rows.names)}",
             "set data.text and data.target to one column each",
         )
     require(rows, source, "data.text")
     require(rows, target, "data.target")
-    if asked.text is None or asked.target is None:
-        said.append(f"reads {source!r}, writes {target!r} (guessed; data.text, data.target say otherwise)")
+    if named.text is None or named.target is None:
+        said.append(f"source: {source!r}, target: {target!r} (guessed; set data.text and data.target to change)")
     return Seq2Seq(source, target, said, on_bad_rows)

@@ -1,8 +1,8 @@
-"""A conversation to the text that the model reads, and which characters of it are answers.
+"""Render conversations with a chat template, and find the characters of the answers in the text.
 
-Three ways, the first that works: the marks of the template itself (`{% generation %}`); what a template writes beyond
-the prompt that it gives for generation; and, for templates that write an answer differently once more turns follow, the
-place where a placeholder comes out. Each result is checked against the text that is really trained on.
+Three methods, the first that succeeds: the marks of the template itself (`{% generation %}`); what the template appends
+to the prompt that it writes for generation; and, for templates that write an answer differently once more turns follow,
+the position of a placeholder. Each result is checked against the text that is trained on.
 """
 
 import os.path
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data.tasks.messages import BadMessages, Message
+from trimtab.data.tasks.tokenization import backend_unchanged
 
 Spans = list[tuple[int, int]]
 _USUAL_ROLES = ("system", "developer", "user", "assistant")
-_WITH_TOOLS = (
-    "give the model's folder a chat template that writes tool calls and their results (chat_template.jinja), or remove "
-    "the row"
+_TOOLS_FIX = (
+    "use a chat template that writes tool calls and their results (chat_template.jinja in the model's folder), or "
+    "remove the row"
 )
 _GENERATION_MARK = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 
@@ -26,8 +27,8 @@ class Rendered:
     """A conversation as text.
 
     Args:
-        text: What the model reads.
-        answers: Start and end of each answer in it, with the token that ends the turn.
+        text: The text that the model is trained on.
+        answers: Start and end of each answer, including the token that ends the turn.
         ends_marked: Whether a special token ends every answer.
     """
 
@@ -37,10 +38,11 @@ class Rendered:
 
 
 def plain_template(tokenizer: Any) -> str:
-    """A simple template for tokenizers that have none: the role on a line, the text below, EOS after an answer."""
-    begins = tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]
+    """Return a template for tokenizers without one: role on a line, text below, EOS after an answer."""
+    with backend_unchanged(tokenizer):
+        begins_with_bos = tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]
     return (
-        ("{{ bos_token }}" if begins else "")
+        ("{{ bos_token }}" if begins_with_bos else "")
         + "{% for message in messages %}"
         + "{{ message['role'] | capitalize }}{{ ':\\n' }}{{ message['content'] }}"
         + "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}"
@@ -53,26 +55,32 @@ class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
     Args:
-        tokenizer: A tokenizer that has a chat template.
+        tokenizer: A tokenizer with a chat template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.get_chat_template()
         self._has_marks = _GENERATION_MARK.search(self._template) is not None
+        self._tools: list[Any] | None = None  # of the conversation that is being rendered
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
         any_special = "|".join(map(re.escape, special)) or "(?!)"
         self._special_next = re.compile(rf"\s*(?:{any_special})")
         self._special_last = re.compile(rf"(?:{any_special})(?=\s*\Z)")
 
-    def render(self, messages: list[Message]) -> Rendered:
-        """The text of a conversation and the answers in it.
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
+        """Render a conversation and find its answers.
+
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of the tools that the model may call.
 
         Raises:
-            BadMessages: If the template refuses the conversation or leaves out tool calls or their results, or if the
-                answers cannot be found in what it writes.
+            BadMessages: If the template rejects the conversation or drops tool calls or their results, or if the
+                answers cannot be found in the text.
         """
+        self._tools = tools
         self._require_tools_written(messages)
         if self._has_marks:
             text, answers = self._by_marks(messages)
@@ -81,89 +89,93 @@ class Renderer:
             answers = self._by_prefixes(messages, text) or self._by_placeholders(messages, text)
         if not answers:
             raise BadMessages(
-                "the answers cannot be told apart in what the chat template writes",
+                "the answers cannot be located in the output of the chat template",
                 "mark them in the template with {% generation %} and {% endgeneration %}",
             )
         ended = [self._with_end_of_turn(text, start, end) for start, end in answers]
         return Rendered(text, ended, all(self._special_last.search(text[start:end]) for start, end in ended))
 
     def _require_tools_written(self, messages: list[Message]) -> None:
-        """Refuse what a template drops in silence: an answer that is a tool call would be learnt as an empty one."""
+        """Reject conversations of which the template silently drops tool calls: the model would learn empty answers."""
         for index, message in enumerate(messages):
             role = message["role"]
             others = [_without_call(message, number) for number in range(_num_calls(message))]
-            if any(self._is_written_alike(messages, index, other) for other in others):
+            if any(self._renders_the_same(messages, index, other) for other in others):
                 raise BadMessages(
-                    f"the chat template leaves out a tool call of message {index + 1}, so that the model would learn "
-                    "an answer without it",
-                    _WITH_TOOLS,
+                    f"the chat template drops a tool call of message {index + 1}: the model would learn an answer "
+                    "without it",
+                    _TOOLS_FIX,
                 )
             if role in _USUAL_ROLES or not message["content"]:
                 continue
-            if self._is_written_alike(messages, index, {**message, "content": f"no {message['content']}"}):
+            if self._renders_the_same(messages, index, {**message, "content": f"no {message['content']}"}):
                 raise BadMessages(
-                    f"the chat template leaves out message {index + 1}, of the role {role!r}, so that the model would "
-                    "learn answers to what it has not read",
-                    _WITH_TOOLS,
+                    f"the chat template drops message {index + 1} (role {role!r}): the model would learn answers to "
+                    "text that it does not see",
+                    _TOOLS_FIX,
                 )
 
-    def _is_written_alike(self, messages: list[Message], index: int, other: Message) -> bool:
-        """Whether a conversation in which one message is another one comes out the same."""
+    def _renders_the_same(self, messages: list[Message], index: int, other: Message) -> bool:
+        """Whether the text is the same with another message at this index."""
         try:
-            changed = self._written(_exchanged(messages, index, other), answers_alone=other["role"] == "assistant")
-        except BadMessages:  # the template looks at what was changed
+            changed = self._rendered_parts(_replace(messages, index, other), answers_only=other["role"] == "assistant")
+        except BadMessages:  # the template reads what was changed
             return False
-        return changed == self._written(messages, answers_alone=other["role"] == "assistant")
+        return changed == self._rendered_parts(messages, answers_only=other["role"] == "assistant")
 
-    def _written(self, messages: list[Message], *, answers_alone: bool) -> list[str]:
-        """The text of a conversation, or where the template marks answers, the text of those."""
+    def _rendered_parts(self, messages: list[Message], *, answers_only: bool) -> list[str]:
+        """Return the text of a conversation; or only of the answers, for a template with marks."""
         if not self._has_marks:
             return [self._text(messages)]
         text, answers = self._by_marks(messages)
-        return [text[start:end] for start, end in answers] if answers_alone else [text]
+        return [text[start:end] for start, end in answers] if answers_only else [text]
 
     def _text(self, messages: list[Message], *, for_generation: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation)
+                self._tokenizer.apply_chat_template(
+                    messages, tools=self._tools, tokenize=False, add_generation_prompt=for_generation
+                )
             )
-        except (TemplateError, TypeError) as error:
-            raise _refused(error) from error
+        except (TemplateError, TypeError, ValueError) as error:
+            raise _rejected(error) from error
 
     def _by_marks(self, messages: list[Message]) -> tuple[str, Spans]:
-        """The characters that the template marks. Not `return_assistant_tokens_mask`.
+        """Return the text and the characters that the template marks.
 
-        That looks up the tokens of a span's first and last character, and where one of them is white space that no
-        token covers, it leaves the answer out or runs on to the end of the conversation.
+        `return_assistant_tokens_mask` of apply_chat_template is not used: it looks up the tokens of the first and last
+        character of a span. If no token covers one of these (white space), it omits the answer or extends it to the end
+        of the conversation.
         """
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(  # its annotation says str
+            rendered: Any = render_jinja_template(  # annotated as str
                 conversations=[messages],
+                tools=self._tools,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError) as error:
-            raise _refused(error) from error
+        except (TemplateError, TypeError, ValueError) as error:
+            raise _rejected(error) from error
         texts, spans = rendered
         return texts[0], [(start, end) for start, end in spans[0] if end > start]
 
     def _by_prefixes(self, messages: list[Message], text: str) -> Spans:
-        """An answer is what the template adds to the prompt that it gives for generation; or nothing is found.
+        """Return what the template appends to the generation prompt of each answer.
 
-        Nothing, where a prompt is no beginning of the text trained on: the model would be asked for something else
-        than it learnt.
+        Empty if a generation prompt is not a prefix of the training text: inference would then prompt the model with
+        something that it was not trained on.
         """
         answers: Spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            if index == 0:  # a greeting: there is no prompt for it
+            if index == 0:  # a greeting has no prompt
                 return []
             prompt = self._text(messages[:index], for_generation=True)
             until = self._text(messages[: index + 1]) if index + 1 < len(messages) else text
@@ -173,7 +185,7 @@ class Renderer:
         return answers
 
     def _by_placeholders(self, messages: list[Message], text: str) -> Spans:
-        """Answers are where placeholders come out in their stead; or nothing, if more than that is different then.
+        """Return the positions of placeholders that replace the answers; empty if they change other text too.
 
         Answers with tool calls are what the template does not write without them.
         """
@@ -196,24 +208,24 @@ class Renderer:
                 continue
             ends = [len("".join(pieces[: 2 * number + 2])) for number in range(len(answers))]
             found = [(end - len(answer), end) for end, answer in zip(ends, answers, strict=True)]
-            return self._from_their_prompts(messages, text, sorted([*found, *(s for s in with_calls if s)]))
+            return self._from_prompt_ends(messages, text, sorted([*found, *(s for s in with_calls if s)]))
         return []
 
     def _answer_with_calls(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
-        """What `text` has more than the same conversation with an empty answer; None where other text differs too."""
+        """Return the span that `text` loses with an empty answer; None if other text changes too."""
         empty = {key: value for key, value in messages[index].items() if key != "tool_calls"} | {"content": ""}
         try:
-            without = self._text(_exchanged(messages, index, empty))
+            without = self._text(_replace(messages, index, empty))
         except BadMessages:
             return None
         num_same_at_end = len(os.path.commonprefix([text[::-1], without[::-1]]))
         start, end = len(without) - num_same_at_end, len(text) - num_same_at_end
         return (start, end) if start < end and text[:start] == without[:start] else None
 
-    def _from_their_prompts(self, messages: list[Message], text: str, answers: Spans) -> Spans:
-        """Answers begin where the prompt for generation ends, so that the model learns all that it has to write.
+    def _from_prompt_ends(self, messages: list[Message], text: str, answers: Spans) -> Spans:
+        """Extend answers back to the end of the generation prompt.
 
-        Some templates write more before an answer, for example a thought that is empty.
+        Some templates write more before an answer, for example an empty thought; the model has to generate that too.
         """
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
         if last == 0:
@@ -222,16 +234,16 @@ class Renderer:
         prompt = prompted.removeprefix(before)
         if not prompt or len(prompt) == len(prompted):
             return answers
-        begun: Spans = []
+        extended: Spans = []
         for start, end in answers:
-            at = text.rfind(prompt, begun[-1][1] if begun else 0, start)
-            begun.append((start if at < 0 else at + len(prompt), end))
-        return begun
+            at = text.rfind(prompt, extended[-1][1] if extended else 0, start)
+            extended.append((start if at < 0 else at + len(prompt), end))
+        return extended
 
     def _with_end_of_turn(self, text: str, start: int, end: int) -> tuple[int, int]:
-        """An answer up to and with the special token that ends it, without white space after that.
+        """Extend an answer to the special token that ends it, without white space after that.
 
-        The model has to learn to write that token, or it will not stop.
+        The model has to learn to generate that token, or it does not stop.
         """
         inside = self._special_last.search(text, start, end)
         if inside is not None:
@@ -246,7 +258,7 @@ def _num_calls(message: Message) -> int:
 
 
 def _without_call(message: Message, number: int) -> Message:
-    """An answer with all but one of its tool calls."""
+    """Return an answer without one of its tool calls."""
     calls = message["tool_calls"]
     others = [call for i, call in enumerate(calls) if i != number] if isinstance(calls, list | tuple) else []
     return {key: value for key, value in message.items() if key != "tool_calls"} | (
@@ -254,12 +266,12 @@ def _without_call(message: Message, number: int) -> Message:
     )
 
 
-def _exchanged(messages: list[Message], index: int, other: Message) -> list[Message]:
+def _replace(messages: list[Message], index: int, other: Message) -> list[Message]:
     return [*messages[:index], other, *messages[index + 1 :]]
 
 
-def _refused(error: Exception) -> BadMessages:
+def _rejected(error: Exception) -> BadMessages:
     return BadMessages(
-        f"the chat template refuses the conversation ({error})",
-        "change its roles to what the model's chat format allows (often user and assistant in turn)",
+        f"the chat template rejects the conversation ({error})",
+        "change its roles to those that the template accepts (often user and assistant in turn)",
     )

@@ -1,14 +1,14 @@
-"""Which column holds what: tables of the names that people use, and errors that list what is there."""
+"""Column names in common use, by role, and the search for them among the columns of a data file."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from trimtab.data.rows import Rows
 from trimtab.errors import DataError
 
-# The first two of a table are taken wherever they stand; of the others exactly one must be there.
+# `find` takes either of the first two names of a table; of the others, exactly one must be among the columns.
 TEXT_NAMES = (
     *("text", "sentence", "review", "content", "document", "comment", "tweet", "utterance", "question", "query"),
     *("message", "body", "snippet", "description", "headline", "title", "article", "post", "prompt", "input"),
@@ -39,31 +39,30 @@ _ID_NAMES = {"id", "idx", "index", "row", "uid", "uuid", "guid", "url", "link", 
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell holds nothing: None, nan, or only white space."""
-    if value is None:
-        return True
+    """Whether a cell is empty: None, NaN or white space."""
     if isinstance(value, str):
         return not value.strip()
-    return isinstance(value, float) and math.isnan(value)
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def require(rows: Rows, name: str, key: str) -> str:
-    """The column named, if it is there.
+    """Return the column name if the column exists.
 
     Raises:
-        DataError: If it is not, with the columns that are.
+        DataError: If it does not, with the existing columns and the recipe key to set.
     """
     if name in rows.columns:
         return name
     near = get_close_matches(name, rows.names, n=1) or [n for n in rows.names if n.casefold() == name.casefold()]
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise DataError(
-        f"{rows.origin} has no column {name!r}{hint}; it has {listed(rows.names)}", f"set {key} to one of them"
+        f"{rows.origin} has no column {name!r}{hint}; the columns are {list_values(rows.names)}",
+        f"set {key} to one of them",
     )
 
 
 def find(rows: Rows, table: Sequence[str], *, besides: Sequence[str] = ()) -> str | None:
-    """The one column that a table of names points to, or None where there is none or it is not clear which."""
+    """Return the one column that a table of names matches, or None if none or several match."""
     present = {name.strip().casefold(): name for name in rows.names if name not in besides}
     for name in table[:2]:
         if name in present:
@@ -73,7 +72,7 @@ def find(rows: Rows, table: Sequence[str], *, besides: Sequence[str] = ()) -> st
 
 
 def find_pair(rows: Rows, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """The first pair of names that stand in the columns together."""
+    """Return the first pair of names that are both columns."""
     present = {name.strip().casefold(): name for name in rows.names}
     for first, second in pairs:
         if first in present and second in present:
@@ -82,27 +81,36 @@ def find_pair(rows: Rows, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] |
 
 
 def find_text(rows: Rows, besides: Sequence[str] = ()) -> str | None:
-    """The column that holds the text: by its name, or because it alone holds words."""
+    """Return the column of the text: by its name, or because it is the only column of strings."""
     named = find(rows, TEXT_NAMES, besides=besides)
     if named is not None:
         return named
     others = [name for name in rows.names if name not in besides and not is_identifier(name)]
-    worded = [name for name in others if isinstance(first_value(rows, name), str)]
-    return worded[0] if len(worded) == 1 else None
+    of_strings = [name for name in others if isinstance(first_value(rows, name), str)]
+    return of_strings[0] if len(of_strings) == 1 else None
 
 
 def is_identifier(name: str) -> bool:
-    """Whether a column's name says that it only tells rows apart, or where they are from."""
+    """Whether the name of a column says that it identifies rows or their source."""
     lowered = name.strip().casefold()
     return lowered in _ID_NAMES or lowered.endswith("_id")
 
 
 def first_value(rows: Rows, name: str) -> Any:
-    """The first value of a column that is not missing."""
+    """Return the first value of a column that is not missing."""
     return next((value for value in rows.columns[name] if not is_missing(value)), None)
 
 
-def listed(values: Sequence[Any], most: int = 8) -> str:
-    """Values for a message: all of them if they are few."""
-    shown = ", ".join(repr(value) for value in values[:most])
-    return f"{shown} and {len(values) - most} more" if len(values) > most else shown or "none"
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield every string in a value, also those in the messages of a chat."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
+
+
+def list_values(values: Sequence[Any], limit: int = 8) -> str:
+    """Format values for a message, at most `limit` of them."""
+    shown = ", ".join(repr(value) for value in values[:limit])
+    return f"{shown} and {len(values) - limit} more" if len(values) > limit else shown or "none"

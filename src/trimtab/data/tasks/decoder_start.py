@@ -1,26 +1,28 @@
-"""The token with which a decoder starts: one of the config, or, for models of many languages, that of the target."""
+"""The token that a decoder starts with: from the config, or, for multilingual models, the target's language code."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# transformers moves the last token of a target (the code of its language, in MBart's and PLBart's tokenizers) to the
-# front for these. Their `decoder_start_token_id` plays no part in training.
+from trimtab.data.tasks.tokenization import backend_unchanged
+
+# For these, transformers moves the last token of a target (the language code in MBart's and PLBart's tokenizers) to the
+# front. Training does not use their `decoder_start_token_id`.
 _STARTS_WITH_LAST_TOKEN = frozenset(("mbart", "plbart", "fsmt"))
 
 
 def starts_with_last_token(model_type: str | None) -> bool:
-    """Whether the decoder of such a model reads the last token of a target first, in training."""
+    """Whether the decoder of this model type reads the last token of the target first, in training."""
     return model_type in _STARTS_WITH_LAST_TOKEN
 
 
-def shifted_right(targets: Tensor, mask: Tensor, start_id: int | None) -> Tensor:
-    """What a decoder reads to write `targets`.
+def shift_right(targets: Tensor, mask: Tensor, start_id: int | None) -> Tensor:
+    """Shift targets by one position to the decoder's input.
 
     Args:
-        targets: Token ids of (rows, positions), with padding on the right.
-        mask: True where a token of a target stands.
+        targets: Token ids of shape [rows, positions], padded on the right.
+        mask: True at the tokens of a target, False at padding.
         start_id: The token that every row starts with; None for the last token of each target.
     """
     if start_id is None:
@@ -31,20 +33,21 @@ def shifted_right(targets: Tensor, mask: Tensor, start_id: int | None) -> Tensor
 
 
 def generation_start(tokenizer: Any, model_type: str | None) -> dict[str, int]:
-    """Settings with which a model generates what it was trained to write: its first tokens follow from the tokenizer.
+    """Return the generation settings with which a model starts as its training targets do.
 
     Args:
-        tokenizer: The tokenizer that made the targets.
-        model_type: Of the model's config.
+        tokenizer: The tokenizer of the targets.
+        model_type: From the model's config.
 
     Returns:
-        `decoder_start_token_id` and `forced_bos_token_id`, as far as they follow from the language of the targets.
+        `decoder_start_token_id` and `forced_bos_token_id`, if the target language determines them.
     """
     settings: dict[str, int] = {}
-    if starts_with_last_token(model_type):
-        settings["decoder_start_token_id"] = int(tokenizer(text_target="")["input_ids"][-1])
-    if getattr(tokenizer, "tgt_lang", None):
-        empty, one = (tokenizer(text_target=text)["input_ids"] for text in ("", "a"))
-        if empty[0] == one[0] and empty[0] in tokenizer.all_special_ids:  # every target begins with its language
-            settings["forced_bos_token_id"] = int(empty[0])
+    with backend_unchanged(tokenizer):
+        if starts_with_last_token(model_type):
+            settings["decoder_start_token_id"] = int(tokenizer(text_target="")["input_ids"][-1])
+        if getattr(tokenizer, "tgt_lang", None):
+            empty, one = (tokenizer(text_target=text)["input_ids"] for text in ("", "a"))
+            if empty[0] == one[0] and empty[0] in tokenizer.all_special_ids:  # every target starts with its language
+                settings["forced_bos_token_id"] = int(empty[0])
     return settings

@@ -1,24 +1,24 @@
-"""The set of labels: which values there are, what they are called, and the number of each.
+"""The set of labels: their names and indices.
 
-A label is known by its text, so that 1 in one file and "1" in another are the same label.
+A label is identified by its text: 1 in one file and "1" in another are the same label.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trimtab.data.tasks.columns import is_missing, listed
+from trimtab.data.tasks.columns import is_missing, list_values
 from trimtab.errors import DataError
 
-# Beyond these a column holds numbers or free text rather than classes.
-MANY_LABELS = 1000
-_WHOLE_NUMBER_LABELS = 100
-_MOST_DIGITS = 1000  # Python makes no number of more than 4,300
+# A column with more distinct values contains numbers or free text rather than classes.
+_MAX_LABELS = 1000
+_MAX_WHOLE_NUMBER_LABELS = 100
+_MAX_DIGITS = 1000  # int() raises above 4,300
 _YES = {"1", "true", "yes"}
 _NO = {"0", "false", "no"}
 
 
 def label_key(value: Any) -> str | None:
-    """The text by which a label is known, or None where a value cannot be a label."""
+    """Return the text that identifies a label, or None if a value cannot be a label."""
     if is_missing(value):
         return None
     if isinstance(value, bool):
@@ -31,43 +31,43 @@ def label_key(value: Any) -> str | None:
 
 
 class LabelSet:
-    """The labels of a classification, in the order of their numbers.
+    """The labels of a classification task, in the order of their indices.
 
     Args:
-        names: What they are called.
-        whole_numbers_are_positions: Whether a whole number in the data is the position of a name (so it is in the
-            hub's class columns) rather than a name itself.
+        names: Their names.
+        integers_are_indices: Whether an integer in the data is the index of a name, as in ClassLabel columns of
+            `datasets`, rather than a name.
     """
 
-    def __init__(self, names: Sequence[str], *, whole_numbers_are_positions: bool = False) -> None:
+    def __init__(self, names: Sequence[str], *, integers_are_indices: bool = False) -> None:
         self.names = list(names)
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._positions = {str(number): number for number in range(len(self.names))}
-        self._positions_first = whole_numbers_are_positions
+        self._indices = {str(number): number for number in range(len(self.names))}
+        self._integers_are_indices = integers_are_indices
 
     def __len__(self) -> int:
         return len(self.names)
 
     def number(self, value: Any) -> int | None:
-        """The number of a label, or None where it is not known."""
+        """Return the index of a label, or None if it is unknown."""
         key = label_key(value)
         if key is None:
             return None
-        if self._positions_first and not isinstance(value, str):
-            return self._positions.get(key)
-        return self._numbers.get(key, self._positions.get(key) if self._knows_positions else None)
+        if self._integers_are_indices and not isinstance(value, str):
+            return self._indices.get(key)
+        return self._numbers.get(key, self._indices.get(key) if self._accepts_indices else None)
 
     @property
-    def _knows_positions(self) -> bool:
-        """Names that are numbers themselves (1 to 5 stars) must not be taken for positions as well."""
-        return self._positions_first or not all(_is_whole_number(name) for name in self.names)
+    def _accepts_indices(self) -> bool:
+        """Names that are numbers themselves (1 to 5 stars) must not be read as indices too."""
+        return self._integers_are_indices or not all(_is_whole_number(name) for name in self.names)
 
 
-def labels_of(values: Iterable[Any], column: str, origin: str) -> LabelSet:
-    """The set of labels that stands in a column; several labels of a row count one by one.
+def collect_labels(values: Iterable[Any], column: str, origin: str) -> LabelSet:
+    """Collect the labels of a column; a list counts each of its labels.
 
     Raises:
-        DataError: If the values are no classes: too many, too few, or fractions.
+        DataError: If the values are not classes: too many, fewer than two, or fractions.
     """
     keys: dict[str, None] = {}
     num_values = 0
@@ -77,15 +77,15 @@ def labels_of(values: Iterable[Any], column: str, origin: str) -> LabelSet:
             if key is not None:
                 keys[key] = None
             elif not is_missing(single):
-                raise _not_classes(f"holds {single!r}", column, origin)
+                raise _not_classes(f"contains {single!r}", column, origin)
             num_values += 1
-    if len(keys) > MANY_LABELS or (num_values >= 100 and len(keys) > num_values / 2):
-        raise _not_classes(f"holds {len(keys)} different values in {num_values} rows", column, origin)
+    if len(keys) > _MAX_LABELS or (num_values >= 100 and len(keys) > num_values / 2):
+        raise _not_classes(f"has {len(keys)} distinct values in {num_values} rows", column, origin)
     if len(keys) < 2:
         raise DataError(
-            f"{origin}: column {column!r} holds {len(keys)} label ({listed(list(keys))}) in {num_values} rows: "
-            "there is nothing to tell apart",
-            "give rows of two labels or more (a slice of sorted data may hold one only), or name another data.label",
+            f"{origin}: column {column!r} has {len(keys)} label ({list_values(list(keys))}) in {num_values} rows: "
+            "classification needs at least two",
+            "add rows with other labels (a slice of sorted data may have one), or set data.label to another column",
         )
     in_order = sorted(keys, key=int) if all(map(_is_whole_number, keys)) else sorted(keys)
     return LabelSet(in_order)
@@ -93,13 +93,13 @@ def labels_of(values: Iterable[Any], column: str, origin: str) -> LabelSet:
 
 def _not_classes(what: str, column: str, origin: str) -> DataError:
     return DataError(
-        f"{origin}: column {column!r} {what}: these are no classes",
-        "set task: regress to learn numbers, or name another column in data.label",
+        f"{origin}: column {column!r} {what}: these are not classes",
+        "set task: regress to predict numbers, or set data.label to another column",
     )
 
 
-def holds_fractions(values: Iterable[Any]) -> bool:
-    """Whether a column holds numbers to be learnt as numbers: any fraction, or many whole ones that leave gaps."""
+def are_regression_targets(values: Iterable[Any]) -> bool:
+    """Whether a column contains numbers to regress: a fraction, or many whole numbers with gaps."""
     whole_numbers: set[float] = set()
     for value in values:
         if is_missing(value):
@@ -110,31 +110,32 @@ def holds_fractions(values: Iterable[Any]) -> bool:
         if not number.is_integer():
             return True
         whole_numbers.add(number)
-    return len(whole_numbers) > _WHOLE_NUMBER_LABELS and whole_numbers != set(range(len(whole_numbers)))
+    return len(whole_numbers) > _MAX_WHOLE_NUMBER_LABELS and whole_numbers != set(range(len(whole_numbers)))
 
 
 def as_number(value: Any) -> float | None:
-    """A cell as a finite number, or None."""
+    """Convert a cell to a finite number, or return None."""
     if not isinstance(value, str | int | float):
         return None
     try:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if abs(number) < float("inf") else None  # a comparison with nan is false
+    return number if abs(number) < float("inf") else None  # NaN compares false
 
 
 def as_flag(value: Any) -> bool | None:
-    """A cell that says yes or no, or None where it does not."""
+    """Convert a cell such as 0, "yes" or True to a boolean, or return None."""
     key = label_key(value)
     key = key.casefold() if key is not None else None
     return True if key in _YES else False if key in _NO else None
 
 
 def is_multi_hot(values: Sequence[Any]) -> bool:
-    """Whether a list column holds one 0 or 1 for each label rather than the labels themselves.
+    """Whether a column of lists contains one 0 or 1 per label rather than the labels.
 
-    All lists have one length of at least two and hold nothing but 0 and 1. Read as labels, every row would hold both.
+    All lists then have the same length, at least two, and contain only 0 and 1. Read as label names, every row would
+    have both labels.
     """
     lists = [value for value in values if isinstance(value, list | tuple)]
     if len({len(value) for value in lists}) != 1 or len(lists[0]) < 2:
@@ -143,4 +144,4 @@ def is_multi_hot(values: Sequence[Any]) -> bool:
 
 
 def _is_whole_number(text: str) -> bool:
-    return len(text) <= _MOST_DIGITS and text.removeprefix("-").isdecimal()
+    return len(text) <= _MAX_DIGITS and text.removeprefix("-").isdecimal()

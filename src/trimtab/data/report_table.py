@@ -1,21 +1,20 @@
-"""A `DataReport` drawn with rich. Marks are characters as well as colours, so that a plain log can be read too."""
+"""Format a `DataReport` with rich. Everything that has a colour has a character too, for logs without colours."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.data.report_values import DataReport, SetFacts, ShownExample, ShownToken
+from trimtab.data.report import DataReport, SetSizes, ShownExample, ShownToken
 
-_NUM_TOKENS_SHOWN = 120
-_FEW_TOKENS = 20
-_NUM_LABELS_SHOWN = 20
-_TEXT_SHOWN = 400
-_BAR = 40
+_MAX_TOKENS, _SPARE_TOKENS = 120, 20
+_MAX_LABELS = 20
+_MAX_CHARACTERS = 400
+_BAR_WIDTH = 40
 _SPECIAL, _LOSS, _FAINT, _WARNING = "bold cyan", "green", "dim", "bold yellow"
 
 
-def drawn(report: DataReport) -> RenderableType:
-    """The whole report, examples first."""
+def render(report: DataReport) -> RenderableType:
+    """Format the whole report, examples first."""
     parts: list[RenderableType] = [Text(f"task: {report.task}", style="bold")]
     columns = ((role, [name] if isinstance(name, str) else name) for role, name in report.columns.items())
     parts.append(Text("columns: " + ", ".join(f"{role} from {' + '.join(names)}" for role, names in columns)))
@@ -30,22 +29,24 @@ def drawn(report: DataReport) -> RenderableType:
 
 
 def _example(example: ShownExample, number: int) -> list[RenderableType]:
-    head = f"example {number}" + (f" ({example.place})" if example.place else "") + f", {len(example.tokens)} tokens"
+    head = (
+        f"example {number}" + (f" ({example.location})" if example.location else "") + f", {len(example.tokens)} tokens"
+    )
     lines: list[RenderableType] = [Text(head, style="bold"), _token_line("  tokens: ", example.tokens)]
     if example.target:
-        lines.append(_token_line("  to write: ", example.target))
-    lines.append(Text("  text: ").append(_short(example.text), style=_FAINT))
+        lines.append(_token_line("  target: ", example.target))
+    lines.append(Text("  text: ").append(_shorten(example.text), style=_FAINT))
     if example.label is not None:
         lines.append(Text("  label: ").append(example.label, style=_LOSS))
     return lines
 
 
 def _token_line(title: str, tokens: tuple[ShownToken, ...]) -> Text:
-    """Tokens one after the other, spans that carry loss in ⟦ ⟧; of long rows the beginning and the end."""
+    """Format tokens, with ⟦ ⟧ around spans that carry loss; of long rows the beginning and the end."""
     line = Text(title)
-    half = _NUM_TOKENS_SHOWN // 2
-    # A handful more is shown rather than counted.
-    hidden = range(half, len(tokens) - half) if len(tokens) > _NUM_TOKENS_SHOWN + _FEW_TOKENS else range(0)
+    half = _MAX_TOKENS // 2
+    # Hiding fewer than _SPARE_TOKENS is not worth the ellipsis.
+    hidden = range(half, len(tokens) - half) if len(tokens) > _MAX_TOKENS + _SPARE_TOKENS else range(0)
     is_open = False
     for index, token in enumerate(tokens):
         if index in hidden:
@@ -69,15 +70,15 @@ def _legend(report: DataReport) -> list[RenderableType]:
     if report.num_texts_with_special_tokens:
         lines.append(
             Text(
-                f"{report.num_texts_with_special_tokens} texts have special tokens written in them, the first is "
-                f"{report.first_text_with_special_tokens}: take them out of the data",
+                f"{report.num_texts_with_special_tokens} texts contain special tokens, the first is "
+                f"{report.first_text_with_special_tokens}: remove them from the data",
                 style=_WARNING,
             )
         )
     if any(example.label is not None for example in report.examples):
         lines.append(Text("the loss is on the label, not on tokens"))
     else:
-        lines.append(Text("⟦ ⟧ tokens that carry loss: what the model learns to say"))
+        lines.append(Text("⟦ ⟧ tokens with loss: what the model learns to generate"))
     return lines
 
 
@@ -96,7 +97,7 @@ def _sets(report: DataReport) -> Table:
     return table
 
 
-def _truncated(facts: SetFacts) -> str:
+def _truncated(facts: SetSizes) -> str:
     return f"{facts.num_truncated:,} ({facts.num_truncated / max(facts.num_rows, 1):.1%})"
 
 
@@ -104,7 +105,7 @@ def _histogram(report: DataReport) -> Table:
     table = Table("tokens", "examples", "", box=None, pad_edge=False, title_justify="left")
     most = max((found.num_examples for found in report.histogram), default=1)
     for found in report.histogram:
-        bar = "█" * round(_BAR * found.num_examples / most)
+        bar = "█" * round(_BAR_WIDTH * found.num_examples / most)
         bar = bar or ("▏" if found.num_examples else "")
         table.add_row(f"{found.first}–{found.last}", f"{found.num_examples:,}", bar)
     return table
@@ -114,14 +115,14 @@ def _labels(report: DataReport) -> Table:
     table = Table("label", "train", "eval", box=None, pad_edge=False)
     totals = [sum(count.num_train for count in report.labels), sum(count.num_eval for count in report.labels)]
     most_frequent = sorted(report.labels, key=lambda count: -count.num_train)
-    for count in most_frequent[:_NUM_LABELS_SHOWN]:
+    for count in most_frequent[:_MAX_LABELS]:
         cells = (
             f"{n:,} ({n / max(total, 1):.1%})"
             for n, total in zip((count.num_train, count.num_eval), totals, strict=True)
         )
         table.add_row(Text(count.name), *cells)
-    if len(most_frequent) > _NUM_LABELS_SHOWN:
-        table.add_row(f"… {len(most_frequent) - _NUM_LABELS_SHOWN} more", "", "")
+    if len(most_frequent) > _MAX_LABELS:
+        table.add_row(f"… {len(most_frequent) - _MAX_LABELS} more", "", "")
     return table
 
 
@@ -129,22 +130,22 @@ def _shared(report: DataReport) -> list[RenderableType]:
     if report.eval is None:
         return [Text("no eval set")]
     if not report.num_shared_texts:
-        return [Text("no text stands in both train and eval")]
+        return [Text("no text is in both train and eval")]
     lines: list[RenderableType] = [
         Text(
-            f"{report.num_shared_texts} texts stand in both train and eval ({report.num_shared_eval_rows} eval rows): "
-            "the model has seen them, so the metrics flatter it",
+            f"{report.num_shared_texts} texts are in both train and eval ({report.num_shared_eval_rows} eval rows): "
+            "the metrics on them are too good",
             style=_WARNING,
         )
     ]
     for shared in report.shared_texts:
         lines.append(
-            Text(f"  {shared.train_place} = {shared.eval_place}: ").append(
-                _short(" ".join(shared.text.split()), 80), style=_FAINT
+            Text(f"  {shared.train_location} = {shared.eval_location}: ").append(
+                _shorten(" ".join(shared.text.split()), 80), style=_FAINT
             )
         )
     return lines
 
 
-def _short(text: str, most: int = _TEXT_SHOWN) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
+def _shorten(text: str, limit: int = _MAX_CHARACTERS) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"

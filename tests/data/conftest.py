@@ -1,4 +1,4 @@
-"""Tokenizers for the tests of tasks, and what is said to the user."""
+"""Tokenizers for the tests of data, and the log lines."""
 
 import os
 import sys
@@ -51,9 +51,9 @@ def stories():
 
 @pytest.fixture
 def said(monkeypatch):
-    """Every line that is said, also one that was said before in this process."""
+    """Every log line of data, also one that was logged before in this process."""
     lines: list[str] = []
-    for module in ("bad_rows", "tasks.chat", "tasks.causal_lm"):
+    for module in ("bad_rows", "delimited", "rows", "sources", "tokens", "tasks.chat", "tasks.causal_lm"):
         for name in ("say", "say_once"):
             monkeypatch.setattr(f"trimtab.data.{module}.{name}", lines.append, raising=False)
     return lines
