@@ -22,7 +22,7 @@ def train(engine, folder, at_step):
         optimizer.step()
         optimizer.zero_grad()
         if step == 5:
-            engine._world.monitor._exchange.now(100)  # until the others can read what it does
+            engine._world.monitor._exchange.report_now(100)  # until the others can read what it does
             at_step(engine, folder)
 
 

@@ -37,7 +37,7 @@ def test_a_killed_process_is_named(start):
     assert killed == -signal.SIGKILL
     assert code == 1
     assert "PeerError: rank 1" in said
-    assert "it last did: batch 6 of epoch 0" in said
+    assert "last progress: batch 6 of epoch 0" in said
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from trimtab.distributed.health import process_activity
-from trimtab.distributed.health.process_activity import Activity, find_machine, find_process, where_thread_stands
+from trimtab.distributed.health.process_activity import Activity, describe_stack, find_pid_namespace, find_process
 
 
 def until(condition, seconds=100.0):
@@ -25,14 +25,14 @@ def until(condition, seconds=100.0):
 def test_processes_are_seen_as_they_are():
     child = subprocess.Popen(["sleep", "60"])
     try:
-        assert find_machine()
+        assert find_pid_namespace()
         until(lambda: find_process(child.pid).state == "S")
         started = find_process(child.pid).started
         assert started >= find_process(os.getpid()).started
         child.send_signal(signal.SIGSTOP)
         until(lambda: find_process(child.pid).state == "T")
         child.kill()
-        until(lambda: find_process(child.pid).is_gone)  # though nobody has collected it
+        until(lambda: find_process(child.pid).state == "Z")  # not waited for yet
     finally:
         child.kill()
         child.wait()
@@ -92,7 +92,7 @@ def test_without_proc_a_process_always_moves(monkeypatch):
 def test_where_a_thread_stands():
     found = []
     main = threading.get_ident()
-    thread = threading.Thread(target=lambda: found.append(where_thread_stands(main)))
+    thread = threading.Thread(target=lambda: found.append(describe_stack(main)))
     thread.start()
     thread.join()
     stack, in_debugger = found[0]
