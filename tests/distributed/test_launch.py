@@ -14,12 +14,18 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.run import parse_args
 
+from trimtab.distributed.environment import Machine
 from trimtab.distributed.launch import run as launch_run
 from trimtab.distributed.launch.command import plan_launch
-from trimtab.distributed.launch.file import LaunchFile, launch_file_text, read_launch_file
-from trimtab.distributed.launch.questions import QUESTIONS, write_launch_file
+from trimtab.distributed.launch.file import (
+    QUESTIONS,
+    LaunchFile,
+    launch_file_text,
+    read_launch_file,
+    write_launch_file,
+)
 from trimtab.distributed.launch.run import start
-from trimtab.distributed.launch.settings import Machine, free_port, resolve_settings
+from trimtab.distributed.launch.settings import free_port, resolve_settings
 from trimtab.errors import RecipeError
 
 CPU = Machine(num_devices=0, num_cpus=4)
@@ -167,7 +173,7 @@ def test_a_scheduler_that_started_one_process_on_each_host():
         ({"port": 70000}, "--port: found 70000; allowed: a port, 1 to 65535"),
         ({"max_restarts": -1}, "--max-restarts: found -1"),
         ({"log_dir": " "}, "--log-dir: found"),
-        ({"log_dir": f"{__file__}/logs"}, "test_launch.py is no folder: --log-dir and another one"),
+        ({"log_dir": f"{__file__}/logs"}, "test_launch.py is not a folder: choose another with --log-dir"),
     ],
 )
 def test_what_does_not_go_together(given, words):
@@ -183,7 +189,7 @@ def test_a_port_that_is_taken():
         hosts = {"num_hosts": 2, "address": "localhost", "port": port}
         first = problem_of(given=hosts | {"host_index": 0})
         assert settle(hosts | {"host_index": 1})[1] == []  # the port is one of the first host
-    assert re.search(rf"port: {port} \(--port\) is taken on this host: --port \d+ is free, or leave it out", alone)
+    assert re.search(rf"port: {port} \(--port\) is taken on this host: --port \d+ is free, or remove it", alone)
     assert "is free here; give it on every host" in first
     assert settle({"port": port})[1] == []
 
@@ -217,7 +223,7 @@ def test_processes_are_not_launched_twice(environ, words):
 
 
 def test_the_file_that_config_writes(own_folder, monkeypatch):
-    monkeypatch.setattr("trimtab.distributed.launch.questions.look_at_machine", lambda: CPU)
+    monkeypatch.setattr("trimtab.distributed.launch.file.inspect_machine", lambda: CPU)
     asked = []
 
     def answers(*given):
@@ -244,10 +250,10 @@ def test_the_file_that_config_writes(own_folder, monkeypatch):
     with pytest.raises(RecipeError, match="mine.yaml exists"):
         write_launch_file(Path("mine.yaml"), [], answers())
 
-    monkeypatch.setattr("trimtab.distributed.launch.questions.look_at_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.file.inspect_machine", lambda: GPUS)
     asked.clear()
     write_launch_file(Path("gpus.yaml"), QUESTIONS, answers(""))
-    assert [question for question, _ in asked] == ["Names of all hosts, with commas (empty: this one alone)"]
+    assert [question for question, _ in asked] == ["Names of all hosts, separated by commas (empty: this host alone)"]
     assert read_launch_file(Path("gpus.yaml")).values == {}
 
     examples = launch_file_text({}, {}).replace("\n# processes", "\nprocesses").replace("\n# port", "\nport")
@@ -263,10 +269,11 @@ def test_mistakes_in_the_file_come_all_at_once(own_folder):
     assert list(read_launch_file(None).problems) == [
         "launch.yaml:7: port: given twice, first in line 5; keep one",
         "launch.yaml:1: proceses: no such key; did you mean processes?",
-        "launch.yaml:2: num_processes: no such key; write processes (on each host; num_processes counts those of all)",
-        "launch.yaml:3: machine_rank: no such key; write host_index",
-        "launch.yaml:4: mixed_precision: no such key; write nothing here: precision is the recipe's (train.precision) "
-        "or the Engine's",
+        "launch.yaml:2: num_processes: no such key; use processes (on each host; num_processes counts those of all "
+        "hosts)",
+        "launch.yaml:3: machine_rank: no such key; use host_index",
+        "launch.yaml:4: mixed_precision: no such key; remove it; set train.precision in the recipe, or "
+        "Engine(mixed_precision=…)",
         "launch.yaml:5: port: found high; allowed: a port, 1 to 65535",
         "launch.yaml:6: cpu: found maybe; allowed: true or false",
         "launch.yaml:8: x: no such key; allowed: processes, hosts, num_hosts, host_index, address, port, max_restarts, "
@@ -286,7 +293,7 @@ def planned(target, *arguments, module=False, **given):
 
 def test_the_torchrun_command(own_folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("trimtab.distributed.launch.command.look_at_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.command.inspect_machine", lambda: GPUS)
     Path("train.py").touch()
     Path("recipe.yaml").touch()
     plan = planned("train.py", "--lr", "1e-3", "--processes", "x", "$HOME $$", processes=3)
@@ -313,7 +320,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
     options = parse_args(planned("json.tool", "x", module=True, host_index=1, processes=2, **hosts).torchrun)
     assert (options.nnodes, options.node_rank, options.redirects) == ("2", 1, "3")
     assert (options.module, options.training_script, options.training_script_args) == (True, "json.tool", ["x"])
-    monkeypatch.setattr("trimtab.distributed.launch.command.look_at_machine", lambda: Machine(16, 32))
+    monkeypatch.setattr("trimtab.distributed.launch.command.inspect_machine", lambda: Machine(16, 32))
     options = parse_args(planned("train.py", processes=16).torchrun)
     assert (options.redirects, options.tee, options.local_ranks_filter) == ("3", "0:3", "0")
 
@@ -324,7 +331,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
         ("trian.py", (), False, "there is no trian.py; did you mean train.py?"),
         ("no/such.py", (), False, "there is no no/such.py"),
         ("train", ("recipe.yaml",), False, "train is a command of trimtab, not a script: trimtab launch recipe.yaml"),
-        ("recipe.yaml", ("--processes", "2"), False, "--processes stands after the recipe"),
+        ("recipe.yaml", ("--processes", "2"), False, "--processes comes after the recipe"),
         ("folder", (), False, "folder is a folder"),
         ("start.sh", (), False, "start.sh is neither a Python script (.py) nor a recipe (.yaml)"),
         ("no_such_module.x", (), True, "-m no_such_module.x: there is no module no_such_module"),
@@ -411,8 +418,8 @@ def test_restart_and_voices(own_folder):
         f"rank 0 of 2, attempt 1, total 3.0, {num_threads} threads",
         "arguments ['--fail-once', '--port', '$1']",
     ]
-    assert "--port stands after the script and is given to it" in done.stderr
-    assert "rank 1 ended with exit code 9; all processes are started again, attempt 1" in done.stderr
+    assert "--port comes after the script and is passed to it" in done.stderr
+    assert "rank 1 ended with exit code 9; restarting all processes, attempt 1" in done.stderr
     assert "a word on stderr\n" in done.stderr
     assert "torch/distributed" not in done.stderr
     written = {path.parts[-3] + "/" + path.name: path.read_text() for path in Path("runs/logs").rglob("1/*.log")}
@@ -475,10 +482,10 @@ def test_hosts_that_do_not_come(own_folder, monkeypatch, capfd):
     monkeypatch.setenv("TRIMTAB_PATIENCE", "1s")
     ending = start(planned("train.py", num_hosts=2, host_index=0, address="localhost", port=free_port(), processes=1))
     assert ending.code == 1
-    assert "error: the 2 hosts did not meet at localhost:" in ending.message
+    assert "error: the rendezvous of 2 hosts at localhost:" in ending.message
     assert "1/2 clients joined" in ending.message
-    monkeypatch.setattr(launch_run, "_NAME_PATIENCE_S", 0.1)
+    monkeypatch.setattr(launch_run, "_NAME_TIMEOUT_S", 0.1)
     unknown = planned("train.py", num_hosts=2, host_index=1, address="no-such-host.invalid", processes=1)
     ending = start(unknown)
     assert ending.code == 2
-    assert "address no-such-host.invalid is not known on this host" in ending.message
+    assert "the address no-such-host.invalid cannot be resolved on this host" in ending.message

@@ -1,9 +1,9 @@
-"""Starts a command that the kernel kills as soon as the process that started it is gone, however that one ended.
+"""Starts a command that the kernel kills as soon as the process that started it has ended, in whatever way.
 
-A launcher that gets SIGKILL cannot end the processes it has started, and torchrun gives each a session of its own: they
-would train on, or wait for each other for minutes. Linux can send a process a signal at its parent's death; the setting
-is lost at a fork and kept at an exec. So this file runs as a script in the new process, sets it, and becomes the
-command: nothing has to run between fork and exec in a launcher that has threads. It imports nothing of trimtab.
+A launcher that gets SIGKILL cannot end its processes, and torchrun starts each in a new session: they would continue to
+train, or wait for each other for minutes. Linux can send a process a signal when its parent dies; the setting is lost
+at a fork and kept at an exec. So this file runs as a script in the new process, sets it, and execs the command: no code
+has to run between fork and exec in a launcher that has threads. It imports nothing of trimtab.
 """
 
 import os
@@ -14,9 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def ending_with_parent(command: list[str]) -> list[str]:
-    """The command line that starts `command` as a process that ends with this one; on other systems `command` itself.
+    """Return the command line that runs `command` as a process that ends with this one; not on Linux, `command` itself.
 
-    To be started by a thread that stays: at the end of the one that started it the kernel takes the parent for gone.
+    The thread that starts it has to stay: for the kernel, the end of that thread is the end of the parent.
     """
     if sys.platform != "linux":
         return command
@@ -27,7 +27,7 @@ def _end_with_parent(parent: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before the kernel knew
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
