@@ -53,7 +53,7 @@ def call(folder: Path, rank: int) -> None:
 
 
 def _add_to_main(fn: Any) -> None:
-    """Add classes of the caller's `__main__` to this one: results are then pickled as instances of the caller's classes."""
+    """Add classes of the caller's `__main__` to this one, for results that the caller unpickles as its own classes."""
     home = sys.modules["__main__"].__dict__
     todo, seen = [fn], set()
     while todo:
