@@ -1,43 +1,23 @@
-"""Monitors in one process, then real processes that are lost in each way, with timeouts of seconds.
-
-The processes are forked from one that has imported torch (this file as a script).
-"""
+"""Monitors in one process, then real processes that are lost in each way."""
 
 import contextlib
-import ctypes
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
-from dataclasses import dataclass
-from pathlib import Path
 
+import monitor_scenarios
 import pytest
-import torch
 import torch.distributed as dist
+from monitor_scenarios import FALSE_ALARMS, FAULTS, QUICKLY_SEEN, TIMEOUTS, until
 
 from trimtab.distributed.health import monitor as monitor_module
 from trimtab.distributed.health.monitor import Monitor, PeerMonitor
 from trimtab.distributed.health.rules import DEADLOCK
 from trimtab.errors import PeerError, RecipeError
 
-
-def until(condition, seconds=100.0):
-    """Wait; the time only guards against waiting for good."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # ---------------------------------------------------------------------- monitors in one process
-
-QUICK = {"lost_after_s": 2.0, "idle_after_s": 3.0, "timeout_s": 60.0}
 
 
 @pytest.fixture
@@ -45,7 +25,7 @@ def monitors(monkeypatch):
     """Two in this process, which must not end it."""
     monkeypatch.setattr(PeerMonitor, "_abort", lambda monitor, verb, fault: None)
     store = dist.HashStore()
-    pair = [PeerMonitor(dist.PrefixStore("m", store), rank, 2, **QUICK) for rank in range(2)]
+    pair = [PeerMonitor(dist.PrefixStore("m", store), rank, 2, **TIMEOUTS) for rank in range(2)]
     for monitor in pair:
         monitor.start()
         monitor.start()  # has been done
@@ -189,349 +169,60 @@ def test_the_main_thread_only_takes_notes():
 # ---------------------------------------------------------------------- real processes
 
 
-@dataclass
-class Role:
-    """One process of a scenario."""
+@pytest.fixture(scope="module")
+def play(fork_server, tmp_path_factory):
+    """Runs scenarios side by side; gives exit code and output by name and rank."""
 
-    name: str
-    rank: int
-    monitor: PeerMonitor
-    store: dist.Store
-    folder: Path
-    num_processes: int
-
-    def fault(self):
-        """From now on the others should notice."""
-        (self.folder / f"{self.name}.fault").touch()
-
-    def report(self):
-        """Wait until what was done last has been reported, and give the others time to read it."""
-        self.monitor._exchange.report_now(100)
-        time.sleep(2.5 * self.monitor._interval_s)
-
-    def join_gloo(self):
-        where = {"rank": self.rank, "world_size": self.num_processes}
-        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", self.store), **where)
-
-    def gather(self):
-        """A collective as the run has it: what it raises is explained."""
-        try:
-            with self.monitor.waiting("gather"):
-                dist.all_reduce(torch.zeros(1))
-        except RuntimeError as error:
-            raise self.monitor.explain(error) from error
-
-    def stuck(self, verb="gather"):
-        """A collective that never raises, as on a GPU."""
-        with self.monitor.waiting(verb):
-            time.sleep(100)
-
-    def two_steps(self):
-        self.join_gloo()
-        for step in (1, 2):
-            self.monitor.did(f"step {step}: forward")
-            self.gather()
-        self.monitor.did("step 3: forward")
-
-    def all_well(self):
-        """All came. Most end quickly here; how an interpreter ends is seen in `busy`, `exits` and others."""
-        self.monitor.meet("end")
-        self.monitor.stop()
-        if self.name != "busy":
-            os._exit(0)
-        dist.destroy_process_group()
-
-
-def killed(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    role.gather()
-
-
-def killed_without_error(role):
-    role.monitor.did("step 3: forward")
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    role.stuck()
-
-
-def stopped(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    role.gather()
-
-
-def raises_without_error(role):
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.fault()
-        raise ValueError("no such label")
-    role.stuck()
-
-
-def ends(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.fault()
-        return
-    role.gather()
-
-
-def store_stopped(role):
-    """Rank 0 holds the store, as without torchrun; every call to it blocks for good."""
-    if role.rank == 0:
-        role.monitor.meet("begin")
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.monitor.meet("save_state")  # stuck in a call to the store, where nothing can be raised
-    time.sleep(3)  # rank 2 just ends, although its thread is stuck
-
-
-def store_killed(role):
-    role.monitor.did("step 3: forward")
-    role.monitor.meet("begin")
-    if role.rank == 0:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    if role.rank == 1:
-        role.stuck()
-    time.sleep(3)
-
-
-def compute(seconds):
-    """In Python, so that other threads run, and for a fifth of the time, so that other scenarios run."""
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
-        sum(range(500_000))
-        time.sleep(0.04)
-
-
-def busy(role):
-    role.two_steps()
-    if role.rank == 1:
-        compute(5)
-    role.gather()
-    role.all_well()
-
-
-def holds_the_lock(role):
-    role.two_steps()
-    if role.rank == 1:
-        began_s = time.monotonic()
-        sum(range(5_000_000))
-        num_rounds = 5_000_000 * 6 / (time.monotonic() - began_s)
-        sum(range(int(num_rounds)))  # one call of about 6 s, in which no other thread runs
-    role.gather()
-    role.all_well()
-
-
-def waits_for_child(role):
-    role.two_steps()
-    if role.rank == 1:
-        child = os.fork()
-        if child == 0:
-            compute(5)
-            os._exit(0)
-        os.waitpid(child, 0)
-    role.gather()
-    role.all_well()
-
-
-def long(role):
-    role.two_steps()
-    if role.rank == 1:
-        with role.monitor.long("tokenizing"):
-            time.sleep(3)
-            ctypes.PyDLL(None).sleep(4)
-    role.gather()
-    role.all_well()
-
-
-def steps_with_pauses(role):
-    """Little work, but it comes forward."""
-    role.two_steps()
-    if role.rank == 1:
-        for step in range(6):
-            role.monitor.did(f"step {step}")
-            time.sleep(1)
-    role.gather()
-    role.all_well()
-
-
-def suspended(role):
-    """All are stopped for longer than any patience, and wake one after the other."""
-    role.two_steps()
-    (role.folder / f"suspended-{role.rank}.ready").touch()
-    if role.rank == 1:
-        compute(3)
-    role.gather()
-    role.all_well()
-
-
-def exits(role):
-    """Ends by the exit handler alone; its last report is out."""
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        (role.folder / "exits.gone").touch()
-        return
-    until(lambda: (role.folder / "exits.gone").exists())
-    try:
-        role.monitor.meet("again")
-    except PeerError as error:
-        print(error)
-
-
-QUICKLY_SEEN = [killed, raises_without_error, exits]
-FAULTS = [killed_without_error, stopped, ends, store_stopped, store_killed]
-ENDS_BY_ITSELF = {"raises_without_error", "ends"}
-FALSE_ALARMS = [busy, holds_the_lock, waits_for_child, long, steps_with_pauses, suspended]
-SCENARIOS = {scenario.__name__: scenario for scenario in QUICKLY_SEEN + FAULTS + FALSE_ALARMS}
-NUM_PROCESSES = {"killed": 3, "stopped": 3, "store_stopped": 3, "store_killed": 3}
-
-
-def play(name, rank, folder):
-    """One process of a scenario; returns to the top level, so that the interpreter ends as it always does."""
-    num_processes = NUM_PROCESSES.get(name, 2)
-    own, gloo = open_stores(name, rank, folder)
-    monitor = PeerMonitor(dist.PrefixStore("monitor", own), rank, num_processes, **QUICK)
-    monitor.start()
-
-    def told(kind, error, trace):
-        monitor.failed(error)
-        traceback.print_exception(kind, error, trace)
-
-    sys.excepthook = told
-    SCENARIOS[name](Role(name, rank, monitor, gloo, folder, num_processes))
-
-
-def open_stores(name, rank, folder):
-    """Two connections. Over TCP only where that matters: torch asks the name server about each one, and while that
-    takes its time (5 s, where one packet is lost) the whole store stands still.
-    """
-    if not name.startswith("store_"):
-        return dist.FileStore(str(folder / f"{name}.store"), -1), dist.FileStore(str(folder / f"{name}.store"), -1)
-    place = folder / f"{name}.port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place.with_suffix(".new").write_text(str(store.port))
-        place.with_suffix(".new").rename(place)
-    else:
-        until(place.exists)
-        store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False, wait_for_workers=False)
-    return store, store
-
-
-def nursery(folder, waves):
-    """Fork all processes of a wave of scenarios, wait for them, note how each ended; then the next wave."""
-    ends = {}
-    for names in waves:
+    def play(scenarios):
+        folder = tmp_path_factory.mktemp("scenarios")
         running = {}
-        for name in names:
-            for rank in range(NUM_PROCESSES.get(name, 2)):
-                pid = os.fork()
-                if pid == 0:
-                    for stream, suffix in ((sys.stdout, "out"), (sys.stderr, "err")):
-                        target = os.open(folder / f"{name}-{rank}.{suffix}", os.O_WRONLY | os.O_CREAT, 0o600)
-                        os.dup2(target, stream.fileno())
-                    return play(name, rank, folder)
-                running[pid] = (name, rank)
-        pids = [pid for pid, (name, _) in running.items() if name == "suspended"]
-        threading.Thread(target=suspend_all, args=(pids, folder)).start()
-        collect(running, folder, ends)
-    (folder / "ends.json").write_text(json.dumps(ends))
-    return None
+        for name in [scenario.__name__ for scenario in scenarios]:
+            for rank in range(monitor_scenarios.NUM_PROCESSES.get(name, 2)):
+                arguments = {"name": name, "rank": rank, "folder": str(folder)}
+                running[name, rank] = fork_server.start("monitor_scenarios:main", **arguments)
+        suspend([child for (name, _), child in running.items() if name == "suspended"], folder)
+        for key in running.keys() - monitor_scenarios.NEVER_ENDS:
+            running[key].wait(200)
+        for child in running.values():
+            child.kill()
+        return {key: (child.wait(), child.said) for key, child in running.items()}
+
+    return play
 
 
-def collect(running, folder, ends, patience_s=200):
-    """Wait for the end of all; the one at fault is killed when it is the last of its scenario."""
-    began_s = time.monotonic()
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            ends["{}-{}".format(*running.pop(pid))] = os.waitstatus_to_exitcode(status)
-            continue
-        time.sleep(0.02)
-        for pid, (name, rank) in running.items():
-            is_last = [other for other, _ in running.values()].count(name) == 1
-            is_at_fault = (folder / f"{name}.fault").exists() and rank == (0 if name.startswith("store_") else 1)
-            if (is_last and is_at_fault and name not in ENDS_BY_ITSELF) or time.monotonic() - began_s > patience_s:
-                os.kill(pid, signal.SIGKILL)
-
-
-def suspend_all(pids, folder):
-    if not pids:
-        return
-    until(lambda: all((folder / f"suspended-{rank}.ready").exists() for rank in range(len(pids))))
+def suspend(children, folder):
+    """Stop all for longer than any timeout, and wake one after the other."""
+    until(lambda: len(list(folder.glob("suspended-*.ready"))) == len(children))
     time.sleep(1)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(6)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    for child in children:
+        child.kill(signal.SIGSTOP)
+    time.sleep(6 if children else 0)
+    for child in children:
+        child.kill(signal.SIGCONT)
         time.sleep(0.5)
 
 
-class Ends:
-    """How each process of the nursery ended."""
-
-    def __init__(self, folder, *waves):
-        names = [[scenario.__name__ for scenario in wave] for wave in waves]
-        arguments = [str(folder), json.dumps(names)]
-        environment = {key: value for key, value in os.environ.items() if key != "TRIMTAB_PATIENCE"}
-        done = subprocess.run(
-            [sys.executable, __file__, *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr
-        self.folder = folder
-        self.ends = json.loads((folder / "ends.json").read_text())
-
-    def code(self, name, rank):
-        return self.ends[f"{name}-{rank}"]
-
-    def text(self, name, rank, suffix="err"):
-        return (self.folder / f"{name}-{rank}.{suffix}").read_text()
+@pytest.fixture(scope="module")
+def quick_ends(play):
+    return play(QUICKLY_SEEN)
 
 
 @pytest.fixture(scope="module")
-def quick_ends(tmp_path_factory):
-    """Two ways to be lost and one to exit."""
-    return Ends(tmp_path_factory.mktemp("nursery"), QUICKLY_SEEN)
-
-
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory):
-    return Ends(tmp_path_factory.mktemp("nursery"), FAULTS, FALSE_ALARMS)
+def ends(play):
+    return play(FAULTS) | play(FALSE_ALARMS)
 
 
 def test_a_lost_rank_is_named(quick_ends):
-    text = quick_ends.text("killed", 0)
-    assert quick_ends.code("killed", 0) == quick_ends.code("killed", 2) == 1, text
+    code, text = quick_ends["killed", 0]
+    assert code == quick_ends["killed", 2][0] == 1, text
     assert re.search(
         r"PeerError: rank 1 \(host \S+, pid \d+\) is gone: .*last progress: step 3: forward", text, re.DOTALL
     )
-    failed = "trimtab: rank 0 stops waiting in gather: rank 1 failed: ValueError: no such label"
-    assert failed in quick_ends.text("raises_without_error", 0)
-    assert quick_ends.code("raises_without_error", 0) == 1
-    assert [quick_ends.code("exits", rank) for rank in (0, 1)] == [0, 0]
-    assert quick_ends.text("exits", 0, "out").startswith("rank 1 has exited; rank 0 waits for it in again")
+    code, text = quick_ends["raises_without_error", 0]
+    assert "trimtab: rank 0 stops waiting in gather: rank 1 failed: ValueError: no such label" in text
+    assert code == 1
+    assert [quick_ends["exits", rank][0] for rank in (0, 1)] == [0, 0]
+    assert quick_ends["exits", 0][1].startswith("rank 1 has exited; rank 0 waits for it in again")
 
 
 @pytest.mark.slow
@@ -547,21 +238,21 @@ def test_a_lost_rank_is_named(quick_ends):
 )
 def test_the_other_ranks_end_with_a_message(ends, name, ranks, message):
     for rank in ranks:
-        text = ends.text(name, rank)
-        assert ends.code(name, rank) == 1, text
+        code, text = ends[name, rank]
+        assert code == 1, text
         assert re.search(message, text, re.DOTALL), text
     if name.startswith("store_"):  # rank 2 exits in order although a thread of it is stuck in the store
-        assert ends.code(name, 2) == 0, ends.text(name, 2)
-        assert "trimtab:" not in ends.text(name, 2)
+        assert_no_alarm(ends[name, 2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in FALSE_ALARMS])
 def test_no_false_alarm(ends, name):
     for rank in range(2):
-        assert ends.code(name, rank) == 0, ends.text(name, rank)
-        assert "trimtab:" not in ends.text(name, rank)
+        assert_no_alarm(ends[name, rank])
 
 
-if __name__ == "__main__":
-    nursery(Path(sys.argv[1]), json.loads(sys.argv[2]))
+def assert_no_alarm(end):
+    code, text = end
+    assert code == 0, text
+    assert "trimtab:" not in text
