@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from trimtab.distributed.health.monitor import PeerMonitor
+from trimtab.distributed.health.peers import Timeouts
 from trimtab.errors import PeerError
 
-TIMEOUTS = {"lost_after_s": 2.0, "idle_after_s": 3.0, "timeout_s": 60.0}
+TIMEOUTS = Timeouts(lost_s=2.0, idle_s=3.0, busy_s=60.0)
 
 
 def until(condition, seconds=100.0):
@@ -248,7 +249,7 @@ def main(name: str, rank: int, folder: str) -> None:
     """One rank of a scenario."""
     num_processes = NUM_PROCESSES.get(name, 2)
     own, gloo = open_stores(name, rank, Path(folder))
-    monitor = PeerMonitor(dist.PrefixStore("monitor", own), rank, num_processes, **TIMEOUTS)
+    monitor = PeerMonitor(dist.PrefixStore("monitor", own), rank, num_processes, TIMEOUTS)
     monitor.start()
 
     def report(kind, error, trace):

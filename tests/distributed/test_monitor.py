@@ -14,6 +14,7 @@ from monitor_scenarios import FALSE_ALARMS, FAULTS, QUICKLY_SEEN, TIMEOUTS, unti
 
 from trimtab.distributed.health import monitor as monitor_module
 from trimtab.distributed.health.monitor import Monitor, PeerMonitor
+from trimtab.distributed.health.peers import Timeouts
 from trimtab.distributed.health.rules import DEADLOCK
 from trimtab.errors import PeerError, RecipeError
 
@@ -25,7 +26,7 @@ def monitors(monkeypatch):
     """Two in this process, which must not end it."""
     monkeypatch.setattr(PeerMonitor, "_abort", lambda monitor, verb, fault: None)
     store = dist.HashStore()
-    pair = [PeerMonitor(dist.PrefixStore("m", store), rank, 2, **TIMEOUTS) for rank in range(2)]
+    pair = [PeerMonitor(dist.PrefixStore("m", store), rank, 2, TIMEOUTS) for rank in range(2)]
     for monitor in pair:
         monitor.start()
         monitor.start()  # has been done
@@ -134,7 +135,7 @@ def test_nested_collectives_count_alike(monitors):
 
 def test_patience_of_the_user(monkeypatch):
     def timeouts():
-        return PeerMonitor(dist.HashStore(), 0, 2)._peers.timeouts
+        return PeerMonitor(dist.HashStore(), 0, 2, Timeouts())._peers.timeouts
 
     assert max(timeouts().lost_s, timeouts().idle_s) + 5 * timeouts().interval_s <= 30, "a fault is named within 30 s"
     for text, expected in (("1h", (10, 3600, 3600)), ("5", (10, 18, 5))):
@@ -158,7 +159,7 @@ def test_the_monitor_of_one_process_does_nothing():
 
 def test_the_main_thread_only_takes_notes():
     """A step takes no lock, calls no store and wakes no thread, each of which would cost time."""
-    monitor = PeerMonitor(dist.HashStore(), 0, 2)
+    monitor = PeerMonitor(dist.HashStore(), 0, 2, Timeouts())
     monitor._pid = os.getpid()  # as after the start
     monitor._peers = monitor._exchange = monitor._store = None
     monitor.did("step 12: forward")

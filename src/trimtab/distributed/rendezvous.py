@@ -20,11 +20,11 @@ from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.distributed.environment import Place
 from trimtab.distributed.group import GroupWorld
 from trimtab.distributed.health.monitor import Monitor, PeerMonitor
+from trimtab.distributed.health.peers import Timeouts
 from trimtab.distributed.world import World
 from trimtab.errors import RecipeError
 from trimtab.log import speak_only_to_file
 
-_TIMEOUT_S = 600.0
 _monitor: PeerMonitor | None = None  # one per process, like torch's default process group
 
 
@@ -45,7 +45,7 @@ def find_world(
     if place.num_processes == 1 and not dist.is_initialized():
         return World()
     is_new = not dist.is_initialized()
-    timeout_s = timeout_s or _TIMEOUT_S
+    timeout_s = timeout_s or Timeouts().busy_s
     if is_new:
         _connect(place, device, timeout_s)
     monitor = _shared_monitor(place, timeout_s) if dist.get_world_size() > 1 else Monitor()
@@ -93,7 +93,7 @@ def _shared_monitor(place: Place, timeout_s: float) -> PeerMonitor:
         if dist.get_rank() > 0:
             speak_only_to_file(dist.get_rank())
         store = c10d.PrefixStore(f"trimtab/{place.attempt}", _open_store(place))
-        _monitor = PeerMonitor(store, dist.get_rank(), dist.get_world_size(), timeout_s=timeout_s)
+        _monitor = PeerMonitor(store, dist.get_rank(), dist.get_world_size(), Timeouts(busy_s=timeout_s))
         _monitor.start()
         _report_exceptions(_monitor)
         atexit.register(_leave)

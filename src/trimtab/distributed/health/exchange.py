@@ -39,26 +39,17 @@ class ReportExchange:
         self._reported: set[int] = set()  # ranks that have a report in the store
         self._is_stopping = False
         self._requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="trimtab-exchange", daemon=True)
-
-    def start(self) -> None:
-        """Start to report."""
-        self._thread.start()
-
-    @property
-    def thread_id(self) -> int | None:
-        """Native id of the thread."""
-        return self._thread.native_id
+        self.thread = threading.Thread(target=self._run, name="trimtab-exchange", daemon=True)
 
     def stop(self, timeout_s: float) -> None:
         """Send a last report and end the thread; do not wait longer than `timeout_s`."""
         self._is_stopping = True
         self._requests.put(threading.Event())
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
 
     def report_now(self, timeout_s: float) -> None:
         """Report before the interval is over, and wait for that at most `timeout_s`."""
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             sent = threading.Event()
             self._requests.put(sent)
             sent.wait(timeout_s)

@@ -90,36 +90,24 @@ class _State(NamedTuple):
 class PeerMonitor(Monitor):
     """The monitor of one rank of several. It ends the process if it waits for a rank that is lost.
 
-    `did`, `waiting`, `long` and `meet` belong to the main thread. The environment variable TRIMTAB_PATIENCE ("1h")
-    overrides `timeout_s`, and `idle_after_s` if it is longer.
+    `did`, `waiting`, `long` and `meet` belong to the main thread.
 
     Args:
         store: Key-value store of all ranks, with a prefix and a connection of its own: on a shared connection a call
             that waits would silence this rank.
         rank: Of this process.
         num_processes: World size.
-        timeout_s: How long to wait for a rank that works and does not enter the collective.
-        lost_after_s: How long for one that is stopped; 2.5 times that for one that is silent on another host.
-        idle_after_s: How long for one that is idle.
+        timeouts: How long to wait. The environment variable TRIMTAB_PATIENCE ("1h") overrides that for a busy rank,
+            and that for an idle one if it is longer.
 
     Raises:
         RecipeError: TRIMTAB_PATIENCE is not a duration.
     """
 
-    def __init__(
-        self,
-        store: "Store",
-        rank: int,
-        num_processes: int,
-        *,
-        timeout_s: float = 600.0,
-        lost_after_s: float = 10.0,
-        idle_after_s: float = 18.0,
-    ) -> None:
+    def __init__(self, store: "Store", rank: int, num_processes: int, timeouts: Timeouts) -> None:
         patience_s = _read_patience()
         if patience_s is not None:
-            timeout_s, idle_after_s = patience_s, max(idle_after_s, patience_s)
-        timeouts = Timeouts(lost_after_s, idle_after_s, timeout_s)
+            timeouts = timeouts._replace(busy_s=patience_s, idle_s=max(timeouts.idle_s, patience_s))
         self._rank = rank
         self._num_processes = num_processes
         self._interval_s = timeouts.interval_s
@@ -162,8 +150,8 @@ class PeerMonitor(Monitor):
         self._thread = threading.get_ident()
         own = find_process(self._pid)
         self._started = own.started if own else 0
-        self._exchange.start()
-        self._activity = Activity(self._pid, ignored_thread=self._exchange.thread_id)
+        self._exchange.thread.start()
+        self._activity = Activity(self._pid, ignored_thread=self._exchange.thread.native_id)
         self._watcher.start()
         # The interpreter aborts if it finalizes while a thread is in the store, so the threads have to end before.
         atexit.register(self.stop)

@@ -18,9 +18,9 @@ Sight = Literal["unknown", "alive", "traced", "stopped", "gone"]  # "traced": st
 class Timeouts(NamedTuple):
     """How long to wait before a rank counts as lost."""
 
-    lost_s: float  # a rank whose process is stopped; other hosts get a multiple of it
-    idle_s: float  # a rank that is alive and idle
-    busy_s: float  # a rank that works, and does not enter the collective
+    lost_s: float = 10.0  # a rank whose process is stopped; 2.5 times that if it is silent on another host
+    idle_s: float = 18.0  # a rank that is alive and idle
+    busy_s: float = 600.0  # a rank that works, and does not enter the collective
 
     @property
     def interval_s(self) -> float:
