@@ -123,10 +123,9 @@ def resolve_settings(
             f"--processes {machine.num_devices}, or --cpu to train on the CPU"
         )
     problems += _check_log_dir(values["log_dir"], origins["log_dir"])
-    names = ("processes", "num_hosts", "host_index", "address", "port", "max_restarts", "log_dir", "cpu")
-    settings = Settings(
-        **{name: values.get(name) for name in names}, origins={"address": "found", "port": "found", **origins}, job=job
-    )
+    values.pop("hosts", None)
+    origins = {"address": "found", "port": "found", **origins}
+    settings = Settings(**{"address": None, "port": None, **values}, origins=origins, job=job)
     return settings, problems + (_check_port(settings) if not problems else [])
 
 
