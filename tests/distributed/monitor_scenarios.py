@@ -43,9 +43,11 @@ class Role:
         self.monitor._exchange.report_now(100)
         time.sleep(2.5 * self.monitor._interval_s)
 
-    def join_gloo(self):
-        where = {"rank": self.rank, "world_size": self.num_processes}
-        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", self.store), **where)
+    def lose(self, number, rank=1):
+        """Send a signal to one rank, after its progress was reported."""
+        if self.rank == rank:
+            self.report()
+            os.kill(os.getpid(), number)
 
     def gather(self):
         """A collective as the run has it: what it raises is explained."""
@@ -55,13 +57,14 @@ class Role:
         except RuntimeError as error:
             raise self.monitor.explain(error) from error
 
-    def stuck(self, verb="gather"):
+    def stuck(self):
         """A collective that never raises, as on a GPU."""
-        with self.monitor.waiting(verb):
+        with self.monitor.waiting("gather"):
             time.sleep(100)
 
     def two_steps(self):
-        self.join_gloo()
+        where = {"rank": self.rank, "world_size": self.num_processes}
+        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", self.store), **where)
         for step in (1, 2):
             self.monitor.did(f"step {step}: forward")
             self.gather()
@@ -78,26 +81,20 @@ class Role:
 
 def killed(role):
     role.two_steps()
-    if role.rank == 1:
-        role.report()
-        os.kill(os.getpid(), signal.SIGKILL)
+    role.lose(signal.SIGKILL)
     role.gather()
 
 
 def killed_without_error(role):
     role.monitor.did("step 3: forward")
     role.monitor.meet("begin")
-    if role.rank == 1:
-        role.report()
-        os.kill(os.getpid(), signal.SIGKILL)
+    role.lose(signal.SIGKILL)
     role.stuck()
 
 
 def stopped(role):
     role.two_steps()
-    if role.rank == 1:
-        role.report()
-        os.kill(os.getpid(), signal.SIGSTOP)
+    role.lose(signal.SIGSTOP)
     role.gather()
 
 
@@ -116,23 +113,18 @@ def ends(role):
 
 
 def store_stopped(role):
-    """Rank 0 holds the store, as without torchrun; every call to it blocks for good."""
-    if role.rank == 0:
-        role.monitor.meet("begin")
-        role.report()
-        os.kill(os.getpid(), signal.SIGSTOP)
+    """Rank 0 holds the store, as without torchrun; every call to it blocks."""
     role.monitor.meet("begin")
+    role.lose(signal.SIGSTOP, rank=0)
     if role.rank == 1:
-        role.monitor.meet("save_state")  # stuck in a call to the store, where nothing can be raised
-    time.sleep(3)  # rank 2 just ends, although its thread is stuck
+        role.monitor.meet("save_state")  # in a call to the store, where nothing can be raised
+    time.sleep(3)  # rank 2 exits, although a thread of it is in the store
 
 
 def store_killed(role):
     role.monitor.did("step 3: forward")
     role.monitor.meet("begin")
-    if role.rank == 0:
-        role.report()
-        os.kill(os.getpid(), signal.SIGKILL)
+    role.lose(signal.SIGKILL, rank=0)
     if role.rank == 1:
         role.stuck()
     time.sleep(3)

@@ -21,6 +21,14 @@ class Ranks:
         self.peers = Peers(0, num_processes, Timeouts(lost_s=10, idle_s=18, busy_s=600), pid_namespace)
         self.beat = 0
 
+    def lose_store(self, seconds):
+        """The store does not answer; gives the first fault."""
+        for _ in range(seconds):
+            self.peers.pass_time(1.0, WAIT)
+            if fault := find_fault(self.peers):
+                return fault
+        return None
+
     def pass_time(self, seconds, wait=WAIT, can_raise=False, **reports):
         """`reports`: r1={...} is what rank 1 says each second; a rank without one is silent. Gives the first fault."""
         for _ in range(seconds):
@@ -229,35 +237,27 @@ def test_a_process_that_vanished_on_this_host(monkeypatch):
 
 
 def test_the_store_is_gone():
-    ranks = Ranks()
-    ranks.peers.rank, ranks.peers.all[0].rank = 1, 0
-    ranks.pass_time(1, r0=BUSY)
-    quiet = ranks.peers
-    for _ in range(24):
-        quiet.pass_time(1.0, WAIT)
-        assert find_fault(quiet) is None, "without an error it may be slow"
-    quiet.pass_time(1.0, WAIT)
-    quiet.pass_time(1.0, WAIT)
-    fault = find_fault(quiet)
-    assert "has not answered for" in fault
+    """It belongs to rank 0."""
+
+    def rank_1(**report):
+        ranks = Ranks()
+        ranks.peers.rank, ranks.peers.all[0].rank = 1, 0
+        ranks.pass_time(1, r0={**BUSY, **report})
+        return ranks
+
+    slow = rank_1()
+    assert slow.lose_store(24) is None, "without an error it may be slow"
+    fault = slow.lose_store(2)
+    assert fault.startswith("the store of the rendezvous has not answered for")
     assert "maybe rank 0 (host b, pid 11); last progress: step 14: forward" in fault
-    broken = Ranks()
-    broken.peers.all[0].rank = 0
-    broken.pass_time(1, r0=BUSY)
+    broken = rank_1()
     broken.peers.store_error = "DistNetworkError: Broken pipe"
-    for _ in range(9):
-        broken.peers.pass_time(1.0, WAIT)
-        assert find_fault(broken.peers) is None
-    broken.peers.pass_time(1.0, WAIT)
-    assert "the store of the rendezvous" in find_fault(broken.peers)
-    assert find_silent(broken.peers, 1.0).startswith("the store of")
-    in_order = Ranks()
-    in_order.peers.all[0].rank = 0
-    in_order.pass_time(1, r0={**BUSY, "num_collectives": 5, "end": "exited"})
+    assert broken.lose_store(9) is None
+    assert broken.lose_store(1).startswith("the store of the rendezvous")
+    assert find_silent(broken.peers, 1.0).startswith("the store of the rendezvous")
+    in_order = rank_1(num_collectives=5, end="exited")
     in_order.peers.store_error = "closed"
-    for _ in range(100):
-        in_order.peers.pass_time(1.0, WAIT)
-        assert find_fault(in_order.peers) is None, "rank 0 was the last to need it"
+    assert in_order.lose_store(100) is None, "rank 0 was the last to need it"
 
 
 def test_many_lost_ranks_make_one_short_message():

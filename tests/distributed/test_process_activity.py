@@ -1,4 +1,4 @@
-"""What is seen of processes: whether they are there, whether they move, where the main thread stands."""
+"""State and activity of processes, read from /proc, and the stack of a thread."""
 
 import os
 import signal
@@ -8,17 +8,10 @@ import threading
 import time
 
 import pytest
+from monitor_scenarios import until
 
 from trimtab.distributed.health import process_activity
 from trimtab.distributed.health.process_activity import Activity, describe_stack, find_pid_namespace, find_process
-
-
-def until(condition, seconds=100.0):
-    """Wait; the time only guards against waiting for good."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.skipif(find_process(os.getpid()) is None, reason="no /proc here")

@@ -17,7 +17,7 @@ import trimtab.log
 from trimtab import DistributedType, Engine
 from trimtab.accelerate import Accelerator, DataLoaderConfiguration
 from trimtab.distributed.consistency import require_same
-from trimtab.errors import CheckpointError, LossError, PrepareError, RecipeError
+from trimtab.errors import CheckpointError, PrepareError, RecipeError
 from trimtab.log import logger
 
 
@@ -246,15 +246,6 @@ def trains_two_models_against_each_other():
         assert all(torch.equal(one, theirs[0]) for one in theirs)
 
 
-def refuses_a_backward_that_nobody_would_exchange():
-    engine = Engine(cpu=True)
-    model = engine.prepare(torch.nn.Linear(2, 1))
-    first, second = (model(torch.full((1, 2), float(engine.process_index + n))).mean() for n in (1, 2))
-    engine.backward(first)
-    with pytest.raises(LossError, match="add the losses"):
-        engine.backward(second)
-
-
 def gathers_objects_of_real_rows_only():
     engine = Engine(cpu=True)
     loader = engine.prepare(DataLoader(rows(5), batch_size=4))
@@ -475,7 +466,6 @@ def main(folder: Path) -> None:
     evaluates_every_row_once()
     refuses_unused_parameters()
     trains_two_models_against_each_other()
-    refuses_a_backward_that_nobody_would_exchange()
     gathers_objects_of_real_rows_only()
     counts_schedules_by_whose_batch_it_is()
     one_cycle_ends_where_it_is_over()

@@ -19,8 +19,8 @@ from typing import Any
 import trimtab
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.launch.command import LaunchPlan, plan_launch
-from trimtab.distributed.launch.end_with_parent import ending_with_parent
 from trimtab.distributed.launch.file import LaunchFile
+from trimtab.distributed.launch.parent_death_signal import add_parent_death_signal
 from trimtab.errors import MissingDependency, PeerError, RecipeError
 from trimtab.log import say
 
@@ -129,7 +129,7 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
     lines: list[str] = []
     process = subprocess.Popen(
-        ending_with_parent(command),
+        add_parent_death_signal(command),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from trimtab.distributed.launch.command import LaunchPlan
-from trimtab.distributed.launch.end_with_parent import ending_with_parent
+from trimtab.distributed.launch.parent_death_signal import add_parent_death_signal
 from trimtab.log import say
 from trimtab.units import format_seconds
 
@@ -83,7 +83,7 @@ def _make_agent_class(plain_agent: Any, codes: list[int | None]) -> Any:
 
     class Agent(plain_agent):  # type: ignore[misc]
         def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
-            command = ending_with_parent([spec.entrypoint])
+            command = add_parent_death_signal([spec.entrypoint])
             spec.entrypoint = command[0]
             # torchrun reads $ as the start of a placeholder
             spec.args = (*(word.replace("$", "$$") for word in command[1:]), *spec.args)

@@ -13,8 +13,8 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def ending_with_parent(command: list[str]) -> list[str]:
-    """Return the command line that runs `command` as a process that ends with this one; not on Linux, `command` itself.
+def add_parent_death_signal(command: list[str]) -> list[str]:
+    """Return the command line that runs `command` as a process that ends with this one; unchanged if not on Linux.
 
     The thread that starts it has to stay: for the kernel, the end of that thread is the end of the parent.
     """
@@ -23,7 +23,7 @@ def ending_with_parent(command: list[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def _end_with_parent(parent: int) -> None:
+def _set_parent_death_signal(parent: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -32,5 +32,5 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _end_with_parent(int(sys.argv[1]))
+    _set_parent_death_signal(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
