@@ -34,7 +34,7 @@ class Ranks:
         for _ in range(seconds):
             self.beat += 1
             heard = {int(name[1:]): Report(**{"beat": self.beat, **report}) for name, report in reports.items()}
-            self.peers.hear(heard)
+            self.peers.receive(heard)
             self.peers.pass_time(1.0, wait)
             fault = find_fault(self.peers, can_raise=can_raise)
             if fault:

@@ -190,10 +190,10 @@ class GroupWorld(World):
         return bool(largest)
 
     @contextmanager
-    def exchanging(self, verb: str) -> Iterator[None]:
+    def exchanging(self, operation: str) -> Iterator[None]:
         """A context for a collective; the error for a lost rank is a `PeerError` that names it."""
         try:
-            with self.monitor.waiting(verb):
+            with self.monitor.waiting(operation):
                 yield
         except RuntimeError as error:
             explained = self._explained(error)

@@ -97,11 +97,11 @@ class World:
         """Return whether the flag is set on any rank. Hosts synchronize, devices do not."""
         return flag
 
-    def exchanging(self, verb: str) -> AbstractContextManager[Any]:
+    def exchanging(self, operation: str) -> AbstractContextManager[Any]:
         """A context for a collective. If a rank is lost inside, the error is a `PeerError` that names it.
 
         Args:
-            verb: Name of the collective, for messages; every rank has to enter the same names in the same order.
+            operation: Name of the collective, for messages; every rank has to enter the same names in the same order.
         """
         return nullcontext()
 

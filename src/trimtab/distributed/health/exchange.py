@@ -78,7 +78,7 @@ class ReportExchange:
             if self._peers.waited_s > 0 or self.is_urgent or beat % NUM_BEATS_UNREAD == 1 or not have_all:
                 self._read()
             elif self._store.check([self._key]):  # `set` is not acknowledged: this shows that the store answers
-                self._hear({})
+                self._receive({})
             # More often until each rank has been seen once: then also one that is lost right away can be named.
             interval_s = self._peers.timeouts.interval_s
             due_s = time.monotonic() + interval_s * (1.0 if have_all or beat > 100 else 0.1)
@@ -94,8 +94,8 @@ class ReportExchange:
             self._reported.update([rank for rank in missing[:MAX_CHECKED] if self._store.check([f"report/{rank}"])])
         ranks = sorted(self._reported)
         texts = self._store.multi_get([f"report/{rank}" for rank in ranks]) if ranks else []
-        self._hear({rank: Report.from_json(text) for rank, text in zip(ranks, texts, strict=True)})
+        self._receive({rank: Report.from_json(text) for rank, text in zip(ranks, texts, strict=True)})
 
-    def _hear(self, reports: dict[int, Report]) -> None:
+    def _receive(self, reports: dict[int, Report]) -> None:
         with self._peers.lock:
-            self._peers.hear(reports)
+            self._peers.receive(reports)

@@ -46,11 +46,11 @@ class Monitor:
     def did(self, what: str) -> None:
         """Note the progress of this rank, such as "step 12: forward"."""
 
-    def waiting(self, verb: str) -> AbstractContextManager[None]:
+    def waiting(self, operation: str) -> AbstractContextManager[None]:
         """A context for a collective, in which this rank waits for all others.
 
         Args:
-            verb: Name of the collective; every rank has to enter the same names in the same order.
+            operation: Name of the collective; every rank has to enter the same names in the same order.
         """
         return nullcontext()
 
@@ -58,7 +58,7 @@ class Monitor:
         """A context in which this rank may be silent for as long as it takes: timeouts start at its end."""
         return nullcontext()
 
-    def meet(self, verb: str) -> None:
+    def meet(self, operation: str) -> None:
         """Wait until every rank has called this with the same name.
 
         Raises:
@@ -121,7 +121,7 @@ class PeerMonitor(Monitor):
         self._state = _State()
         self._progress = ""
         self._num_progress = 0
-        self._num_meetings = 0
+        self._num_barriers = 0
         self._end: End = ""
         self._reason = ""
         self._by_peer = False
@@ -132,7 +132,7 @@ class PeerMonitor(Monitor):
         self._seen_progress = 0
         self._wait: Wait | None = None
         self._stack, self._in_debugger = "", False
-        self._meeting_fault, self._meeting_fault_s = "", 0.0
+        self._barrier_fault, self._barrier_fault_s = "", 0.0
 
         self._is_stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="trimtab-monitor", daemon=True)
@@ -172,11 +172,11 @@ class PeerMonitor(Monitor):
         self._num_progress += 1
 
     @contextmanager
-    def waiting(self, verb: str, can_raise: bool = False) -> Iterator[None]:
+    def waiting(self, operation: str, can_raise: bool = False) -> Iterator[None]:
         """A context for a collective."""
         outer = self._state
         number = outer.num_collectives + 1
-        self._state = _State("collective", verb, number, number, can_raise)
+        self._state = _State("collective", operation, number, number, can_raise)
         try:
             yield
         except BaseException:
@@ -196,13 +196,13 @@ class PeerMonitor(Monitor):
         finally:
             self._state = outer._replace(num_collectives=self._state.num_collectives)
 
-    def meet(self, verb: str) -> None:
+    def meet(self, operation: str) -> None:
         """Wait until every rank has called this with the same name."""
         if not self._is_on:
-            raise PeerError(f"rank {self._rank} is in {verb}, but its monitor is not running")
-        self._meeting_fault = ""
-        with self.waiting(verb, can_raise=True):
-            problem = self._wait_in_store(verb)
+            raise PeerError(f"rank {self._rank} is in {operation}, but its monitor is not running")
+        self._barrier_fault = ""
+        with self.waiting(operation, can_raise=True):
+            problem = self._wait_in_store(operation)
         if problem:
             raise PeerError(problem)
 
@@ -215,7 +215,7 @@ class PeerMonitor(Monitor):
         cause: str | None = None
         while cause is None and (passed_s := time.monotonic() - began_s) < EXPLAIN_S:
             with self._peers.lock:
-                self._peers.look()  # before the exchange, which brings the last reports of the ranks that are gone
+                self._peers.look_up()  # before the exchange, which brings the last reports of the ranks that are gone
             self._exchange.report_now(0.5)
             with self._peers.lock:
                 # One that exited may have done so because of a third one, which shows a moment later.
@@ -249,26 +249,26 @@ class PeerMonitor(Monitor):
             self._reason = reason[:MAX_REASON]
         self._end = end
 
-    def _wait_in_store(self, verb: str) -> str:
+    def _wait_in_store(self, operation: str) -> str:
         """Announce this rank and poll until all have come; return what is wrong, if anything is."""
-        self._num_meetings += 1
-        number = self._num_meetings
-        keys = [f"meeting/{number}/{rank}" for rank in range(self._num_processes)]
+        self._num_barriers += 1
+        number = self._num_barriers
+        keys = [f"barrier/{number}/{rank}" for rank in range(self._num_processes)]
         pause_s = 0.0005  # short at first, for ranks that arrive together; longer later, to spare the store
         try:
-            self._store.set(keys[self._rank], verb)
-            if number > 2:  # every rank has come to the previous meeting, so every rank has read the one before it
-                self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
+            self._store.set(keys[self._rank], operation)
+            if number > 2:  # every rank has entered the previous barrier, so every rank has read the one before it
+                self._store.delete_key(f"barrier/{number - 2}/{self._rank}")
             while not self._store.check(keys):
-                if self._meeting_fault:
-                    return self._meeting_fault
+                if self._barrier_fault:
+                    return self._barrier_fault
                 time.sleep(pause_s)
                 pause_s = min(1.3 * pause_s, 0.05)
-            verbs = [text.decode() for text in self._store.multi_get(keys)]
+            operations = [text.decode() for text in self._store.multi_get(keys)]
         except RuntimeError as error:
             return str(self.explain(error))
-        others = [f"rank {rank} in {other}" for rank, other in enumerate(verbs) if other != verb]
-        return f"rank {self._rank} is in {verb}, {', '.join(others)}{rules.DEADLOCK}" if others else ""
+        others = [f"rank {rank} in {other}" for rank, other in enumerate(operations) if other != operation]
+        return f"rank {self._rank} is in {operation}, {', '.join(others)}{rules.DEADLOCK}" if others else ""
 
     # ------------------------------------------------------------------ the thread that reports
 
@@ -326,18 +326,18 @@ class PeerMonitor(Monitor):
 
     def _handle(self, state: _State, fault: str, now_s: float) -> None:
         """Let `meet` raise, or end this process: also if `meet` itself is stuck in the store."""
-        if state.can_raise and not self._meeting_fault:
-            self._meeting_fault, self._meeting_fault_s = fault, now_s
-        elif not state.can_raise or now_s > self._meeting_fault_s + LAST_REPORT_S:
+        if state.can_raise and not self._barrier_fault:
+            self._barrier_fault, self._barrier_fault_s = fault, now_s
+        elif not state.can_raise or now_s > self._barrier_fault_s + LAST_REPORT_S:
             self._abort(state.operation, fault)
 
-    def _abort(self, verb: str, fault: str) -> None:
+    def _abort(self, operation: str, fault: str) -> None:
         """Write the fault to stderr and end this process, also if a stream is blocked."""
         self._set_end("failed", PeerError(fault))
 
         def write() -> None:
             with contextlib.suppress(Exception):
-                sys.stderr.write(f"trimtab: rank {self._rank} stops waiting in {verb}: {fault}\n")
+                sys.stderr.write(f"trimtab: rank {self._rank} stops waiting in {operation}: {fault}\n")
                 sys.stderr.flush()
                 sys.stdout.flush()
 

@@ -12,7 +12,7 @@ from trimtab.distributed.health.process_activity import Activity, find_process
 
 Kind = Literal["", "collective", "long"]  # what the main thread is in; "": neither
 End = Literal["", "failed", "exited"]
-Sight = Literal["unknown", "alive", "traced", "stopped", "gone"]  # "traced": stopped by a debugger
+Liveness = Literal["unknown", "alive", "traced", "stopped", "gone"]  # "traced": stopped by a debugger
 
 
 class Timeouts(NamedTuple):
@@ -77,11 +77,11 @@ class Peer:
     unchanged_s: float = 0.0  # between the first and the last report from the same operation
     num_unchanged: int = 0  # reports from that operation
     missing_s: float = 0.0  # this rank waits in a collective that the peer has not entered
-    sight: Sight = "unknown"
-    sight_s: float = 0.0
+    liveness: Liveness = "unknown"
+    liveness_s: float = 0.0
     activity: Activity | None = field(default=None, repr=False)  # while it is silent and on this host
 
-    def hear(self, report: Report) -> None:
+    def receive(self, report: Report) -> None:
         """Take a report, if it is new."""
         old = self.report
         if report.beat == old.beat:
@@ -91,19 +91,19 @@ class Peer:
         self.unchanged_s = self.unchanged_s + self.silent_s if is_same else 0.0
         self.report, self.silent_s, self.activity = report, 0.0, None
 
-    def look(self, seconds: float, pid_namespace: str) -> None:
+    def look_up(self, seconds: float, pid_namespace: str) -> None:
         """Look up the process, `seconds` after the last look, if it is in this pid namespace."""
         if not pid_namespace or self.report.pid_namespace != pid_namespace:
             return
         found = find_process(self.report.pid)
-        sight: Sight
+        liveness: Liveness
         if found is None or found.started != self.report.started:
-            sight = "unknown" if self.sight == "unknown" else "gone"  # never seen: the system may hide it
+            liveness = "unknown" if self.liveness == "unknown" else "gone"  # never seen: the system may hide it
         else:
-            states: dict[str, Sight] = {"Z": "gone", "X": "gone", "T": "stopped", "t": "traced"}
-            sight = states.get(found.state, "alive")
-        self.sight_s = self.sight_s + seconds if sight == self.sight else 0.0
-        self.sight = sight
+            states: dict[str, Liveness] = {"Z": "gone", "X": "gone", "T": "stopped", "t": "traced"}
+            liveness = states.get(found.state, "alive")
+        self.liveness_s = self.liveness_s + seconds if liveness == self.liveness else 0.0
+        self.liveness = liveness
 
     def has_not_entered(self, wait: Wait) -> bool:
         """Whether it has yet to enter the collective in which this rank waits."""
@@ -122,7 +122,7 @@ class Peer:
     @property
     def may_take_long(self) -> bool:
         """Whether it announced a long operation, or is being debugged."""
-        return self.report.kind == "long" or self.report.in_debugger or self.sight == "traced"
+        return self.report.kind == "long" or self.report.in_debugger or self.liveness == "traced"
 
     @property
     def title(self) -> str:
@@ -163,20 +163,20 @@ class Peers:
         self.waited_s = 0.0
         self.all_idle_s = 0.0  # this rank waits, and every rank that is outside of a collective is idle
 
-    def hear(self, reports: dict[int, Report]) -> None:
+    def receive(self, reports: dict[int, Report]) -> None:
         """The store has answered, with these reports by rank."""
         self.store_silent_s = 0.0
         for peer in self.all:
             if peer.rank in reports:
                 is_first = not peer.report.beat
-                peer.hear(reports[peer.rank])
+                peer.receive(reports[peer.rank])
                 if is_first:
-                    peer.look(0.0, self.pid_namespace)  # only a process that was seen once can be gone later
+                    peer.look_up(0.0, self.pid_namespace)  # only a process that was seen once can be gone later
 
-    def look(self, seconds: float = 0.0) -> None:
+    def look_up(self, seconds: float = 0.0) -> None:
         """Look up the processes on this host, `seconds` after the last look."""
         for peer in self.all:
-            peer.look(seconds, self.pid_namespace)
+            peer.look_up(seconds, self.pid_namespace)
 
     def pass_time(self, seconds: float, wait: Wait | None) -> None:
         """Add `seconds` in which this process ran. `wait` is the same object for as long as the wait lasts."""
@@ -190,11 +190,11 @@ class Peers:
                 peer.missing_s = 0.0
             return
         self.waited_s += seconds
-        self.look(seconds)
+        self.look_up(seconds)
         for peer in self.all:
             is_missing = peer.has_not_entered(wait) and not peer.may_take_long
             peer.missing_s = peer.missing_s + seconds if is_missing else 0.0
-            if peer.sight == "alive" and peer.silent_s > 2 * self.timeouts.interval_s:
+            if peer.liveness == "alive" and peer.silent_s > 2 * self.timeouts.interval_s:
                 peer.activity = peer.activity or Activity(peer.report.pid)
                 peer.activity.pass_time(seconds)
         self.all_idle_s = 0.0 if any(self._is_working(peer) for peer in self.all) else self.all_idle_s + seconds

@@ -65,7 +65,7 @@ def find_departed(peers: Peers, wait: Wait | None, *, count_exited: bool = True)
     # the store is the cause.
     grace_s = (_GRACE if peers.store_answers or peers.store_error else _REMOTE) * peers.timeouts.lost_s
     grace_s = 0.0 if wait is None else grace_s
-    gone = [peer for peer in peers.all if peer.sight == "gone" and not peer.has_ended and peer.sight_s >= grace_s]
+    gone = [peer for peer in peers.all if peer.liveness == "gone" and not peer.has_ended and peer.liveness_s >= grace_s]
     if gone:
         return _each(gone, lambda peer: f"{peer.title} is gone: killed, or exited without a report; {peer.last}")
     if not count_exited:
@@ -89,7 +89,7 @@ def find_silent(peers: Peers, seconds: float) -> str | None:
 
 
 def _stopped(peers: Peers, wait: Wait) -> str | None:
-    stopped = [peer for peer in peers.all if peer.sight == "stopped" and peer.sight_s >= peers.timeouts.lost_s]
+    stopped = [peer for peer in peers.all if peer.liveness == "stopped" and peer.liveness_s >= peers.timeouts.lost_s]
     return _each(stopped, lambda peer: f"{_silent_text(peer)}; its process is stopped (SIGSTOP or SIGTSTP)")
 
 
@@ -99,7 +99,7 @@ def _silent(peers: Peers, wait: Wait) -> str | None:
 
     def is_lost(peer: Peer) -> bool:
         limit_s = timeouts.busy_s if peer.may_take_long else _REMOTE * timeouts.lost_s
-        return peer.sight == "unknown" and not peer.has_ended and peer.silent_s >= limit_s
+        return peer.liveness == "unknown" and not peer.has_ended and peer.silent_s >= limit_s
 
     return _each([peer for peer in peers.all if is_lost(peer)], _silent_text) if peers.store_answers else None
 
@@ -170,7 +170,7 @@ def _store_text(peers: Peers) -> str:
 
 
 def _silent_text(peer: Peer) -> str:
-    silent_s = max(peer.silent_s, peer.sight_s if peer.sight == "stopped" else 0.0)
+    silent_s = max(peer.silent_s, peer.liveness_s if peer.liveness == "stopped" else 0.0)
     return f"{peer.title} has not reported for {format_seconds(round(silent_s))}; {peer.last}"
 
 
