@@ -39,7 +39,7 @@ class Role:
     num_processes: int
 
     def report(self):
-        """Wait until what was done last has been reported, and give the others time to read it."""
+        """Wait until the progress has been reported, and give the other ranks time to read it."""
         self.monitor._exchange.report_now(100)
         time.sleep(2.5 * self.monitor._interval_s)
 
@@ -50,7 +50,7 @@ class Role:
             os.kill(os.getpid(), number)
 
     def gather(self):
-        """A collective as the run has it: what it raises is explained."""
+        """A collective whose error is explained, as in `GroupWorld`."""
         try:
             with self.monitor.waiting("gather"):
                 dist.all_reduce(torch.zeros(1))
@@ -71,7 +71,7 @@ class Role:
         self.monitor.did("step 3: forward")
 
     def all_well(self):
-        """All came. Most end quickly here; how an interpreter ends is seen in `busy`, `exits` and others."""
+        """End quickly; `busy` and `exits` test the end of the interpreter."""
         self.monitor.meet("end")
         self.monitor.stop()
         if self.name != "busy":
@@ -131,7 +131,7 @@ def store_killed(role):
 
 
 def compute(seconds):
-    """In Python, so that other threads run, and for a fifth of the time, so that other scenarios run."""
+    """Compute in Python, which releases the GIL, and for a fifth of the time, for the sake of other scenarios."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         sum(range(500_000))
@@ -180,7 +180,7 @@ def long(role):
 
 
 def steps_with_pauses(role):
-    """Little work, but it comes forward."""
+    """Little work, but progress."""
     role.two_steps()
     if role.rank == 1:
         for step in range(6):
@@ -191,7 +191,7 @@ def steps_with_pauses(role):
 
 
 def suspended(role):
-    """All are stopped for longer than any patience, and wake one after the other."""
+    """All ranks are stopped for longer than any timeout, and wake one after the other."""
     role.two_steps()
     (role.folder / f"suspended-{role.rank}.ready").touch()
     if role.rank == 1:
@@ -201,7 +201,7 @@ def suspended(role):
 
 
 def exits(role):
-    """Ends by the exit handler alone; its last report is out."""
+    """Rank 1 exits; its exit handler sends the last report."""
     role.monitor.meet("begin")
     if role.rank == 1:
         (role.folder / "exits.gone").touch()

@@ -1,4 +1,4 @@
-"""Where a process stands, from the variables of each launcher; and what is said where they make no sense."""
+"""Rank and rendezvous from the variables of each launcher, and errors for variables that contradict each other."""
 
 import os
 
@@ -134,7 +134,7 @@ def test_the_first_host_of_a_step(nodes, first):
         (SRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes, and each would train alone"),
     ],
 )
-def test_what_makes_no_sense_is_named_with_its_cure(variables, words):
+def test_contradictions_are_errors_with_a_cure(variables, words):
     with pytest.raises(RecipeError, match="cure: ") as error:
         find_place(variables)
     assert words in str(error.value)

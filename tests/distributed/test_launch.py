@@ -1,4 +1,4 @@
-"""What `trimtab launch` starts, what it refuses, and how it ends. Most scripts here do without torch."""
+"""`trimtab launch`: settings, checks, the torchrun command and exit codes. Most scripts here do not import torch."""
 
 import os
 import re
@@ -32,7 +32,7 @@ CPU = Machine(num_devices=0, num_cpus=4)
 GPUS = Machine(num_devices=4, num_cpus=16)
 SCRIPT = [sys.executable, "-m", "trimtab", "launch"]
 
-# Meets the others under a name of its own for each attempt: torchrun keeps one store for all of them.
+# A prefix for each attempt: torchrun keeps one store over all restarts.
 TOGETHER = """
 import os, sys, time
 rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
@@ -74,12 +74,12 @@ time.sleep(600)
 """
 
 
-def settle(given=None, file=None, machine=CPU, environ=None):
+def resolve(given=None, file=None, machine=CPU, environ=None):
     return resolve_settings(given or {}, file or LaunchFile(), machine, environ or {})
 
 
 def problem_of(**kwargs):
-    problems = settle(**kwargs)[1]
+    problems = resolve(**kwargs)[1]
     assert len(problems) == 1, problems
     return problems[0]
 
@@ -90,7 +90,7 @@ def problem_of(**kwargs):
 def test_command_line_then_file_then_found(own_folder):
     Path("launch.yaml").write_text("processes: 3\nmax_restarts: 2\nlog_dir: elsewhere\n")
     file = read_launch_file(None)
-    settings, problems = settle({"processes": 2, "port": None}, file, GPUS)
+    settings, problems = resolve({"processes": 2, "port": None}, file, GPUS)
     assert problems == []
     assert (settings.processes, settings.max_restarts, settings.log_dir, settings.port) == (2, 2, "elsewhere", None)
     rows = {name: (value, origin) for name, value, origin in settings.rows()}
@@ -103,28 +103,28 @@ def test_command_line_then_file_then_found(own_folder):
         "log dir": ("elsewhere", "launch.yaml:3"),
         "cpu": ("no", "default"),
     }
-    assert settle({}, file, GPUS)[0].processes == 3
-    found = settle(machine=GPUS)[0]
+    assert resolve({}, file, GPUS)[0].processes == 3
+    found = resolve(machine=GPUS)[0]
     assert (found.processes, found.origins["processes"]) == (4, "found: 4 GPUs")
-    assert settle({"cpu": True}, machine=GPUS)[0].processes == 1
-    assert settle()[0].origins["processes"] == "found: no GPU"
+    assert resolve({"cpu": True}, machine=GPUS)[0].processes == 1
+    assert resolve()[0].origins["processes"] == "found: no GPU"
 
 
 def test_the_hosts_of_a_launch(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node2.cluster")
-    settings, problems = settle({"hosts": ["node1", "node2", "node3"]})
+    settings, problems = resolve({"hosts": ["node1", "node2", "node3"]})
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address, settings.port) == (3, 1, "node1", 29500)
     assert settings.rows()[1] == ("hosts", "3, this is 1", "--hosts")
     chosen = {"hosts": ["node1", "node2"], "host_index": 1, "address": "10.0.0.1", "port": 4000}
-    settings, problems = settle(chosen)
+    settings, problems = resolve(chosen)
     assert problems == []
     assert (settings.address, settings.port, settings.host_index) == ("10.0.0.1", 4000, 1)
-    counted = settle({"num_hosts": 2, "host_index": 1, "address": "head"})
+    counted = resolve({"num_hosts": 2, "host_index": 1, "address": "head"})
     assert counted[1] == []
     assert counted[0].address == "head"
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
-    by_address = settle({"hosts": ["198.51.100.7", "127.0.0.1"]})  # the first is kept for documentation
+    by_address = resolve({"hosts": ["198.51.100.7", "127.0.0.1"]})  # the first is kept for documentation
     assert by_address[0].host_index == 1
 
 
@@ -138,21 +138,21 @@ def test_a_scheduler_that_started_one_process_on_each_host():
         "SLURM_STEP_NODELIST": "gpu[3-4]",
         "SLURM_JOB_ID": "77",
     }
-    settings, problems = settle(machine=GPUS, environ=srun)
+    settings, problems = resolve(machine=GPUS, environ=srun)
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address, settings.processes) == (2, 1, "gpu3", 4)
     assert settings.job == "slurm-77.0"
     assert settings.origins["address"] == "SLURM"
     pod = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"}
-    settings, problems = settle(machine=GPUS, environ=pod)
+    settings, problems = resolve(machine=GPUS, environ=pod)
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address) == (3, 1, "train-master-0")
     operator = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a-0.a", "PET_MASTER_PORT": "29400"}
-    settings, problems = settle(machine=GPUS, environ=operator | {"PET_NPROC_PER_NODE": "auto"})
+    settings, problems = resolve(machine=GPUS, environ=operator | {"PET_NPROC_PER_NODE": "auto"})
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address) == (2, 1, "a-0.a")
     assert (settings.processes, settings.port, settings.origins["port"]) == (4, 29400, "PET_MASTER_PORT")
-    assert settle({"num_hosts": 1}, machine=GPUS, environ=operator)[0].address is None
+    assert resolve({"num_hosts": 1}, machine=GPUS, environ=operator)[0].address is None
     assert 'PET_NNODES of the environment: found "1:4"' in problem_of(environ={"PET_NNODES": "1:4"})
 
 
@@ -176,7 +176,7 @@ def test_a_scheduler_that_started_one_process_on_each_host():
         ({"log_dir": f"{__file__}/logs"}, "test_launch.py is not a folder: choose another with --log-dir"),
     ],
 )
-def test_what_does_not_go_together(given, words):
+def test_settings_that_contradict(given, words):
     assert words in problem_of(given=given, machine=GPUS)
 
 
@@ -188,10 +188,10 @@ def test_a_port_that_is_taken():
         alone = problem_of(given={"port": port})
         hosts = {"num_hosts": 2, "address": "localhost", "port": port}
         first = problem_of(given=hosts | {"host_index": 0})
-        assert settle(hosts | {"host_index": 1})[1] == []  # the port is one of the first host
+        assert resolve(hosts | {"host_index": 1})[1] == []  # the port is one of the first host
     assert re.search(rf"port: {port} \(--port\) is taken on this host: --port \d+ is free, or remove it", alone)
     assert "is free here; give it on every host" in first
-    assert settle({"port": port})[1] == []
+    assert resolve({"port": port})[1] == []
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_the_file_that_config_writes(own_folder, monkeypatch):
     assert read_launch_file(Path("examples.yaml")).values == {"processes": 2, "port": 29500}
 
 
-def test_mistakes_in_the_file_come_all_at_once(own_folder):
+def test_mistakes_in_the_file_are_reported_at_once(own_folder):
     Path("launch.yaml").write_text(
         "proceses: 2\nnum_processes: 4\nmachine_rank: 0\nmixed_precision: fp16\nport: high\ncpu: maybe\nport: 4\nx: 1\n"
         "hosts: node1\n"
@@ -361,7 +361,7 @@ def test_targets_that_cannot_be_started(own_folder, target, arguments, module, w
         ({0: (75, 10), 1: (75, 10)}, 0),
     ],
 )
-def test_the_process_that_failed_by_itself(codes, first):
+def test_the_first_failure(codes, first):
     failures = {rank: SimpleNamespace(exitcode=code, timestamp=when) for rank, (code, when) in codes.items()}
     assert launch_run._first_failure(failures)[0] == first
 
@@ -378,7 +378,7 @@ def test_the_process_that_failed_by_itself(codes, first):
     ],
 )
 def test_how_a_launch_ends(own_folder, capfd, how, code, num_attempts, words):
-    """The exit code is that of the process that failed; a mistake of the user is not tried again."""
+    """The exit code is that of the process that failed; there is no restart after a mistake of the user."""
     Path("ends.py").write_text(ENDS)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     plan = planned("ends.py", how, processes=2, max_restarts=1)
@@ -400,8 +400,8 @@ def test_how_a_launch_ends(own_folder, capfd, how, code, num_attempts, words):
 
 
 @pytest.mark.slow
-def test_restart_and_voices(own_folder):
-    """One rank fails once; all come again and meet. Rank 0 speaks on the terminal, rank 1 to files."""
+def test_restart_and_output(own_folder):
+    """One rank fails once, and all are restarted. Rank 0 prints to the terminal, rank 1 to files."""
     Path("together.py").write_text(TOGETHER)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
@@ -429,7 +429,7 @@ def test_restart_and_voices(own_folder):
 
 @pytest.mark.slow
 def test_two_hosts(own_folder):
-    """Two launches on this machine stand for two hosts, with two processes and one; both start again together."""
+    """Two launches on this machine act as two hosts, with two processes and one; both are restarted together."""
     Path("together.py").write_text(TOGETHER)
     port = free_port()
     command = [*SCRIPT, "--quiet", "--num-hosts", "2", "--address", "localhost", "--port", str(port)]
@@ -440,7 +440,7 @@ def test_two_hosts(own_folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PET_STANDALONE": "1", "PET_RDZV_ENDPOINT": "localhost:1"},  # not to be obeyed
+            env=os.environ | {"PET_STANDALONE": "1", "PET_RDZV_ENDPOINT": "localhost:1"},  # to be ignored
         )
         for index in (0, 1)
     ]
@@ -477,7 +477,7 @@ def test_an_interrupt_ends_all_processes(own_folder):
 
 
 @pytest.mark.slow
-def test_hosts_that_do_not_come(own_folder, monkeypatch, capfd):
+def test_hosts_that_do_not_join(own_folder, monkeypatch, capfd):
     Path("train.py").touch()
     monkeypatch.setenv("TRIMTAB_PATIENCE", "1s")
     ending = start(planned("train.py", num_hosts=2, host_index=0, address="localhost", port=free_port(), processes=1))

@@ -23,7 +23,7 @@ from trimtab.errors import PeerError, RecipeError
 
 @pytest.fixture
 def monitors(monkeypatch):
-    """Two in this process, which must not end it."""
+    """Two ranks in this process, which must not end it."""
     monkeypatch.setattr(PeerMonitor, "_abort", lambda monitor, verb, fault: None)
     store = dist.HashStore()
     pair = [PeerMonitor(dist.PrefixStore("m", store), rank, 2, TIMEOUTS) for rank in range(2)]
@@ -38,7 +38,7 @@ def monitors(monkeypatch):
 
 
 def both(first, second):
-    """Two main threads; what each raised."""
+    """Run two functions as main threads; return what each raised."""
     raised = [None, None]
 
     def call(index, function):
@@ -68,7 +68,7 @@ def test_meeting(monitors):
     assert str(second) == "rank 1 is in load_state, rank 0 in save_state" + DEADLOCK
 
 
-def test_meeting_with_one_who_failed_ended_or_waits_elsewhere(monitors):
+def test_meeting_with_a_rank_that_failed_exited_or_waits_elsewhere(monitors):
     def wait_elsewhere():
         monitors[1].did("step 3: forward")
         with monitors[1].waiting("backward"):
@@ -109,7 +109,7 @@ def test_explaining(monitors, monkeypatch):
     assert "rank 0 noticed it by RuntimeError: Connection closed by peer" in str(error)
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(monitors):
+def test_a_forked_child_does_not_report_for_its_parent(monitors):
     child = os.fork()
     if child == 0:
         monitors[1].failed(ValueError("child"))
@@ -172,7 +172,7 @@ def test_the_main_thread_only_takes_notes():
 
 @pytest.fixture(scope="module")
 def play(fork_server, tmp_path_factory):
-    """Runs scenarios side by side; gives exit code and output by name and rank."""
+    """Runs scenarios in parallel; returns exit code and output by name and rank."""
 
     def play(scenarios):
         folder = tmp_path_factory.mktemp("scenarios")

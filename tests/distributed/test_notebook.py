@@ -1,4 +1,4 @@
-"""`trimtab.launch`: functions of a script's or a notebook's `__main__` on two processes, and what comes back."""
+"""`trimtab.launch`: functions of the `__main__` of a script or notebook on two processes, and their results."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ assert all(tensor.tolist() == [0, 1] and facts == {"launched": True} for _, tens
 def fails():
     if os.environ["RANK"] == "1":
         raise KeyError("gone")
-    time.sleep(600)  # until the launcher ends it, because of rank 1
+    time.sleep(600)  # until torchrun ends it because of rank 1
 
 
 try:
@@ -66,7 +66,7 @@ except trimtab.TrimtabError as error:
 
 @pytest.mark.slow
 def test_functions_of_main(own_folder):
-    """Returned values, in the order of ranks and of the caller's own class; then an exception of the rank at fault."""
+    """Return values in rank order, as instances of the caller's class; then the exception of the rank that failed."""
     beside = own_folder / "elsewhere"
     beside.mkdir()
     # A module of one's own, beside the script, with something in it that no process can send to another.
@@ -104,7 +104,7 @@ def test_what_cannot_be_launched(own_folder, monkeypatch):
 
 @pytest.mark.slow
 def test_a_process_that_just_ends(own_folder, capfd):
-    """Killed from inside a library, as it were: no exception, an exit code."""
+    """An exit without an exception, as by a library in C."""
     with pytest.raises(PeerError, match="rank 0 ended with exit code 3"):
         trimtab.launch(os._exit, (3,), processes=1)
     with pytest.raises(PeerError, match="rank 0 ended without a result"):  # sys.exit() in the function

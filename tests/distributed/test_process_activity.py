@@ -15,7 +15,7 @@ from trimtab.distributed.health.process_activity import Activity, describe_stack
 
 
 @pytest.mark.skipif(find_process(os.getpid()) is None, reason="no /proc here")
-def test_processes_are_seen_as_they_are():
+def test_process_states():
     child = subprocess.Popen(["sleep", "60"])
     try:
         assert find_pid_namespace()
@@ -74,7 +74,7 @@ def test_activity():
             child.stdout.close()
 
 
-def test_without_proc_a_process_always_moves(monkeypatch):
+def test_without_proc_a_process_is_never_idle(monkeypatch):
     monkeypatch.setattr(process_activity, "find_process", lambda pid: None)
     activity = Activity(os.getpid())
     for _ in range(30):
@@ -82,7 +82,7 @@ def test_without_proc_a_process_always_moves(monkeypatch):
     assert activity.idle_s == 0.0
 
 
-def test_where_a_thread_stands():
+def test_describe_stack():
     found = []
     main = threading.get_ident()
     thread = threading.Thread(target=lambda: found.append(describe_stack(main)))
@@ -90,5 +90,5 @@ def test_where_a_thread_stands():
     thread.join()
     stack, in_debugger = found[0]
     assert "test_process_activity.py:" in stack
-    assert "in test_where_a_thread_stands" in stack
+    assert "in test_describe_stack" in stack
     assert not in_debugger

@@ -1,4 +1,4 @@
-"""Verbs used with each other and with other libraries, in two processes. Each process says what went wrong where."""
+"""Engine methods combined with each other and with other libraries; each process writes the traceback of each check."""
 
 import json
 import traceback
@@ -48,7 +48,7 @@ def one_of_two_models_accumulates_by_itself():
 
 
 def one_of_two_models_has_several_forwards():
-    """The sum of two losses of one model is exchanged once; a loss of the other one is another matter."""
+    """The gradients of a sum of two losses of one model are averaged once; a loss of the other model is independent."""
     engine = Engine(cpu=True)
     first, second, *optimizers = two_models(engine)
     engine.backward(first(own_input(engine)).mean() + first(own_input(engine, 1)).mean())
@@ -152,6 +152,6 @@ def main(folder: Path) -> None:
         problems[check.__name__] = ""
         try:
             check()
-        except BaseException:  # what pytest.raises raises is no Exception
+        except BaseException:  # pytest.raises fails with a BaseException
             problems[check.__name__] = traceback.format_exc()
     (folder / f"{Engine(cpu=True).process_index}.json").write_text(json.dumps(problems))

@@ -1,4 +1,4 @@
-"""When a process that waits decides that another one is lost, hung, elsewhere or only slow; time is an argument."""
+"""When a waiting rank concludes that another one is lost, hangs, is in another collective or only slow."""
 
 from trimtab.distributed.health import peers, process_activity
 from trimtab.distributed.health.peers import Peers, Report, Timeouts, Wait
@@ -15,14 +15,14 @@ WAIT = Wait("gather", 5)
 
 
 class Ranks:
-    """What rank 0 knows of the others, second by second."""
+    """What rank 0 knows of the other ranks, second by second."""
 
     def __init__(self, num_processes=2, pid_namespace=""):
         self.peers = Peers(0, num_processes, Timeouts(lost_s=10, idle_s=18, busy_s=600), pid_namespace)
         self.beat = 0
 
     def lose_store(self, seconds):
-        """The store does not answer; gives the first fault."""
+        """Pass time without an answer of the store; return the first fault."""
         for _ in range(seconds):
             self.peers.pass_time(1.0, WAIT)
             if fault := find_fault(self.peers):
@@ -30,7 +30,7 @@ class Ranks:
         return None
 
     def pass_time(self, seconds, wait=WAIT, can_raise=False, **reports):
-        """`reports`: r1={...} is what rank 1 says each second; a rank without one is silent. Gives the first fault."""
+        """Pass time; `r1={...}` is the report of rank 1 in each second, without one it is silent. Return the first fault."""
         for _ in range(seconds):
             self.beat += 1
             heard = {int(name[1:]): Report(**{"beat": self.beat, **report}) for name, report in reports.items()}
@@ -60,7 +60,7 @@ def test_a_busy_peer_is_waited_for_until_the_timeout():
     assert "TRIMTAB_PATIENCE" in fault
 
 
-def test_time_counts_from_the_end_of_what_takes_long():
+def test_timeouts_start_at_the_end_of_a_long_operation():
     ranks = Ranks()
     assert ranks.pass_time(5000, r1={**IDLE, "kind": "long", "operation": "tokenizing"}) is None
     assert ranks.pass_time(590, r1=BUSY) is None
@@ -69,7 +69,7 @@ def test_time_counts_from_the_end_of_what_takes_long():
     assert debugged.pass_time(5000, r1={**IDLE, "in_debugger": True}) is None
 
 
-def test_nothing_is_judged_outside_a_verb_and_each_wait_counts_anew():
+def test_no_fault_outside_a_collective_and_each_wait_starts_at_zero():
     ranks = Ranks()
     assert ranks.pass_time(5000, wait=None, r1={**BUSY, "end": "failed"}) is None
     for _ in range(20):
@@ -98,7 +98,7 @@ def test_an_idle_peer_may_wait_for_a_busy_one():
     assert "rank 2 " in both
 
 
-def test_a_peer_that_passed_this_verb_is_not_missed():
+def test_a_rank_that_has_left_the_collective_is_not_missing():
     passed = {**IDLE, "num_collectives": 5}
     assert Ranks(3).pass_time(300, r1=passed, r2=BUSY) is None
     assert Ranks().pass_time(300, r1={**passed, "end": "exited"}) is None
@@ -115,7 +115,7 @@ def test_a_failed_peer_is_named_after_a_moment_or_at_once_where_an_exception_can
     assert Ranks().pass_time(1, can_raise=True, r1=failed) == fault
 
 
-def test_the_cause_is_named_not_who_stopped_because_of_it():
+def test_the_cause_is_named_and_not_its_consequence():
     by_peer = {**BUSY, "end": "failed", "by_peer": True, "reason": "rank 2 hangs"}
     failed = {**BUSY, "end": "failed", "reason": "ValueError: no"}
     fault = Ranks(3).pass_time(9, r1=by_peer, r2=failed)
@@ -148,7 +148,7 @@ def test_deadlock_is_not_seen_in_an_old_report():
     assert ranks.pass_time(20) is None, "silent since: it may be anywhere"
 
 
-def test_same_verb_and_nothing_moves():
+def test_all_in_one_collective_and_idle():
     ranks = Ranks(3)
     assert ranks.pass_time(599, r1=HERE | {"idle_s": 700.0}, r2=HERE | {"idle_s": 700.0}) is None
     fault = ranks.pass_time(3, r1=HERE | {"idle_s": 700.0}, r2=HERE | {"idle_s": 700.0})
@@ -159,7 +159,7 @@ def test_same_verb_and_nothing_moves():
 def test_silence_on_another_host():
     ranks = Ranks(3)
     ranks.pass_time(1, r1=BUSY, r2=HERE)
-    assert ranks.pass_time(23, r2=HERE) is None, "a C function may hold the interpreter's lock for long"
+    assert ranks.pass_time(23, r2=HERE) is None, "a C function may hold the GIL for long"
     fault = ranks.pass_time(3, r2=HERE)
     assert fault == "rank 1 (host b, pid 11) has not reported for 25 s; last progress: step 14: forward"
     long = Ranks()
@@ -173,7 +173,7 @@ def test_silence_on_another_host():
 
 
 class SeenProcess:
-    """Stands in for /proc: one process, whose state the test sets."""
+    """Replaces /proc: one process, whose state the test sets."""
 
     def __init__(self, monkeypatch):
         self.process = Process("S", 1.0, 0, 77)
@@ -192,7 +192,7 @@ def test_a_silent_process_on_this_host_that_works(monkeypatch):
     monkeypatch.setattr(process_activity, "_find_descendants", lambda pid: [])
     ranks = Ranks(pid_namespace="m")
     ranks.pass_time(1, r1=ON_THIS_HOST)
-    for second in range(300):  # it holds the interpreter's lock
+    for second in range(300):  # it holds the GIL
         seen.becomes("R", cpu_s=float(second))
         assert ranks.pass_time(1) is None
     assert ranks.pass_time(18) is None
@@ -218,7 +218,7 @@ def test_a_process_that_vanished_on_this_host(monkeypatch):
     ranks = Ranks(pid_namespace="m")
     ranks.pass_time(2, r1=ON_THIS_HOST)
     seen.process = None
-    assert ranks.pass_time(3) is None, "its last word may be on its way"
+    assert ranks.pass_time(3) is None, "its last report may be on its way"
     fault = ranks.pass_time(3)
     assert fault == (
         "rank 1 (host b, pid 11) is gone: killed, or exited without a report; last progress: step 14: forward"
@@ -272,7 +272,7 @@ def test_reports_of_another_version_can_be_read():
     assert Report.from_json('{"beat": 4, "new": 1}') == Report(4)
 
 
-def test_what_is_said_after_a_failed_collective():
+def test_messages_after_a_failed_collective():
     ranks = Ranks(3)
     ranks.pass_time(1, wait=None, r1=BUSY, r2=BUSY)
     assert find_departed(ranks.peers, None) is None
