@@ -214,8 +214,8 @@ def exits(role):
 
 
 def open_stores(name, rank, folder):
-    """Two connections. Over TCP only where that matters: torch asks the name server about each one, and while that
-    takes its time (5 s, where one packet is lost) the whole store stands still.
+    """Open two connections, over TCP only for scenarios about the store: a TCPStore resolves names at each connection,
+    and is blocked for seconds if a packet to the name server is lost.
     """
     if not name.startswith("store_"):
         return dist.FileStore(str(folder / f"{name}.store"), -1), dist.FileStore(str(folder / f"{name}.store"), -1)

@@ -148,13 +148,10 @@ def test_patience_of_the_user(monkeypatch):
 
 def test_the_monitor_of_one_process_does_nothing():
     alone = Monitor()
-    alone.start()
     alone.did("x")
     with alone.waiting("x"), alone.long("y"):
         alone.meet("x")
-    alone.failed(ValueError("x"))
     assert str(alone.explain(ValueError("x"))) == "ValueError: x"
-    alone.stop()
 
 
 def test_the_main_thread_only_takes_notes():

@@ -30,7 +30,7 @@ class Ranks:
         return None
 
     def pass_time(self, seconds, wait=WAIT, can_raise=False, **reports):
-        """Pass time; `r1={...}` is the report of rank 1 in each second, without one it is silent. Return the first fault."""
+        """Pass time, with the same report `r1={...}` of rank 1 in each second; return the first fault."""
         for _ in range(seconds):
             self.beat += 1
             heard = {int(name[1:]): Report(**{"beat": self.beat, **report}) for name, report in reports.items()}

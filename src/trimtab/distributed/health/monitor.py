@@ -37,12 +37,6 @@ MAX_REASON = 1000  # characters
 class Monitor:
     """The monitor of a run of one process, which does nothing."""
 
-    def start(self) -> None:
-        """Start to report and to watch."""
-
-    def stop(self) -> None:
-        """Report that this rank exits, unless it failed, and stop watching."""
-
     def did(self, what: str) -> None:
         """Note the progress of this rank, such as "step 12: forward"."""
 
@@ -72,9 +66,6 @@ class Monitor:
             error: What the collective raised.
         """
         return error if isinstance(error, PeerError) else PeerError(f"{type(error).__name__}: {_first_line(error)}")
-
-    def failed(self, error: BaseException) -> None:
-        """Report that this rank ends because of `error`."""
 
 
 class _State(NamedTuple):

@@ -37,11 +37,6 @@ class Key:
     meaning: str
     example: str
 
-    @property
-    def is_number(self) -> bool:
-        """Whether its values are whole numbers."""
-        return self.is_valid(1)
-
 
 def _number(low: int, meaning: str, example: int, high: int = 10**6) -> Key:
     def is_valid(value: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.distributed.environment import Machine, find_place
-from trimtab.distributed.launch.file import DEFAULT_LOG_DIR, DEFAULT_PORT, KEYS, LaunchFile, check_value
+from trimtab.distributed.launch.file import DEFAULT_LOG_DIR, DEFAULT_PORT, LaunchFile, check_value
 from trimtab.errors import RecipeError
 
 # Set for torchrun by Kubernetes operators. torchrun itself would read them too, but the options we pass override them.
@@ -144,7 +144,7 @@ def _read_scheduler(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, st
         text = environ.get(variable, "").strip()
         if not text or text in ("auto", "gpu", "cpu"):
             continue
-        value: Any = int(text) if KEYS[name].is_number and re.fullmatch(r"[0-9]{1,9}", text) else text
+        value: Any = int(text) if name != "address" and re.fullmatch(r"[0-9]{1,9}", text) else text
         if problem := check_value(name, value):
             return {}, None, f"{variable} of the environment: {problem}"
         found[name] = (value, variable)
