@@ -1,9 +1,11 @@
 """The same loop on one, two and three processes, and every method of the engine."""
 
+import combined_methods
 import engine_methods
 import own_loops
 import pytest
 import torch
+import whole_batches
 from launching import run_alone, run_by_torchrun, run_together
 
 from rounding import rounding_error
@@ -62,3 +64,17 @@ def test_every_method(fork_server, tmp_path, num_processes):
     else:
         run_together(fork_server, engine_methods, tmp_path, num_processes)
     assert {path.name for path in tmp_path.glob("done-*")} == {f"done-{rank}" for rank in range(num_processes)}
+
+
+def test_combined_methods(fork_server, tmp_path):
+    run_together(fork_server, combined_methods, tmp_path, 2)
+
+
+def test_whole_batches_resume_on_another_number_of_processes(fork_server, tmp_path):
+    """With `split_batches=False`: at the same row, or an error."""
+    run_alone(fork_server, whole_batches, tmp_path)
+    for num_processes in (2, 3):
+        run_together(fork_server, whole_batches, tmp_path, num_processes)
+    run_alone(fork_server, whole_batches, tmp_path)  # with the state of two
+    assert len(list(tmp_path.glob("by-*"))) == 2
+    assert len(list(tmp_path.glob("done-*"))) == 1 + 2 + 3
