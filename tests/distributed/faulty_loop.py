@@ -1,4 +1,4 @@
-"""A loop in which one process does something else than the others: it is killed, or saves alone, or has other data."""
+"""A loop in which one rank differs: it is killed, sleeps, fails, saves alone, or has another recipe or other data."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def train(engine, folder, at_step):
         optimizer.step()
         optimizer.zero_grad()
         if step == 5:
-            engine._world.monitor._exchange.now(100)  # until the others can read what it does
+            engine._world.monitor._exchange.report_now(100)  # until the other ranks can read its progress
             at_step(engine, folder)
 
 

@@ -1,4 +1,4 @@
-"""Starts a function of these tests in several processes that find each other, as a cluster or torchrun does it."""
+"""Runs a function of these tests on several ranks, started as a cluster or torchrun does it."""
 
 import os
 import socket
@@ -15,12 +15,12 @@ HERE = Path(__file__).parent
 
 
 def start_together(server: ForkServer, function: str, num_processes: int, **arguments: Any) -> list[Child]:
-    """Processes that run a function, MODULE:NAME, started as a cluster starts them.
+    """Start processes that run a function, with the variables that a cluster sets.
 
     Args:
         server: Starts them.
-        function: What each runs.
-        num_processes: How many.
+        function: MODULE:NAME.
+        num_processes: World size.
         arguments: Of the function.
     """
     port = str(free_port())
@@ -43,7 +43,7 @@ def run_alone(server: ForkServer, script: ModuleType, folder: Path) -> None:
 
 
 def run_main(script: str, folder: str) -> None:
-    """What each of the processes does."""
+    """Entry point of each process."""
     __import__(script)
     sys.modules[script].main(Path(folder))
 
@@ -63,7 +63,7 @@ def _finish(started: list[Child], timeout: float = 600) -> None:
 
 
 def run_by_torchrun(script: ModuleType, folder: Path, num_processes: int) -> None:
-    """The same by the real torchrun, in processes that have nothing in common."""
+    """The same by torchrun itself, in processes that are not forked."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     search = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Memory runs out on one of two processes at each operation of a step in turn: both take it back, and go on smaller."""
+"""One of two ranks runs out of memory at each operation of a step in turn: both repeat the step with smaller parts."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from trimtab.training.loop import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 window_gradients = trimtab.training.loop.window_gradients
-LEVERS = {
+TECHNIQUES = {
     "plain": {},
     "micro-batches": {"memory": {"micro_batch": 2}},
     "fp16": {"train": {"precision": "fp16"}, "memory": {"micro_batch": 2}},
@@ -52,7 +52,7 @@ class RunsOut(TorchDispatchMode):
 
 
 class Faults:
-    """Stands in the place of `window_gradients`: in some calls memory runs out at some operation.
+    """Replaces `window_gradients`: in some calls memory runs out at some operation.
 
     Args:
         at: By the number of the call, the operation that fails.
@@ -179,7 +179,7 @@ def main(folder: Path) -> None:
         at_each_operation(runs, 9)
         at_each_operation(runs, 9, train={"batch_size": 12}, memory={"micro_batch": 2})
         return
-    for name, sections in LEVERS.items():
+    for name, sections in TECHNIQUES.items():
         at_each_operation(runs, 1 if name == "plain" else 7, **sections)
     at_some_operations(runs, 6)
     too_late(runs)

@@ -1,10 +1,10 @@
-"""Where a process stands, from the variables of each launcher; and what is said where they make no sense."""
+"""Rank and rendezvous from the variables of each launcher, and errors for variables that contradict each other."""
 
 import os
 
 import pytest
 
-from trimtab.distributed.environment import ALONE, Place, find_place, is_launched
+from trimtab.distributed.environment import SINGLE_PROCESS, Place, find_place
 from trimtab.errors import RecipeError
 
 TORCHRUN = {
@@ -38,7 +38,6 @@ def without(variables, *names, **changes):
 
 def test_torchrun():
     assert find_place(TORCHRUN) == Place(3, 4, 1, 2, None, None, "torchrun", attempt=2, job="reviews-1")
-    assert is_launched(TORCHRUN)
     # The agent's own process in an srun step has SLURM's variables as well; torchrun's come first.
     assert find_place(SRUN | TORCHRUN).launcher == "torchrun"
     alone = find_place(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
@@ -67,8 +66,7 @@ def test_ranks_without_torchrun():
     ],
 )
 def test_one_process(variables):
-    assert find_place(variables) is ALONE
-    assert not is_launched(variables)
+    assert find_place(variables) is SINGLE_PROCESS
 
 
 def test_the_environment_of_this_process_is_the_default(monkeypatch):
@@ -110,33 +108,33 @@ def test_the_first_host_of_a_step(nodes, first):
     [
         (without(TORCHRUN, "WORLD_SIZE"), "RANK=3 is set, but WORLD_SIZE is not"),
         (without(TORCHRUN, "RANK"), "WORLD_SIZE=4 is set, but RANK is not"),
-        (TORCHRUN | {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: ranks begin at 0"),
-        (TORCHRUN | {"RANK": "first"}, "RANK='first' is no whole number, 0 or more"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK='-1' is no whole number"),
-        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is no whole number, 1 or more"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 of LOCAL_WORLD_SIZE=2 cannot be RANK=3"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 cannot be"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: ranks start at 0"),
+        (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a whole number, 0 or more"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK='-1' is not a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number, 1 or more"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict RANK=3"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 contradict"),
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "set LOCAL_WORLD_SIZE to the number of processes on this host"),
         (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_WORLD_SIZE=2, but LOCAL_RANK is not set"),
         (without(OPERATOR, "MASTER_ADDR"), "set MASTER_ADDR to the name of the host of rank 0"),
         (without(OPERATOR, "MASTER_PORT"), "MASTER_PORT is not"),
-        (OPERATOR | {"MASTER_PORT": "99999"}, "MASTER_PORT='99999' is no whole number, 1 to 65535"),
+        (OPERATOR | {"MASTER_PORT": "99999"}, "MASTER_PORT='99999' is not a whole number, 1 to 65535"),
         (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5, but SLURM_STEP_NUM_TASKS=5"),
         (without(SRUN, "SLURM_PROCID"), "SLURM_PROCID is not set"),
         (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is not set"),
         (without(SRUN, "SLURM_NODEID"), "SLURM_NODEID is not set"),
         (without(SRUN, "SLURM_JOB_ID"), "SLURM_JOB_ID is not set"),
-        (SRUN | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 on SLURM_NODEID=1 does not go with"),
-        (SRUN | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3 does not go with"),
+        (SRUN | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 and SLURM_NODEID=1 contradict"),
+        (SRUN | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3 contradict"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "does not add up to SLURM_STEP_NUM_TASKS=5"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE='many'"),
         (without(SRUN, "SLURM_STEP_NODELIST"), "set MASTER_ADDR to the host of rank 0"),
-        (SRUN | {"SLURM_STEP_NODELIST": "node[a-b]"}, "does not begin with a host"),
-        (SRUN | {"SLURM_STEP_NODELIST": "node[01"}, "does not begin with a host"),
+        (SRUN | {"SLURM_STEP_NODELIST": "node[a-b]"}, "does not start with a host name"),
+        (SRUN | {"SLURM_STEP_NODELIST": "node[01"}, "does not start with a host name"),
         (SRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes, and each would train alone"),
     ],
 )
-def test_what_makes_no_sense_is_named_with_its_cure(variables, words):
+def test_contradictions_are_errors_with_a_cure(variables, words):
     with pytest.raises(RecipeError, match="cure: ") as error:
         find_place(variables)
     assert words in str(error.value)

@@ -1,6 +1,6 @@
-"""One process is gone, asleep, or does something else: the others stop soon, and say which one and what it last did.
+"""One rank is lost, asleep, or in another call: the other ranks stop soon and name it with its last progress.
 
-The processes are started as a cluster does it, without torchrun, which would end the others by itself.
+The processes are started as a cluster does it, without torchrun, which would end the other ranks itself.
 """
 
 import signal
@@ -13,7 +13,7 @@ from tiny_runs import reviews, write_csv
 
 @pytest.fixture
 def start(fork_server, tmp_path):
-    """Starts the processes of a fault; none is left behind."""
+    """Starts the ranks of a fault, and kills them at the end."""
     started = []
 
     def start(what):
@@ -27,7 +27,7 @@ def start(fork_server, tmp_path):
 
 
 def outcome(started):
-    """For each process its exit code and what it said."""
+    """Exit code and output of each rank."""
     codes = [process.wait() for process in started]
     return [(code, process.said) for code, process in zip(codes, started, strict=True)]
 
@@ -37,7 +37,7 @@ def test_a_killed_process_is_named(start):
     assert killed == -signal.SIGKILL
     assert code == 1
     assert "PeerError: rank 1" in said
-    assert "it last did: batch 6 of epoch 0" in said
+    assert "last progress: batch 6 of epoch 0" in said
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What `trimtab launch` starts, what it refuses, and how it ends. Most scripts here do without torch."""
+"""`trimtab launch`: settings, checks, the torchrun command and exit codes. Most scripts here do not import torch."""
 
 import os
 import re
@@ -14,19 +14,25 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.run import parse_args
 
+from trimtab.distributed.environment import Machine
 from trimtab.distributed.launch import run as launch_run
 from trimtab.distributed.launch.command import plan_launch
-from trimtab.distributed.launch.file import LaunchFile, launch_file_text, read_launch_file
-from trimtab.distributed.launch.questions import QUESTIONS, write_launch_file
+from trimtab.distributed.launch.file import (
+    QUESTIONS,
+    LaunchFile,
+    launch_file_text,
+    read_launch_file,
+    write_launch_file,
+)
 from trimtab.distributed.launch.run import start
-from trimtab.distributed.launch.settings import Machine, free_port, resolve_settings
+from trimtab.distributed.launch.settings import free_port, resolve_settings
 from trimtab.errors import RecipeError
 
 CPU = Machine(num_devices=0, num_cpus=4)
 GPUS = Machine(num_devices=4, num_cpus=16)
 SCRIPT = [sys.executable, "-m", "trimtab", "launch"]
 
-# Meets the others under a name of its own for each attempt: torchrun keeps one store for all of them.
+# A prefix for each attempt: torchrun keeps one store over all restarts.
 TOGETHER = """
 import os, sys, time
 rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
@@ -68,12 +74,12 @@ time.sleep(600)
 """
 
 
-def settle(given=None, file=None, machine=CPU, environ=None):
+def resolve(given=None, file=None, machine=CPU, environ=None):
     return resolve_settings(given or {}, file or LaunchFile(), machine, environ or {})
 
 
 def problem_of(**kwargs):
-    problems = settle(**kwargs)[1]
+    problems = resolve(**kwargs)[1]
     assert len(problems) == 1, problems
     return problems[0]
 
@@ -84,7 +90,7 @@ def problem_of(**kwargs):
 def test_command_line_then_file_then_found(own_folder):
     Path("launch.yaml").write_text("processes: 3\nmax_restarts: 2\nlog_dir: elsewhere\n")
     file = read_launch_file(None)
-    settings, problems = settle({"processes": 2, "port": None}, file, GPUS)
+    settings, problems = resolve({"processes": 2, "port": None}, file, GPUS)
     assert problems == []
     assert (settings.processes, settings.max_restarts, settings.log_dir, settings.port) == (2, 2, "elsewhere", None)
     rows = {name: (value, origin) for name, value, origin in settings.rows()}
@@ -97,28 +103,28 @@ def test_command_line_then_file_then_found(own_folder):
         "log dir": ("elsewhere", "launch.yaml:3"),
         "cpu": ("no", "default"),
     }
-    assert settle({}, file, GPUS)[0].processes == 3
-    found = settle(machine=GPUS)[0]
+    assert resolve({}, file, GPUS)[0].processes == 3
+    found = resolve(machine=GPUS)[0]
     assert (found.processes, found.origins["processes"]) == (4, "found: 4 GPUs")
-    assert settle({"cpu": True}, machine=GPUS)[0].processes == 1
-    assert settle()[0].origins["processes"] == "found: no GPU"
+    assert resolve({"cpu": True}, machine=GPUS)[0].processes == 1
+    assert resolve()[0].origins["processes"] == "found: no GPU"
 
 
 def test_the_hosts_of_a_launch(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node2.cluster")
-    settings, problems = settle({"hosts": ["node1", "node2", "node3"]})
+    settings, problems = resolve({"hosts": ["node1", "node2", "node3"]})
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address, settings.port) == (3, 1, "node1", 29500)
     assert settings.rows()[1] == ("hosts", "3, this is 1", "--hosts")
     chosen = {"hosts": ["node1", "node2"], "host_index": 1, "address": "10.0.0.1", "port": 4000}
-    settings, problems = settle(chosen)
+    settings, problems = resolve(chosen)
     assert problems == []
     assert (settings.address, settings.port, settings.host_index) == ("10.0.0.1", 4000, 1)
-    counted = settle({"num_hosts": 2, "host_index": 1, "address": "head"})
+    counted = resolve({"num_hosts": 2, "host_index": 1, "address": "head"})
     assert counted[1] == []
     assert counted[0].address == "head"
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
-    by_address = settle({"hosts": ["198.51.100.7", "127.0.0.1"]})  # the first is kept for documentation
+    by_address = resolve({"hosts": ["198.51.100.7", "127.0.0.1"]})  # the first is kept for documentation
     assert by_address[0].host_index == 1
 
 
@@ -132,21 +138,21 @@ def test_a_scheduler_that_started_one_process_on_each_host():
         "SLURM_STEP_NODELIST": "gpu[3-4]",
         "SLURM_JOB_ID": "77",
     }
-    settings, problems = settle(machine=GPUS, environ=srun)
+    settings, problems = resolve(machine=GPUS, environ=srun)
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address, settings.processes) == (2, 1, "gpu3", 4)
     assert settings.job == "slurm-77.0"
     assert settings.origins["address"] == "SLURM"
     pod = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"}
-    settings, problems = settle(machine=GPUS, environ=pod)
+    settings, problems = resolve(machine=GPUS, environ=pod)
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address) == (3, 1, "train-master-0")
     operator = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a-0.a", "PET_MASTER_PORT": "29400"}
-    settings, problems = settle(machine=GPUS, environ=operator | {"PET_NPROC_PER_NODE": "auto"})
+    settings, problems = resolve(machine=GPUS, environ=operator | {"PET_NPROC_PER_NODE": "auto"})
     assert problems == []
     assert (settings.num_hosts, settings.host_index, settings.address) == (2, 1, "a-0.a")
     assert (settings.processes, settings.port, settings.origins["port"]) == (4, 29400, "PET_MASTER_PORT")
-    assert settle({"num_hosts": 1}, machine=GPUS, environ=operator)[0].address is None
+    assert resolve({"num_hosts": 1}, machine=GPUS, environ=operator)[0].address is None
     assert 'PET_NNODES of the environment: found "1:4"' in problem_of(environ={"PET_NNODES": "1:4"})
 
 
@@ -167,10 +173,10 @@ def test_a_scheduler_that_started_one_process_on_each_host():
         ({"port": 70000}, "--port: found 70000; allowed: a port, 1 to 65535"),
         ({"max_restarts": -1}, "--max-restarts: found -1"),
         ({"log_dir": " "}, "--log-dir: found"),
-        ({"log_dir": f"{__file__}/logs"}, "test_launch.py is no folder: --log-dir and another one"),
+        ({"log_dir": f"{__file__}/logs"}, "test_launch.py is not a folder: choose another with --log-dir"),
     ],
 )
-def test_what_does_not_go_together(given, words):
+def test_settings_that_contradict(given, words):
     assert words in problem_of(given=given, machine=GPUS)
 
 
@@ -182,10 +188,10 @@ def test_a_port_that_is_taken():
         alone = problem_of(given={"port": port})
         hosts = {"num_hosts": 2, "address": "localhost", "port": port}
         first = problem_of(given=hosts | {"host_index": 0})
-        assert settle(hosts | {"host_index": 1})[1] == []  # the port is one of the first host
-    assert re.search(rf"port: {port} \(--port\) is taken on this host: --port \d+ is free, or leave it out", alone)
+        assert resolve(hosts | {"host_index": 1})[1] == []  # the port is one of the first host
+    assert re.search(rf"port: {port} \(--port\) is taken on this host: --port \d+ is free, or remove it", alone)
     assert "is free here; give it on every host" in first
-    assert settle({"port": port})[1] == []
+    assert resolve({"port": port})[1] == []
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_processes_are_not_launched_twice(environ, words):
 
 
 def test_the_file_that_config_writes(own_folder, monkeypatch):
-    monkeypatch.setattr("trimtab.distributed.launch.questions.look_at_machine", lambda: CPU)
+    monkeypatch.setattr("trimtab.distributed.launch.file.inspect_machine", lambda: CPU)
     asked = []
 
     def answers(*given):
@@ -244,10 +250,10 @@ def test_the_file_that_config_writes(own_folder, monkeypatch):
     with pytest.raises(RecipeError, match="mine.yaml exists"):
         write_launch_file(Path("mine.yaml"), [], answers())
 
-    monkeypatch.setattr("trimtab.distributed.launch.questions.look_at_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.file.inspect_machine", lambda: GPUS)
     asked.clear()
     write_launch_file(Path("gpus.yaml"), QUESTIONS, answers(""))
-    assert [question for question, _ in asked] == ["Names of all hosts, with commas (empty: this one alone)"]
+    assert [question for question, _ in asked] == ["Names of all hosts, separated by commas (empty: this host alone)"]
     assert read_launch_file(Path("gpus.yaml")).values == {}
 
     examples = launch_file_text({}, {}).replace("\n# processes", "\nprocesses").replace("\n# port", "\nport")
@@ -255,7 +261,7 @@ def test_the_file_that_config_writes(own_folder, monkeypatch):
     assert read_launch_file(Path("examples.yaml")).values == {"processes": 2, "port": 29500}
 
 
-def test_mistakes_in_the_file_come_all_at_once(own_folder):
+def test_mistakes_in_the_file_are_reported_at_once(own_folder):
     Path("launch.yaml").write_text(
         "proceses: 2\nnum_processes: 4\nmachine_rank: 0\nmixed_precision: fp16\nport: high\ncpu: maybe\nport: 4\nx: 1\n"
         "hosts: node1\n"
@@ -263,10 +269,11 @@ def test_mistakes_in_the_file_come_all_at_once(own_folder):
     assert list(read_launch_file(None).problems) == [
         "launch.yaml:7: port: given twice, first in line 5; keep one",
         "launch.yaml:1: proceses: no such key; did you mean processes?",
-        "launch.yaml:2: num_processes: no such key; write processes (on each host; num_processes counts those of all)",
-        "launch.yaml:3: machine_rank: no such key; write host_index",
-        "launch.yaml:4: mixed_precision: no such key; write nothing here: precision is the recipe's (train.precision) "
-        "or the Engine's",
+        "launch.yaml:2: num_processes: no such key; use processes (on each host; num_processes counts those of all "
+        "hosts)",
+        "launch.yaml:3: machine_rank: no such key; use host_index",
+        "launch.yaml:4: mixed_precision: no such key; remove it; set train.precision in the recipe, or "
+        "Engine(mixed_precision=…)",
         "launch.yaml:5: port: found high; allowed: a port, 1 to 65535",
         "launch.yaml:6: cpu: found maybe; allowed: true or false",
         "launch.yaml:8: x: no such key; allowed: processes, hosts, num_hosts, host_index, address, port, max_restarts, "
@@ -286,7 +293,7 @@ def planned(target, *arguments, module=False, **given):
 
 def test_the_torchrun_command(own_folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("trimtab.distributed.launch.command.look_at_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.command.inspect_machine", lambda: GPUS)
     Path("train.py").touch()
     Path("recipe.yaml").touch()
     plan = planned("train.py", "--lr", "1e-3", "--processes", "x", "$HOME $$", processes=3)
@@ -313,7 +320,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
     options = parse_args(planned("json.tool", "x", module=True, host_index=1, processes=2, **hosts).torchrun)
     assert (options.nnodes, options.node_rank, options.redirects) == ("2", 1, "3")
     assert (options.module, options.training_script, options.training_script_args) == (True, "json.tool", ["x"])
-    monkeypatch.setattr("trimtab.distributed.launch.command.look_at_machine", lambda: Machine(16, 32))
+    monkeypatch.setattr("trimtab.distributed.launch.command.inspect_machine", lambda: Machine(16, 32))
     options = parse_args(planned("train.py", processes=16).torchrun)
     assert (options.redirects, options.tee, options.local_ranks_filter) == ("3", "0:3", "0")
 
@@ -324,7 +331,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
         ("trian.py", (), False, "there is no trian.py; did you mean train.py?"),
         ("no/such.py", (), False, "there is no no/such.py"),
         ("train", ("recipe.yaml",), False, "train is a command of trimtab, not a script: trimtab launch recipe.yaml"),
-        ("recipe.yaml", ("--processes", "2"), False, "--processes stands after the recipe"),
+        ("recipe.yaml", ("--processes", "2"), False, "--processes comes after the recipe"),
         ("folder", (), False, "folder is a folder"),
         ("start.sh", (), False, "start.sh is neither a Python script (.py) nor a recipe (.yaml)"),
         ("no_such_module.x", (), True, "-m no_such_module.x: there is no module no_such_module"),
@@ -354,7 +361,7 @@ def test_targets_that_cannot_be_started(own_folder, target, arguments, module, w
         ({0: (75, 10), 1: (75, 10)}, 0),
     ],
 )
-def test_the_process_that_failed_by_itself(codes, first):
+def test_the_first_failure(codes, first):
     failures = {rank: SimpleNamespace(exitcode=code, timestamp=when) for rank, (code, when) in codes.items()}
     assert launch_run._first_failure(failures)[0] == first
 
@@ -371,7 +378,7 @@ def test_the_process_that_failed_by_itself(codes, first):
     ],
 )
 def test_how_a_launch_ends(own_folder, capfd, how, code, num_attempts, words):
-    """The exit code is that of the process that failed; a mistake of the user is not tried again."""
+    """The exit code is that of the process that failed; there is no restart after a mistake of the user."""
     Path("ends.py").write_text(ENDS)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     plan = planned("ends.py", how, processes=2, max_restarts=1)
@@ -393,8 +400,8 @@ def test_how_a_launch_ends(own_folder, capfd, how, code, num_attempts, words):
 
 
 @pytest.mark.slow
-def test_restart_and_voices(own_folder):
-    """One rank fails once; all come again and meet. Rank 0 speaks on the terminal, rank 1 to files."""
+def test_restart_and_output(own_folder):
+    """One rank fails once, and all are restarted. Rank 0 prints to the terminal, rank 1 to files."""
     Path("together.py").write_text(TOGETHER)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
@@ -411,8 +418,8 @@ def test_restart_and_voices(own_folder):
         f"rank 0 of 2, attempt 1, total 3.0, {num_threads} threads",
         "arguments ['--fail-once', '--port', '$1']",
     ]
-    assert "--port stands after the script and is given to it" in done.stderr
-    assert "rank 1 ended with exit code 9; all processes are started again, attempt 1" in done.stderr
+    assert "--port comes after the script and is passed to it" in done.stderr
+    assert "rank 1 ended with exit code 9; restarting all processes, attempt 1" in done.stderr
     assert "a word on stderr\n" in done.stderr
     assert "torch/distributed" not in done.stderr
     written = {path.parts[-3] + "/" + path.name: path.read_text() for path in Path("runs/logs").rglob("1/*.log")}
@@ -422,7 +429,7 @@ def test_restart_and_voices(own_folder):
 
 @pytest.mark.slow
 def test_two_hosts(own_folder):
-    """Two launches on this machine stand for two hosts, with two processes and one; both start again together."""
+    """Two launches on this machine act as two hosts, with two processes and one; both are restarted together."""
     Path("together.py").write_text(TOGETHER)
     port = free_port()
     command = [*SCRIPT, "--quiet", "--num-hosts", "2", "--address", "localhost", "--port", str(port)]
@@ -433,7 +440,7 @@ def test_two_hosts(own_folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PET_STANDALONE": "1", "PET_RDZV_ENDPOINT": "localhost:1"},  # not to be obeyed
+            env=os.environ | {"PET_STANDALONE": "1", "PET_RDZV_ENDPOINT": "localhost:1"},  # to be ignored
         )
         for index in (0, 1)
     ]
@@ -470,15 +477,15 @@ def test_an_interrupt_ends_all_processes(own_folder):
 
 
 @pytest.mark.slow
-def test_hosts_that_do_not_come(own_folder, monkeypatch, capfd):
+def test_hosts_that_do_not_join(own_folder, monkeypatch, capfd):
     Path("train.py").touch()
     monkeypatch.setenv("TRIMTAB_PATIENCE", "1s")
     ending = start(planned("train.py", num_hosts=2, host_index=0, address="localhost", port=free_port(), processes=1))
     assert ending.code == 1
-    assert "error: the 2 hosts did not meet at localhost:" in ending.message
+    assert "error: the rendezvous of 2 hosts at localhost:" in ending.message
     assert "1/2 clients joined" in ending.message
-    monkeypatch.setattr(launch_run, "_NAME_PATIENCE_S", 0.1)
+    monkeypatch.setattr(launch_run, "_NAME_TIMEOUT_S", 0.1)
     unknown = planned("train.py", num_hosts=2, host_index=1, address="no-such-host.invalid", processes=1)
     ending = start(unknown)
     assert ending.code == 2
-    assert "address no-such-host.invalid is not known on this host" in ending.message
+    assert "the address no-such-host.invalid cannot be resolved on this host" in ending.message

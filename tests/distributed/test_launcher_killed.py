@@ -1,4 +1,4 @@
-"""The launcher is killed without a chance to end its processes: they end all the same, whatever they are doing."""
+"""The launcher is killed and cannot end its processes: the kernel ends them, whatever they are doing."""
 
 import os
 import signal
@@ -19,8 +19,8 @@ with open(os.environ["RANK"] + ".part", "w") as file:
 os.rename(os.environ["RANK"] + ".part", os.environ["RANK"] + ".pid")
 time.sleep(600)
 """
-# The first process waits inside torch for the second one, which does not come.
-HAVE_NOT_MET = f"""
+# Rank 0 waits in the rendezvous for rank 1, which never joins.
+NOT_CONNECTED = f"""
 import os
 if os.environ["RANK"] == "0":
     from trimtab import Engine
@@ -46,7 +46,7 @@ trimtab.launch(waits, processes=2, cpu=True)
 
 
 def kill_and_wait(child, names):
-    """Kill a process once all of these have left their numbers, and wait until each of them is gone."""
+    """Kill a process once all of these have written their pids, and wait until each of them has ended."""
     files = [Path(f"{name}.pid") for name in names]
     pids = []
     try:
@@ -72,8 +72,8 @@ def test_processes_end_with_their_launcher(own_folder, fork_server):
 
 
 @pytest.mark.slow
-def test_processes_that_have_not_met_end_too(own_folder, fork_server):
-    Path("alone.py").write_text(HAVE_NOT_MET)
+def test_processes_in_the_rendezvous_end_too(own_folder, fork_server):
+    Path("alone.py").write_text(NOT_CONNECTED)
     kill_and_wait(fork_server.start_command("launch", "--quiet", "--cpu", "--processes", "2", "alone.py"), "01")
 
 

@@ -1,53 +1,32 @@
-"""Monitors in one process, then real processes that die in each way.
-
-The processes are forked from one that has imported torch (this file as a script), in two waves, with a patience of
-seconds.
-"""
+"""Monitors in one process, then real processes that are lost in each way."""
 
 import contextlib
-import ctypes
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
-from dataclasses import dataclass
-from pathlib import Path
 
+import monitor_scenarios
 import pytest
-import torch
 import torch.distributed as dist
+from monitor_scenarios import FALSE_ALARMS, FAULTS, QUICKLY_SEEN, TIMEOUTS, until
 
 from trimtab.distributed.health import monitor as monitor_module
-from trimtab.distributed.health.monitor import Monitor, NoMonitor
-from trimtab.distributed.health.peers import Patience
+from trimtab.distributed.health.monitor import Monitor, PeerMonitor
+from trimtab.distributed.health.peers import Timeouts
 from trimtab.distributed.health.rules import DEADLOCK
 from trimtab.errors import PeerError, RecipeError
 
-
-def until(condition, seconds=100.0):
-    """Wait; the time only guards against waiting for good."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # ---------------------------------------------------------------------- monitors in one process
-
-QUICK = {"lost_after_s": 2.0, "idle_after_s": 3.0, "timeout_s": 60.0}
 
 
 @pytest.fixture
 def monitors(monkeypatch):
-    """Two in this process, which must not end it."""
-    monkeypatch.setattr(Monitor, "_abort", lambda monitor, verb, fault: None)
+    """Two ranks in this process, which must not end it."""
+    monkeypatch.setattr(PeerMonitor, "_abort", lambda monitor, verb, fault: None)
     store = dist.HashStore()
-    pair = [Monitor(dist.PrefixStore("m", store), rank, 2, host="here", **QUICK) for rank in range(2)]
+    pair = [PeerMonitor(dist.PrefixStore("m", store), rank, 2, TIMEOUTS) for rank in range(2)]
     for monitor in pair:
         monitor.start()
         monitor.start()  # has been done
@@ -55,11 +34,11 @@ def monitors(monkeypatch):
     for monitor in pair:
         monitor.stop()
         monitor.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name in ("trimtab-monitor", "trimtab-last-words")]
+    assert not [thread for thread in threading.enumerate() if thread.name in ("trimtab-monitor", "trimtab-exchange")]
 
 
 def both(first, second):
-    """Two main threads; what each raised."""
+    """Run two functions as main threads; return what each raised."""
     raised = [None, None]
 
     def call(index, function):
@@ -89,7 +68,7 @@ def test_meeting(monitors):
     assert str(second) == "rank 1 is in load_state, rank 0 in save_state" + DEADLOCK
 
 
-def test_meeting_with_one_who_failed_ended_or_waits_elsewhere(monitors):
+def test_meeting_with_a_rank_that_failed_exited_or_waits_elsewhere(monitors):
     def wait_elsewhere():
         monitors[1].did("step 3: forward")
         with monitors[1].waiting("backward"):
@@ -107,10 +86,10 @@ def test_meeting_with_one_who_failed_ended_or_waits_elsewhere(monitors):
     assert str(error[0]) == ("rank 0 is in save_state, rank 1 in backward (step 3: forward)" + DEADLOCK)
     monitors[1].failed(ValueError("no such label\nmore"))
     monitors[1].stop()
-    with pytest.raises(PeerError, match="rank 1 failed: ValueError: no such label; it last did: step 3: forward"):
+    with pytest.raises(PeerError, match="rank 1 failed: ValueError: no such label; last progress: step 3: forward"):
         monitors[0].meet("save_state")
     monitors[0].stop()
-    with pytest.raises(PeerError, match="has not begun to watch the others, or has ended"):
+    with pytest.raises(PeerError, match="its monitor is not running"):
         monitors[0].meet("save_state")
 
 
@@ -120,573 +99,158 @@ def test_explaining(monitors, monkeypatch):
     began = time.monotonic()
     error = monitors[0].explain(RuntimeError("Invalid scalar type\nmore"))
     assert time.monotonic() - began >= monitor_module.EXPLAIN_S
-    assert str(error) == ("a collective failed in rank 0, and all others are there: RuntimeError: Invalid scalar type")
+    assert str(error) == (
+        "a collective failed in rank 0, and all other ranks are alive: RuntimeError: Invalid scalar type"
+    )
     monitors[1].failed(KeyError("x"))
     monkeypatch.setattr(monitor_module, "EXPLAIN_S", 3600.0)  # what is known already is not waited for
     error = monitors[0].explain(RuntimeError("Connection closed by peer [127.0.0.1]:123"))
-    assert "rank 1 failed: KeyError: 'x'; it last did: nothing that was announced" in str(error)
+    assert "rank 1 failed: KeyError: 'x'; last progress: none" in str(error)
     assert "rank 0 noticed it by RuntimeError: Connection closed by peer" in str(error)
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(monitors):
+def test_a_forked_child_does_not_report_for_its_parent(monitors):
     child = os.fork()
     if child == 0:
         monitors[1].failed(ValueError("child"))
         monitors[1].stop()
-        os._exit(0 if not monitors[1]._fate else 1)
+        os._exit(0 if not monitors[1]._end else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert both(lambda: monitors[0].meet("a"), lambda: monitors[1].meet("a")) == [None, None]
 
 
-def test_nested_verbs_count_alike(monitors):
+def test_nested_collectives_count_alike(monitors):
     monitor = monitors[0]
     with monitor.waiting("outer"):
         with monitor.waiting("inner"):
-            assert (monitor._doing.name, monitor._doing.number, monitor._doing.num_verbs) == ("inner", 2, 2)
-        assert (monitor._doing.name, monitor._doing.number, monitor._doing.num_verbs) == ("outer", 1, 2)
+            assert monitor._state[:4] == ("collective", "inner", 2, 2)
+        assert monitor._state[:4] == ("collective", "outer", 1, 2)
         with monitor.long("reading"):
-            assert monitor._doing.kind == "long"
-    assert (monitor._doing.kind, monitor._doing.num_verbs) == ("", 2)
+            assert monitor._state.kind == "long"
+    assert monitor._state == ("", "", 0, 2, False)
     with contextlib.suppress(ValueError), monitor.waiting("outer"):
         raise ValueError
-    assert (monitor._doing.kind, monitor._doing.num_verbs) == ("", 2), "it may be tried again"
+    assert monitor._state == ("", "", 0, 2, False), "it may be tried again"
 
 
 def test_patience_of_the_user(monkeypatch):
-    patience = Monitor(dist.HashStore(), 0, 2)._peers.patience
-    assert max(patience.lost_s, patience.idle_s) + 5 * patience.interval_s <= 30, "a fault is named within 30 s"
-    monkeypatch.setenv("TRIMTAB_PATIENCE", "1h")
-    patience = Monitor(dist.HashStore(), 0, 2)._peers.patience
-    assert (patience.timeout_s, patience.idle_s, patience.lost_s) == (3600, 3600, 10)
-    monkeypatch.setenv("TRIMTAB_PATIENCE", "5")
-    patience = Monitor(dist.HashStore(), 0, 2)._peers.patience
-    assert (patience.timeout_s, patience.idle_s) == (5, 18)
+    def timeouts():
+        return PeerMonitor(dist.HashStore(), 0, 2, Timeouts())._peers.timeouts
+
+    assert max(timeouts().lost_s, timeouts().idle_s) + 5 * timeouts().interval_s <= 30, "a fault is named within 30 s"
+    for text, expected in (("1h", (10, 3600, 3600)), ("5", (10, 18, 5))):
+        monkeypatch.setenv("TRIMTAB_PATIENCE", text)
+        assert timeouts() == expected
     monkeypatch.setenv("TRIMTAB_PATIENCE", "forever")
-    with pytest.raises(RecipeError, match="TRIMTAB_PATIENCE='forever' is not a length of time"):
-        Monitor(dist.HashStore(), 0, 2)
+    with pytest.raises(RecipeError, match="TRIMTAB_PATIENCE='forever' is not a duration"):
+        timeouts()
 
 
-def test_no_monitor_has_the_same_verbs():
-    public = {name for name in dir(Monitor(dist.HashStore(), 0, 2)) if not name.startswith("_")}
-    assert {name for name in dir(NoMonitor()) if not name.startswith("_")} == public
-    alone = NoMonitor()
-    alone.start()
+def test_the_monitor_of_one_process_does_nothing():
+    alone = Monitor()
     alone.did("x")
     with alone.waiting("x"), alone.long("y"):
         alone.meet("x")
-    alone.failed(ValueError("x"))
     assert str(alone.explain(ValueError("x"))) == "ValueError: x"
-    alone.stop()
 
 
 def test_the_main_thread_only_takes_notes():
-    """A step takes no lock, speaks to no store and wakes no thread, any of which would cost the training time."""
-    monitor = Monitor(dist.HashStore(), 0, 2)
+    """A step takes no lock, calls no store and wakes no thread, each of which would cost time."""
+    monitor = PeerMonitor(dist.HashStore(), 0, 2, Timeouts())
     monitor._pid = os.getpid()  # as after the start
-    monitor._lock = monitor._exchange = None
+    monitor._peers = monitor._exchange = monitor._store = None
     monitor.did("step 12: forward")
     with monitor.waiting("gather"):
-        assert monitor._doing.name == "gather"
-    assert monitor.waiting("gather") is monitor.waiting("gather"), "made once"
+        assert monitor._state.operation == "gather"
 
 
 # ---------------------------------------------------------------------- real processes
 
 
-@dataclass
-class Role:
-    """One process of a scenario."""
-
-    name: str
-    rank: int
-    monitor: Monitor
-    store: dist.Store
-    folder: Path
-    num_processes: int
-
-    def fault(self):
-        """From now on the others should notice."""
-        (self.folder / f"{self.name}.fault").touch()
-
-    def report(self):
-        """Wait until what was done last has been reported, and give the others time to read it."""
-        self.monitor._exchange.now(100)
-        time.sleep(2.5 * self.monitor._interval_s)
-
-    def join_gloo(self):
-        where = {"rank": self.rank, "world_size": self.num_processes}
-        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", self.store), **where)
-
-    def gather(self):
-        """A collective as the run has it: what it raises is explained."""
-        try:
-            with self.monitor.waiting("gather"):
-                dist.all_reduce(torch.zeros(1))
-        except RuntimeError as error:
-            raise self.monitor.explain(error) from error
-
-    def stuck(self, verb="gather"):
-        """A collective that never raises, as on a GPU."""
-        with self.monitor.waiting(verb):
-            time.sleep(100)
-
-    def two_steps(self):
-        self.join_gloo()
-        for step in (1, 2):
-            self.monitor.did(f"step {step}: forward")
-            self.gather()
-        self.monitor.did("step 3: forward")
-
-    def all_well(self):
-        """All came. Most end quickly here; how an interpreter ends is seen in `busy`, `exits` and others."""
-        self.monitor.meet("end")
-        self.monitor.stop()
-        if self.name != "busy":
-            os._exit(0)
-        dist.destroy_process_group()
-
-
-def killed(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    role.gather()
-
-
-def killed_without_error(role):
-    role.monitor.did("step 3: forward")
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    role.stuck()
-
-
-def killed_far_away(role):
-    killed_without_error(role)
-
-
-def stopped(role):
-    role.two_steps()
-    role.monitor.at_abort.append(lambda message: print(f"HOOK {message}"))
-    role.monitor.at_abort.append(lambda message: 1 / 0)
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    role.gather()
-
-
-def asleep(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.fault()
-        sleep_forever()
-    role.gather()
-
-
-def sleep_forever():
-    while True:
-        time.sleep(1)
-
-
-def silent_and_idle(role):
-    """The interpreter's lock is held by something that waits: no thread can report."""
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.report()
-        role.fault()
-        ctypes.PyDLL(None).sleep(100)
-    role.stuck()
-
-
-def raises(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.fault()
-        raise ValueError("no such label")
-    role.gather()
-
-
-def raises_without_error(role):
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.fault()
-        raise ValueError("no such label")
-    role.stuck()
-
-
-def ends(role):
-    role.two_steps()
-    if role.rank == 1:
-        role.fault()
-        return
-    role.gather()
-
-
-def ends_without_error(role):
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.fault()
-        return
-    role.stuck("save_state")
-
-
-def elsewhere(role):
-    role.monitor.meet("begin")
-    role.monitor.did("step 14")
-    role.fault()
-    role.stuck("backward" if role.rank else "save_state")
-
-
-def save_on_one_rank(role):
-    role.two_steps()
-    if role.rank == 0:
-        role.fault()
-        role.monitor.meet("save_state")
-    role.gather()
-
-
-def late(role):
-    role.monitor._peers.patience = Patience(2, 3, 4)
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.fault()
-        compute(100)
-    role.stuck()
-
-
-def store_stopped(role):
-    """Rank 0 holds the store, as without torchrun; every call to it blocks for good."""
-    if role.rank == 0:
-        role.monitor.meet("begin")
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        role.stuck()
-    time.sleep(3)  # rank 2 just ends, although its thread is stuck
-
-
-def store_killed(role):
-    role.monitor.did("step 3: forward")
-    role.monitor.meet("begin")
-    if role.rank == 0:
-        role.report()
-        role.fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    if role.rank == 1:
-        role.stuck()
-    time.sleep(3)
-
-
-def compute(seconds):
-    """In Python, so that other threads run, and for a fifth of the time, so that other scenarios run."""
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
-        sum(range(500_000))
-        time.sleep(0.04)
-
-
-def busy(role):
-    role.two_steps()
-    if role.rank == 1:
-        compute(5)
-    role.gather()
-    role.all_well()
-
-
-def holds_the_lock(role):
-    role.two_steps()
-    if role.rank == 1:
-        began_s = time.monotonic()
-        sum(range(5_000_000))
-        num_rounds = 5_000_000 * 6 / (time.monotonic() - began_s)
-        sum(range(int(num_rounds)))  # one call of about 6 s, in which no other thread runs
-    role.gather()
-    role.all_well()
-
-
-def waits_for_child(role):
-    role.two_steps()
-    if role.rank == 1:
-        child = os.fork()
-        if child == 0:
-            compute(5)
-            os._exit(0)
-        os.waitpid(child, 0)
-    role.gather()
-    role.all_well()
-
-
-def long(role):
-    role.two_steps()
-    if role.rank == 1:
-        with role.monitor.long("tokenizing"):
-            time.sleep(3)
-            ctypes.PyDLL(None).sleep(4)
-    role.gather()
-    role.all_well()
-
-
-def steps_with_pauses(role):
-    """Little work, but it comes forward."""
-    role.two_steps()
-    if role.rank == 1:
-        for step in range(6):
-            role.monitor.did(f"step {step}")
-            time.sleep(1)
-    role.gather()
-    role.all_well()
-
-
-def suspended(role):
-    """All are stopped for longer than any patience, and wake one after the other."""
-    role.two_steps()
-    (role.folder / f"suspended-{role.rank}.ready").touch()
-    if role.rank == 1:
-        compute(3)
-    role.gather()
-    role.all_well()
-
-
-def exits(role):
-    """Ends by the exit handler alone; its last report is out."""
-    role.monitor.meet("begin")
-    if role.rank == 1:
-        (role.folder / "exits.gone").touch()
-        return
-    until(lambda: (role.folder / "exits.gone").exists())
-    try:
-        role.monitor.meet("again")
-    except PeerError as error:
-        print(error)
-
-
-FAULTS = [
-    killed,
-    killed_without_error,
-    killed_far_away,
-    stopped,
-    asleep,
-    silent_and_idle,
-    raises,
-    raises_without_error,
-    ends,
-    ends_without_error,
-    elsewhere,
-    save_on_one_rank,
-    late,
-    store_stopped,
-    store_killed,
-]
-ENDS_BY_ITSELF = {"raises", "raises_without_error", "ends", "ends_without_error", "elsewhere", "save_on_one_rank"}
-FALSE_ALARMS = [busy, holds_the_lock, waits_for_child, long, steps_with_pauses, suspended, exits]
-SCENARIOS = {scenario.__name__: scenario for scenario in FAULTS + FALSE_ALARMS}
-NUM_PROCESSES = {"killed": 3, "raises": 3, "stopped": 3, "store_stopped": 3, "store_killed": 3}
-
-
-def play(name, rank, folder, patience):
-    """One process of a scenario; returns to the top level, so that the interpreter ends as it always does."""
-    num_processes = NUM_PROCESSES.get(name, 2)
-    own, gloo = open_stores(name, rank, folder)
-    monitor = Monitor(dist.PrefixStore("monitor", own), rank, num_processes, host=f"h{rank}", **patience)
-    if name == "killed_far_away":  # where nobody can look up the pids of others
-        monitor._machine = monitor._peers._machine = f"machine {rank}"
-    monitor.start()
-
-    def told(kind, error, trace):
-        monitor.failed(error)
-        traceback.print_exception(kind, error, trace)
-
-    sys.excepthook = told
-    SCENARIOS[name](Role(name, rank, monitor, gloo, folder, num_processes))
-
-
-def open_stores(name, rank, folder):
-    """Two connections. Over TCP only where that matters: torch asks the name server about each one, and while that
-    takes its time (5 s, where one packet is lost) the whole store stands still.
-    """
-    if not name.startswith("store_"):
-        return dist.FileStore(str(folder / f"{name}.store"), -1), dist.FileStore(str(folder / f"{name}.store"), -1)
-    place = folder / f"{name}.port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place.with_suffix(".new").write_text(str(store.port))
-        place.with_suffix(".new").rename(place)
-    else:
-        until(place.exists)
-        store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False, wait_for_workers=False)
-    return store, store
-
-
-def nursery(folder, patience, waves):
-    """Fork all processes of a wave of scenarios, wait for them, note how each ended; then the next wave."""
-    ends = {}
-    for names in waves:
+@pytest.fixture(scope="module")
+def play(fork_server, tmp_path_factory):
+    """Runs scenarios in parallel; returns exit code and output by name and rank."""
+
+    def play(scenarios):
+        folder = tmp_path_factory.mktemp("scenarios")
         running = {}
-        for name in names:
-            for rank in range(NUM_PROCESSES.get(name, 2)):
-                pid = os.fork()
-                if pid == 0:
-                    for stream, suffix in ((sys.stdout, "out"), (sys.stderr, "err")):
-                        target = os.open(folder / f"{name}-{rank}.{suffix}", os.O_WRONLY | os.O_CREAT, 0o600)
-                        os.dup2(target, stream.fileno())
-                    return play(name, rank, folder, patience)
-                running[pid] = (name, rank)
-        pids = [pid for pid, (name, _) in running.items() if name == "suspended"]
-        threading.Thread(target=suspend_all, args=(pids, folder)).start()
-        collect(running, folder, ends)
-    (folder / "ends.json").write_text(json.dumps(ends))
-    return None
+        for name in [scenario.__name__ for scenario in scenarios]:
+            for rank in range(monitor_scenarios.NUM_PROCESSES.get(name, 2)):
+                arguments = {"name": name, "rank": rank, "folder": str(folder)}
+                running[name, rank] = fork_server.start("monitor_scenarios:main", **arguments)
+        suspend([child for (name, _), child in running.items() if name == "suspended"], folder)
+        for key in running.keys() - monitor_scenarios.NEVER_ENDS:
+            running[key].wait(200)
+        for child in running.values():
+            child.kill()
+        return {key: (child.wait(), child.said) for key, child in running.items()}
+
+    return play
 
 
-def collect(running, folder, ends, patience_s=200):
-    """Wait for the end of all; the one at fault is killed when it is the last of its scenario."""
-    began_s = time.monotonic()
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            ends["{}-{}".format(*running.pop(pid))] = os.waitstatus_to_exitcode(status)
-            continue
-        time.sleep(0.02)
-        for pid, (name, rank) in running.items():
-            is_last = [other for other, _ in running.values()].count(name) == 1
-            is_at_fault = (folder / f"{name}.fault").exists() and rank == (0 if name.startswith("store_") else 1)
-            if (is_last and is_at_fault and name not in ENDS_BY_ITSELF) or time.monotonic() - began_s > patience_s:
-                os.kill(pid, signal.SIGKILL)
-
-
-def suspend_all(pids, folder):
-    if not pids:
-        return
-    until(lambda: all((folder / f"suspended-{rank}.ready").exists() for rank in range(len(pids))))
+def suspend(children, folder):
+    """Stop all for longer than any timeout, and wake one after the other."""
+    until(lambda: len(list(folder.glob("suspended-*.ready"))) == len(children))
     time.sleep(1)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(6)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    for child in children:
+        child.kill(signal.SIGSTOP)
+    time.sleep(6 if children else 0)
+    for child in children:
+        child.kill(signal.SIGCONT)
         time.sleep(0.5)
 
 
-class Ends:
-    """How each process of the nursery ended."""
-
-    def __init__(self, folder, patience, *waves):
-        arguments = [str(folder), json.dumps(patience), json.dumps(waves)]
-        environment = {key: value for key, value in os.environ.items() if key != "TRIMTAB_PATIENCE"}
-        done = subprocess.run(
-            [sys.executable, __file__, *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr
-        self.folder = folder
-        self.ends = json.loads((folder / "ends.json").read_text())
-
-    def code(self, name, rank):
-        return self.ends[f"{name}-{rank}"]
-
-    def text(self, name, rank, suffix="err"):
-        return (self.folder / f"{name}-{rank}.{suffix}").read_text()
+@pytest.fixture(scope="module")
+def quick_ends(play):
+    return play(QUICKLY_SEEN)
 
 
 @pytest.fixture(scope="module")
-def quick_ends(tmp_path_factory):
-    """Two ways to die and one to live, for those who cannot wait."""
-    return Ends(tmp_path_factory.mktemp("nursery"), QUICK, ["killed", "raises_without_error", "exits"])
+def ends(play):
+    return play(FAULTS) | play(FALSE_ALARMS)
 
 
-def test_a_peer_that_is_gone_is_named(quick_ends):
-    text = quick_ends.text("killed", 0)
-    assert quick_ends.code("killed", 0) == quick_ends.code("killed", 2) == 1, text
-    assert re.search(r"PeerError: rank 1 \(host h1, pid \d+\) is gone: .*it last did: step 3: forward", text, re.DOTALL)
-    assert "rank 1 failed: ValueError: no such label" in quick_ends.text("raises_without_error", 0)
-    assert [quick_ends.code("exits", rank) for rank in (0, 1)] == [0, 0]
-
-
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory):
-    return Ends(
-        tmp_path_factory.mktemp("nursery"),
-        QUICK,
-        *([scenario.__name__ for scenario in wave] for wave in (FAULTS, FALSE_ALARMS)),
+def test_a_lost_rank_is_named(quick_ends):
+    code, text = quick_ends["killed", 0]
+    assert code == quick_ends["killed", 2][0] == 1, text
+    assert re.search(
+        r"PeerError: rank 1 \(host \S+, pid \d+\) is gone: .*last progress: step 3: forward", text, re.DOTALL
     )
+    code, text = quick_ends["raises_without_error", 0]
+    assert "trimtab: rank 0 stops waiting in gather: rank 1 failed: ValueError: no such label" in text
+    assert code == 1
+    assert [quick_ends["exits", rank][0] for rank in (0, 1)] == [0, 0]
+    assert quick_ends["exits", 0][1].startswith("rank 1 has exited; rank 0 waits for it in again")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "message"),
     [
-        ("killed", (0, 2), r"PeerError: rank 1 \(host h1, pid \d+\) is gone: .*it last did: step 3: forward"),
-        ("killed_without_error", (0,), r"rank 1 \(host h1, pid \d+\) is gone: .*it last did: step 3: forward"),
-        ("killed_far_away", (0,), r"rank 1 \(host h1, pid \d+\) has not been heard of for \d+ s; it last did: step 3"),
-        ("stopped", (0, 2), r"rank \d stops waiting in gather: rank 1 .*not been heard of for .*step 3: .*SIGSTOP"),
-        ("asleep", (0,), r"rank 1 .* hangs: it has done nothing for .*step 3: forward .*stands at .*sleep_forever"),
-        ("silent_and_idle", (0,), r"rank 1 .* hangs: it has done nothing for"),
-        ("raises", (0, 2), r"rank 1 failed: ValueError: no such label; it last did: step 3: forward"),
-        ("raises_without_error", (0,), r"rank 0 stops waiting in gather: rank 1 failed: ValueError: no such label"),
-        ("ends", (0,), r"rank 1 has ended"),
-        ("ends_without_error", (0,), r"rank 1 has ended; rank 0 waits for it in save_state"),
-        ("elsewhere", (0,), r"rank 0 is in save_state, rank 1 in backward \(step 14\), and they .* same calls"),
-        ("elsewhere", (1,), r"rank 1 is in backward, rank 0 in save_state \(step 14\), and they .* same calls"),
-        ("save_on_one_rank", (0,), r"PeerError: rank 0 is in save_state, rank 1 in gather \(step 3: forward\)"),
-        ("late", (0,), r"rank 1 .* has not come to gather, where rank 0 has waited for 4 s"),
-        ("store_stopped", (1,), r"rank 0 \(host h0, pid \d+\) has not been heard of .*stopped"),
-        ("store_killed", (1,), r"rank 0 \(host h0, pid \d+\) is gone: .*it last did: step 3: forward"),
+        ("killed_without_error", (0,), r"rank 1 \(host \S+, pid \d+\) is gone: .*last progress: step 3: forward"),
+        ("stopped", (0, 2), r"rank \d stops waiting in gather: rank 1 .*has not reported for .*step 3: .*SIGSTOP"),
+        ("ends", (0,), r"rank 1 has exited"),
+        ("store_stopped", (1,), r"rank 0 \(host \S+, pid \d+\) has not reported .*stopped"),
+        ("store_killed", (1,), r"rank 0 \(host \S+, pid \d+\) is gone: .*last progress: step 3: forward"),
     ],
 )
-def test_the_others_end_and_say_why(ends, name, ranks, message):
+def test_the_other_ranks_end_with_a_message(ends, name, ranks, message):
     for rank in ranks:
-        text = ends.text(name, rank)
-        assert ends.code(name, rank) == 1, text
+        code, text = ends[name, rank]
+        assert code == 1, text
         assert re.search(message, text, re.DOTALL), text
+    if name.startswith("store_"):  # rank 2 exits in order although a thread of it is stuck in the store
+        assert_no_alarm(ends[name, 2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in FALSE_ALARMS])
 def test_no_false_alarm(ends, name):
     for rank in range(2):
-        assert ends.code(name, rank) == 0, ends.text(name, rank)
-        assert "trimtab:" not in ends.text(name, rank)
+        assert_no_alarm(ends[name, rank])
 
 
-@pytest.mark.slow
-def test_the_hooks_are_called_and_one_that_fails_does_no_harm(ends):
-    assert ends.text("stopped", 0, "out").startswith("HOOK rank 0 stops waiting in gather: rank 1")
-
-
-@pytest.mark.slow
-def test_a_process_whose_thread_is_stuck_in_the_store_ends_well(ends):
-    for name in ("store_stopped", "store_killed"):
-        assert ends.code(name, 2) == 0, ends.text(name, 2)
-        assert "trimtab:" not in ends.text(name, 2)
-
-
-@pytest.mark.slow
-def test_the_last_word_gets_through_by_the_exit_handler(ends):
-    message = r"rank 1 has ended; rank 0 waits for it in again"
-    assert re.match(message, ends.text("exits", 0, "out"))
-
-
-@pytest.mark.slow
-def test_by_default(tmp_path):
-    """With the patience that users have; how long that is, `test_patience_of_the_user` says."""
-    names = ["killed", "killed_without_error", "killed_far_away", "stopped", "asleep", "silent_and_idle", "elsewhere"]
-    names += ["raises", "ends", "store_stopped", "store_killed"]
-    ends = Ends(tmp_path, {}, names)
-    for name in names:
-        rank = 1 if name.startswith("store_") else 0
-        assert ends.code(name, rank) == 1, ends.text(name, rank)
-
-
-if __name__ == "__main__":
-    nursery(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+def assert_no_alarm(end):
+    code, text = end
+    assert code == 0, text
+    assert "trimtab:" not in text

@@ -1,4 +1,4 @@
-"""`trimtab.launch`: functions of a script's or a notebook's `__main__` on two processes, and what comes back."""
+"""`trimtab.launch`: functions of the `__main__` of a script or notebook on two processes, and their results."""
 
 import os
 import subprocess
@@ -41,10 +41,8 @@ def train(start, *, plus):
     print("rank", dist.get_rank(), "speaks")
     dist.destroy_process_group()
     outcome = Outcome(int(os.environ["RANK"]), scaled(total.item()) + plus)
-    return outcome, torch.arange(2), {"launched": trimtab.distributed.environment.is_launched()}
+    return outcome, torch.arange(2), {"launched": "RANK" in os.environ}
 
-
-import trimtab.distributed.environment
 
 torch.ones(64, 64) @ torch.ones(64, 64)  # OpenMP is in use here, as it is in a notebook
 found = trimtab.launch(train, (1,), {"plus": 0.5}, processes=2)
@@ -56,7 +54,7 @@ assert all(tensor.tolist() == [0, 1] and facts == {"launched": True} for _, tens
 def fails():
     if os.environ["RANK"] == "1":
         raise KeyError("gone")
-    time.sleep(600)  # until the launcher ends it, because of rank 1
+    time.sleep(600)  # until torchrun ends it because of rank 1
 
 
 try:
@@ -68,7 +66,7 @@ except trimtab.TrimtabError as error:
 
 @pytest.mark.slow
 def test_functions_of_main(own_folder):
-    """Returned values, in the order of ranks and of the caller's own class; then an exception of the rank at fault."""
+    """Return values in rank order, as instances of the caller's class; then the exception of the rank that failed."""
     beside = own_folder / "elsewhere"
     beside.mkdir()
     # A module of one's own, beside the script, with something in it that no process can send to another.
@@ -99,14 +97,14 @@ def test_what_cannot_be_launched(own_folder, monkeypatch):
         trimtab.launch(lambda: next(held))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match="process 1 of 2, which was launched already"):
+    with pytest.raises(RecipeError, match="rank 1 of 2, which was launched already"):
         trimtab.launch(print)
     assert list(own_folder.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_a_process_that_just_ends(own_folder, capfd):
-    """Killed from inside a library, as it were: no exception, an exit code."""
+    """An exit without an exception, as by a library in C."""
     with pytest.raises(PeerError, match="rank 0 ended with exit code 3"):
         trimtab.launch(os._exit, (3,), processes=1)
     with pytest.raises(PeerError, match="rank 0 ended without a result"):  # sys.exit() in the function

@@ -1,4 +1,4 @@
-"""Memory that runs out on one of several processes: all of them take the step back, and go on in smaller pieces."""
+"""One of several ranks runs out of memory: all repeat the step with a smaller micro-batch size."""
 
 import json
 

@@ -1,9 +1,11 @@
-"""The same loop on one, two and three processes, and every verb of the engine across them."""
+"""The same loop on one, two and three processes, and every method of the engine."""
 
+import combined_methods
+import engine_methods
 import own_loops
 import pytest
 import torch
-import verbs
+import whole_batches
 from launching import run_alone, run_by_torchrun, run_together
 
 from rounding import rounding_error
@@ -11,7 +13,7 @@ from rounding import rounding_error
 
 @pytest.fixture(scope="module")
 def results(fork_server, tmp_path_factory):
-    """What each process of each number of processes found, by (number, rank)."""
+    """Results by (number of processes, rank)."""
     folder = tmp_path_factory.mktemp("loops")
     run_alone(fork_server, own_loops, folder)
     for num_processes in (2, 3):
@@ -56,9 +58,23 @@ def test_overflow_of_one_process_is_skipped_by_all(results):
 
 
 @pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_every_verb(fork_server, tmp_path, num_processes):
+def test_every_method(fork_server, tmp_path, num_processes):
     if num_processes == 2:
-        run_by_torchrun(verbs, tmp_path, num_processes)  # once the real one
+        run_by_torchrun(engine_methods, tmp_path, num_processes)  # once the real one
     else:
-        run_together(fork_server, verbs, tmp_path, num_processes)
+        run_together(fork_server, engine_methods, tmp_path, num_processes)
     assert {path.name for path in tmp_path.glob("done-*")} == {f"done-{rank}" for rank in range(num_processes)}
+
+
+def test_combined_methods(fork_server, tmp_path):
+    run_together(fork_server, combined_methods, tmp_path, 2)
+
+
+def test_whole_batches_resume_on_another_number_of_processes(fork_server, tmp_path):
+    """With `split_batches=False`: at the same row, or an error."""
+    run_alone(fork_server, whole_batches, tmp_path)
+    for num_processes in (2, 3):
+        run_together(fork_server, whole_batches, tmp_path, num_processes)
+    run_alone(fork_server, whole_batches, tmp_path)  # with the state of two
+    assert len(list(tmp_path.glob("by-*"))) == 2
+    assert len(list(tmp_path.glob("done-*"))) == 1 + 2 + 3

@@ -1,4 +1,4 @@
-"""What is seen of processes: whether they are there, whether they move, where the main thread stands."""
+"""State and activity of processes, read from /proc, and the stack of a thread."""
 
 import os
 import signal
@@ -8,31 +8,24 @@ import threading
 import time
 
 import pytest
+from monitor_scenarios import until
 
 from trimtab.distributed.health import process_activity
-from trimtab.distributed.health.process_activity import Activity, find_machine, find_process, where_thread_stands
-
-
-def until(condition, seconds=100.0):
-    """Wait; the time only guards against waiting for good."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from trimtab.distributed.health.process_activity import Activity, describe_stack, find_pid_namespace, find_process
 
 
 @pytest.mark.skipif(find_process(os.getpid()) is None, reason="no /proc here")
-def test_processes_are_seen_as_they_are():
+def test_process_states():
     child = subprocess.Popen(["sleep", "60"])
     try:
-        assert find_machine()
+        assert find_pid_namespace()
         until(lambda: find_process(child.pid).state == "S")
         started = find_process(child.pid).started
         assert started >= find_process(os.getpid()).started
         child.send_signal(signal.SIGSTOP)
         until(lambda: find_process(child.pid).state == "T")
         child.kill()
-        until(lambda: find_process(child.pid).is_gone)  # though nobody has collected it
+        until(lambda: find_process(child.pid).state == "Z")  # not waited for yet
     finally:
         child.kill()
         child.wait()
@@ -81,7 +74,7 @@ def test_activity():
             child.stdout.close()
 
 
-def test_without_proc_a_process_always_moves(monkeypatch):
+def test_without_proc_a_process_is_never_idle(monkeypatch):
     monkeypatch.setattr(process_activity, "find_process", lambda pid: None)
     activity = Activity(os.getpid())
     for _ in range(30):
@@ -89,13 +82,13 @@ def test_without_proc_a_process_always_moves(monkeypatch):
     assert activity.idle_s == 0.0
 
 
-def test_where_a_thread_stands():
+def test_describe_stack():
     found = []
     main = threading.get_ident()
-    thread = threading.Thread(target=lambda: found.append(where_thread_stands(main)))
+    thread = threading.Thread(target=lambda: found.append(describe_stack(main)))
     thread.start()
     thread.join()
     stack, in_debugger = found[0]
     assert "test_process_activity.py:" in stack
-    assert "in test_where_a_thread_stands" in stack
+    assert "in test_describe_stack" in stack
     assert not in_debugger

@@ -456,7 +456,7 @@ def config(
 ) -> None:
     """Write a commented launch file: how many processes, on which hosts."""
     from trimtab.cli.output import ask
-    from trimtab.distributed.launch.questions import QUESTIONS, write_launch_file
+    from trimtab.distributed.launch.file import QUESTIONS, write_launch_file
 
     typer.echo(write_launch_file(to, [] if default else QUESTIONS, ask))
 

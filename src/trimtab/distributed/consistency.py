@@ -1,4 +1,4 @@
-"""Processes that should be alike are compared before they train: who differs, in what, is said on every one of them."""
+"""Compares versions, recipes and data over the ranks before training: a difference is an error on every rank."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,29 +9,28 @@ from trimtab.errors import RecipeError
 
 
 def require_same(world: World, what: str, facts: Mapping[str, Any], cure: str = "") -> None:
-    """Compare facts over the processes.
+    """Require that every rank has the same values.
 
     Args:
-        world: The processes.
+        world: The ranks.
         what: What is compared, for the message: "versions", "recipe".
-        facts: Small values by name.
-        cure: What mends a difference.
+        facts: Small picklable values by name.
+        cure: What to do about a difference.
 
     Raises:
-        RecipeError: On every process, with each rank that differs from most, and in what.
+        RecipeError: On every rank, with each rank that differs from the majority, and in which values.
     """
     if world.num_processes == 1:
         return
-    everyone = world.objects_of_all(dict(facts))
-    names = dict.fromkeys(name for one in everyone for name in one)
+    facts_by_rank = world.objects_of_all(dict(facts))
     problems = []
-    for name in names:
-        values = [one.get(name) for one in everyone]
-        usual = Counter(map(repr, values)).most_common(1)[0][0]
+    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
+        values = [repr(facts.get(name)) for facts in facts_by_rank]
+        majority = Counter(values).most_common(1)[0][0]
         problems += [
-            f"rank {rank} has {name} {value!r}, others {usual}"
+            f"rank {rank} has {name} {value}, others {majority}"
             for rank, value in enumerate(values)
-            if repr(value) != usual
+            if value != majority
         ]
     if problems:
         cure = cure or f"start every process with the same {what}"

@@ -1,7 +1,7 @@
-"""torch's DistributedDataParallel, so that the loop of one process runs on several unchanged.
+"""torch's DistributedDataParallel, for a training loop that is the same on one process and on several.
 
-Added to it: attributes of the model are found on the wrapper, parameters that begin to train later are taken in, and a
-process whose micro-batch counts for nothing can answer for its gradients without a backward through the model.
+Added to it: the wrapper has the attributes of the model, parameters may be frozen or unfrozen later, and a rank without
+a loss (a micro-batch without labels, a failed backward) contributes zero gradients without a backward of the model.
 """
 
 import inspect
@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab.errors import LossError, PrepareError
 
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
-# torch has renamed it
+# renamed in newer versions of torch
 _BUFFERS_IN_FORWARD = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
 class DataParallelOptions:
-    """What DistributedDataParallel can be told; the defaults are torch's, but for views instead of copies."""
+    """Options of DistributedDataParallel; torch's defaults, except that gradients are views of the buckets."""
 
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
@@ -32,12 +32,12 @@ class DataParallelOptions:
 
 
 class DataParallel(DistributedDataParallel):
-    """A model whose gradients are averaged over the processes while backward still runs.
+    """A model whose gradients are averaged over the ranks during backward.
 
     Args:
         module: The model, on its device.
-        options: Those of DistributedDataParallel.
-        explain: Gives for an error the one to raise: another if a process is gone, else the same.
+        options: Passed to DistributedDataParallel.
+        explain: Maps an error of a collective to the one to raise: a `PeerError` if a rank is lost, else the same.
     """
 
     def __init__(
@@ -51,35 +51,35 @@ class DataParallel(DistributedDataParallel):
         self._wrap(module, init_sync=True)
 
     def _wrap(self, module: torch.nn.Module, init_sync: bool) -> None:
-        # statistics of batch norms are those of the first process; other buffers are constants, and need no broadcast
+        # Batch norm statistics are broadcast from rank 0; other buffers are constants.
         has_statistics = any(isinstance(part, _BatchNorm) for part in module.modules())
         settings: dict[str, Any] = {_BUFFERS_IN_FORWARD: has_statistics, **asdict(self._options)}
         super().__init__(module, init_sync=init_sync, **settings)
-        self._training = _what_trains(module)
-        orders_buckets_later = not (self._options.find_unused_parameters or self._options.static_graph)
-        if orders_buckets_later:
-            self._settle_buckets()
-        self.can_give_up = orders_buckets_later and not has_statistics
+        self._trainable = _is_trainable(module)
+        rebuilds_buckets = not (self._options.find_unused_parameters or self._options.static_graph)
+        if rebuilds_buckets:
+            self._rebuild_buckets()
+        self.can_give_up = rebuilds_buckets and not has_statistics
         self._awaits_backward = False
-        self._num_forwards = 0  # since the last exchange
-        self.has_own_gradients = False  # a forward since then was one whose gradients are not exchanged by themselves
-        self._was_shared = False  # that exchange answered for several forwards
+        self._num_forwards = 0  # since the last all-reduce of gradients
+        self.has_own_gradients = False  # a forward since then ran under no_sync
+        self._was_shared = False  # that all-reduce was for several forwards
         self._is_checked = False
 
-    def _settle_buckets(self) -> None:
-        """Let torch order its buckets now, and not after the first step.
+    def _rebuild_buckets(self) -> None:
+        """Let torch build its final buckets now, and not after the first step.
 
-        The order of a sum over three and more processes depends on the bucket: a resumed run, whose first step comes
-        later, would round that step in another way. Nor has a forward to wait for the other processes then.
+        With three or more ranks the order of a sum depends on the bucket: the first step of a resumed run would round
+        differently from the same step of an uninterrupted run. It also saves a collective in the second forward.
         """
-        trained = list(self._exchanged().values())
-        held = [parameter.grad for parameter in trained]
+        synced = list(self._synced_parameters().values())
+        gradients = [parameter.grad for parameter in synced]
         self.zero_grad(set_to_none=True)
         self.reducer.prepare_for_backward([])
-        _Nothing.apply(*reversed(trained)).backward()  # type: ignore[no-untyped-call]
+        _Zero.apply(*reversed(synced)).backward()  # type: ignore[no-untyped-call]
         self.zero_grad(set_to_none=True)
         self.reducer._rebuild_buckets()
-        for parameter, gradient in zip(trained, held, strict=True):
+        for parameter, gradient in zip(synced, gradients, strict=True):
             parameter.grad = gradient
 
     def __getattr__(self, name: str) -> Any:
@@ -91,14 +91,14 @@ class DataParallel(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def follow_what_trains(self) -> None:
-        """Exchange other gradients from now on, if something was frozen or began to train. All processes do."""
-        if self._training != _what_trains(self.module):
-            is_exchanging = self.require_backward_grad_sync
+        """Wrap the model again if `requires_grad` of a parameter has changed, which has to happen on all ranks."""
+        if self._trainable != _is_trainable(self.module):
+            is_synced = self.require_backward_grad_sync
             self._wrap(self.module, init_sync=False)
-            self.require_backward_grad_sync = is_exchanging
+            self.require_backward_grad_sync = is_synced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward."""
+        """Run the forward of the model."""
         if torch.is_grad_enabled():
             self.follow_what_trains()
             self._awaits_backward = self.require_backward_grad_sync
@@ -106,36 +106,36 @@ class DataParallel(DistributedDataParallel):
             self.has_own_gradients |= not self.require_backward_grad_sync
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # its first forwards, and those with batch norms, need the other processes
+        except RuntimeError as error:  # some forwards contain collectives, for batch norms for example
             explained = self._explain(error)
-            if explained is error:  # not again `from` itself: that would keep all activations in a circle
+            if explained is error:  # `raise error from error` would keep all activations in a reference cycle
                 raise
             raise explained from error
 
-    def _exchanged(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters whose gradients the processes exchange."""
+    def _synced_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients are averaged over the ranks."""
         ignored = self.parameters_to_ignore
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
 
     def answer_with_nothing(self, loss: torch.Tensor) -> None:
-        """Give the other processes gradients of zero, if they wait for this one's.
+        """Contribute zero gradients, if the other ranks wait for those of this rank.
 
         Args:
-            loss: What this process would have differentiated; it may be NaN.
+            loss: The loss of this rank; it may be NaN.
         """
         if not self._awaits_backward:
             return
-        trained = list(self._exchanged().values())
-        if self._options.find_unused_parameters:  # torch has answered for the others when it looked at the graph
+        synced = list(self._synced_parameters().values())
+        if self._options.find_unused_parameters:  # torch has marked unused parameters ready in the forward
             used = _leaves_of(loss)
-            trained = [parameter for parameter in trained if id(parameter) in used]
-        if trained:
-            _Nothing.apply(*trained).backward()  # type: ignore[no-untyped-call]
+            synced = [parameter for parameter in synced if id(parameter) in used]
+        if synced:
+            _Zero.apply(*synced).backward()  # type: ignore[no-untyped-call]
         self._awaits_backward = False
 
     @contextmanager
     def exchanging_in_backward(self) -> Iterator[None]:
-        """A context for the last backward of several forwards that ran under `no_sync`: it exchanges gradients."""
+        """A context for a backward that averages gradients although its forward ran under `no_sync`."""
         before = self.require_backward_grad_sync, self.require_forward_param_sync
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer.prepare_for_backward([])
@@ -146,47 +146,47 @@ class DataParallel(DistributedDataParallel):
             self.require_backward_grad_sync, self.require_forward_param_sync = before
 
     def begin_exchange(self) -> None:
-        """Note what is needed to give up in the middle of the backward that comes now."""
+        """Note which gradients are ready before a backward, for `give_up_exchange`."""
         self._ready_before = self.reducer.get_backward_stats()
 
     def give_up_exchange(self) -> None:
-        """Answer with zeros for what a backward that has failed did not come to: the others wait for it."""
+        """After a failed backward, contribute zeros for the gradients it did not reach: other ranks wait for them."""
         if self._awaits_backward:
-            moments = zip(self._ready_before, self.reducer.get_backward_stats(), strict=True)
-            is_ready = [before != now for before, now in moments]
-            left = [p for p, ready in zip(self._exchanged().values(), is_ready, strict=True) if not ready]
-            if left:
-                _Nothing.apply(*left).backward()  # type: ignore[no-untyped-call]
+            ready_times = zip(self._ready_before, self.reducer.get_backward_stats(), strict=True)
+            is_ready = [before != now for before, now in ready_times]
+            missing = [p for p, ready in zip(self._synced_parameters().values(), is_ready, strict=True) if not ready]
+            if missing:
+                _Zero.apply(*missing).backward()  # type: ignore[no-untyped-call]
 
     def start_over(self) -> None:
-        """Every process has given up a window: none waits for a backward that does not come any more."""
-        self.zero_grad(set_to_none=True)  # else the old buckets would be there beside the new ones
+        """Reset the reducer after every rank has abandoned its accumulation window."""
+        self.zero_grad(set_to_none=True)  # gradients are views that would keep the old buckets allocated
         self.reducer._reset_state()
-        self._settle_buckets()
+        self._rebuild_buckets()
         self._awaits_backward = False
         self._num_forwards = 0
         self.has_own_gradients = False
 
     def backward_done(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> None:
-        """Gradients have been exchanged, if this model had a part in the loss. See whether all of them were.
+        """Check after a backward that every synced parameter got a gradient, if the loss depends on this model.
 
-        A parameter that takes no part would stop every process at the next forward, with no word about which one.
+        Without one, torch would raise at the next forward, without the name of the parameter.
 
         Args:
-            loss: What was differentiated.
-            models: All models whose gradients are exchanged.
+            loss: The loss of this backward.
+            models: All models whose gradients are averaged.
         """
         if not self._awaits_backward:
             if self._was_shared and not self._num_forwards and self._has_part_in(loss, models):
                 raise LossError(
-                    "a second backward came after several forwards: several processes exchange gradients only once",
+                    "a second backward after several forwards: several processes average gradients only once",
                     "add the losses and call backward once, or call each backward right after its forward",
                 )
             return
-        exchanged = {} if self._is_checked else self._exchanged()
-        idle = [name for name, parameter in exchanged.items() if parameter.grad is None]
-        if idle and len(idle) == len(exchanged):
-            return  # the loss was of another model
+        synced = {} if self._is_checked else self._synced_parameters()
+        unused = [name for name, parameter in synced.items() if parameter.grad is None]
+        if unused and len(unused) == len(synced):
+            return  # the loss belongs to another model
         self._awaits_backward, self._is_checked = False, True
         self._was_shared, self._num_forwards = self._num_forwards > 1, 0
         self.has_own_gradients = False
@@ -194,19 +194,19 @@ class DataParallel(DistributedDataParallel):
             return
         if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
             raise PrepareError(
-                "a parameter that took no part in the loss of the first row has a gradient now, which is not exchanged",
+                "a parameter that was unused in the loss of the first row has a gradient now, which is not averaged",
                 "use a loop of your own with Engine(find_unused_parameters=True)",
             )
-        if idle:
-            shown = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+        if unused:
+            shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
             raise PrepareError(
-                f"{len(idle)} parameters take no part in the loss ({shown}), so several processes would wait for them",
-                "Engine(find_unused_parameters=True), or requires_grad_(False) on them before prepare",
+                f"{len(unused)} parameters are unused in the loss ({shown}), and several processes would wait for them",
+                "set Engine(find_unused_parameters=True), or requires_grad_(False) on them before prepare",
             )
 
     def _has_part_in(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> bool:
-        """Whether a loss depends on this model: on a parameter that none of the others has as well."""
-        own = {id(parameter) for parameter in self._exchanged().values()}
+        """Whether a loss depends on this model: on a parameter that no other model shares."""
+        own = {id(parameter) for parameter in self._synced_parameters().values()}
         for other in models:
             if other is not self:
                 own -= {id(parameter) for parameter in other.module.parameters()}
@@ -214,13 +214,13 @@ class DataParallel(DistributedDataParallel):
 
 
 def leave_out(model: torch.nn.Module, names: list[str]) -> None:
-    """Let processes not wait for the gradients of these parameters, which never get any."""
+    """Exclude these parameters, which never get a gradient, from the averaging of gradients."""
     if names:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
 
-class _Nothing(torch.autograd.Function):
-    """A zero that depends on parameters, with a gradient of zero for each, whatever their values are."""
+class _Zero(torch.autograd.Function):
+    """A zero that depends on parameters, with zero gradients also for values that are NaN."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -232,21 +232,21 @@ class _Nothing(torch.autograd.Function):
         return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
 
 
-def _what_trains(module: torch.nn.Module) -> list[bool]:
+def _is_trainable(module: torch.nn.Module) -> list[bool]:
     return [parameter.requires_grad for parameter in module.parameters()]
 
 
 def _leaves_of(loss: torch.Tensor) -> set[int]:
-    """The parameters that a loss depends on, by id."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    """Ids of the parameters that a loss depends on."""
+    leaves: set[int] = set()
+    seen: set[Any] = {None}
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting.extend(function for function, _ in node.next_functions)
-    return found
+            leaves.add(id(node.variable))
+        nodes.extend(function for function, _ in node.next_functions)
+    return leaves

@@ -1,6 +1,6 @@
-"""Where this process stands among those that train together, read from the environment that launchers set.
+"""What a process finds at its start: rank and rendezvous from the launcher's variables, devices and cores of its host.
 
-torchrun (and so `trimtab launch`), SLURM's srun, and anything that sets RANK and WORLD_SIZE are recognised.
+torchrun (and so `trimtab launch`), SLURM's srun, and anything else that sets RANK and WORLD_SIZE are recognised.
 """
 
 import os
@@ -11,33 +11,34 @@ from dataclasses import dataclass
 from trimtab.errors import RecipeError
 
 _TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"
-# Only the steps of srun have it: a batch script with SLURM_NTASKS=4 is itself one process.
+# Set in the steps of srun only: a batch script with SLURM_NTASKS=4 is itself one process.
 _SRUN_MARK = "SLURM_STEP_NUM_TASKS"
 _MPIRUN_MARK = "OMPI_COMM_WORLD_SIZE"
 _SRUN_CURE = "start the processes with srun; or unset SLURM_STEP_NUM_TASKS to run one process"
+_ALL_VARIABLES = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _RANKS_CURE = (
-    "start the processes with trimtab launch or torchrun, which set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
-    "MASTER_ADDR and MASTER_PORT; or unset RANK and WORLD_SIZE to run one process"
+    f"start the processes with trimtab launch or torchrun, which set {_ALL_VARIABLES}; or unset RANK and WORLD_SIZE to "
+    "run one process"
 )
-# Below the ports that systems hand out by themselves, so that the meeting point is rarely taken.
+# Below the range from which systems assign ports to clients: these are rarely taken.
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 _LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among those that train together.
+    """Rank and rendezvous of this process.
 
     Args:
-        rank: Of this process, among all.
-        num_processes: All of them.
-        local_rank: Of this process, among those of its host.
-        num_local: Processes of this host.
-        address: Host where all meet; None where torch has to read it from the environment, or where there is nobody.
-        port: Of the meeting point.
+        rank: Among all processes.
+        num_processes: World size.
+        local_rank: Among the processes of this host.
+        num_local: Processes on this host.
+        address: Host of the rendezvous; None if torch has to read it from the environment, or for one process.
+        port: Port of the rendezvous.
         launcher: "none", "torchrun", "slurm" or "environment".
-        attempt: How often the launcher has started this job again.
-        job: An id that all processes and all restarts of one job share, if the launcher gives one.
+        attempt: How often the launcher has restarted this job.
+        job: Id that all processes and all restarts of a job share, if the launcher provides one.
     """
 
     rank: int
@@ -52,56 +53,72 @@ class Place:
 
     @property
     def local_device(self) -> int | None:
-        """Which device of this host is this process's; None for one process, which looks by itself.
+        """Device index of this process on its host; None for one process, which chooses by itself.
 
-        SLURM may show each task its own device alone, which is then the first for every one of them.
+        SLURM may show each task only its own device, which then has index 0 in every task.
         """
         if self.num_processes == 1:
             return None
-        return 0 if self.launcher == "slurm" and _num_devices() == 1 else self.local_rank
+        return 0 if self.launcher == "slurm" and inspect_machine().num_devices == 1 else self.local_rank
 
 
-def _num_devices() -> int:
+SINGLE_PROCESS = Place(0, 1, 0, 1, None, None, "none")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this host offers to the processes that are started on it.
+
+    Args:
+        num_devices: GPUs or other accelerators that torch can use.
+        num_cpus: Cores that this process may use.
+    """
+
+    num_devices: int
+    num_cpus: int
+
+
+def inspect_machine() -> Machine:
+    """Count the devices and cores of this host, without initializing CUDA."""
     import torch
 
-    return torch.accelerator.device_count()
-
-
-ALONE = Place(0, 1, 0, 1, None, None, "none")
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    has_devices = torch.accelerator.current_accelerator(check_available=True) is not None
+    return Machine(torch.accelerator.device_count() if has_devices else 0, num_cpus)
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place:
-    """The place of this process.
+    """Read rank and rendezvous from the environment.
 
     Args:
-        environ: The environment; that of this process if left out.
+        environ: The variables; None: those of this process.
 
     Raises:
-        RecipeError: The variables contradict each other, or one of them is not what it should be.
+        RecipeError: A variable is invalid, or two contradict each other.
     """
-    # A variable that is set to nothing counts as not set: `export WORLD_SIZE=` is how people clear one.
+    # An empty variable counts as unset: `export WORLD_SIZE=` is a way to clear one.
     given = {name: value.strip() for name, value in (os.environ if environ is None else environ).items() if value}
     if "RANK" in given or "WORLD_SIZE" in given:
-        return _by_ranks(given)
+        return _from_ranks(given)
     if _number(given, _MPIRUN_MARK, "start the processes with trimtab launch or torchrun", default=1) > 1:
-        # Not from SLURM's variables: below mpirun they count the daemons that it has started, one a host.
+        # SLURM's variables do not help: under mpirun they count its daemons, one per host.
         raise RecipeError(
             f"mpirun has started {given[_MPIRUN_MARK]} processes, and each would train alone",
-            "use trimtab launch, torchrun or srun; or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
-            "and MASTER_PORT for each process",
+            f"use trimtab launch, torchrun or srun; or set {_ALL_VARIABLES} for each process",
         )
     if _SRUN_MARK in given:
-        return _by_srun(given)
-    return ALONE
+        return _from_srun(given)
+    return SINGLE_PROCESS
 
 
-def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is one of several."""
-    return find_place(environ).num_processes > 1
+def started_again() -> str | None:
+    """Return the id of this job if the launcher has restarted it."""
+    place = find_place()
+    return place.job if place.attempt > 0 else None
 
 
-def _by_ranks(given: Mapping[str, str]) -> Place:
-    """torchrun, or an operator of Kubernetes, or a script that sets the same variables."""
+def _from_ranks(given: Mapping[str, str]) -> Place:
+    """torchrun, a Kubernetes operator, or a script that sets the same variables."""
     if "WORLD_SIZE" not in given:
         raise RecipeError(f"RANK={given['RANK']} is set, but WORLD_SIZE is not", _RANKS_CURE)
     num_processes = _number(given, "WORLD_SIZE", _RANKS_CURE, low=1)
@@ -109,32 +126,25 @@ def _by_ranks(given: Mapping[str, str]) -> Place:
         raise RecipeError(f"WORLD_SIZE={num_processes} is set, but RANK is not", _RANKS_CURE)
     rank = _number(given, "RANK", _RANKS_CURE, default=0)
     if rank >= num_processes:
-        raise RecipeError(f"RANK={rank}, but WORLD_SIZE={num_processes}: ranks begin at 0", _RANKS_CURE)
-    by_torchrun = _TORCHRUN_MARK in given
-    if num_processes == 1 and not by_torchrun:
-        return ALONE
-    local_rank, num_local = _local_by_ranks(given, rank, num_processes)
-    if not by_torchrun:
-        return Place(rank, num_processes, local_rank, num_local, *_meeting_point(given), "environment")
-    return Place(
-        rank,
-        num_processes,
-        local_rank,
-        num_local,
-        None,  # the store belongs to torchrun: torch must find it by itself, or rank 0 would open a second one
-        None,
-        "torchrun",
-        attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", _RANKS_CURE, default=0),
-        # "none" is torchrun's word for no id; its process is the same in all attempts
-        job=given[_TORCHRUN_MARK] if given[_TORCHRUN_MARK] != "none" else f"torchrun-{os.getppid()}",
-    )
+        raise RecipeError(f"RANK={rank}, but WORLD_SIZE={num_processes}: ranks start at 0", _RANKS_CURE)
+    job = given.get(_TORCHRUN_MARK)
+    if num_processes == 1 and job is None:
+        return SINGLE_PROCESS
+    local = _read_local_rank(given, rank, num_processes)
+    if job is None:
+        return Place(rank, num_processes, *local, *_read_rendezvous(given), "environment")
+    attempt = _number(given, "TORCHELASTIC_RESTART_COUNT", _RANKS_CURE, default=0)
+    # "none" is torchrun's default id; its process id is the same over all restarts.
+    job = job if job != "none" else f"torchrun-{os.getppid()}"
+    # No address: the store belongs to torchrun, and with one rank 0 would open a second store.
+    return Place(rank, num_processes, *local, None, None, "torchrun", attempt, job)
 
 
-def _local_by_ranks(given: Mapping[str, str], rank: int, num_processes: int) -> tuple[int, int]:
+def _read_local_rank(given: Mapping[str, str], rank: int, num_processes: int) -> tuple[int, int]:
     if "LOCAL_RANK" not in given:
         if _number(given, "LOCAL_WORLD_SIZE", _RANKS_CURE, default=1, low=1) > 1:
             raise RecipeError(f"LOCAL_WORLD_SIZE={given['LOCAL_WORLD_SIZE']}, but LOCAL_RANK is not set", _RANKS_CURE)
-        return 0, 1  # Kubernetes' PyTorchJob: one process a host
+        return 0, 1  # a PyTorchJob of Kubernetes: one process per host
     local_rank = _number(given, "LOCAL_RANK", _RANKS_CURE)
     if "LOCAL_WORLD_SIZE" not in given and given.get("MASTER_ADDR") not in ("localhost", "127.0.0.1", "::1"):
         raise RecipeError(
@@ -143,46 +153,43 @@ def _local_by_ranks(given: Mapping[str, str], rank: int, num_processes: int) -> 
         )
     num_local = _number(given, "LOCAL_WORLD_SIZE", _RANKS_CURE, default=num_processes, low=1)
     if local_rank >= num_local or local_rank > rank or num_local > num_processes:
-        raise RecipeError(
-            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={num_local} cannot be RANK={rank} of "
-            f"WORLD_SIZE={num_processes}",
-            _RANKS_CURE,
-        )
+        local = f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={num_local}"
+        raise RecipeError(f"{local} contradict RANK={rank} and WORLD_SIZE={num_processes}", _RANKS_CURE)
     return local_rank, num_local
 
 
-def _by_srun(given: Mapping[str, str]) -> Place:
+def _from_srun(given: Mapping[str, str]) -> Place:
     num_processes = _number(given, _SRUN_MARK, _SRUN_CURE, low=1)
     if num_processes == 1:
-        return ALONE
+        return SINGLE_PROCESS
     rank = _number(given, "SLURM_PROCID", _SRUN_CURE)
     if rank >= num_processes:
         raise RecipeError(f"SLURM_PROCID={rank}, but SLURM_STEP_NUM_TASKS={num_processes}", _SRUN_CURE)
-    counts = _tasks_of_hosts(given, num_processes)
-    host = _number(given, "SLURM_NODEID", _SRUN_CURE, default=0 if len(counts) == 1 else None)
+    counts = _tasks_per_node(given, num_processes)
+    node = _number(given, "SLURM_NODEID", _SRUN_CURE, default=0 if len(counts) == 1 else None)
     local_rank = _number(given, "SLURM_LOCALID", _SRUN_CURE)
-    if host >= len(counts) or local_rank >= counts[host]:
+    if node >= len(counts) or local_rank >= counts[node]:
         raise RecipeError(
-            f"SLURM_LOCALID={local_rank} on SLURM_NODEID={host} does not go with "
+            f"SLURM_LOCALID={local_rank} and SLURM_NODEID={node} contradict "
             f"SLURM_STEP_TASKS_PER_NODE={given['SLURM_STEP_TASKS_PER_NODE']}",
             _SRUN_CURE,
         )
     job = _number(given, "SLURM_JOB_ID", _SRUN_CURE)
     step = _number(given, "SLURM_STEP_ID", _SRUN_CURE, default=0)
-    # What a batch script exports by hand comes first.
-    address, port = _meeting_point(
+    # MASTER_ADDR and MASTER_PORT that a batch script exports take precedence.
+    address, port = _read_rendezvous(
         {
             **given,
-            "MASTER_ADDR": given.get("MASTER_ADDR") or _first_host(given),
+            "MASTER_ADDR": given.get("MASTER_ADDR") or _first_node(given),
             "MASTER_PORT": given.get("MASTER_PORT") or str(_FIRST_PORT + (31 * job + step) % _NUM_PORTS),
         }
     )
     attempt = _number(given, "SLURM_RESTART_COUNT", _SRUN_CURE, default=0)
-    return Place(rank, num_processes, local_rank, counts[host], address, port, "slurm", attempt, f"slurm-{job}.{step}")
+    return Place(rank, num_processes, local_rank, counts[node], address, port, "slurm", attempt, f"slurm-{job}.{step}")
 
 
-def _tasks_of_hosts(given: Mapping[str, str], num_processes: int) -> list[int]:
-    """SLURM's short form, such as "2(x3),1", as one number a host."""
+def _tasks_per_node(given: Mapping[str, str], num_processes: int) -> list[int]:
+    """Expand SLURM's notation, such as "2(x3),1", to one number per node."""
     text = given.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for part in text.split(","):
@@ -195,19 +202,19 @@ def _tasks_of_hosts(given: Mapping[str, str], num_processes: int) -> list[int]:
     return counts
 
 
-def _first_host(given: Mapping[str, str]) -> str:
-    """The host of rank 0, from SLURM's short form: node[01-03,07] begins with node01."""
+def _first_node(given: Mapping[str, str]) -> str:
+    """Return the host of rank 0 from SLURM's notation: node[01-03,07] starts with node01."""
     text = given.get("SLURM_STEP_NODELIST", "")
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])*(?=,|$)", text)
     host = re.sub(r"\[([0-9]+)(?:[-,][0-9,-]*)?\]", r"\1", first[0] if first else "")
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?", host):
         raise RecipeError(
-            f"SLURM_STEP_NODELIST={text!r} does not begin with a host", "set MASTER_ADDR to the host of rank 0"
+            f"SLURM_STEP_NODELIST={text!r} does not start with a host name", "set MASTER_ADDR to the host of rank 0"
         )
     return host
 
 
-def _meeting_point(given: Mapping[str, str]) -> tuple[str, int]:
+def _read_rendezvous(given: Mapping[str, str]) -> tuple[str, int]:
     for name, example in (("MASTER_ADDR", "the name of the host of rank 0"), ("MASTER_PORT", "a free port of it")):
         if name not in given:
             raise RecipeError(f"WORLD_SIZE={given['WORLD_SIZE']} is set, but {name} is not", f"set {name} to {example}")
@@ -216,26 +223,14 @@ def _meeting_point(given: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _number(
-    given: Mapping[str, str],
-    name: str,
-    cure: str,
-    *,
-    default: int | None = None,
-    low: int = 0,
-    high: int = 2**62,
+    given: Mapping[str, str], name: str, cure: str, *, default: int | None = None, low: int = 0, high: int = 2**62
 ) -> int:
-    """A variable as a whole number within its bounds."""
+    """Read a variable as a whole number within bounds."""
     if name not in given:
         if default is None:
             raise RecipeError(f"{name} is not set", cure)
         return default
     if not re.fullmatch(r"[0-9]{1,18}", given[name]) or not low <= int(given[name]) <= high:
         upper = f" to {high}" if high < 2**62 else " or more"
-        raise RecipeError(f"{name}={given[name]!r} is no whole number, {low}{upper}", cure)
+        raise RecipeError(f"{name}={given[name]!r} is not a whole number, {low}{upper}", cure)
     return int(given[name])
-
-
-def started_again() -> str | None:
-    """The id of this job, if the launcher has started it before and starts it again."""
-    place = find_place()
-    return place.job if place.attempt > 0 else None

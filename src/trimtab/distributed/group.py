@@ -1,4 +1,4 @@
-"""Several processes, over torch.distributed: gathering, reducing, waiting, and a message where one of them is gone."""
+"""`GroupWorld`: collectives over torch.distributed's default process group; a lost rank is named in the error."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,64 +9,63 @@ import torch
 import torch.distributed as dist
 
 from trimtab.distributed.ddp import DataParallel, DataParallelOptions
-from trimtab.distributed.health.monitor import Monitor, NoMonitor
-from trimtab.distributed.row_shares import share_of
-from trimtab.distributed.world import DistributedType, Number, check_reduction, concatenated, map_tensors
+from trimtab.distributed.health.monitor import Monitor
+from trimtab.distributed.row_shares import split_for_rank
+from trimtab.distributed.world import DistributedType, Number, World, check_reduction, concatenated, map_tensors
 from trimtab.errors import RecipeError
 
 T = TypeVar("T")
 _MAX_DIMS = 8
+# Words in errors of gloo, NCCL and sockets that may mean that a rank is gone.
 _LOST = ("peer", "connection", "gloo", "nccl", "timed out", "socket", "broken pipe", "process group")
 
 
-class GroupWorld:
-    """The processes of torch's default process group.
+class GroupWorld(World):
+    """The ranks of torch's default process group.
 
     Args:
-        device: Where this process computes.
-        local_process_index: This process among those of its host.
-        monitor: Knows what the other processes do.
-        options: How models are connected.
+        device: Device of this rank.
+        local_process_index: Local rank.
+        monitor: Watches the other ranks.
+        options: Passed to DistributedDataParallel.
     """
 
     def __init__(
         self,
         device: torch.device,
         local_process_index: int,
-        monitor: Monitor | NoMonitor,
+        monitor: Monitor,
         options: DataParallelOptions,
     ) -> None:
+        super().__init__(monitor)
         self.num_processes = dist.get_world_size()
         self.process_index = dist.get_rank()
         self.local_process_index = local_process_index
         self.distributed_type = DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU
-        self.monitor: Monitor | NoMonitor = monitor
         self._options = options
-        # sizes and objects go from host to host where the group can; a group of NCCL alone cannot
+        # Small host-side values (sizes, flags) go through gloo if the group has it: no host-device sync.
         self._host = torch.device("cpu") if "gloo" in _backend() else device
 
-    # ------------------------------------------------------------------ gathering
-
     def gather(self, value: T) -> T:
-        """Each tensor of `value` from every process, concatenated along the first dimension; scalars give a row."""
+        """Concatenate each tensor of `value` over the ranks."""
         gathered: T = concatenated(self.gather_each(value))
         return gathered
 
     def gather_each(self, value: T) -> list[T]:
-        """`value` of every process, in the order of ranks; tensors may differ in length."""
-        received: list[list[torch.Tensor]] = []
+        """Return `value` of every rank, in rank order."""
+        received: list[list[torch.Tensor]] = []  # for each tensor in `value`, that of every rank
         with self.exchanging("gather"):
             map_tensors(lambda tensor: received.append(self._gather_tensor(tensor)), value)
-        return [self._of_rank(rank, value, received) for rank in range(self.num_processes)]
 
-    def _of_rank(self, rank: int, value: T, received: list[list[torch.Tensor]]) -> T:
-        """`value` with each tensor, in the same order, replaced by that of another process."""
-        theirs = iter(received)
-        replaced: T = map_tensors(lambda tensor: next(theirs)[rank], value)
-        return replaced
+        def value_of(rank: int) -> T:
+            tensors = iter(received)
+            replaced: T = map_tensors(lambda _: next(tensors)[rank], value)
+            return replaced
+
+        return [value_of(rank) for rank in range(self.num_processes)]
 
     def _gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """As bytes, because not every backend knows every dtype; padded to the longest where lengths differ."""
+        """Gather as bytes, because not every backend supports every dtype, padded to the longest tensor."""
         row = tensor.detach()[None] if tensor.dim() == 0 else tensor.detach().contiguous()
         shapes = [list(row.shape)] * self.num_processes if tensor.dim() == 0 else self._shapes(row)
         sizes = [row.element_size() * torch.Size(shape).numel() for shape in shapes]
@@ -81,35 +80,33 @@ class GroupWorld:
 
     def _shapes(self, tensor: torch.Tensor) -> list[list[int]]:
         if tensor.dim() > _MAX_DIMS:
-            raise RecipeError(f"a tensor of {tensor.dim()} dimensions cannot be gathered", "flatten it first")
+            raise RecipeError(f"a tensor with {tensor.dim()} dimensions cannot be gathered", "flatten it first")
         mine = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())], device=self._host)
         received = [torch.empty_like(mine) for _ in range(self.num_processes)]
         dist.all_gather(received, mine)
         return [shape[1 : 1 + shape[0]] for shape in (one.tolist() for one in received)]
 
     def gather_object(self, value: Any) -> list[Any]:
-        """The lists of all processes as one list; anything else as one element for each process."""
+        """Return one element per rank; lists are joined into one list."""
         gathered = self.objects_of_all(value)
         return [item for part in gathered for item in part] if isinstance(value, list) else gathered
 
     def objects_of_all(self, value: Any) -> list[Any]:
-        """`value` of every process, whatever it is, in the order of ranks."""
+        """Return the picklable `value` of every rank, in rank order."""
         gathered: list[Any] = [None] * self.num_processes
         with self.exchanging("gather_object"):
             dist.all_gather_object(gathered, value)
         return gathered
 
     def object_of_first(self, value: T) -> T:
-        """What the first process gave."""
+        """Broadcast the picklable `value` of rank 0."""
         holder = [value]
         with self.exchanging("broadcast"):
             dist.broadcast_object_list(holder, src=0)
         return holder[0]
 
-    # ------------------------------------------------------------------ reducing
-
     def reduce(self, value: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Each tensor of `value` summed ("sum"), averaged ("mean") or maximized ("max") over the processes."""
+        """Reduce each tensor of `value` over the ranks."""
         check_reduction(reduction)
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +125,7 @@ class GroupWorld:
         return result
 
     def total(self, value: Number, device: torch.device) -> Number:
-        """The sum of a number over the processes; on an accelerator it stays there, and no host waits."""
+        """Sum a number over the ranks, without a host-device sync on an accelerator."""
         if isinstance(value, torch.Tensor):
             summed = value.clone()
         else:
@@ -139,7 +136,7 @@ class GroupWorld:
         return summed if summed.device.type != "cpu" or isinstance(value, torch.Tensor) else float(summed)
 
     def pad_across_processes(self, value: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Each tensor of `value` padded to the largest size that any process holds."""
+        """Pad each tensor of `value` to the largest size that any rank has."""
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
             if dim >= tensor.dim() or dim < -tensor.dim():
@@ -157,16 +154,14 @@ class GroupWorld:
             result: T = map_tensors(padded, value)
         return result
 
-    # ------------------------------------------------------------------ order
-
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
+        """Block until every rank has called this."""
         with self.exchanging("wait_for_everyone"):
             dist.all_reduce(torch.zeros((), device=self._host))
 
     @contextmanager
     def main_process_first(self, local: bool = False) -> Iterator[None]:
-        """A context in which the main process (with `local`, the first of each host) goes before the others."""
+        """Run the block on rank 0 (with `local`, on local rank 0 of each host) before the other ranks run it."""
         is_first = (self.local_process_index if local else self.process_index) == 0
         if not is_first:
             self.wait_for_everyone()
@@ -181,24 +176,24 @@ class GroupWorld:
                 self.wait_for_everyone()
 
     def split(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """This process's share of a list, tuple, dict of lists, tensor or dataset."""
+        """Return this rank's part of a list, tuple, dict of lists, tensor or dataset."""
         try:
-            return share_of(inputs, self.process_index, self.num_processes, apply_padding)
+            return split_for_rank(inputs, self.process_index, self.num_processes, apply_padding)
         except (TypeError, ValueError) as error:
             raise RecipeError(f"split_between_processes: {error}", "pass a list, tuple, tensor or dataset") from error
 
     def anyone(self, flag: bool) -> bool:
-        """Whether any process says so. The hosts wait for each other, their devices for nobody."""
-        said = torch.tensor(int(flag), dtype=torch.int32, device=self._host)
+        """Return whether the flag is set on any rank."""
+        largest = torch.tensor(int(flag), dtype=torch.int32, device=self._host)
         with self.exchanging("agree"):
-            dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        return bool(said)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return bool(largest)
 
     @contextmanager
-    def exchanging(self, verb: str) -> Iterator[None]:
-        """A context in which this process needs the others; one that is gone becomes a `PeerError` that names it."""
+    def exchanging(self, operation: str) -> Iterator[None]:
+        """A context for a collective; the error for a lost rank is a `PeerError` that names it."""
         try:
-            with self.monitor.waiting(verb):
+            with self.monitor.waiting(operation):
                 yield
         except RuntimeError as error:
             explained = self._explained(error)
@@ -207,13 +202,13 @@ class GroupWorld:
             raise explained from error
 
     def _explained(self, error: RuntimeError) -> Exception:
-        """The same error, or, where it says that a process is gone, one that names it."""
+        """Return a `PeerError` that names the lost rank, or `error` itself if it has another cause."""
         if any(word in str(error).lower() for word in _LOST):
             return self.monitor.explain(error)
         return error
 
     def connect(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model as DistributedDataParallel; one of which nothing trains stays as it is."""
+        """Wrap the model in DistributedDataParallel, unless it has no trainable parameters."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         with self.exchanging("prepare"):

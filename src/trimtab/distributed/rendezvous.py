@@ -1,11 +1,10 @@
-"""How this process joins the others: found in the environment, connected once, compared before anything runs."""
+"""Connects this process to the other ranks: process group, monitor, and a comparison of versions."""
 
 import atexit
 import contextlib
 import datetime
 import os
 import platform
-import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,13 +19,13 @@ from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.distributed.environment import Place
 from trimtab.distributed.group import GroupWorld
-from trimtab.distributed.health.monitor import Monitor, NoMonitor
-from trimtab.distributed.world import SoloWorld, World
+from trimtab.distributed.health.monitor import Monitor, PeerMonitor
+from trimtab.distributed.health.peers import Timeouts
+from trimtab.distributed.world import World
 from trimtab.errors import RecipeError
 from trimtab.log import speak_only_to_file
 
-_PATIENCE_S = 600.0
-_monitor: Monitor | None = None  # like torch's default process group, one for each process
+_monitor: PeerMonitor | None = None  # one per process, like torch's default process group
 
 
 def find_world(
@@ -35,21 +34,21 @@ def find_world(
     options: DataParallelOptions | None = None,
     timeout_s: float | None = None,
 ) -> World:
-    """The processes that this one trains with; connects to them if it has not been done.
+    """Return the ranks of this run; initialize the process group if that has not been done.
 
     Args:
-        place: What `find_place` found in the environment.
-        device: Where this process computes.
-        options: How models are connected.
-        timeout_s: How long to wait for a process that is busy with something else.
+        place: Rank and rendezvous of this process.
+        device: Device of this rank.
+        options: Passed to DistributedDataParallel.
+        timeout_s: How long to wait for a rank that is busy with something else.
     """
     if place.num_processes == 1 and not dist.is_initialized():
-        return SoloWorld()
+        return World()
     is_new = not dist.is_initialized()
-    timeout_s = timeout_s or _PATIENCE_S
+    timeout_s = timeout_s or Timeouts().busy_s
     if is_new:
         _connect(place, device, timeout_s)
-    monitor = _shared_monitor(place, timeout_s) if dist.get_world_size() > 1 else NoMonitor()
+    monitor = _shared_monitor(place, timeout_s) if dist.get_world_size() > 1 else Monitor()
     world = GroupWorld(device, place.local_rank, monitor, options or DataParallelOptions())
     if is_new:
         require_same(world, "versions", _versions())
@@ -66,16 +65,16 @@ def _connect(place: Place, device: torch.device, timeout_s: float) -> None:
     where |= {"rank": place.rank, "world_size": place.num_processes}
     try:
         if place.launcher == "torchrun":
-            # torchrun keeps one store for all its attempts: without a prefix processes find addresses of dead ones
+            # torchrun keeps one store over restarts: without a prefix, ranks would read addresses of dead processes.
             store = c10d.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             where["store"] = c10d.PrefixStore(f"trimtab/group/{place.attempt}", store)
         elif place.address is not None:
             where["init_method"] = f"tcp://{place.address}:{place.port}"
         dist.init_process_group(backend, **where)
     except (RuntimeError, ValueError, dist.DistError) as error:
-        meeting = f"{place.address or os.environ.get('MASTER_ADDR')}:{place.port or os.environ.get('MASTER_PORT')}"
+        endpoint = f"{place.address or os.environ.get('MASTER_ADDR')}:{place.port or os.environ.get('MASTER_PORT')}"
         raise RecipeError(
-            f"process {place.rank} of {place.num_processes} cannot meet the others at {meeting}: {error}",
+            f"rank {place.rank} of {place.num_processes}: the rendezvous at {endpoint} failed: {error}",
             "check that the port is free there, that every host reaches it, and that all processes were started",
         ) from error
     atexit.register(_leave)
@@ -84,30 +83,25 @@ def _connect(place: Place, device: torch.device, timeout_s: float) -> None:
 def _device_backend(device: torch.device) -> str:
     known = {"cuda": "nccl", "xpu": "xccl"}
     if device.type not in known:
-        raise RecipeError(f"several processes cannot share gradients on {device.type}", 'device="cpu", or one process')
+        raise RecipeError(f"{device.type} has no backend for several processes", 'set device="cpu", or run one process')
     return known[device.type]
 
 
-def _shared_monitor(place: Place, timeout_s: float) -> Monitor:
+def _shared_monitor(place: Place, timeout_s: float) -> PeerMonitor:
     global _monitor
     if _monitor is None:
         if dist.get_rank() > 0:
             speak_only_to_file(dist.get_rank())
-        _monitor = Monitor(
-            c10d.PrefixStore(f"trimtab/{place.attempt}", _own_connection(place)),
-            dist.get_rank(),
-            dist.get_world_size(),
-            host=socket.gethostname(),
-            timeout_s=timeout_s,
-        )
+        store = c10d.PrefixStore(f"trimtab/{place.attempt}", _open_store(place))
+        _monitor = PeerMonitor(store, dist.get_rank(), dist.get_world_size(), Timeouts(busy_s=timeout_s))
         _monitor.start()
-        _tell_of_failures(_monitor)
+        _report_exceptions(_monitor)
         atexit.register(_leave)
     return _monitor
 
 
-def _own_connection(place: Place) -> c10d.Store:
-    """A connection of the monitor's own to the meeting point: torch's may be held by a main thread that waits."""
+def _open_store(place: Place) -> c10d.Store:
+    """Open a second connection to the store, for the monitor: a main thread that waits may hold torch's own."""
     address = place.address or os.environ.get("MASTER_ADDR")
     port = place.port or os.environ.get("MASTER_PORT")
     if address and port:
@@ -119,15 +113,15 @@ def _own_connection(place: Place) -> c10d.Store:
     return store
 
 
-def _tell_of_failures(monitor: Monitor) -> None:
-    """An exception that ends this process is known to the others before they miss it."""
+def _report_exceptions(monitor: PeerMonitor) -> None:
+    """Report an uncaught exception to the other ranks before it ends this process."""
     before = sys.excepthook
 
-    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         monitor.failed(error)
         before(kind, error, trace)
 
-    sys.excepthook = told
+    sys.excepthook = report
 
 
 def _leave() -> None:
@@ -136,7 +130,7 @@ def _leave() -> None:
     if monitor is not None:
         monitor.stop()
     if dist.is_initialized():
-        with contextlib.suppress(Exception):  # at exit there is nobody left to tell
+        with contextlib.suppress(Exception):  # an error here must not change the exit code
             dist.destroy_process_group()
 
 

@@ -1,13 +1,13 @@
-"""The processes that train together, as one object. `SoloWorld` is the do-nothing default: one process."""
+"""`World`: the ranks of a run and the collectives between them; for one process all of them do nothing."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from trimtab.distributed.health.monitor import Monitor, NoMonitor
+from trimtab.distributed.health.monitor import Monitor
 from trimtab.errors import RecipeError
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ Number = float | torch.Tensor
 
 
 class DistributedType(enum.StrEnum):
-    """How the processes are connected; compares equal to the same word as text."""
+    """How the ranks are connected, with Accelerate's values; compares equal to the same string."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -34,135 +34,93 @@ class DistributedType(enum.StrEnum):
     TPU = "TPU"
 
 
-class World(Protocol):
-    """What the engine asks of the processes that train together."""
+class World:
+    """The processes of a run. This base class is a run of one process, in which every collective is the identity.
 
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    distributed_type: DistributedType
-    monitor: Monitor | NoMonitor
+    `GroupWorld` overrides it for several processes.
+    """
 
-    def gather(self, value: T) -> T:
-        """Each tensor of `value` from every process, concatenated along the first dimension."""
+    num_processes: int = 1
+    process_index: int = 0
+    local_process_index: int = 0
+    distributed_type: DistributedType = DistributedType.NO
 
-    def gather_each(self, value: T) -> list[T]:
-        """`value` of every process, in the order of ranks; tensors may differ in length."""
-
-    def gather_object(self, value: Any) -> list[Any]:
-        """One element for each process; lists are joined."""
-
-    def objects_of_all(self, value: Any) -> list[Any]:
-        """`value` of every process, whatever it is, in the order of ranks."""
-
-    def object_of_first(self, value: T) -> T:
-        """What the first process gave."""
-
-    def reduce(self, value: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Each tensor of `value` summed, averaged or maximized over the processes."""
-
-    def total(self, value: Number, device: torch.device) -> Number:
-        """The sum of a number over the processes; on an accelerator it stays there, and no host waits."""
-
-    def pad_across_processes(self, value: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Each tensor of `value` padded to the largest size that any process holds."""
-
-    def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
-
-    def main_process_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """A context in which the main process goes before the others."""
-
-    def split(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """This process's share of a list, tuple, dict of lists, tensor or dataset."""
-
-    def anyone(self, flag: bool) -> bool:
-        """Whether any process says so. The hosts wait for each other, their devices for nobody."""
-
-    def exchanging(self, verb: str) -> AbstractContextManager[Any]:
-        """A context in which this process needs the others; one that is gone becomes a `PeerError` that names it."""
-
-    def connect(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, with gradients that are averaged over the processes."""
-
-
-class SoloWorld:
-    """One process: everything that is gathered is what it was."""
-
-    num_processes = 1
-    process_index = 0
-    local_process_index = 0
-    distributed_type = DistributedType.NO
-
-    def __init__(self) -> None:
-        self.monitor: Monitor | NoMonitor = NoMonitor()
+    def __init__(self, monitor: Monitor | None = None) -> None:
+        self.monitor = monitor or Monitor()
 
     def gather(self, value: T) -> T:
-        """`value` itself."""
+        """Concatenate each tensor of `value` over the ranks, along the first dimension; a scalar counts as one row."""
         return value
 
     def gather_each(self, value: T) -> list[T]:
-        """`value` alone."""
+        """Return `value` of every rank, in rank order. Tensors may differ in length."""
         return [value]
 
     def gather_object(self, value: Any) -> list[Any]:
-        """A list is taken as this process's share already; anything else becomes a list of one."""
+        """Return one element per rank; lists are joined into one list."""
         return value if isinstance(value, list) else [value]
 
     def objects_of_all(self, value: Any) -> list[Any]:
-        """`value` alone."""
+        """Return the picklable `value` of every rank, in rank order."""
         return [value]
 
     def object_of_first(self, value: T) -> T:
-        """`value` itself."""
+        """Broadcast the picklable `value` of rank 0."""
         return value
 
     def reduce(self, value: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """`value`, times `scale`."""
+        """Reduce each tensor of `value` over the ranks ("sum", "mean", "max" or "none"), then multiply by `scale`."""
         check_reduction(reduction)
         return value if scale == 1.0 else map_tensors(lambda tensor: tensor * scale, value)
 
     def total(self, value: Number, device: torch.device) -> Number:
-        """The number itself."""
+        """Sum a number over the ranks. On an accelerator the sum is a tensor there: no host-device sync."""
         return value
 
     def pad_across_processes(self, value: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """`value` itself: nobody holds a larger one."""
+        """Pad each tensor of `value` to the largest size that any rank has in this dimension."""
         return value
 
     def wait_for_everyone(self) -> None:
-        """Nobody to wait for."""
+        """Block until every rank has called this (a barrier)."""
 
     @contextmanager
     def main_process_first(self, local: bool = False) -> Iterator[None]:
-        """Nobody to go before."""
+        """Run the block on rank 0 (with `local`, on local rank 0 of each host) before the other ranks run it."""
         yield
 
     def split(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """All of it."""
+        """Return this rank's part of a list, tuple, dict of lists, tensor or dataset."""
         return inputs
 
     def anyone(self, flag: bool) -> bool:
-        """The flag itself."""
+        """Return whether the flag is set on any rank. Hosts synchronize, devices do not."""
         return flag
 
-    def exchanging(self, verb: str) -> AbstractContextManager[Any]:
-        """Nobody is needed."""
+    def exchanging(self, operation: str) -> AbstractContextManager[Any]:
+        """A context for a collective. If a rank is lost inside, the error is a `PeerError` that names it.
+
+        Args:
+            operation: Name of the collective, for messages; every rank has to enter the same names in the same order.
+        """
         return nullcontext()
 
     def connect(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model itself."""
+        """Wrap the model for data-parallel training; other ways to shard a model belong here too."""
         return model
 
 
+SoloWorld = World  # the run of one process
+
+
 def check_reduction(reduction: str) -> None:
-    """Refuse a word that no reduction has."""
+    """Raise if there is no such reduction."""
     if reduction not in ("sum", "mean", "max", "none"):
-        raise RecipeError(f"reduction={reduction!r} is not known", 'use "sum", "mean", "max" or "none"')
+        raise RecipeError(f"reduction={reduction!r} is unknown", 'use "sum", "mean", "max" or "none"')
 
 
 def of_same_kind(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """The items as a mapping of the same type, such as a model's output; as a dict where that type cannot be made."""
+    """Build a mapping of the same type (such as a model output) from `items`; a dict if that type does not allow it."""
     if type(mapping) is dict:
         return items
     try:
@@ -172,7 +130,7 @@ def of_same_kind(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor in it replaced by what `function` gives for it; containers keep their type."""
+    """Apply `function` to every tensor in nested containers, which keep their type."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -185,7 +143,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def concatenated(parts: list[Any]) -> Any:
-    """What several processes gave as one value: tensors joined along the first dimension, containers kept."""
+    """Merge the values of several ranks: tensors concatenated along the first dimension, containers keep their type."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         try:
@@ -193,7 +151,8 @@ def concatenated(parts: list[Any]) -> Any:
         except RuntimeError as error:
             shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             raise RecipeError(
-                f"tensors of shapes {shapes} cannot be joined", "engine.pad_across_processes(tensor, dim=1) first"
+                f"tensors of shapes {shapes} cannot be concatenated",
+                "call engine.pad_across_processes(tensor, dim=1) first",
             ) from error
     if isinstance(first, Mapping):
         return of_same_kind(first, {key: concatenated([part[key] for part in parts]) for key in first})

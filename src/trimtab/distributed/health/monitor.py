@@ -1,10 +1,10 @@
-"""Each process tells the others what it does, and stops waiting for those that cannot come any more.
+"""Monitors the other ranks: each reports what it does, and none waits for one that is lost.
 
-Two daemon threads: `exchange` talks to the others and may be stuck; `_watch` keeps the time, judges by `peer_rules` and
-never does anything that can block. The main thread only sets attributes, or waits for an event.
+A daemon thread exchanges reports and may block in the store (`ReportExchange`). A second one, `_watch`, measures time,
+applies `rules` and never blocks. The main thread only sets attributes.
 
-While a collective runs, the main thread sits in C++ and cannot be interrupted, so `_watch` ends the process. Where it
-can be (in `meet`, or once the collective has raised) it gets a `PeerError` instead.
+While a collective runs, the main thread is in C++ and cannot be interrupted, so `_watch` ends the process. Where an
+exception can be raised (in `meet`, or after the collective itself has raised) it is a `PeerError`.
 """
 
 import atexit
@@ -15,274 +15,274 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.distributed.health import rules as peer_rules
-from trimtab.distributed.health.exchange import Exchange
-from trimtab.distributed.health.peers import Fate, Kind, Patience, Peers, Report, Wait
-from trimtab.distributed.health.process_activity import Activity, find_machine, find_process, where_thread_stands
+from trimtab.distributed.health import rules
+from trimtab.distributed.health.exchange import ReportExchange
+from trimtab.distributed.health.peers import End, Kind, Peers, Report, Timeouts, Wait
+from trimtab.distributed.health.process_activity import Activity, describe_stack, find_pid_namespace, find_process
 from trimtab.errors import PeerError, RecipeError
 from trimtab.units import SECONDS_WORDS, parse_seconds
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-EXPLAIN_S = 3.0  # to wait for news of who is gone, after a collective has failed
-LAST_WORDS_S = 5.0  # for the last report, and for the hooks before this process is ended
+EXPLAIN_S = 3.0  # time for reports to arrive after a collective has failed
+LAST_REPORT_S = 5.0  # time for the last report, and for the message before this process is ended
 MAX_REASON = 1000  # characters
 
 
-class _Doing(NamedTuple):
-    """Where the main thread is. One object, so that the other threads always see a whole state."""
+class Monitor:
+    """The monitor of a run of one process, which does nothing."""
+
+    def did(self, what: str) -> None:
+        """Note the progress of this rank, such as "step 12: forward"."""
+
+    def waiting(self, operation: str) -> AbstractContextManager[None]:
+        """A context for a collective, in which this rank waits for all others.
+
+        Args:
+            operation: Name of the collective; every rank has to enter the same names in the same order.
+        """
+        return nullcontext()
+
+    def long(self, what: str) -> AbstractContextManager[None]:
+        """A context in which this rank may be silent for as long as it takes: timeouts start at its end."""
+        return nullcontext()
+
+    def meet(self, operation: str) -> None:
+        """Wait until every rank has called this with the same name.
+
+        Raises:
+            PeerError: A rank called it with another name, or is lost.
+        """
+
+    def explain(self, error: BaseException) -> PeerError:
+        """Return the error that names the rank because of which a collective has failed.
+
+        Args:
+            error: What the collective raised.
+        """
+        return error if isinstance(error, PeerError) else PeerError(f"{type(error).__name__}: {_first_line(error)}")
+
+
+class _State(NamedTuple):
+    """What the main thread does. One object, because other threads have to see a consistent state."""
 
     kind: Kind = ""
-    name: str = ""
-    number: int = 0  # of the verb
-    num_verbs: int = 0  # entered so far
+    operation: str = ""
+    number: int = 0  # of the collective
+    num_collectives: int = 0  # entered so far
     can_raise: bool = False
-    outer: "_Doing | None" = None
 
 
-class Monitor:
-    """Tells every process what the others do, and ends this one when the others cannot come any more.
+class PeerMonitor(Monitor):
+    """The monitor of one rank of several. It ends the process if it waits for a rank that is lost.
 
-    Every process has to enter the same verbs in the same order. `did`, `waiting`, `long` and `meet` belong to the main
-    thread. The environment variable TRIMTAB_PATIENCE ("1h") overrides `timeout_s`, and gives as long to a process that
-    does nothing.
+    `did`, `waiting`, `long` and `meet` belong to the main thread.
 
     Args:
-        store: Where the processes meet, under a prefix of its own and by a connection of its own (`store.clone()`): on
-            a shared one a call that waits for somebody would silence this process.
+        store: Key-value store of all ranks, with a prefix and a connection of its own: on a shared connection a call
+            that waits would silence this rank.
         rank: Of this process.
-        num_processes: All of them.
-        host: The name to show for this host; its own by default.
-        timeout_s: How long to wait for a process that works and does not come.
-        lost_after_s: How long for one that is stopped; 2.5 times that for one that is silent on another host.
-        idle_after_s: How long for one that does nothing.
+        num_processes: World size.
+        timeouts: How long to wait. The environment variable TRIMTAB_PATIENCE ("1h") overrides that for a busy rank,
+            and that for an idle one if it is longer.
 
     Raises:
-        RecipeError: TRIMTAB_PATIENCE is no length of time.
+        RecipeError: TRIMTAB_PATIENCE is not a duration.
     """
 
-    def __init__(
-        self,
-        store: "Store",
-        rank: int,
-        num_processes: int,
-        *,
-        host: str = "",
-        timeout_s: float = 600.0,
-        lost_after_s: float = 10.0,
-        idle_after_s: float = 18.0,
-    ) -> None:
-        self.at_abort: list[Callable[[str], None]] = []
-        patience_s = _patience_of_user()
+    def __init__(self, store: "Store", rank: int, num_processes: int, timeouts: Timeouts) -> None:
+        patience_s = _read_patience()
         if patience_s is not None:
-            timeout_s, idle_after_s = patience_s, max(idle_after_s, patience_s)
+            timeouts = timeouts._replace(busy_s=patience_s, idle_s=max(timeouts.idle_s, patience_s))
         self._rank = rank
-        self._host = host or socket.gethostname()
-        self._machine = find_machine()
-        patience = Patience(lost_after_s, idle_after_s, timeout_s)
-        self._interval_s = patience.interval_s
-        self._peers = Peers(rank, num_processes, patience, self._machine)
-        self._lock = threading.Lock()  # of _peers
+        self._num_processes = num_processes
+        self._interval_s = timeouts.interval_s
+        self._peers = Peers(rank, num_processes, timeouts, find_pid_namespace())
+        self._store = store
+        self._exchange = ReportExchange(store, self._peers, self._make_report)
         # Set by the main thread.
         self._pid = 0
         self._started = 0
-        self._thread = 0  # the main one, which need not be Python's
-        self._doing = _Doing()
-        self._what = ""
-        self._num_did = 0
-        self._waitings: dict[str, _Waiting] = {}
-        self._fate: Fate = ""
+        self._thread = 0  # that of the loop, which need not be Python's main thread
+        self._state = _State()
+        self._progress = ""
+        self._num_progress = 0
+        self._num_barriers = 0
+        self._end: End = ""
         self._reason = ""
         self._by_peer = False
         self._is_explaining = False
         # Set by the thread that watches.
         self._activity = Activity(0)
-        self._seen_doing = self._doing
-        self._seen_did = 0
+        self._seen_state = self._state
+        self._seen_progress = 0
         self._wait: Wait | None = None
-        self._what_s = 0.0
-        self._stack = ""
-        self._in_debugger = False
+        self._stack, self._in_debugger = "", False
+        self._barrier_fault, self._barrier_fault_s = "", 0.0
 
         self._is_stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="trimtab-monitor", daemon=True)
-        self._meeting_problem: Callable[[str], None] | None = None
-        self._exchange = Exchange(
-            store,
-            rank,
-            num_processes,
-            self._interval_s,
-            report=self._report,
-            hear=self._hear,
-            wants_news=lambda: self._peers.waited_s > 0 or self._is_explaining,  # most waits are short
-            broke=self._lost_store,
-        )
 
     @property
     def _is_on(self) -> bool:
-        """It was started, by this process: a forked loader worker must not speak for its parent."""
+        """Whether it was started, and by this process: a forked loader worker must not report for its parent."""
         return self._pid == os.getpid() and not self._is_stopping.is_set()
 
     def start(self) -> None:
-        """Begin to report and to watch."""
+        """Start to report and to watch."""
         if self._pid:
             return
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         own = find_process(self._pid)
         self._started = own.started if own else 0
-        self._exchange.start()
-        self._activity = Activity(self._pid, ignored_thread=self._exchange.thread_id)
+        self._exchange.thread.start()
+        self._activity = Activity(self._pid, ignored_thread=self._exchange.thread.native_id)
         self._watcher.start()
-        # An interpreter that finishes while a thread is inside the store aborts, so the threads have to end before.
+        # The interpreter aborts if it finalizes while a thread is in the store, so the threads have to end before.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Tell the others that this process has ended, unless it failed, and stop watching them."""
+        """Report that this rank exits, unless it failed, and stop watching."""
         if not self._is_on:
             return
-        self._set_fate("ended")
+        self._set_end("exited")
         self._is_stopping.set()
-        self._exchange.stop(LAST_WORDS_S)  # a store that does not answer cannot hold up the end for longer
-        self._watcher.join(LAST_WORDS_S)
+        self._exchange.stop(LAST_REPORT_S)  # a store that does not answer must not delay the exit any longer
+        self._watcher.join(LAST_REPORT_S)
         atexit.unregister(self.stop)
 
     def did(self, what: str) -> None:
-        """Note what this process does now, such as "step 12: forward"."""
-        self._what = what
-        self._num_did += 1
+        """Note the progress of this rank."""
+        self._progress = what
+        self._num_progress += 1
 
-    def waiting(self, verb: str) -> AbstractContextManager[None]:
-        """Inside, this process waits for all others to do the same."""
-        found = self._waitings.get(verb)
-        if found is None:
-            found = self._waitings[verb] = _Waiting(self, verb)
-        return found
-
-    def long(self, what: str) -> AbstractContextManager[None]:
-        """Inside, this process may be silent for as long as it likes: the others begin to count at its end."""
-        return _Long(self, what)
-
-    def meet(self, verb: str) -> None:
-        """Return when every process has called this with the same verb.
-
-        Raises:
-            PeerError: Another process called it with another verb, or cannot come.
-        """
-        if not self._is_on:
-            raise PeerError(f"rank {self._rank} is in {verb}, but has not begun to watch the others, or has ended")
-        self._enter_verb(verb, can_raise=True)
-        meeting = self._exchange.begin_meeting(verb)
-        self._meeting_problem = meeting.end
+    @contextmanager
+    def waiting(self, operation: str, can_raise: bool = False) -> Iterator[None]:
+        """A context for a collective."""
+        outer = self._state
+        number = outer.num_collectives + 1
+        self._state = _State("collective", operation, number, number, can_raise)
         try:
-            meeting.is_over.wait()
+            yield
+        except BaseException:
+            self._state = outer  # not counted: a second try has the number that it has on the other ranks
+            raise
+        self._state = outer._replace(num_collectives=self._state.num_collectives)
+
+    @contextmanager
+    def long(self, what: str) -> Iterator[None]:
+        """A context in which this rank may be silent."""
+        outer = self._state
+        self._state = _State("long", what, num_collectives=outer.num_collectives)
+        if self._is_on:
+            self._exchange.report_now(self._interval_s / 4)  # inside, the GIL may not be released for a while
+        try:
+            yield
         finally:
-            self._meeting_problem = None
-            self._exchange.end_meeting()
-            self._leave()
-        if meeting.problem:
-            raise PeerError(meeting.problem)
+            self._state = outer._replace(num_collectives=self._state.num_collectives)
+
+    def meet(self, operation: str) -> None:
+        """Wait until every rank has called this with the same name."""
+        if not self._is_on:
+            raise PeerError(f"rank {self._rank} is in {operation}, but its monitor is not running")
+        self._barrier_fault = ""
+        with self.waiting(operation, can_raise=True):
+            problem = self._wait_in_store(operation)
+        if problem:
+            raise PeerError(problem)
 
     def explain(self, error: BaseException) -> PeerError:
-        """Say why a collective failed in this process, after at most a few seconds in which news may come.
-
-        Args:
-            error: What the collective raised.
-        """
+        """Return the error that names the lost rank, after at most a few seconds in which reports may arrive."""
         if isinstance(error, PeerError):
             return error
-        self._is_explaining = True
-        with self._lock:
-            beats = {peer.rank: peer.report.beat for peer in self._peers.all}
+        self._is_explaining = self._exchange.is_urgent = True
         began_s = time.monotonic()
         cause: str | None = None
         while cause is None and (passed_s := time.monotonic() - began_s) < EXPLAIN_S:
-            with self._lock:
-                self._peers.look()  # before the exchange, which brings the last word of those who are gone
-            self._exchange.now(0.5)
-            with self._lock:
-                # One that ended may have done so because of a third one, which shows a moment later.
-                cause = peer_rules.find_departed(self._peers, None, count_ended=passed_s >= EXPLAIN_S / 2)
+            with self._peers.lock:
+                self._peers.look_up()  # before the exchange, which brings the last reports of the ranks that are gone
+            self._exchange.report_now(0.5)
+            with self._peers.lock:
+                # One that exited may have done so because of a third one, which shows a moment later.
+                cause = rules.find_departed(self._peers, None, count_exited=passed_s >= EXPLAIN_S / 2)
             if cause is None:
                 time.sleep(0.1)
-        with self._lock:
-            cause = cause or peer_rules.find_stopped_by_peer(self._peers)
-            cause = cause or peer_rules.find_silent_since(self._peers, beats)
-        self._is_explaining = False
-        noticed = f"{type(error).__name__}: {_short(error)}"
+        with self._peers.lock:
+            cause = cause or rules.find_secondary_failure(self._peers)
+            cause = cause or rules.find_silent(self._peers, 0.6 * EXPLAIN_S)
+        self._is_explaining = self._exchange.is_urgent = False
+        noticed = f"{type(error).__name__}: {_first_sentence(error)}"
         if cause is None:
-            return PeerError(f"a collective failed in rank {self._rank}, and all others are there: {noticed}")
+            return PeerError(f"a collective failed in rank {self._rank}, and all other ranks are alive: {noticed}")
         return PeerError(f"{cause}\n  rank {self._rank} noticed it by {noticed}")
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others that this process dies of `error`."""
+        """Report that this rank ends because of `error`."""
         if self._is_on:
-            self._set_fate("failed", error)
-            self._exchange.now(self._interval_s)
+            self._set_end("failed", error)
+            self._exchange.report_now(self._interval_s)
 
     # ------------------------------------------------------------------ the main thread
 
-    def _set_fate(self, fate: Fate, error: BaseException | None = None) -> None:
-        """The first one counts: a process that failed will also end."""
-        if self._fate:
+    def _set_end(self, end: End, error: BaseException | None = None) -> None:
+        """Set the end once: a rank that failed also exits."""
+        if self._end:
             return
         self._by_peer = isinstance(error, PeerError)
         if error is not None:
             reason = str(error) if self._by_peer else f"{type(error).__name__}: {_first_line(error)}"
             self._reason = reason[:MAX_REASON]
-        self._fate = fate
+        self._end = end
 
-    def _enter_verb(self, verb: str, can_raise: bool = False) -> None:
-        number = self._doing.num_verbs + 1
-        self._doing = _Doing("verb", verb, number, number, can_raise, self._doing)
+    def _wait_in_store(self, operation: str) -> str:
+        """Announce this rank and poll until all have come; return what is wrong, if anything is."""
+        self._num_barriers += 1
+        number = self._num_barriers
+        keys = [f"barrier/{number}/{rank}" for rank in range(self._num_processes)]
+        pause_s = 0.0005  # short at first, for ranks that arrive together; longer later, to spare the store
+        try:
+            self._store.set(keys[self._rank], operation)
+            if number > 2:  # every rank has entered the previous barrier, so every rank has read the one before it
+                self._store.delete_key(f"barrier/{number - 2}/{self._rank}")
+            while not self._store.check(keys):
+                if self._barrier_fault:
+                    return self._barrier_fault
+                time.sleep(pause_s)
+                pause_s = min(1.3 * pause_s, 0.05)
+            operations = [text.decode() for text in self._store.multi_get(keys)]
+        except RuntimeError as error:
+            return str(self.explain(error))
+        others = [f"rank {rank} in {other}" for rank, other in enumerate(operations) if other != operation]
+        return f"rank {self._rank} is in {operation}, {', '.join(others)}{rules.DEADLOCK}" if others else ""
 
-    def _enter_long(self, what: str) -> None:
-        self._doing = _Doing("long", what, 0, self._doing.num_verbs, False, self._doing)
-        if self._is_on:
-            self._exchange.now(self._interval_s / 4)  # what follows may not let any thread run for a while
+    # ------------------------------------------------------------------ the thread that reports
 
-    def _leave(self, *, has_failed: bool = False) -> None:
-        """A verb that failed does not count: what is tried again has the number that the others have it under."""
-        num_verbs = self._doing.number - 1 if has_failed and self._doing.number else self._doing.num_verbs
-        kind, name, number, _, can_raise, outer = self._doing.outer or _Doing()
-        self._doing = _Doing(kind, name, number, num_verbs, can_raise, outer)
-
-    # ------------------------------------------------------------------ the thread that talks
-
-    def _report(self, beat: int) -> Report:
-        doing = self._doing
+    def _make_report(self, beat: int) -> Report:
+        state = self._state
         return Report(
             beat=beat,
-            host=self._host,
+            host=socket.gethostname(),
             pid=self._pid,
-            machine=self._machine,
+            pid_namespace=self._peers.pid_namespace,
             started=self._started,
-            kind=doing.kind,
-            name=doing.name,
-            number=doing.number,
-            num_verbs=doing.num_verbs,
-            what=self._what[:MAX_REASON],
-            what_s=round(self._what_s, 1),
+            kind=state.kind,
+            operation=state.operation,
+            number=state.number,
+            num_collectives=state.num_collectives,
+            progress=self._progress[:MAX_REASON],
             idle_s=round(self._activity.idle_s, 1),
             stack=self._stack,
             in_debugger=self._in_debugger,
-            fate=self._fate,
+            end=self._end,
             reason=self._reason,
             by_peer=self._by_peer,
         )
-
-    def _hear(self, reports: dict[int, Report]) -> None:
-        with self._lock:
-            self._peers.hear(reports)
-
-    def _lost_store(self, error: str) -> None:
-        with self._lock:
-            self._peers.store_error = error
 
     # ------------------------------------------------------------------ the thread that watches
 
@@ -290,134 +290,63 @@ class Monitor:
         before_s = time.monotonic()
         while not self._is_stopping.wait(self._interval_s):
             now_s = time.monotonic()
-            # Time in which this process did not run (stopped, swapped out) says nothing about the others.
+            # Time in which this process did not run (stopped, swapped out) is no evidence against the other ranks.
             seconds = min(now_s - before_s, 2 * self._interval_s)
             before_s = now_s
-            doing = self._doing
-            self._look_at_itself(doing, seconds)
-            with self._lock:
+            state = self._state
+            self._watch_own_rank(state, seconds)
+            with self._peers.lock:
                 self._peers.pass_time(seconds, self._wait)
-                fault = peer_rules.find_fault(self._peers, can_raise=doing.can_raise)
-            is_handled = self._fate or self._is_explaining or self._doing is not doing
+                fault = rules.find_fault(self._peers, can_raise=state.can_raise)
+            is_handled = self._end or self._is_explaining or self._state is not state
             if fault and not is_handled:
-                self._act(doing, fault)
+                self._handle(state, fault, now_s)
 
-    def _look_at_itself(self, doing: _Doing, seconds: float) -> None:
+    def _watch_own_rank(self, state: _State, seconds: float) -> None:
         self._activity.pass_time(seconds)
-        self._what_s += seconds
-        if self._num_did != self._seen_did:
-            self._seen_did = self._num_did
-            self._what_s = self._activity.idle_s = 0.0
-        if doing is not self._seen_doing:
-            self._seen_doing = doing
-            self._wait = Wait(doing.name, doing.number) if doing.kind == "verb" else None
+        if self._num_progress != self._seen_progress:
+            self._seen_progress = self._num_progress
+            self._activity.idle_s = 0.0
+        if state is not self._seen_state:
+            self._seen_state = state
+            self._wait = Wait(state.operation, state.number) if state.kind == "collective" else None
             self._activity.idle_s = 0.0
         self._stack, self._in_debugger = "", False
-        if doing.kind == "" and self._activity.idle_s > 2 * seconds:
-            self._stack, self._in_debugger = where_thread_stands(self._thread)
+        if state.kind == "" and self._activity.idle_s > 2 * seconds:
+            self._stack, self._in_debugger = describe_stack(self._thread)
 
-    def _act(self, doing: _Doing, fault: str) -> None:
-        tell = self._meeting_problem
-        if not doing.can_raise:
-            self._abort(doing.name, fault)
-        elif tell is not None:
-            tell(fault)
+    def _handle(self, state: _State, fault: str, now_s: float) -> None:
+        """Let `meet` raise, or end this process: also if `meet` itself is stuck in the store."""
+        if state.can_raise and not self._barrier_fault:
+            self._barrier_fault, self._barrier_fault_s = fault, now_s
+        elif not state.can_raise or now_s > self._barrier_fault_s + LAST_REPORT_S:
+            self._abort(state.operation, fault)
 
-    def _abort(self, verb: str, fault: str) -> None:
-        """Say why, and end this process. A hook that blocks cannot prevent it."""
-        self._set_fate("failed", PeerError(fault))
-        message = f"rank {self._rank} stops waiting in {verb}: {fault}"
+    def _abort(self, operation: str, fault: str) -> None:
+        """Write the fault to stderr and end this process, also if a stream is blocked."""
+        self._set_end("failed", PeerError(fault))
 
-        def last_words() -> None:
+        def write() -> None:
             with contextlib.suppress(Exception):
-                sys.stderr.write(f"trimtab: {message}\n")
+                sys.stderr.write(f"trimtab: rank {self._rank} stops waiting in {operation}: {fault}\n")
                 sys.stderr.flush()
-            for hook in self.at_abort:
-                with contextlib.suppress(Exception):
-                    hook(message)
-            with contextlib.suppress(Exception):
                 sys.stdout.flush()
 
-        speaker = threading.Thread(target=last_words, name="trimtab-last-words", daemon=True)
-        speaker.start()
-        self._exchange.now(self._interval_s / 2)
-        speaker.join(LAST_WORDS_S)
+        writer = threading.Thread(target=write, name="trimtab-abort", daemon=True)
+        writer.start()
+        self._exchange.report_now(self._interval_s / 2)
+        writer.join(LAST_REPORT_S)
         os._exit(PeerError.exit_code)
 
 
-class NoMonitor:
-    """One process: nobody to watch."""
-
-    def __init__(self) -> None:
-        self.at_abort: list[Callable[[str], None]] = []
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def stop(self) -> None:
-        """Nothing to stop."""
-
-    def did(self, what: str) -> None:
-        """Nobody wants to know."""
-
-    def waiting(self, verb: str) -> AbstractContextManager[None]:
-        """Nobody to wait for."""
-        return _NOTHING
-
-    def long(self, what: str) -> AbstractContextManager[None]:
-        """Nobody waits."""
-        return _NOTHING
-
-    def meet(self, verb: str) -> None:
-        """Everybody is here."""
-
-    def explain(self, error: BaseException) -> PeerError:
-        """There is nobody to blame."""
-        return error if isinstance(error, PeerError) else PeerError(f"{type(error).__name__}: {_first_line(error)}")
-
-    def failed(self, error: BaseException) -> None:
-        """Nobody to tell."""
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class _Waiting:
-    """`Monitor.waiting`. Holds nothing of a wait, so that one object serves all waits for a verb."""
-
-    def __init__(self, monitor: Monitor, verb: str) -> None:
-        self._monitor = monitor
-        self._verb = verb
-
-    def __enter__(self) -> None:
-        self._monitor._enter_verb(self._verb)
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._monitor._leave(has_failed=kind is not None)
-
-
-class _Long:
-    """`Monitor.long`."""
-
-    def __init__(self, monitor: Monitor, what: str) -> None:
-        self._monitor = monitor
-        self._what = what
-
-    def __enter__(self) -> None:
-        self._monitor._enter_long(self._what)
-
-    def __exit__(self, *exception: object) -> None:
-        self._monitor._leave()
-
-
-def _patience_of_user() -> float | None:
-    text = os.environ.get(peer_rules.PATIENCE_VARIABLE, "")
+def _read_patience() -> float | None:
+    text = os.environ.get(rules.PATIENCE_VARIABLE, "")
     if not text:
         return None
     try:
         return parse_seconds(text)
     except RecipeError:
-        problem = f"{peer_rules.PATIENCE_VARIABLE}={text!r} is not a length of time"
+        problem = f"{rules.PATIENCE_VARIABLE}={text!r} is not a duration"
         raise RecipeError(problem, f"write {SECONDS_WORDS}") from None
 
 
@@ -425,6 +354,6 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:MAX_REASON]
 
 
-def _short(error: BaseException) -> str:
-    """The first sentence, without the place in the C++ source with which gloo's messages begin."""
+def _first_sentence(error: BaseException) -> str:
+    """Without the location in the C++ source with which messages of gloo start."""
     return re.split(r"\. |\n", re.sub(r"^\[\S*\] ", "", str(error)), maxsplit=1)[0][:MAX_REASON]

@@ -1,15 +1,15 @@
-"""The rules by which a process that waits decides that the others cannot come any more, and the words for it.
+"""The rules by which a rank that waits in a collective concludes that another rank is lost, and the messages.
 
-A false alarm ends somebody's run, so each rule rests on what cannot be explained otherwise:
+A false alarm ends a run, so each rule relies on what has no other explanation:
 
-- Clocks of two hosts are never compared. Durations are measured where they happen, and the time in which this process
-  did not run (stopped, swapped out, a suspended machine) does not count, so nobody is lost at the moment of waking up.
-- A silent peer need not be a dead one: a C function that holds the interpreter's lock silences it as long as it runs.
-  On this host its process is looked at. On another host silence counts only after `far_s`.
-- What was read may be a second old. A peer in another verb counts only where several of its reports in a row say so,
-  and where it has entered as many verbs as this process: with fewer it may be finishing what this one has left.
-- A peer that has come to this verb and left it is not the one that is waited for, even if it has ended since.
-- A peer that does nothing may wait for a third one that works, by means not seen here. It hangs only if nobody moves.
+- Clocks of two hosts are never compared. Durations are measured where they happen, without the time in which this
+  process did not run (stopped, swapped out, a suspended machine): nothing counts as lost right after a wake-up.
+- A silent rank may be alive: a C function that holds the GIL silences it for as long as it runs. On this host its
+  process is looked up. On another host silence counts only after `_REMOTE` times as long.
+- A report may be a second old. A rank in another collective counts only after several reports in a row from there, and
+  if it has entered as many collectives as this rank: with fewer it may be finishing one that this rank has left.
+- A rank that has entered and left this collective is not the missing one, even if it has exited since.
+- An idle rank may wait for a third one that works, by means that are not seen here. It hangs only if all are idle.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,159 +18,163 @@ from trimtab.distributed.health.peers import Peer, Peers, Wait
 from trimtab.units import format_seconds
 
 PATIENCE_VARIABLE = "TRIMTAB_PATIENCE"
-CURE = f"\n  cure: if it only needs longer, set {PATIENCE_VARIABLE}=1h for every process"
 DEADLOCK = (
-    ", and they wait for each other for good: every process has to make the same calls; "
-    "save_state and its like write once by themselves"
+    ": a deadlock. Every process has to make the same calls; save_state and similar calls write on rank 0 by themselves"
 )
-NUM_SAME_REPORTS = 3  # before a peer's place is taken for lasting
-NUM_NAMED = 4  # peers in one message
+_CURE = f"\n  cure: if it only needs more time, set {PATIENCE_VARIABLE}=1h for every process"
+# In multiples of `Timeouts.lost_s`.
+_GRACE = 0.3  # after a rank is gone, for a collective that is about to end, or to raise by itself
+_MISMATCH = 0.5  # for two ranks in different collectives
+_REMOTE = 2.5  # for the silence of a rank on another host, or of the store
+_NUM_REPORTS = 3  # from the same operation, before it counts as lasting
+_NUM_NAMED = 4  # ranks in one message
 
 
 def find_fault(peers: Peers, *, can_raise: bool = False) -> str | None:
-    """Why this process waits in vain, or None while it may not.
+    """Return why this rank waits in vain, or None as long as it may not.
 
     Args:
-        peers: What is known of the others.
-        can_raise: The wait is one that an exception can end. Else one that is certain is held back for a moment, in
-            which the collective may raise by itself: that is the better end.
+        peers: What is known of the other ranks.
+        can_raise: Whether an exception can end this wait. If not, a certain fault is held back for a moment: an error
+            raised by the collective itself is better than the end of the process.
     """
-    wait, patience = peers.wait, peers.patience
+    wait, lost_s = peers.wait, peers.timeouts.lost_s
     if wait is None:
         return None
-    found = find_departed(peers, wait) if can_raise or peers.waited_s >= patience.grace_s else None
-    rules = (_stopped, _unheard, _elsewhere, _hung, _late)
+    grace_s = _GRACE * lost_s
+    found = find_departed(peers, wait) if can_raise or peers.waited_s >= grace_s else None
+    rules = (_stopped, _silent, _in_other_collective, _hanging, _late)
     found = found or next((text for rule in rules if (text := rule(peers, wait))), None)
-    if found is None and peers.waited_s >= 2 * patience.grace_s:
-        found = find_stopped_by_peer(peers)  # later than the others: better to have seen the cause
-    return found or _store_gone(peers, wait, patience.grace_s if can_raise else patience.lost_s)
+    if found is None and peers.waited_s >= 2 * grace_s:
+        found = find_secondary_failure(peers)  # later than the rules above, which name the cause
+    return found or _store_lost(peers, wait, grace_s if can_raise else lost_s)
 
 
-def find_departed(peers: Peers, wait: Wait | None, *, count_ended: bool = True) -> str | None:
-    """Processes that failed, vanished or ended.
+def find_departed(peers: Peers, wait: Wait | None, *, count_exited: bool = True) -> str | None:
+    """Name the ranks that failed, are gone, or exited.
 
     Args:
-        peers: What is known of the others.
-        wait: Where they are missed. None: a collective has failed already, so those who are gone need no more proof.
-        count_ended: Also those that ended in good order.
+        peers: What is known of the other ranks.
+        wait: The collective in which they are missing; None after a collective has failed, which is proof enough.
+        count_exited: Include ranks that exited without an error.
     """
-    failed = [peer for peer in peers.all if peer.report.fate == "failed" and not peer.report.by_peer]
+    failed = [peer for peer in peers.all if peer.report.end == "failed" and not peer.report.by_peer]
     if failed:
         return _each(failed, lambda peer: f"rank {peer.rank} failed: {peer.report.reason}; {peer.last}")
-    # The last word of one that vanished may still be on its way here, or stuck together with the store: then that is
-    # the cause.
-    grace_s = peers.patience.grace_s if peers.store_answers or peers.store_error else peers.patience.far_s
+    # The last report of a rank that is gone may still be on its way, or stuck in a store that does not answer: then
+    # the store is the cause.
+    grace_s = (_GRACE if peers.store_answers or peers.store_error else _REMOTE) * peers.timeouts.lost_s
     grace_s = 0.0 if wait is None else grace_s
-    vanished = [peer for peer in peers.all if peer.sight == "gone" and not peer.is_over and peer.sight_s >= grace_s]
-    if vanished:
-        return _each(vanished, lambda peer: f"{peer.title} is gone: killed, or ended without a word; {peer.last}")
-    if not count_ended:
+    gone = [peer for peer in peers.all if peer.liveness == "gone" and not peer.has_ended and peer.liveness_s >= grace_s]
+    if gone:
+        return _each(gone, lambda peer: f"{peer.title} is gone: killed, or exited without a report; {peer.last}")
+    if not count_exited:
         return None
-    ended = [peer for peer in peers.all if peer.report.fate == "ended" and (wait is None or peer.is_absent(wait))]
-    where = f"; rank {peers.rank} waits for it in {wait.verb}" if wait else ""
-    return _each(ended, lambda peer: f"rank {peer.rank} has ended{where}; {peer.last}")
+    exited = [p for p in peers.all if p.report.end == "exited" and (wait is None or p.has_not_entered(wait))]
+    where = f"; rank {peers.rank} waits for it in {wait.operation}" if wait else ""
+    return _each(exited, lambda peer: f"rank {peer.rank} has exited{where}; {peer.last}")
 
 
-def find_stopped_by_peer(peers: Peers) -> str | None:
-    """What a process said that stopped because of another one."""
-    stopped = [peer for peer in peers.all if peer.report.fate == "failed"]
-    return _each(stopped[:1], lambda peer: f"rank {peer.rank} has stopped: {peer.report.reason}")
+def find_secondary_failure(peers: Peers) -> str | None:
+    """Repeat the reason of a rank that failed because of another one."""
+    failed = [peer for peer in peers.all if peer.report.end == "failed"]
+    return _each(failed[:1], lambda peer: f"rank {peer.rank} has stopped: {peer.report.reason}")
 
 
-def find_silent_since(peers: Peers, beats: dict[int, int]) -> str | None:
-    """Processes of which nothing was heard after these reports, if the store answers; else the store."""
+def find_silent(peers: Peers, seconds: float) -> str | None:
+    """Name the ranks without a report for so long, or the store if it does not answer."""
     if not peers.store_answers:
         return _store_text(peers)
-    silent = [peer for peer in peers.all if peer.report.beat == beats[peer.rank] and not peer.is_over]
-    return _each(silent, _unheard_text)
+    return _each([peer for peer in peers.all if peer.silent_s >= seconds and not peer.has_ended], _silent_text)
 
 
 def _stopped(peers: Peers, wait: Wait) -> str | None:
-    stopped = [peer for peer in peers.all if peer.sight == "stopped" and peer.sight_s >= peers.patience.lost_s]
-    return _each(stopped, lambda peer: f"{_unheard_text(peer)}; its process is stopped (SIGSTOP or SIGTSTP)")
+    stopped = [peer for peer in peers.all if peer.liveness == "stopped" and peer.liveness_s >= peers.timeouts.lost_s]
+    return _each(stopped, lambda peer: f"{_silent_text(peer)}; its process is stopped (SIGSTOP or SIGTSTP)")
 
 
-def _unheard(peers: Peers, wait: Wait) -> str | None:
-    def limit(peer: Peer) -> float:
-        return peers.patience.timeout_s if peer.may_take_long else peers.patience.far_s
+def _silent(peers: Peers, wait: Wait) -> str | None:
+    """Ranks on other hosts: their processes cannot be looked up."""
+    timeouts = peers.timeouts
 
-    if not peers.store_answers:
-        return None
-    lost = [peer for peer in peers.all if peer.sight == "unknown" and not peer.is_over and peer.silent_s >= limit(peer)]
-    return _each(lost, _unheard_text)
+    def is_lost(peer: Peer) -> bool:
+        limit_s = timeouts.busy_s if peer.may_take_long else _REMOTE * timeouts.lost_s
+        return peer.liveness == "unknown" and not peer.has_ended and peer.silent_s >= limit_s
+
+    return _each([peer for peer in peers.all if is_lost(peer)], _silent_text) if peers.store_answers else None
 
 
-def _elsewhere(peers: Peers, wait: Wait) -> str | None:
-    """Peers in another verb, where they need this process as it needs them."""
-    everybody_waits = not any(peer.is_outside for peer in peers.all)
+def _in_other_collective(peers: Peers, wait: Wait) -> str | None:
+    """Ranks that wait for this one in another collective."""
+    all_wait = all(peer.in_collective for peer in peers.all)
 
     def is_elsewhere(peer: Peer) -> bool:
         report = peer.report
-        if peer.is_outside or report.name == wait.verb:
+        if not peer.in_collective or report.operation == wait.operation:
             return False
-        if peer.is_over:  # it has noticed first, and stays there for good
-            return report.fate == "failed" and report.number == wait.number
+        if peer.has_ended:  # it found the mismatch first
+            return report.end == "failed" and report.number == wait.number
         if not peers.is_fresh(peer):
             return False
-        same_s = min(peers.waited_s, peer.same_s if peer.num_same >= NUM_SAME_REPORTS else 0.0)
+        lasted_s = min(peers.waited_s, peer.unchanged_s if peer.num_unchanged >= _NUM_REPORTS else 0.0)
         if report.number == wait.number:
-            return same_s >= peers.patience.agree_s
-        return everybody_waits and min(same_s, report.idle_s) >= peers.patience.idle_s
+            return lasted_s >= _MISMATCH * peers.timeouts.lost_s
+        return all_wait and min(lasted_s, report.idle_s) >= peers.timeouts.idle_s
 
-    elsewhere = [peer for peer in peers.all if is_elsewhere(peer)][:NUM_NAMED]
+    elsewhere = [peer for peer in peers.all if is_elsewhere(peer)][:_NUM_NAMED]
     if not elsewhere:
         return None
-    places = (f"rank {peer.rank} in {peer.report.name} ({peer.report.what or 'no step'})" for peer in elsewhere)
-    return f"rank {peers.rank} is in {wait.verb}, {', '.join(places)}{DEADLOCK}"
+    named = (f"rank {peer.rank} in {peer.report.operation} ({peer.report.progress or 'no step'})" for peer in elsewhere)
+    return f"rank {peers.rank} is in {wait.operation}, {', '.join(named)}{DEADLOCK}"
 
 
-def _hung(peers: Peers, wait: Wait) -> str | None:
+def _hanging(peers: Peers, wait: Wait) -> str | None:
     def text(peer: Peer) -> str:
-        idle = f"it has done nothing for {format_seconds(round(peers.idle_s(peer)))}"
-        missed = f"and does not come to {wait.verb}, where rank {peers.rank} waits"
-        stack = f"; its main thread stands at {peer.report.stack}" if peer.report.stack else ""
-        return f"{peer.title} hangs: {idle} {missed}; {peer.last}{stack}"
+        idle = f"idle for {format_seconds(round(peers.idle_s(peer)))}"
+        missing = f"has not entered {wait.operation}, in which rank {peers.rank} waits"
+        stack = f"; its main thread is at {peer.report.stack}" if peer.report.stack else ""
+        return f"{peer.title} hangs: {idle}, {missing}; {peer.last}{stack}"
 
-    limit = peers.patience.idle_s
-    if min(peers.waited_s, peers.still_s) < limit:
+    limit_s = peers.timeouts.idle_s
+    if min(peers.waited_s, peers.all_idle_s) < limit_s:
         return None
-    absent = [peer for peer in peers.all if peer.is_absent(wait) and peer.is_outside and not peer.is_over]
-    hung = [peer for peer in absent if not peer.may_take_long and peers.idle_s(peer) >= limit]
-    return f"{_each(hung, text)}{CURE}" if hung else None
+    missing = [p for p in peers.all if p.has_not_entered(wait) and not p.in_collective and not p.has_ended]
+    hanging = [peer for peer in missing if not peer.may_take_long and peers.idle_s(peer) >= limit_s]
+    return f"{_each(hanging, text)}{_CURE}" if hanging else None
 
 
 def _late(peers: Peers, wait: Wait) -> str | None:
-    limit = peers.patience.timeout_s
-    late = [peer for peer in peers.all if peer.absent_s >= limit and not peer.is_over]
+    limit_s = peers.timeouts.busy_s
+    late = [peer for peer in peers.all if peer.missing_s >= limit_s and not peer.has_ended]
     if late:
-        missed = f"has not come to {wait.verb}, where rank {peers.rank} has waited for {format_seconds(limit)}"
-        return f"{_each(late, lambda peer: f'{peer.title} {missed}; {peer.last}')}{CURE}"
-    if peers.waited_s >= limit and all(peers.idle_s(peer) >= limit for peer in peers.all):
-        return f"every process has been in {wait.verb} for {format_seconds(limit)}, and nothing moves{CURE}"
+        missing = f"has not entered {wait.operation} in {format_seconds(limit_s)}; rank {peers.rank} waits there"
+        return f"{_each(late, lambda peer: f'{peer.title} {missing}; {peer.last}')}{_CURE}"
+    if peers.waited_s >= limit_s and all(peers.idle_s(peer) >= limit_s for peer in peers.all):
+        return f"every rank has been in {wait.operation} for {format_seconds(limit_s)}, and all are idle{_CURE}"
     return None
 
 
-def _store_gone(peers: Peers, wait: Wait, seconds: float) -> str | None:
-    """Without an error it may only be slow, which takes longer. Rank 0 may take it along when it ends in good order."""
-    limit = seconds if peers.store_error else max(seconds, peers.patience.far_s)
-    if min(peers.store_silent_s, peers.waited_s) < limit:
+def _store_lost(peers: Peers, wait: Wait, limit_s: float) -> str | None:
+    """The store closes with rank 0, also when rank 0 exits in order. Without an error it may only be slow."""
+    limit_s = limit_s if peers.store_error else max(limit_s, _REMOTE * peers.timeouts.lost_s)
+    if min(peers.store_silent_s, peers.waited_s) < limit_s:
         return None
-    in_order = any(peer.rank == 0 and peer.report.fate == "ended" and not peer.is_absent(wait) for peer in peers.all)
+    in_order = any(p.rank == 0 and p.report.end == "exited" and not p.has_not_entered(wait) for p in peers.all)
     return None if in_order else _store_text(peers)
 
 
 def _store_text(peers: Peers) -> str:
-    silence = f"the store where the processes meet has not answered for {format_seconds(round(peers.store_silent_s))}"
-    holder = next((f"; it may be {peer.title}: {peer.last}" for peer in peers.all if peer.rank == 0), "")
-    return f"{silence}: who holds it is gone or stopped{holder}"
+    silent = format_seconds(round(peers.store_silent_s))
+    owner = next((f", maybe {peer.title}; {peer.last}" for peer in peers.all if peer.rank == 0), "")
+    return f"the store of the rendezvous has not answered for {silent}: its process is gone or stopped{owner}"
 
 
-def _unheard_text(peer: Peer) -> str:
-    silent_s = max(peer.silent_s, peer.sight_s if peer.sight == "stopped" else 0.0)
-    return f"{peer.title} has not been heard of for {format_seconds(round(silent_s))}; {peer.last}"
+def _silent_text(peer: Peer) -> str:
+    silent_s = max(peer.silent_s, peer.liveness_s if peer.liveness == "stopped" else 0.0)
+    return f"{peer.title} has not reported for {format_seconds(round(silent_s))}; {peer.last}"
 
 
 def _each(peers: Sequence[Peer], text: Callable[[Peer], str]) -> str | None:
-    """The text of each peer, or None without peers."""
-    more = f"; and {len(peers) - NUM_NAMED} more" if len(peers) > NUM_NAMED else ""
-    return "\n".join(text(peer) for peer in peers[:NUM_NAMED]) + more if peers else None
+    """One line per rank, or None without any."""
+    more = f"; and {len(peers) - _NUM_NAMED} more" if len(peers) > _NUM_NAMED else ""
+    return "\n".join(text(peer) for peer in peers[:_NUM_NAMED]) + more if peers else None

@@ -1,7 +1,4 @@
-"""What `trimtab launch` will start: settings and a target become one torchrun command, after all checks.
-
-`launch_run` runs it.
-"""
+"""Plans a launch: settings and a target become one torchrun command, after all checks. `run` executes it."""
 
 import os
 import secrets
@@ -13,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trimtab.distributed.environment import inspect_machine
 from trimtab.distributed.launch.file import KEYS, LaunchFile, nearest
-from trimtab.distributed.launch.settings import Settings, free_port, look_at_machine, option, resolve_settings
+from trimtab.distributed.launch.settings import Settings, free_port, option, resolve_settings
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.units import parse_seconds
 
-_MOST_MAPPED = 10  # torchrun's --redirects takes local ranks of one digit
+_MAX_MAPPED_RANKS = 10  # torchrun's --redirects accepts local ranks of one digit only
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,9 @@ class LaunchPlan:
 
     Args:
         settings: Resolved, with their origins.
-        torchrun: The arguments of torchrun.
-        environment: Variables that the processes get besides those that are there.
-        log_folder: Of this launch, where the ranks that do not speak write.
+        torchrun: Arguments of torchrun.
+        environment: Variables to add to the environment of the processes.
+        log_folder: Folder of this launch for the output of ranks above 0.
     """
 
     settings: Settings
@@ -40,7 +38,7 @@ class LaunchPlan:
 
     @property
     def command(self) -> str:
-        """The command line that does the same without trimtab."""
+        """The equivalent command line without trimtab."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, "torchrun", *map(shlex.quote, self.torchrun)])
 
@@ -48,29 +46,29 @@ class LaunchPlan:
 def plan_launch(
     target: str, arguments: Sequence[str], *, module: bool, file: LaunchFile, given: Mapping[str, Any]
 ) -> LaunchPlan:
-    """Work out the torchrun command, after all checks.
+    """Check everything and build the torchrun command.
 
     Args:
         target: A script, a recipe, or a module.
-        arguments: What follows it.
-        module: Whether it is a module.
-        file: What the launch file says.
-        given: The options of the command line by key; None where one was not given.
+        arguments: Arguments of the target.
+        module: Whether the target is a module.
+        file: The launch file.
+        given: Options of the command line by key; None for an option that was not given.
 
     Raises:
-        RecipeError: With all problems, one line each.
+        RecipeError: Lists all problems, one per line.
     """
-    machine = look_at_machine()
+    machine = inspect_machine()
     settings, problems = resolve_settings(given, file, machine, os.environ)
-    words, target_problems = _find_target(target, list(arguments), module)
+    words, target_problems = _resolve_target(target, list(arguments), module)
     problems += target_problems
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise RecipeError(f"launch has {len(problems)} problem{'s' if len(problems) != 1 else ''}:\n{lines}")
-    token = secrets.token_hex(4)  # two launches may begin in the same second
+    token = secrets.token_hex(4)  # two launches may start in the same second
     name = f"{target.rpartition('.')[2] if module else Path(target).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{token}"
-    several = settings.num_hosts > 1
-    log_folder = Path(settings.log_dir) / (f"{name}-host{settings.host_index}" if several else name)
+    name += f"-host{settings.host_index}" if settings.num_hosts > 1 else ""
+    log_folder = Path(settings.log_dir) / name
     environment = {}
     if settings.processes > 1 and not os.environ.get("OMP_NUM_THREADS"):
         environment["OMP_NUM_THREADS"] = str(max(machine.num_cpus // settings.processes, 1))
@@ -78,14 +76,14 @@ def plan_launch(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if "TRIMTAB_LOG_DIR" not in os.environ:
         environment["TRIMTAB_LOG_DIR"] = str(log_folder)
-    torchrun = (*_meeting(settings, token), *_voices(settings), "--log-dir", str(log_folder), *words)
-    return LaunchPlan(settings, torchrun, environment, log_folder)
+    options = [*_rendezvous_options(settings, token), *_output_options(settings), "--log-dir", str(log_folder)]
+    return LaunchPlan(settings, (*options, *words), environment, log_folder)
 
 
-def _find_target(target: str, arguments: list[str], module: bool) -> tuple[list[str], list[str]]:
-    """What torchrun has to run, and what is wrong with it."""
+def _resolve_target(target: str, arguments: list[str], module: bool) -> tuple[list[str], list[str]]:
+    """Return the arguments of torchrun that name the target, and what is wrong with it."""
     problems = []
-    words = [_literal(argument) for argument in arguments]
+    words = [argument.replace("$", "$$") for argument in arguments]  # torchrun reads $ as the start of a placeholder
     path = Path(target)
     is_recipe = not module and path.suffix.lower() in (".yaml", ".yml")
     late = [word for word in arguments if word.partition("=")[0] in {option(name) for name in KEYS}]
@@ -97,13 +95,13 @@ def _find_target(target: str, arguments: list[str], module: bool) -> tuple[list[
     elif is_recipe:
         words = ["-m", "trimtab", "train", target, *words]
         if late:
-            problems.append(f"{late[0]} stands after the recipe: options of launch come before it")
+            problems.append(f"{late[0]} comes after the recipe: put options of launch before it")
     else:
         words = [target, *words]
         if late:
-            say(f"{late[0]} stands after the script and is given to it; options of launch come before it")
+            say(f"{late[0]} comes after the script and is passed to it; put options of launch before the script")
     if not module and not path.exists():
-        problems.append(_missing(target, arguments))
+        problems.append(_describe_missing(target, arguments))
     elif not module and path.is_dir() and not (path / "__main__.py").is_file():
         problems.append(f"{target} is a folder: give a script in it, or a recipe")
     elif not module and not is_recipe and path.is_file() and path.suffix not in (".py", ""):
@@ -111,7 +109,7 @@ def _find_target(target: str, arguments: list[str], module: bool) -> tuple[list[
     return words, problems
 
 
-def _missing(target: str, arguments: list[str]) -> str:
+def _describe_missing(target: str, arguments: list[str]) -> str:
     if target == "train":
         return f"train is a command of trimtab, not a script: trimtab launch {' '.join(arguments) or 'recipe.yaml'}"
     folder = Path(target).parent
@@ -120,32 +118,26 @@ def _missing(target: str, arguments: list[str]) -> str:
     return f"there is no {target}" + (f"; did you mean {folder / near}?" if near else "")
 
 
-def _literal(argument: str) -> str:
-    """An argument as the script will get it: torchrun reads $ as the beginning of a placeholder."""
-    return argument.replace("$", "$$")
-
-
-def _meeting(settings: Settings, job: str) -> list[str]:
-    """How the processes find each other."""
-    words = ["--nnodes", str(settings.num_hosts), "--nproc-per-node", str(settings.processes)]
-    words += ["--max-restarts", str(settings.max_restarts)]
+def _rendezvous_options(settings: Settings, token: str) -> list[str]:
+    options = ["--nnodes", str(settings.num_hosts), "--nproc-per-node", str(settings.processes)]
+    options += ["--max-restarts", str(settings.max_restarts)]
     if settings.num_hosts == 1 and settings.port is None and settings.address is None:
-        # torchrun takes a free port itself. By its own name a host may not be reachable from itself, so: localhost.
-        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
-        return [*words, *where, "--rdzv-id", job]
-    # Static, because then rank 0 is on the first host: there lie the files that it writes.
-    words += ["--rdzv-backend", "static", "--rdzv-id", settings.job or (job if settings.num_hosts == 1 else "none")]
+        # Port 0: torchrun takes a free one. localhost, because a host may not be able to resolve its own name.
+        endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+        return [*options, *endpoint, "--rdzv-id", token]
+    # The static backend puts rank 0 on the first host, where the user expects its files.
+    job = settings.job or (token if settings.num_hosts == 1 else "none")
+    options += ["--rdzv-backend", "static", "--rdzv-id", job]
     if "TRIMTAB_PATIENCE" in os.environ:
-        words += ["--rdzv-conf", f"timeout={int(parse_seconds(os.environ['TRIMTAB_PATIENCE']))}"]
-    words += ["--node-rank", str(settings.host_index), "--master-addr", settings.address or "localhost"]
-    return [*words, "--master-port", str(settings.port or free_port())]
+        options += ["--rdzv-conf", f"timeout={int(parse_seconds(os.environ['TRIMTAB_PATIENCE']))}"]
+    options += ["--node-rank", str(settings.host_index), "--master-addr", settings.address or "localhost"]
+    return [*options, "--master-port", str(settings.port or free_port())]
 
 
-def _voices(settings: Settings) -> list[str]:
-    """Rank 0 speaks on the terminal, the others to files."""
+def _output_options(settings: Settings) -> list[str]:
+    """Rank 0 prints to the terminal, the other ranks to files (3: stdout and stderr)."""
     if settings.host_index > 0:
         return ["--redirects", "3"]
-    if settings.processes <= _MOST_MAPPED:
-        files = ",".join(f"{rank}:3" for rank in range(1, settings.processes))
-        return ["--redirects", files or "0"]
+    if settings.processes <= _MAX_MAPPED_RANKS:
+        return ["--redirects", ",".join(f"{rank}:3" for rank in range(1, settings.processes)) or "0"]
     return ["--role", "rank", "--redirects", "3", "--tee", "0:3", "--local-ranks-filter", "0"]

@@ -1,7 +1,7 @@
-"""`trimtab.launch`: a function on several processes, from a notebook or a script, and back what each returned.
+"""`trimtab.launch`: calls a function on several processes, from a notebook or a script, and returns the results.
 
-The processes are fresh ones that torchrun starts, never forks: CUDA and OpenMP may be in use here. The function travels
-as bytes (dill), so it may stand in a notebook's cell; `notebook_worker` is the other end.
+torchrun starts new processes, never forks: CUDA and OpenMP may be in use here. The function is serialized with dill, so
+it may be defined in a notebook cell; `notebook_worker` runs in the new processes.
 """
 
 import io
@@ -19,8 +19,8 @@ from typing import Any
 import trimtab
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.launch.command import LaunchPlan, plan_launch
-from trimtab.distributed.launch.end_with_parent import ending_with_parent
 from trimtab.distributed.launch.file import LaunchFile
+from trimtab.distributed.launch.parent_death_signal import add_parent_death_signal
 from trimtab.errors import MissingDependency, PeerError, RecipeError
 from trimtab.log import say
 
@@ -29,8 +29,8 @@ RESULT = "result-{}.pkl"
 ERROR = "error-{}.txt"
 ENDING = "ending.txt"
 WORKER = "trimtab.distributed.launch.notebook_worker"
-_LAST_LINES = 20
-_GRACE_S = 40.0  # torchrun gives its processes 30 s to end by themselves
+_NUM_LAST_LINES = 20
+_GRACE_S = 40.0  # torchrun gives its processes 30 s to end
 
 
 def launch(
@@ -45,58 +45,60 @@ def launch(
 ) -> list[Any]:
     """Call a function on several processes of this host.
 
-    What rank 0 prints is shown here; what the others print goes to files.
+    The output of rank 0 is shown here; that of the other ranks goes to files.
 
     Args:
-        fn: May be defined in a notebook's cell or in a script. It should make its own model, data and `Engine`: what it
-            takes from outside is copied to each process.
+        fn: The function; it may be defined in a notebook cell or a script. It should create its own model, data and
+            `Engine`: objects it uses from outside are copied to each process.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        processes: How many.
-        cpu: Whether GPUs are left alone.
-        port: Where the processes meet; a free one if left out.
-        log_dir: Folder of what the other ranks print; runs/logs if left out.
+        processes: Number of processes.
+        cpu: Whether to ignore GPUs.
+        port: Port of the rendezvous; None for a free one.
+        log_dir: Folder for the output of ranks above 0; runs/logs by default.
 
     Returns:
-        What each process returned, in the order of ranks.
+        The return value of each process, in rank order.
 
     Raises:
-        PeerError: The function failed in one process; with its rank and traceback.
-        RecipeError: It cannot be started: too many processes, a port that is taken, a function that cannot be copied.
+        PeerError: The function failed on a rank; with its traceback.
+        RecipeError: Nothing can be started: too many processes, a port that is taken, a function that cannot be copied.
     """
     place = find_place()
     if place.num_processes > 1:
         raise RecipeError(
-            f"trimtab.launch was called in process {place.rank} of {place.num_processes}, which was launched already",
-            "call the function itself here; launch belongs into the process that you start by hand",
+            f"trimtab.launch was called on rank {place.rank} of {place.num_processes}, which was launched already",
+            "call the function itself here, and trimtab.launch only in the process that you start by hand",
         )
     if not callable(fn):
-        raise RecipeError(f"launch takes a function, found {fn!r}", "trimtab.launch(train, args=(…,), processes=2)")
-    # A launch file, or what a cluster says of its hosts, is not meant for a function that is called here.
+        raise RecipeError(
+            f"launch takes a function, found {fn!r}", "call trimtab.launch(train, args=(…,), processes=2)"
+        )
+    # num_hosts=1: a scheduler's hosts are not meant for this function, nor is a launch file.
     options = {"processes": processes, "num_hosts": 1, "port": port, "log_dir": log_dir, "cpu": cpu or None}
     with tempfile.TemporaryDirectory(prefix="trimtab-launch-") as name:
         folder = Path(name)
-        plan_worker(folder, options)  # all checks happen here already, where an exception can be raised
+        plan_worker(folder, options)  # for its checks: only here they can raise
         (folder / CALL).write_bytes(_packed(fn, tuple(args), dict(kwargs or {})))
-        code, last_words = _run([sys.executable, "-m", WORKER, name, json.dumps(options)])
-        return _results(folder, processes, code, last_words)
+        code, last_lines = _run([sys.executable, "-m", WORKER, name, json.dumps(options)])
+        return _results(folder, processes, code, last_lines)
 
 
 def plan_worker(folder: Path, options: Mapping[str, Any]) -> LaunchPlan:
-    """The launch of the processes that call what lies in a folder."""
+    """Plan the launch of the processes that execute the call stored in a folder."""
     return plan_launch(WORKER, [str(folder)], module=True, file=LaunchFile(), given=options)
 
 
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         inner = _dill_bytes((fn, args, kwargs))
-    except Exception as error:  # dill and the objects themselves raise what they like
+    except Exception as error:  # dill and the objects themselves may raise anything
         raise RecipeError(
             f"{getattr(fn, '__name__', fn)} or its arguments cannot be sent to other processes: "
             f"{type(error).__name__}: {error}",
-            "make models, loaders, files and engines inside the function",
+            "create models, loaders, files and engines inside the function",
         ) from error
-    # The path comes first in the other process: what is inside may need it to be unpacked.
+    # The worker needs the path before it can deserialize the call.
     return _dill_bytes({"path": sys.path, "call": inner})
 
 
@@ -107,7 +109,7 @@ def _dill_bytes(value: Any) -> bytes:
         raise MissingDependency("trimtab.launch needs dill", "pip install dill") from error
 
     class Pickler(dill.Pickler):  # type: ignore[misc]
-        """Modules travel by name. dill would send along all that stands in one that is not installed."""
+        """Pickles modules by name; dill would include the content of a module that is not installed."""
 
         dispatch = type(dill.Pickler.dispatch)(dill.Pickler.dispatch)
 
@@ -116,18 +118,18 @@ def _dill_bytes(value: Any) -> bytes:
 
     Pickler.dispatch[ModuleType] = save_by_name
     buffer = io.BytesIO()
-    # recurse: only those globals travel that the function uses, not the whole notebook.
+    # recurse: include only the globals that the function uses, not the whole notebook.
     Pickler(buffer, recurse=True).dump(value)
     return buffer.getvalue()
 
 
 def _run(command: list[str]) -> tuple[int, list[str]]:
-    """Run the launch and show its output here; in a notebook that is the cell, which a child's own output misses."""
-    home = str(Path(trimtab.__file__).parents[1])  # this package may have been found by a change of sys.path
+    """Run the launcher and copy its output to sys.stdout: in a notebook, a child's own output misses the cell."""
+    home = str(Path(trimtab.__file__).parents[1])  # the package may have been found through a change of sys.path
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
     lines: list[str] = []
     process = subprocess.Popen(
-        ending_with_parent(command),
+        add_parent_death_signal(command),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,35 +142,36 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
             for line in process.stdout:
                 sys.stdout.write(line)
                 sys.stdout.flush()
-                lines = [*lines[1 - _LAST_LINES :], line]
+                lines = [*lines[1 - _NUM_LAST_LINES :], line]
         return process.wait(), lines
-    except BaseException:  # an interrupt of the cell must not leave processes behind
+    except BaseException:  # an interrupted cell must not leave processes behind
         process.terminate()
         try:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            say(f"the launched processes do not end; killing their launcher, process {process.pid}")
+            say(f"the launched processes do not end; killing their launcher, pid {process.pid}")
             process.kill()
             process.wait()
         raise
 
 
-def _results(folder: Path, processes: int, code: int, last_words: list[str]) -> list[Any]:
+def _results(folder: Path, processes: int, code: int, last_lines: list[str]) -> list[Any]:
     import dill
 
     errors = [
         (path.stat().st_mtime_ns, rank) for rank in range(processes) if (path := folder / ERROR.format(rank)).exists()
     ]
-    if errors:  # the others failed because of the first
+    if errors:  # the first is the cause
         rank = min(errors)[1]
         raise PeerError(f"rank {rank} failed: {(folder / ERROR.format(rank)).read_text(encoding='utf-8')}")
     if code != 0:
-        said = (folder / ENDING).read_text(encoding="utf-8") if (folder / ENDING).is_file() else "".join(last_words)
-        raise PeerError(said.removeprefix("error: ").rstrip() or f"launch ended with exit code {code}")
+        ending = folder / ENDING
+        message = ending.read_text(encoding="utf-8") if ending.is_file() else "".join(last_lines)
+        raise PeerError(message.removeprefix("error: ").rstrip() or f"launch ended with exit code {code}")
     found = []
     for rank in range(processes):
         path = folder / RESULT.format(rank)
         if not path.is_file():
-            raise PeerError(f"rank {rank} ended without a result: it called exit, or was ended from outside")
+            raise PeerError(f"rank {rank} ended without a result: it called exit, or was ended by a signal")
         found.append(dill.loads(path.read_bytes()))
     return found

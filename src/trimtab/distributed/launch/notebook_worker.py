@@ -1,6 +1,6 @@
-"""The processes of `trimtab.launch`: first the one that launches, then, in each that it starts, the function itself.
+"""The script that `trimtab.launch` runs: once as the launcher, then on each rank to call the function.
 
-A rank unpacks the function, calls it, and leaves its result, or its error, in a file.
+A rank deserializes the function, calls it, and writes the result or the error to a file.
 """
 
 import json
@@ -17,14 +17,11 @@ from trimtab.errors import RecipeError
 
 
 def launch_all(folder: Path, options: dict[str, Any]) -> int:
-    """Start the ranks.
+    """Launch the ranks and return the exit code.
 
     Args:
-        folder: Where the call lies and results go.
-        options: Of the launch.
-
-    Returns:
-        The exit code.
+        folder: Folder of the call and the results.
+        options: Settings of the launch by key.
     """
     ending = start(plan_worker(folder, options))
     _write(folder / ENDING, ending.message.encode())
@@ -32,19 +29,19 @@ def launch_all(folder: Path, options: dict[str, Any]) -> int:
 
 
 def call(folder: Path, rank: int) -> None:
-    """Do the work of one rank.
+    """Call the function on one rank and write its result, or its error.
 
     Args:
-        folder: Where the call lies and results go.
+        folder: Folder of the call and the results.
         rank: Of this process.
     """
     import dill
 
     try:
         packed = dill.loads((folder / CALL).read_bytes())
-        sys.path[:] = packed["path"]  # what the caller can import can be imported here
+        sys.path[:] = packed["path"]  # before the call is deserialized, which may import modules of the caller
         fn, args, kwargs = dill.loads(packed["call"])
-        _lend_to_main(fn)
+        _add_to_main(fn)
         written = _packed(fn(*args, **kwargs))
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -55,8 +52,8 @@ def call(folder: Path, rank: int) -> None:
     _write(folder / RESULT.format(rank), written)
 
 
-def _lend_to_main(fn: Any) -> None:
-    """Classes of the caller's `__main__` get their place in ours, so that what is returned is of the caller's class."""
+def _add_to_main(fn: Any) -> None:
+    """Add classes of the caller's `__main__` to this one, for results that the caller unpickles as its own classes."""
     home = sys.modules["__main__"].__dict__
     todo, seen = [fn], set()
     while todo:
@@ -71,25 +68,25 @@ def _packed(value: Any) -> bytes:
     import dill
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dill warns of each class that it cannot name
+        warnings.simplefilter("ignore")  # dill warns about each class that it cannot pickle by name
         try:
             return bytes(dill.dumps(value, byref=True))
-        except Exception:  # a class that has no name of its own travels whole
+        except Exception:  # a class that is not importable: pickle its definition too
             pass
         try:
             return bytes(dill.dumps(value, recurse=True))
         except Exception as error:
             raise RecipeError(
-                f"what the function returned cannot be sent back: {type(error).__name__}: {error}",
-                "return numbers, text, tensors, or lists and dicts of them",
+                f"the return value of the function cannot be pickled: {type(error).__name__}: {error}",
+                "return numbers, strings, tensors, or lists and dicts of them",
             ) from error
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Appear whole: the process may be ended while it writes."""
-    beside = path.with_suffix(".part")
-    beside.write_bytes(content)
-    beside.replace(path)
+    """Write atomically: the process may be ended in the middle."""
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The settings of a launch: command line, then launch file, then what is found, each with its origin.
+"""The settings of a launch: from the command line, the launch file, the scheduler or the host, each with its origin.
 
-Problems are collected, so that a user hears of all of them at once.
+Problems are collected, because a user should see all of them at once.
 """
 
 import errno
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.distributed.environment import find_place
-from trimtab.distributed.launch.file import DEFAULT_LOG_DIR, DEFAULT_PORT, KEYS, LaunchFile, check_value
+from trimtab.distributed.environment import Machine, find_place
+from trimtab.distributed.launch.file import DEFAULT_LOG_DIR, DEFAULT_PORT, LaunchFile, check_value
 from trimtab.errors import RecipeError
 
-# What Kubernetes' operators set for torchrun. torchrun would read them too, but below the options that we give it.
-_FOR_TORCHRUN = {
+# Set for torchrun by Kubernetes operators. torchrun itself would read them too, but the options we pass override them.
+_TORCHRUN_VARIABLES = {
     "PET_NNODES": "num_hosts",
     "PET_NODE_RANK": "host_index",
     "PET_MASTER_ADDR": "address",
@@ -27,33 +27,20 @@ _FOR_TORCHRUN = {
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What counts of this host when processes are started on it.
-
-    Args:
-        num_devices: GPUs, or what else torch can train on.
-        num_cpus: Cores that this process may use.
-    """
-
-    num_devices: int
-    num_cpus: int
-
-
-@dataclass(frozen=True)
 class Settings:
     """How processes are started.
 
     Args:
-        processes: On this host.
-        num_hosts: All of them.
-        host_index: This one.
-        address: Of the meeting point; None on one host, where torchrun sees to it.
-        port: Of the meeting point; None for a free one.
-        max_restarts: How often all is started again.
-        log_dir: Folder of what the other ranks print.
-        cpu: Whether GPUs are left alone.
-        origins: Where each value came from: an option, "FILE:LINE", a variable, "found" or "default".
-        job: An id that the scheduler gave all hosts.
+        processes: Processes on this host.
+        num_hosts: Number of hosts.
+        host_index: Index of this host.
+        address: Address of the rendezvous; None on one host, where torchrun provides it.
+        port: Port of the rendezvous; None for a free one.
+        max_restarts: How often all processes are restarted.
+        log_dir: Folder for the output of ranks above 0.
+        cpu: Whether to ignore GPUs.
+        origins: Source of each value: an option, "FILE:LINE", a variable, "found" or "default".
+        job: Id that the scheduler gave the job on all hosts.
     """
 
     processes: int
@@ -68,7 +55,7 @@ class Settings:
     job: str | None = None
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Name, value and origin of each, for a table."""
+        """Return name, value and origin of each setting, for a table."""
         shown = {
             "processes": str(self.processes),
             "hosts": f"{self.num_hosts}" + (f", this is {self.host_index}" if self.num_hosts > 1 else ""),
@@ -81,40 +68,31 @@ class Settings:
         return [(name.replace("_", " "), value, self.origins[name]) for name, value in shown.items()]
 
 
-def look_at_machine() -> Machine:
-    """Devices and cores of this host."""
-    import torch
-
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    has_devices = torch.accelerator.current_accelerator(check_available=True) is not None
-    return Machine(torch.accelerator.device_count() if has_devices else 0, num_cpus)
-
-
 def option(name: str) -> str:
-    """The option of a key."""
+    """Return the command-line option of a key."""
     return f"--{name.replace('_', '-')}"
 
 
 def resolve_settings(
     given: Mapping[str, Any], file: LaunchFile, machine: Machine, environ: Mapping[str, str]
 ) -> tuple[Settings, list[str]]:
-    """Lay the three sources over each other.
+    """Combine the sources of settings.
 
     Args:
-        given: From the command line; None is an option that was not given.
+        given: Options of the command line; None for an option that was not given.
         file: The launch file.
         machine: This host.
         environ: The environment.
 
     Returns:
-        The settings, and what is wrong with them. With problems the settings are no good to start from.
+        The settings and their problems; with problems the settings cannot be used.
     """
     problems = list(file.problems)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
     def put(name: str, value: Any, origin: str) -> None:
-        """A value of a lower layer stays behind one that is there."""
+        """Set a value, unless a source of higher precedence has set it."""
         if value is not None and name not in values:
             values[name], origins[name] = value, origin
 
@@ -125,54 +103,48 @@ def resolve_settings(
             put(name, value, option(name))
     for name, value in file.values.items():
         put(name, value, file.places[name])
-    found, job, problem = _found_in(environ)
+    found, job, problem = _read_scheduler(environ)
     problems += [problem] if problem else []
     for name, (value, origin) in found.items():
-        # What a cluster says of its hosts is one whole: names that the user gave, or "this host alone", replace it.
+        # A scheduler's hosts count as a whole: hosts, or num_hosts: 1, given by the user replace all of them.
         if name == "processes" or ("hosts" not in values and values.get("num_hosts") != 1):
             put(name, value, origin)
 
     put("cpu", False, "default")
     use_devices = machine.num_devices > 0 and not values["cpu"]
-    put("processes", machine.num_devices if use_devices else 1, "found: " + _devices(machine, values["cpu"]))
+    devices = "on the CPU" if values["cpu"] else _num_gpus(machine)
+    put("processes", machine.num_devices if use_devices else 1, f"found: {devices}")
     put("max_restarts", 0, "default")
     put("log_dir", DEFAULT_LOG_DIR, "default")
-    problems += _settle_hosts(values, origins)
+    problems += _resolve_hosts(values, origins)
     if use_devices and values["processes"] > machine.num_devices:
         problems.append(
-            f"processes: {values['processes']} ({origins['processes']}), but this host has {_devices(machine, False)}: "
+            f"processes: {values['processes']} ({origins['processes']}), but this host has {_num_gpus(machine)}: "
             f"--processes {machine.num_devices}, or --cpu to train on the CPU"
         )
-    problems += _log_dir_problems(values["log_dir"], origins["log_dir"])
-    settings = Settings(
-        processes=values["processes"],
-        num_hosts=values["num_hosts"],
-        host_index=values["host_index"],
-        address=values.get("address"),
-        port=values.get("port"),
-        max_restarts=values["max_restarts"],
-        log_dir=values["log_dir"],
-        cpu=values["cpu"],
-        origins={"address": "found", "port": "found", **origins},
-        job=job,
-    )
-    return settings, problems + (_port_problems(settings) if not problems else [])
+    problems += _check_log_dir(values["log_dir"], origins["log_dir"])
+    values.pop("hosts", None)
+    origins = {"address": "found", "port": "found", **origins}
+    settings = Settings(**{"address": None, "port": None, **values}, origins=origins, job=job)
+    return settings, problems + (_check_port(settings) if not problems else [])
 
 
-def _devices(machine: Machine, cpu: bool) -> str:
-    if cpu:
-        return "on the CPU"
+def _num_gpus(machine: Machine) -> str:
     return f"{machine.num_devices} GPU{'s' if machine.num_devices != 1 else ''}" if machine.num_devices else "no GPU"
 
 
-def _found_in(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, str]], str | None, str]:
-    """What a scheduler that has started one process on each host says of them; its job id; what is wrong with it."""
+def _read_scheduler(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, str]], str | None, str]:
+    """Read the hosts from a scheduler that has started one process on each.
+
+    Returns:
+        Values with their origins by key, the id of the job, and what is wrong, if anything is.
+    """
     found: dict[str, tuple[Any, str]] = {}
-    for variable, name in _FOR_TORCHRUN.items():
+    for variable, name in _TORCHRUN_VARIABLES.items():
         text = environ.get(variable, "").strip()
         if not text or text in ("auto", "gpu", "cpu"):
             continue
-        value: Any = int(text) if KEYS[name].kind == "number" and re.fullmatch(r"[0-9]{1,9}", text) else text
+        value: Any = int(text) if name != "address" and re.fullmatch(r"[0-9]{1,9}", text) else text
         if problem := check_value(name, value):
             return {}, None, f"{variable} of the environment: {problem}"
         found[name] = (value, variable)
@@ -182,36 +154,35 @@ def _found_in(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, str]], s
         return {}, None, f"the environment: {error.problem}; {error.cure}"
     if place.num_processes == 1:
         return found, None, ""
-    each_host = re.fullmatch(r"1(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if place.launcher == "torchrun" or place.num_local > 1 or not each_host:
+    one_per_host = re.fullmatch(r"1(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if place.launcher == "torchrun" or place.num_local > 1 or not one_per_host:
         by = {"torchrun": "torchrun or trimtab launch", "slurm": "srun"}.get(place.launcher, "RANK and WORLD_SIZE")
         cure = "run the script, or `trimtab train`, itself"
         cure += "; or srun with --ntasks-per-node=1" if place.launcher == "slurm" else ""
         return {}, None, f"this process is already one of {place.num_processes}, by {by}: {cure}"
-    mark = {"slurm": "SLURM", "environment": "WORLD_SIZE …"}[place.launcher]
+    origin = {"slurm": "SLURM", "environment": "WORLD_SIZE …"}[place.launcher]
     hosts = {"num_hosts": place.num_processes, "host_index": place.rank, "address": place.address, "port": place.port}
-    return {**{name: (value, mark) for name, value in hosts.items()}, **found}, place.job, ""
+    return {**{name: (value, origin) for name, value in hosts.items()}, **found}, place.job, ""
 
 
-def _settle_hosts(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
-    """Fill in how many hosts there are, which one this is and where they meet; tell what does not go together."""
+def _resolve_hosts(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Fill in num_hosts, host_index, address and port; return their problems."""
     problems: list[str] = []
     hosts: Sequence[str] = values.get("hosts") or ()
     if hosts:
         if values.get("num_hosts", len(hosts)) != len(hosts):
             problems.append(
                 f"hosts: {len(hosts)} names ({origins['hosts']}), but num_hosts is {values['num_hosts']} "
-                f"({origins['num_hosts']}): leave num_hosts out"
+                f"({origins['num_hosts']}): remove num_hosts"
             )
         values["num_hosts"] = len(hosts)
         if "host_index" not in values:
-            values["host_index"], problem = _index_of_this_host(hosts)
+            values["host_index"], problem = _find_host_index(hosts)
             problems += [problem] if problem else []
         if "address" not in values and len(hosts) > 1:
             values["address"], origins["address"] = hosts[0], "the first of hosts"
     origins["hosts"] = origins.get("hosts") or origins.get("num_hosts") or "default"
-    values.setdefault("num_hosts", 1)
-    num_hosts = values["num_hosts"]
+    num_hosts = values.setdefault("num_hosts", 1)
     if num_hosts > 1:
         if "host_index" not in values:
             problems.append(f"host_index: needed with {num_hosts} hosts; --host-index 0 on the first, 1 on the next …")
@@ -227,18 +198,18 @@ def _settle_hosts(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     return problems
 
 
-def _index_of_this_host(hosts: Sequence[str]) -> tuple[int, str]:
-    """Which of the hosts this is, and what is wrong if it cannot be told."""
+def _find_host_index(hosts: Sequence[str]) -> tuple[int, str]:
+    """Return the index of this host, and the problem if it is not unique."""
     own = [index for index, host in enumerate(hosts) if _is_own_name(host)]
-    own = own or [index for index, host in enumerate(hosts) if is_own_address(host)]
+    own = own or [index for index, host in enumerate(hosts) if _is_own_address(host)]
     if len(own) == 1:
         return own[0], ""
     if own:
         both = " and ".join(hosts[index] for index in own)
-        return own[0], f"hosts: {both} are both this host; name each once, or say which one it is with --host-index"
+        return own[0], f"hosts: {both} are both this host; name each host once, or set --host-index"
     return 0, (
         f"hosts: this host is {socket.gethostname()}, which is not among {', '.join(hosts)}; nothing is started on "
-        "other hosts: run the command on each of them, or say which one this is with --host-index"
+        "other hosts: run the command on each of them, or set --host-index"
     )
 
 
@@ -247,55 +218,52 @@ def _is_own_name(host: str) -> bool:
     return name == own or name.partition(".")[0] == own or own.partition(".")[0] == name
 
 
-def is_own_address(host: str) -> bool:
-    """Whether a name or address belongs to this machine: only then can a socket be bound to it."""
+def _is_own_address(host: str) -> bool:
+    """Whether a name or address belongs to this host: only then a socket can be bound to it."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, protocol, _, place in found:
+    for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.bind(place)
+                probe.bind(address)
             return True
         except OSError:
             continue
     return False
 
 
-def _log_dir_problems(folder: str, origin: str) -> list[str]:
-    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
-    if there.is_dir() and os.access(there, os.W_OK):
+def _check_log_dir(folder: str, origin: str) -> list[str]:
+    existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK):
         return []
-    reason = "cannot be written to" if there.is_dir() else "is no folder"
-    return [f"log_dir: {folder} ({origin}): {there} {reason}: --log-dir and another one"]
+    reason = "is not writable" if existing.is_dir() else "is not a folder"
+    return [f"log_dir: {folder} ({origin}): {existing} {reason}: choose another with --log-dir"]
 
 
-def _port_problems(settings: Settings) -> list[str]:
-    if settings.port is None or settings.host_index > 0 or (reason := why_not_free(settings.port)) is None:
+def _check_port(settings: Settings) -> list[str]:
+    if settings.port is None or settings.host_index > 0:
+        return []
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As torch does: a port that was closed a minute ago can be used again.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", settings.port))
+            probe.listen(1)
+            return []
+        except OSError as error:
+            reasons = {errno.EADDRINUSE: "is taken on this host", errno.EACCES: "needs administrator rights"}
+            reason = reasons.get(error.errno or 0)
+    if reason is None:
         return []
     cure = f"--port {free_port()} is free" + (" here; give it on every host" if settings.num_hosts > 1 else "")
-    if settings.num_hosts == 1:
-        cure += ", or leave it out to get a free one"
+    cure += ", or remove it to get a free one" if settings.num_hosts == 1 else ""
     return [f"port: {settings.port} ({settings.origins['port']}) {reason}: {cure}"]
 
 
-def why_not_free(port: int) -> str | None:
-    """Why nothing can listen on a port of this host; None if something can."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As torch does: a port that was used a minute ago is free again.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError as error:
-            known = {errno.EADDRINUSE: "is taken on this host", errno.EACCES: "needs the rights of an administrator"}
-            return known.get(error.errno or 0)
-    return None
-
-
 def free_port() -> int:
-    """A port that nothing listens on now."""
+    """Return a port that nothing listens on now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
