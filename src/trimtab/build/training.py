@@ -67,7 +67,7 @@ def build_trainer(
     )
     batches = train_batches(recipe, tokens, plan.global_micro_batch)
     collate = change_collate(EpochCollate(task, batches), spec)
-    loader = make_loader(tokens.train, batches, collate, engine.device)
+    loader = make_loader(tokens.train, batches, collate)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
     card = {
@@ -153,9 +153,9 @@ def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> 
     collate = change_collate(task.collate, plan.spec)
     if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
         batches = train_batches(recipe, tokens, plan.global_micro_batch)
-        loader = make_loader(tokens.train, batches, collate, engine.device)
+        loader = make_loader(tokens.train, batches, collate)
     elif tokens.eval is not None:
-        loader = eval_loader(recipe, collate, tokens.eval, plan, engine.device)
+        loader = eval_loader(recipe, collate, tokens.eval, plan)
     else:
         return None
     # held-out loss and perplexity are those of the true labels, whatever training smooths; own metrics read logits
