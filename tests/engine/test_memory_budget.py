@@ -134,7 +134,7 @@ def test_on_a_cpu_passing_the_budget_is_said_and_nothing_is_refused(caplog):
     assert "it does not fit into 1.0 MiB (cpu)" in caplog.text
     assert "that smallest plan is taken" in caplog.text
     assert engine._budget.chosen.recomputed == "all"
-    assert caplog.text.count("which cannot be enforced there") == 1
+    assert caplog.text.count("which cannot be enforced on this device") == 1
 
 
 def test_accumulation_keeps_gradients_and_that_is_counted():

@@ -112,10 +112,10 @@ def test_auto_is_what_is_free(monkeypatch):
 
 def test_budgets_that_cannot_be(monkeypatch):
     Gpu(monkeypatch)
-    with pytest.raises(RecipeError, match="memory.budget is 24.0 GiB, and cuda:0 has 16.0 GiB") as caught:
+    with pytest.raises(RecipeError, match="memory.budget is 24.0 GiB, but cuda:0 has 16.0 GiB") as caught:
         memory.cap_memory(CUDA, 24 * GIB)
-    assert caught.value.cure == "memory.budget: auto takes what is free; 16GiB is all"
-    with pytest.raises(DoesNotFit, match="the context of cuda:0 alone takes 512.0 MiB"):
+    assert caught.value.cure == "memory.budget: auto for the free memory, or at most 16GiB"
+    with pytest.raises(DoesNotFit, match="the CUDA context of cuda:0 alone takes 512.0 MiB"):
         memory.cap_memory(CUDA, GIB // 4, GIB // 2)
 
 
@@ -123,7 +123,7 @@ def test_a_budget_of_the_cpu():
     cpu = torch.device("cpu")
     auto, total = memory.budget_in_bytes("auto", cpu), memory.total_memory(cpu)
     assert memory.memory_in_use(cpu) < auto <= 1.1 * total
-    with pytest.raises(RecipeError, match="and cpu has"):
+    with pytest.raises(RecipeError, match="but cpu has"):
         memory.budget_in_bytes("900TiB", cpu)
     assert memory.MemoryCap(cpu).share(5) is None
 
