@@ -136,6 +136,6 @@ def test_groups_do_not_depend_on_the_value():
 
 def test_nothing_to_train():
     model = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(RecipeError, match="no parameter of this Linear trains") as caught:
+    with pytest.raises(RecipeError, match="Linear has no trainable parameters") as caught:
         decay_groups(model, 0.1)
     assert "train.freeze" in caught.value.cure

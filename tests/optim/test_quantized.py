@@ -283,7 +283,7 @@ def test_paging_without_a_gpu_is_said(monkeypatch):
     p = parameter(400, 400)
     optimizer = build("paged-adagrad8bit", [p])
     train(optimizer, [p], 1)
-    assert lines == ["paged-adagrad8bit: paging needs an NVIDIA GPU; the state stays where it is"]
+    assert lines == ["paged-adagrad8bit: paging needs an NVIDIA GPU; the state is not paged"]
     assert not quantized.is_paged(optimizer.state[p]["state1"])
 
 
@@ -305,4 +305,4 @@ def test_settings_without_effect_are_refused():
 
 def test_slices_hold_whole_blocks():
     assert quantized.SLICE is stochastic_rounding.SLICE
-    assert quantized.SLICE % quantized.BLOCK == quantized._LONGEST % quantized.BLOCK == 0
+    assert quantized.SLICE % quantized.BLOCK == quantized._MAX_ELEMENTS % quantized.BLOCK == 0
