@@ -40,3 +40,12 @@ def export_run(folder, model, tok, data, task="classify", **recipe):
 
 def nf4(dtype=torch.float32):
     return {"nf4": Nf4(dtype), "dtype": dtype, "device": "cpu"}
+
+
+def packed_bytes(weight):
+    """Bytes of a quantized weight: codes, scales and tables."""
+    state = weight.quant_state
+    tables = [weight.data, state.absmax, state.code]
+    if state.nested:
+        tables += [state.offset, state.state2.absmax, state.state2.code]
+    return sum(table.untyped_storage().nbytes() for table in tables)

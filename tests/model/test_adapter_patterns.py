@@ -40,7 +40,7 @@ def base(tiny):
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
 def test_an_endless_regular_expression_is_refused(adapter_folder, monkeypatch, key):
-    monkeypatch.setattr(adapter_patterns, "_SECONDS", 0.05)
+    monkeypatch.setattr(adapter_patterns, "_TIMEOUT_S", 0.05)
     changed(adapter_folder, **{key: {ENDLESS: 8} if key.endswith("_pattern") else ENDLESS})
     with pytest.raises(ModelError, match=rf"adapter_config.json: {key}: the regular expression .* takes too long") as e:
         load(adapter_folder, device="cpu")
@@ -58,14 +58,14 @@ def test_a_layers_pattern_that_is_no_name_is_refused(adapter_folder, tiny):
 
 
 def test_a_broken_regular_expression_is_refused(adapter_folder, tiny):
-    with pytest.raises(ModelError, match=r"target_modules: '\(q_proj' is no regular expression"):
+    with pytest.raises(ModelError, match=r"target_modules: '\(q_proj' is not a regular expression"):
         load_adapter(base(tiny), changed(adapter_folder, target_modules="(q_proj"))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_modules": "(" * 3000 + "a" + ")" * 3000}, "is no regular expression"),
+        ({"target_modules": "(" * 3000 + "a" + ")" * 3000}, "is not a regular expression"),
         ({"rank_pattern": ["x"]}, "rank_pattern is a list"),
         ({"alpha_pattern": "abc"}, "alpha_pattern is a str"),
     ],

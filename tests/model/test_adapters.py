@@ -264,11 +264,11 @@ class TestTargets:
             ({"targets": ["q_prj"]}, "adapter.targets: 'q_prj' matches no module", "q_proj"),
             ({"targets": ["zzz"]}, "matches no module of LlamaForCausalLM", "there are"),
             ({"targets": ["embed_tokens"]}, "a Embedding without linear", "all-linear"),
-            ({"targets": ["lm_head"]}, "lm_head makes the model's output", r"adapter.trains: \[lm_head\]"),
-            ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which trains in full", "name it once"),
+            ({"targets": ["lm_head"]}, "lm_head is the output layer", r"adapter.trains: \[lm_head\]"),
+            ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which is trained in full", "name it either"),
             ({"trains": ["embed_token"]}, "adapter.trains: 'embed_token' matches no module", "embed_tokens"),
-            ({"layers": (0, 2)}, "is no range of the 2 layers", r"\[0, 1\]"),
-            ({"layers": (1, 0)}, "is no range of the 2 layers", r"\[0, 1\]"),
+            ({"layers": (0, 2)}, "is not a range of the 2 layers", r"\[0, 1\]"),
+            ({"layers": (1, 0)}, "is not a range of the 2 layers", r"\[0, 1\]"),
             ({"ranks": {"k_prj": 4}}, "adapter.ranks: 'k_prj' matches no module", "k_proj"),
             ({"targets": ["q_proj"], "alphas": {"k_proj": 4}}, "adapter.alphas: 'k_proj' matches no", "q_proj"),
             ({"rank": 0}, "adapter.rank is 0", "at least 1"),
@@ -286,7 +286,7 @@ class TestTargets:
     def test_twice(self):
         model = plain("llama")
         add_adapter(model, LoraSpec(rank=2))
-        with pytest.raises(RecipeError, match="has an adapter already"):
+        with pytest.raises(RecipeError, match="already has an adapter"):
             add_adapter(model, LoraSpec(rank=2))
 
     def test_fused_experts_are_said_to_be_left_out(self, caplog):
@@ -369,7 +369,7 @@ class TestWholeModules:
         with quiet_transformers():
             load_model(config_of("bert"), "sequence-classification", {}, tokenizer()).save_pretrained(tmp_path)
         model = load_model(str(tmp_path), "masked-lm", {}, tokenizer())
-        with pytest.raises(RecipeError, match="has to train") as refused:
+        with pytest.raises(RecipeError, match="has to be trained") as refused:
             add_adapter(copy.deepcopy(model), LoraSpec(rank=2))
         named = refused.value.cure.rpartition("[")[2].rstrip("]")
         add_adapter(model, LoraSpec(rank=2, trains=[named]))
@@ -492,7 +492,7 @@ class TestReading:
         tensors = load_file(folder / "adapter_model.safetensors")
         del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ModelError, match=r"up_proj.lora_A.*not in it"):
+        with pytest.raises(ModelError, match=r"up_proj.lora_A.*missing in it"):
             load_adapter(plain("llama"), folder)
 
 

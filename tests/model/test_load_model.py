@@ -10,15 +10,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tiny_models import CONFIGS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
 from trimtab.errors import ModelError, RecipeError
+from trimtab.model.config import build_config
 from trimtab.model.hub import explained, quiet_transformers
-from trimtab.model.load import (
-    _config_of,
-    load_model,
-    load_tokenizer,
-    max_positions,
-    newly_initialised,
-    resolve_source,
-)
+from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
 
 KINDS = {
     "bert": ["sequence-classification", "masked-lm"],
@@ -92,7 +86,7 @@ def test_head_is_new_and_said_once(tmp_path, said, capfd):
     (line,) = said()[len(before) :]
     assert "BertForSequenceClassification" in line
     assert " parameters in fp32" in line
-    assert "newly initialised: bert.pooler.dense, classifier" in line
+    assert "newly initialized: bert.pooler.dense, classifier" in line
     assert model.config.id2label == LABELS["id2label"]
     assert newly_initialised(model) == {
         *("classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias")
@@ -256,7 +250,7 @@ def test_sources(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json \(it is empty\)"):
         load_tokenizer(str(tmp_path / "empty"))
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="an adapter alone"):
+    with pytest.raises(ModelError, match="an adapter only"):
         resolve_source(str(tmp_path / "empty"))
 
 
@@ -336,7 +330,7 @@ def test_no_head_of_that_kind(tmp_path):
     ],
 )
 def test_settings_that_a_config_class_does_not_declare(model_type, settings):
-    config = _config_of({"model_type": model_type, **settings}, None, "model.config")
+    config = build_config({"model_type": model_type, **settings}, None, "model.config")
     assert {name: getattr(config, name) for name in settings} == settings
 
 
@@ -344,7 +338,7 @@ def test_settings_that_a_config_class_does_not_declare(model_type, settings):
 def test_the_config_of_a_saved_model_can_be_pasted(name):
     with quiet_transformers():
         saved = CONFIG_MAPPING[name]().to_dict() | {"_name_or_path": "elsewhere", "transformers_version": "4.30.0"}
-        config = _config_of(dict(saved), None, "model.config")
+        config = build_config(dict(saved), None, "model.config")
     assert config.to_dict() == CONFIG_MAPPING[name]().to_dict()
     assert config.name_or_path == ""  # an adapter would take it for the name of its base
 

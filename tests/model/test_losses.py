@@ -158,13 +158,13 @@ def test_no_cache_is_kept_and_the_config_still_wants_one():
 
 
 def test_shapes_that_torch_would_broadcast_are_refused():
-    with pytest.raises(LossError, match=r"\[4, 2\] do not fit labels of shape \[4\]"):
+    with pytest.raises(LossError, match=r"\[4, 2\] do not match labels of shape \[4\]"):
         build_loss("mse")(Fixed(torch.randn(4, 2)), {"labels": torch.randn(4)})
-    with pytest.raises(LossError, match=r"do not fit labels of shape \[4, 1\]"):
+    with pytest.raises(LossError, match=r"do not match labels of shape \[4, 1\]"):
         build_loss("binary-cross-entropy")(Fixed(torch.randn(4, 2)), {"labels": torch.ones(4, 1)})
-    with pytest.raises(LossError, match="do not fit"):
+    with pytest.raises(LossError, match="do not match"):
         build_loss("token-cross-entropy")(Fixed(torch.randn(2, 3, 5)), {"labels": torch.ones(2, 4).long()})
-    with pytest.raises(LossError, match="do not fit"):
+    with pytest.raises(LossError, match="do not match"):
         build_loss("cross-entropy")(Fixed(torch.randn(2, 3)), {"labels": torch.ones(2, 3)})
     with pytest.raises(LossError, match="no labels, only input_ids"):
         build_loss("cross-entropy")(Fixed(torch.randn(2, 3)), {"input_ids": torch.ones(2, 3)})
@@ -175,7 +175,7 @@ def test_settings_that_mean_nothing_are_refused():
         build_loss("hinge")
     with pytest.raises(RecipeError, match="label_smoothing 1.5"):
         build_loss("cross-entropy", label_smoothing=1.5)
-    with pytest.raises(RecipeError, match="no meaning for a mse loss"):
+    with pytest.raises(RecipeError, match="no effect on a mse loss"):
         build_loss("mse", label_smoothing=0.1)
 
 
@@ -194,5 +194,5 @@ def test_own_loss():
     weighted = own_loss(lambda outputs, batch: (outputs["logits"].mean(), 7))(Fixed(logits), batch)
     assert weighted.weight == 7
     for wrong in (lambda o, b: 0.5, lambda o, b: o["logits"].mean(1)):
-        with pytest.raises(LossError, match="your loss function gave"):
+        with pytest.raises(LossError, match="your loss function returned"):
             own_loss(wrong)(Fixed(logits), batch)

@@ -62,7 +62,7 @@ def test_only_fp16_needs_scaling():
 
 
 def test_tf32_is_refused_where_there_is_none():
-    with pytest.raises(RecipeError, match="tf32 is a format of NVIDIA GPUs"):
+    with pytest.raises(RecipeError, match="tf32 needs an NVIDIA GPU"):
         Precision("tf32", CPU)
 
 

@@ -134,7 +134,7 @@ def test_a_model_that_gives_its_router_loss_with_labels_alone_is_refused():
     batch = token_batch()
     batch["decoder_input_ids"] = batch["input_ids"]
     for how in ("plain", "chunked"):
-        with pytest.raises(LossError, match="NllbMoe.* asks for the auxiliary loss .*\n  cure: output_router_"):
+        with pytest.raises(LossError, match="NllbMoe.* requests the auxiliary loss .*\n  cure: output_router_"):
             build_loss("token-cross-entropy", how=how)(model, batch)
     model.config.output_router_logits = False
     assert build_loss("token-cross-entropy")(model, batch).item_mean is None
@@ -145,7 +145,7 @@ def test_a_loss_without_a_known_coefficient_is_refused():
         def forward(self, **inputs):
             return {"logits": torch.zeros(2, 3), "aux_loss": torch.ones(())}
 
-    with pytest.raises(LossError, match="Unknown gives aux_loss, and no coefficient for it in router_aux_loss_coef or"):
+    with pytest.raises(LossError, match="Unknown returns aux_loss, but has no coefficient for it in router_aux_loss"):
         build_loss("cross-entropy")(Unknown(), {"labels": torch.tensor([0, 1])})
 
 
@@ -158,6 +158,6 @@ def test_where_transformers_adds_nothing_that_is_said(monkeypatch):
     step = build_loss("cross-entropy")(model, batch)
     torch.testing.assert_close(step.value, model(**batch).loss, rtol=16 * torch.finfo().eps, atol=0)
     assert lines == [
-        "MixtralForSequenceClassification has no auxiliary loss for its routers: output_router_logits changes nothing "
-        "in its training"
+        "MixtralForSequenceClassification has no auxiliary loss for its routers: output_router_logits has no effect on "
+        "its training"
     ]

@@ -1,8 +1,8 @@
-"""Attention with grouped heads where the flash kernel cannot run: GPUs before Ampere, and fp32 everywhere.
+"""Grouped-query attention where the flash kernel does not run: on GPUs before Ampere, and in fp32.
 
-transformers hands keys and values of fewer heads to torch as they are. Only the flash kernel takes them so; without it
-torch computes all pairs of positions in fp32, in memory that grows with the square of the length. With the heads
-repeated first, the memory-efficient kernel runs, for the price of copies of keys and values.
+transformers passes keys and values with fewer heads to scaled_dot_product_attention (enable_gqa). Only the flash kernel
+supports that; otherwise torch falls back to the math kernel, whose memory grows with the square of the length. With the
+heads repeated first, the memory-efficient kernel runs, at the cost of copies of keys and values.
 """
 
 from types import SimpleNamespace
@@ -15,18 +15,18 @@ _FLASH_CAPABILITY = (8, 0)
 
 
 def flash_runs(capability: tuple[int, int], compute_dtype: torch.dtype | None) -> bool:
-    """Whether the flash kernel runs on a GPU in a format; None is fp32."""
+    """Whether the flash kernel runs on a GPU with a dtype; None for fp32."""
     return compute_dtype is not None and capability >= _FLASH_CAPABILITY
 
 
 def repeat_heads(model: Any) -> bool:
-    """Let a model repeat the heads of its keys and values before attention.
+    """Let a model repeat the key and value heads before scaled_dot_product_attention.
 
     Args:
-        model: A transformers model whose attention is torch's.
+        model: A transformers model.
 
     Returns:
-        Whether it has grouped heads, and so was changed.
+        Whether the model was changed: only if it has grouped heads and its attention implementation is "sdpa".
     """
     grouped = any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
     if not grouped or getattr(model.config, "_attn_implementation", None) != "sdpa":
@@ -35,7 +35,7 @@ def repeat_heads(model: Any) -> bool:
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)  # a name without one would get no mask at all
+    AttentionMaskInterface.register(_NAME, sdpa_mask)  # otherwise transformers would pass no mask
     model.set_attn_implementation(_NAME)
     return True
 
