@@ -40,6 +40,11 @@ CONFIGS = {
         "decoder": {"model_type": "bert", "max_position_embeddings": 64, **_BERT},
     },
 }
+KINDS = {  # a head that each shape is trained with
+    **{"bert": "sequence-classification", "roberta": "masked-lm"},
+    **dict.fromkeys(("gpt2", "llama"), "causal-lm"),
+    **dict.fromkeys(("t5", "marian", "bart", "encoder-decoder"), "seq2seq-lm"),
+}
 
 
 def config_of(name: str) -> dict:

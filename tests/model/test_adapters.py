@@ -10,23 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from rounding import assert_same_up_to_rounding
-from tiny_models import TEXTS, batch_of, config_of, tokenizer
+from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import Adapter, LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, newly_initialised
 from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
-KINDS = {
-    "bert": "sequence-classification",
-    "roberta": "masked-lm",
-    "gpt2": "causal-lm",
-    "llama": "causal-lm",
-    "t5": "seq2seq-lm",
-    "marian": "seq2seq-lm",
-    "bart": "seq2seq-lm",
-    "encoder-decoder": "seq2seq-lm",
-}
 LLAMA_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

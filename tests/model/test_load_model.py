@@ -8,22 +8,18 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tiny_models import CONFIGS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
+from tiny_gguf import write_gguf
+from tiny_models import CONFIGS, KINDS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.config import build_config
 from trimtab.model.hub import explained, quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
 
-KINDS = {
-    "bert": ["sequence-classification", "masked-lm"],
-    "roberta": ["sequence-classification", "masked-lm"],
-    "gpt2": ["causal-lm", "sequence-classification"],
-    "llama": ["causal-lm", "sequence-classification"],
-    "t5": ["seq2seq-lm"],
-    "marian": ["seq2seq-lm"],
-    "bart": ["seq2seq-lm"],
-    "encoder-decoder": ["seq2seq-lm"],
-}
+HEADS = [
+    *KINDS.items(),
+    *((name, "sequence-classification") for name in ("roberta", "gpt2", "llama")),
+    ("bert", "masked-lm"),
+]
 LABELS = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
 
 
@@ -49,7 +45,7 @@ def decoder_tokenizer():
     return tok
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds])
+@pytest.mark.parametrize(("name", "kind"), HEADS)
 def test_every_shape_starts_from_scratch(name, kind):
     """With the tokenizer's sizes and ids, so that the model can take its output, train and write."""
     assert set(KINDS) == set(CONFIGS)
@@ -208,7 +204,7 @@ def test_encoder_decoder_cannot_grow(tmp_path):
     [("bert", 64), ("roberta", 64), ("gpt2", 64), ("llama", 64), ("t5", None), ("marian", 64), ("encoder-decoder", 48)],
 )
 def test_max_positions_is_the_longest_that_runs(name, limit):
-    kind = KINDS[name][0]
+    kind = KINDS[name]
     model = load_model(config_of(name), kind, {}, tokenizer())
     assert max_positions(model) == max_positions(model.config) == limit
     if limit is None or name == "llama":  # rotary positions have no table that ends
@@ -406,48 +402,3 @@ def test_gguf(tmp_path):
     classifier = load_model(str(path), "sequence-classification", LABELS, tok)
     assert newly_initialised(classifier) == {"score.weight"}
     assert same_weights(classifier.model, original.model)
-
-
-def write_gguf(path, model):
-    """A small Llama as a GGUF file, in fp32."""
-    import gguf
-    import numpy
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrst"]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([-float(index) for index in range(len(words))])
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(words) - 259))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    parts |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    parts |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    for layer in range(config.num_hidden_layers):
-        names |= {f"model.layers.{layer}.{ours}": f"blk.{layer}.{theirs}" for ours, theirs in parts.items()}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
-        module = name.removesuffix(".weight")
-        if module not in names:
-            continue
-        values = tensor.numpy()
-        num_heads = heads.get(module.rpartition(".")[2])
-        if num_heads:  # GGUF keeps the halves of a rotation side by side
-            values = values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(f"{names[module]}.weight", numpy.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -2,12 +2,12 @@
 
 import copy
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
-from tiny_models import TEXTS, batch_of, config_of, tokenizer
+from tiny_gguf import write_gguf
+from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import MissingDependency, RecipeError
 from trimtab.model import nf4 as nf4_module
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
@@ -18,16 +18,6 @@ from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
 
-KINDS = {
-    "bert": "sequence-classification",
-    "roberta": "masked-lm",
-    "gpt2": "causal-lm",
-    "llama": "causal-lm",
-    "t5": "seq2seq-lm",
-    "marian": "seq2seq-lm",
-    "bart": "seq2seq-lm",
-    "encoder-decoder": "seq2seq-lm",
-}
 IN_FP32 = Nf4(torch.float32)
 
 
@@ -280,12 +270,9 @@ def test_quantized_weights_cannot_train_in_full():
 
 def test_gguf(tmp_path):
     pytest.importorskip("gguf")
-    spec = importlib.util.spec_from_file_location("of_loading", Path(__file__).with_name("test_load_model.py"))
-    of_loading = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(of_loading)
     original = load_model({**config_of("llama"), "num_key_value_heads": 2}, "causal-lm", {}, tokenizer())
     path = tmp_path / "tiny.gguf"
-    of_loading.write_gguf(path, original)
+    write_gguf(path, original)
     plain = load_model(str(path), "causal-lm", {}, None)
     model = load_model(str(path), "causal-lm", {}, None, nf4=IN_FP32)
     assert len(quantized_names(model)) == 14

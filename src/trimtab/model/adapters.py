@@ -249,11 +249,11 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
 
 
 def _config_of(
-    model: Any, spec: LoraSpec, ranks: Mapping[str, int], alphas: Mapping[str, float], kept: Sequence[str]
+    model: Any, spec: LoraSpec, ranks: Mapping[str, int], alphas: Mapping[str, Any], kept: Sequence[str]
 ) -> Any:
     from peft import LoraConfig
 
-    common_rank, common_alpha = (statistics.mode(values.values()) for values in (ranks, alphas))
+    common_rank, common_alpha = statistics.mode(ranks.values()), statistics.mode(alphas.values())
     whole = sorted({*kept, *_tied_to(model, kept)})
     linear = [model.get_submodule(name) for name in ranks]
     with _peft_errors_explained("the adapter"):

@@ -6,6 +6,7 @@ Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -88,11 +89,11 @@ def build_loss(
             f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to a number from 0 to below 1"
         )
     if kind == "cross-entropy":
-        return _ModelLoss(_RowCrossEntropy(label_smoothing))
+        return _ModelLoss(partial(_row_cross_entropy, label_smoothing))
     if how != "plain":
         return _HeadLoss(HeadLoss(how, label_smoothing, counts_hits=counts_hits), shifts_labels)
     if kind == "token-cross-entropy":
-        return _ModelLoss(_TokenCrossEntropy(label_smoothing, shifts_labels))
+        return _ModelLoss(partial(_token_cross_entropy, label_smoothing, shifts_labels))
     if kind not in ("binary-cross-entropy", "mse"):
         known = "cross-entropy, binary-cross-entropy, mse, token-cross-entropy"
         raise RecipeError(f"a loss of kind {kind!r} is not known", f"use one of {known}")
@@ -171,40 +172,25 @@ class _OwnLoss:
         return StepLoss(value.reshape(()), weight, torch.empty(0) if logits is None else logits.detach())
 
 
-class _RowCrossEntropy:
-    """Cross-entropy with one class per row."""
-
-    def __init__(self, label_smoothing: float) -> None:
-        self._label_smoothing = label_smoothing
-
-    def __call__(self, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
-        if logits_BV.dim() != 2 or labels_B.shape != logits_BV.shape[:1]:
-            raise _shapes_differ(logits_BV, labels_B, "(rows, classes) and (rows)")
-        value = functional.cross_entropy(logits_BV, labels_B, label_smoothing=self._label_smoothing)
-        return value, labels_B.shape[0]
+def _row_cross_entropy(label_smoothing: float, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
+    if logits_BV.dim() != 2 or labels_B.shape != logits_BV.shape[:1]:
+        raise _shapes_differ(logits_BV, labels_B, "(rows, classes) and (rows)")
+    return functional.cross_entropy(logits_BV, labels_B, label_smoothing=label_smoothing), labels_B.shape[0]
 
 
-class _TokenCrossEntropy:
-    """Cross-entropy with one class per labelled position."""
-
-    def __init__(self, label_smoothing: float, shifts_labels: bool) -> None:
-        self._label_smoothing = label_smoothing
-        self._shifts_labels = shifts_labels
-
-    def __call__(self, logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> Measured:
-        if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
-            raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
-        if self._shifts_labels:
-            labels_BL = _next_tokens(labels_BL)
-        total = functional.cross_entropy(
-            logits_BLV.flatten(0, 1),
-            labels_BL.flatten(),
-            ignore_index=IGNORED,
-            label_smoothing=self._label_smoothing,
-            reduction="sum",
-        )
-        weight = (labels_BL != IGNORED).sum()
-        return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
+def _token_cross_entropy(
+    label_smoothing: float, shifts_labels: bool, logits_BLV: torch.Tensor, labels_BL: torch.Tensor
+) -> Measured:
+    if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
+        raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
+    if shifts_labels:
+        labels_BL = _next_tokens(labels_BL)
+    logits, labels = logits_BLV.flatten(0, 1), labels_BL.flatten()
+    total = functional.cross_entropy(
+        logits, labels, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
+    )
+    weight = (labels_BL != IGNORED).sum()
+    return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
 
 
 def _next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:

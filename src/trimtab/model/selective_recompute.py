@@ -12,38 +12,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRODUCTS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::addbmm",
-        "aten::_addmm_activation",
-        "aten::_scaled_mm",
-        "aten::_grouped_mm",
-        "aten::_scaled_grouped_mm",
-        "aten::convolution",
+    (
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::_addmm_activation"),
+        *("aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::convolution"),
         # An activation times a 4-bit weight. `dequantize_4bit` is not in this list: saving its result would hold the
         # weight unquantized.
         "bitsandbytes::gemm_4bit",
-    }
+    )
 )
 # Indices of the two factors among the operands.
 _FACTORS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
 _CHEAP_RATIO = 8  # of output width to inner width, from which on a product is recomputed; see `_is_cheap`
 _ATTENTION = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "aten::_cudnn_attention_forward",
-        "torch_attn::_varlen_attn",
-        "flash_attn::_flash_attn_forward",
-        "flash_attn::_flash_attn_varlen_forward",
-    }
+    (
+        *(f"aten::_scaled_dot_product_{name}" for name in ("flash_attention", "flash_attention_for_cpu")),
+        *(f"aten::_scaled_dot_product_{name}_attention" for name in ("efficient", "cudnn")),
+        *(f"aten::_{name}_attention_forward" for name in ("flash", "efficient", "cudnn")),
+        *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+    )
 )
 # Operations whose backward needs no operands, so nothing before them is recomputed on their account.
 _SAVES_NOTHING = frozenset(

@@ -71,31 +71,18 @@ def build_optimizer(
     """
     device = torch.device(device)
     settings = {"betas": tuple(betas), "eps": eps, "momentum": momentum}
+    options: dict[str, Any]
     _check(name, settings, lr)
-    options: dict[str, Any] = {"lr": lr, **{key: settings[key] for key in settings if key in _USES.get(name, ())}}
-    kind = name.removeprefix(PAGED)
-    if kind in QUANTIZED:
+    if (kind := name.removeprefix(PAGED)) in QUANTIZED:
         require_extra("bitsandbytes", f"train.optimizer: {name}")
-        is_paged = name.startswith(PAGED)
-        if is_paged and device.type != "cuda":
-            say_once(f"{name}: paging needs an NVIDIA GPU; the state is not paged")
-        return QUANTIZED[kind](
-            list(groups),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            is_paged=is_paged and device.type == "cuda",
-            rounds_stochastically=rounds_stochastically,
-            rounding_seed=rounding_seed,
-        )
+        options = {"lr": lr, "betas": betas, "eps": eps, "is_paged": _is_paged(name, device)}
+        options |= {"rounds_stochastically": rounds_stochastically, "rounding_seed": rounding_seed}
+        return QUANTIZED[kind](list(groups), **options)
     if name in _CLASSES:
-        plain, rounded = _CLASSES[name]
-        fused = fused_form(name, device, momentum)
-        built: torch.optim.Optimizer
-        if rounds_stochastically:
-            built = rounded(list(groups), **options, fused=fused, rounding_seed=rounding_seed)
-        else:
-            built = plain(list(groups), **options, weight_decay=0.0, fused=fused)
+        options = {"lr": lr, **{key: value for key, value in settings.items() if key in _USES[name]}}
+        options |= {"weight_decay": 0.0, "fused": fused_form(name, device, momentum)}
+        options |= {"rounding_seed": rounding_seed} if rounds_stochastically else {}
+        built: torch.optim.Optimizer = _CLASSES[name][rounds_stochastically](list(groups), **options)
         return built
     if rounds_stochastically:
         raise RecipeError(
@@ -121,6 +108,13 @@ def fused_form(name: str, device: torch.device, momentum: float = 0.0) -> bool |
     if name == "sgd" and momentum:
         return None  # torch's fused SGD fails if only some parameters of a group have a momentum buffer
     return True if device.type in _FUSED_DEVICES else None
+
+
+def _is_paged(name: str, device: torch.device) -> bool:
+    """Whether an 8-bit optimizer pages its state: only with an NVIDIA GPU."""
+    if name.startswith(PAGED) and device.type != "cuda":
+        say_once(f"{name}: paging needs an NVIDIA GPU; the state is not paged")
+    return name.startswith(PAGED) and device.type == "cuda"
 
 
 def _uses(name: str) -> set[str]:

@@ -16,25 +16,12 @@ _BLOCK = 1024  # elements per Triton program
 LONGEST = 2**31 - _BLOCK  # the kernel indexes elements with 32 bits
 
 
+# fmt: off
 def _adam(  # type: ignore[no-untyped-def]
-    weights,
-    gradient,
-    first,
-    second,
-    seed,
-    number,
-    num_elements,
-    rate,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    root2,
-    eps,
-    shrink,
-    decay,
-    BLOCK: tl.constexpr,  # noqa: N803
+    weights, gradient, first, second, seed, number, num_elements,
+    rate, beta1, rest1, beta2, rest2, root2, eps, shrink, decay, BLOCK: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
     w = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)

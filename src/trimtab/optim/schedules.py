@@ -7,8 +7,9 @@ Step 0 is the first optimizer step. After `num_steps`, a schedule with an end ke
 import copy
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,11 +23,7 @@ _DECAY_FRACTION = 0.2  # of all steps, at the end of warmup-stable-decay
 _TIMESCALE_WITHOUT_WARMUP = 10_000  # of inverse-sqrt, as in transformers
 
 
-class Shape(Protocol):
-    """A learning-rate factor as a function of the step."""
-
-    def __call__(self, step: int) -> float:
-        """The factor for the optimizer step `step`, counted from 0."""
+Shape = Callable[[int], float]  # the learning-rate factor of an optimizer step, counted from 0
 
 
 def _warmup(step: int, warmup_steps: int) -> float:

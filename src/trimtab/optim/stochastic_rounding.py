@@ -199,7 +199,7 @@ class StochasticRounding(torch.optim.Optimizer):
     def _step_bucket(
         self, group: dict[str, Any], bucket: Sequence[Sequence[torch.Tensor]], step: int, chance: Chance
     ) -> None:
-        """Update slices of parameters (weights, gradient and moments of each) in an fp32 buffer, and round them back."""
+        """Update slices of parameters (weights, gradient, moments) in an fp32 buffer, and round them back to bf16."""
         device, sizes = bucket[0][0].device, [piece[0].numel() for piece in bucket]
         rows = torch.empty((2 + len(self._moments), sum(sizes)), dtype=torch.float32, device=device)
         kinds = list(zip(*bucket, strict=True))
