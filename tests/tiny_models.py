@@ -41,7 +41,8 @@ CONFIGS = {
     },
 }
 KINDS = {  # a head that each shape is trained with
-    **{"bert": "sequence-classification", "roberta": "masked-lm"},
+    "bert": "sequence-classification",
+    "roberta": "masked-lm",
     **dict.fromkeys(("gpt2", "llama"), "causal-lm"),
     **dict.fromkeys(("t5", "marian", "bart", "encoder-decoder"), "seq2seq-lm"),
 }

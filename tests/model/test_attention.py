@@ -1,25 +1,19 @@
+"""Repeated key and value heads: the same results, other shapes for scaled_dot_product_attention."""
+
 import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tiny_models import config_of, tokenizer
 from trimtab.model.grouped_heads import flash_runs, repeat_heads
+from trimtab.model.load import load_model
 
 
-def small(kind: str = "llama", key_value_heads: int = 2, **more) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=key_value_heads,
-        vocab_size=100,
-        **more,
-    )
-    return AutoModelForCausalLM.from_config(config)
+def small(kind="llama", **more):
+    """A model with two query heads and one key-value head."""
+    return load_model({**config_of("llama"), "model_type": kind, **more}, "causal-lm", {}, tokenizer())
 
 
 def results(model, padded: bool):
@@ -58,16 +52,16 @@ def test_torch_is_given_as_many_key_heads_as_query_heads(monkeypatch):
     model = small()
     results(model, False)
     assert seen
-    assert all(keys == 2 and grouped for _, keys, _, grouped in seen)
+    assert all(keys == 1 and grouped for _, keys, _, grouped in seen)
     seen.clear()
     repeat_heads(model)
     results(model, False)
     assert seen
-    assert all(found == (4, 4, 4, False) for found in seen)
+    assert all(found == (2, 2, 2, False) for found in seen)
 
 
 def test_models_without_grouped_heads_stay_as_they_are():
-    model = small(key_value_heads=4)
+    model = small(num_key_value_heads=2)
     assert not repeat_heads(model)
     assert model.config._attn_implementation == "sdpa"
 

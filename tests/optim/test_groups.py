@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tiny_models import KINDS, config_of, tokenizer
 from trimtab.errors import RecipeError
+from trimtab.model.load import load_model
 from trimtab.optim.groups import decay_groups
 
 
@@ -16,25 +18,7 @@ def names_in(model, groups, *, decayed):
 
 
 def tiny(kind):
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-    if kind == "bert":
-        return BertForSequenceClassification(BertConfig(**small, num_attention_heads=2))
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**small, num_attention_heads=2, num_key_value_heads=2))
-    if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16))
-    return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    return load_model(config_of(kind), KINDS[kind], {}, tokenizer())
 
 
 @pytest.mark.parametrize(

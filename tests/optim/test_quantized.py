@@ -9,7 +9,7 @@ from torch import nn
 
 from rounding import assert_same_up_to_rounding
 from trimtab import Engine
-from trimtab.errors import MissingDependency, RecipeError
+from trimtab.errors import MissingDependency
 from trimtab.optim import quantized, stochastic_rounding
 from trimtab.optim.build import PAGED, QUANTIZED, build_optimizer
 from trimtab.optim.groups import decay_groups
@@ -143,20 +143,6 @@ def test_bf16_weights_move_by_chance(name, monkeypatch):
 # ---------------------------------------------------------------------- state
 
 
-def test_frozen_parameters_keep_nothing_and_begin_their_own_count():
-    early, late = parameter(5000), parameter(5000)
-    late.requires_grad_(False)
-    optimizer = build("adamw8bit", [early, late])
-    train(optimizer, [early], 20)
-    assert late not in optimizer.state
-    before = late.detach().clone()
-    late.grad = torch.full((5000,), 1e-3)
-    optimizer.step()
-    assert optimizer.state[late]["step"] == 1
-    # the first step of Adam is lr × sign
-    assert_same_up_to_rounding(before - late, torch.full((5000,), LR), num_roundings=4, size=before)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_resumes_to_the_same_bits(name, tmp_path):
     """One parameter has no gradient before the checkpoint, and no state in it."""
@@ -244,20 +230,6 @@ def test_loading_forgets_state_that_was_not_saved():
     assert not optimizer.state
 
 
-def test_a_closure():
-    p = parameter(5000)
-    optimizer = build("adagrad8bit", [p])
-
-    def loss():
-        optimizer.zero_grad()
-        value = p.square().sum()
-        value.backward()
-        return value
-
-    first = optimizer.step(loss)
-    assert optimizer.step(loss) < first
-
-
 def test_with_loss_scaling():
     """fp16: an overflow is skipped and leaves no state; a finite gradient steps."""
     torch.manual_seed(0)
@@ -296,11 +268,6 @@ def test_without_bitsandbytes(monkeypatch):
         build("paged-adam8bit", [parameter(3)])
     assert "train.optimizer: paged-adam8bit needs bitsandbytes" in caught.value.problem
     assert "pip install 'trimtab[bitsandbytes]'" in caught.value.cure
-
-
-def test_settings_without_effect_are_refused():
-    with pytest.raises(RecipeError, match="train.betas=.* has no effect on paged-adagrad8bit"):
-        build("paged-adagrad8bit", [parameter(3)], betas=(0.9, 0.98))
 
 
 def test_slices_hold_whole_blocks():

@@ -191,19 +191,6 @@ def test_fp32_parameters_are_stepped_as_torch_does(name, device):
         assert torch.equal(optimizer.state[ours[0]][key], value)
 
 
-def test_a_parameter_that_unfreezes_later_begins_its_own_count():
-    early, late = (nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2))
-    optimizer = build("adamw", [early, late], lr=0.125)
-    for _ in range(20):
-        early.grad = torch.ones_like(early)
-        optimizer.step()
-    assert late not in optimizer.state
-    late.grad = torch.full_like(late, 2.0**-10)
-    optimizer.step()
-    assert optimizer.state[late]["step"] == 1
-    assert torch.allclose(late.float(), torch.tensor(-0.125), rtol=0.01)  # the first step of Adam is lr × sign
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_slices_are_bounded_and_change_nothing(name, monkeypatch):
     """The same step in one slice and in many, over parameters of which some do not lie in order.
@@ -336,20 +323,6 @@ def test_pure_bf16_learns_what_nearest_rounding_cannot():
     assert exact < 0.05
     assert by_chance < 0.1
     assert nearest > 5
-
-
-def test_a_closure():
-    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    optimizer = build("sgd", [p], lr=0.25)
-
-    def loss():
-        optimizer.zero_grad()
-        value = p.float().square().sum()
-        value.backward()
-        return value
-
-    assert optimizer.step(loss) == 8
-    assert optimizer.step(loss) == 2
 
 
 def test_adafactor_is_refused():
