@@ -60,13 +60,13 @@ def test_torch_is_given_as_many_key_heads_as_query_heads(monkeypatch):
     assert all(found == (2, 2, 2, False) for found in seen)
 
 
-def test_models_without_grouped_heads_stay_as_they_are():
+def test_models_without_grouped_heads_are_not_changed():
     model = small(num_key_value_heads=2)
     assert not repeat_heads(model)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_nothing_of_it_is_written_with_the_model(tmp_path):
+def test_a_saved_model_does_not_mention_the_implementation(tmp_path):
     model = small()
     assert repeat_heads(model)
     model.save_pretrained(tmp_path)

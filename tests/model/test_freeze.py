@@ -1,4 +1,4 @@
-"""Freezing: what is held back does not move by a bit, and learns from the step on that it was promised."""
+"""Freezing: frozen parameters do not change by a bit, and are unfrozen at the given step."""
 
 import logging
 
@@ -79,7 +79,7 @@ def test_patterns():
     assert {name for name in copies(model) if ".attention." not in name} == trainable(model)
 
 
-def test_the_last_pattern_that_holds_a_parameter_decides():
+def test_a_parameter_is_unfrozen_with_its_last_pattern():
     model = classifier()
     freezing = Freezing(model, {"base": parse_every("2 steps"), "bert.embeddings": parse_every("5 steps")})
     freezing.apply()
@@ -89,7 +89,7 @@ def test_the_last_pattern_that_holds_a_parameter_decides():
     assert trainable(model) == set(copies(model))
 
 
-def test_what_did_not_train_before_stays_so():
+def test_parameters_frozen_before_stay_frozen():
     model = classifier()
     model.bert.pooler.requires_grad_(False)
     freezing = Freezing(model, {"base": parse_every("1 step")})
@@ -98,7 +98,7 @@ def test_what_did_not_train_before_stays_so():
     assert trainable(model) == {name for name in copies(model) if "pooler" not in name}
 
 
-def test_gradients_left_over_are_dropped():
+def test_remaining_gradients_are_dropped():
     model = classifier()
     train_one(model, torch.optim.SGD(model.parameters(), lr=0.1))
     Freezing(model, {"base": None}).apply()
@@ -122,7 +122,7 @@ def test_state_is_kept():
         resumed.load_state_dict({"active": ["classifier"]})
 
 
-def test_a_new_part_of_the_base_trains_with_the_head(tmp_path, caplog):
+def test_newly_initialized_parts_of_the_base_are_not_frozen(tmp_path, caplog):
     """A pooler that the checkpoint lacks is random: frozen, it would stay random."""
     with quiet_transformers():
         load_model(config_of("bert"), "masked-lm", {}, tokenizer()).save_pretrained(tmp_path)

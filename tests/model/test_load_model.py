@@ -1,4 +1,4 @@
-"""Loading: every shape from scratch, every first-hour problem mended and said, every failure with its cure."""
+"""Loading: every model from scratch, common problems fixed and reported, every failure with its cure."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ def test_every_shape_starts_from_scratch(name, kind):
             model.generate(**batch, max_new_tokens=3)
 
 
-def test_head_is_new_and_said_once(tmp_path, said, capfd):
+def test_a_new_head_is_reported_in_one_line(tmp_path, said, capfd):
     saved(tmp_path)
     before = said()
     from transformers.utils import logging as their_logging
@@ -99,7 +99,7 @@ def test_new_head_depends_on_the_seed_alone(tmp_path):
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_base_weights_arrive(tmp_path):
+def test_base_weights_are_loaded(tmp_path):
     original = saved(tmp_path)
     model = load_model(str(tmp_path), "sequence-classification", LABELS, tokenizer())
     assert same_weights(original.bert.encoder, model.bert.encoder)
@@ -152,7 +152,7 @@ def test_no_pad_token(tmp_path, said, name):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-def test_an_end_token_that_pads_still_learns(tmp_path):
+def test_an_end_token_used_for_padding_gets_gradients(tmp_path):
     """transformers gives the embedding of a pad token no gradient, also after the model was saved and loaded."""
     tok = tokenizer()
     tok.pad_token = tok.eos_token
@@ -203,7 +203,7 @@ def test_encoder_decoder_cannot_grow(tmp_path):
     ("name", "limit"),
     [("bert", 64), ("roberta", 64), ("gpt2", 64), ("llama", 64), ("t5", None), ("marian", 64), ("encoder-decoder", 48)],
 )
-def test_max_positions_is_the_longest_that_runs(name, limit):
+def test_max_positions_is_the_longest_input_that_runs(name, limit):
     kind = KINDS[name]
     model = load_model(config_of(name), kind, {}, tokenizer())
     assert max_positions(model) == max_positions(model.config) == limit
@@ -331,7 +331,7 @@ def test_settings_that_a_config_class_does_not_declare(model_type, settings):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "qwen3_moe", "falcon_mamba", "gemma3_text"])
-def test_the_config_of_a_saved_model_can_be_pasted(name):
+def test_the_config_of_a_saved_model_is_accepted(name):
     with quiet_transformers():
         saved = CONFIG_MAPPING[name]().to_dict() | {"_name_or_path": "elsewhere", "transformers_version": "4.30.0"}
         config = build_config(dict(saved), None, "model.config")
@@ -364,7 +364,7 @@ def test_mistake_inside_an_encoder_decoder():
         load_model(config, "seq2seq-lm", {}, tokenizer())
 
 
-def test_a_config_keeps_what_it_says():
+def test_settings_win_over_the_tokenizer():
     model = load_model(
         config_of("marian") | {"decoder_start_token_id": 0, "vocab_size": 400}, "seq2seq-lm", {}, tokenizer()
     )
@@ -373,7 +373,7 @@ def test_a_config_keeps_what_it_says():
 
 
 @needs_stories
-def test_a_real_model_is_read_right(said):
+def test_a_trained_model_is_loaded_correctly(said):
     """A trained Llama gives a text of its kind a far better loss than chance."""
     tok = load_tokenizer(str(STORIES))
     model = load_model(str(STORIES), "causal-lm", {}, tok)

@@ -1,4 +1,4 @@
-"""The adapter's product: equal to PEFT's, in the base's format, with nothing kept but the input and its small image."""
+"""The LoRA forward: equal to PEFT's, in the dtype of the base, saving only the input and the inner product."""
 
 import copy
 import functools
@@ -201,7 +201,7 @@ class Shared(Projections):
         (torch.float32, torch.bfloat16, torch.bfloat16),  # what a norm hands on under autocast
     ],
 )
-def test_keeps_the_input_once_and_its_images(x_dtype, base_dtype, autocast):
+def test_saves_the_input_once_and_the_inner_products(x_dtype, base_dtype, autocast):
     model = adapted(dtype=base_dtype)
     model.__class__ = Shared
     element = 4 if base_dtype is torch.float32 else 2
@@ -209,7 +209,7 @@ def test_keeps_the_input_once_and_its_images(x_dtype, base_dtype, autocast):
     assert kept_bytes(model, x, autocast) == element * 12 * (NUM_IN + 3 * RANK)
 
 
-def test_a_shared_input_that_changes_is_rounded_anew():
+def test_a_changed_shared_input_is_converted_again():
     model = adapted(dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = inputs(requires_grad=False)
@@ -248,7 +248,7 @@ def test_checkpointing(selective, dropout):
     assert_same(outcome(model, inputs()), plain, rtol=0, atol=0)
 
 
-def test_peft_computes_what_is_not_covered():
+def test_unsupported_cases_use_the_forward_of_peft():
     model, theirs = adapted().eval(), adapted(ours=False).eval()
     x = inputs(requires_grad=False)
     for change in (

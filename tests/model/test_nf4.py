@@ -1,4 +1,4 @@
-"""A base in 4 bits: what is quantized, how large it is, that gradients are right, and that adapters train on it."""
+"""4-bit base models: which modules are quantized, that gradients are correct, and that adapters train on them."""
 
 import copy
 import importlib.util
@@ -62,7 +62,7 @@ def saved(name, folder, **settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [32, 64, 96, 160, 172, 7])
-def test_values_are_near_for_every_width(width, dtype):
+def test_quantization_error_is_small_for_every_width(width, dtype):
     """On the CPU bitsandbytes takes the scales of other blocks where rows are no multiple of 64 wide."""
     weight = torch.randn(40, width) * 0.02
     error = (rounded(weight, Nf4(dtype)).float() - weight).square().mean().sqrt() / weight.std()
@@ -159,7 +159,7 @@ def test_never_the_whole_model_unquantized(monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
-def test_gradients_are_those_of_the_plain_twin(name, checkpointing, tmp_path):
+def test_gradients_are_those_of_the_dequantized_model(name, checkpointing, tmp_path):
     saved(name, tmp_path)
     model = loaded(str(tmp_path), name, IN_FP32)
     twin = plain_twin(model, loaded(str(tmp_path), name))
@@ -219,7 +219,7 @@ def test_half_precision(autocast):
     assert state.dtype is torch.bfloat16
 
 
-def test_what_is_new_stays_whole(tmp_path):
+def test_newly_initialized_modules_are_not_quantized(tmp_path):
     """A pooler that the files lack is random: in 4 bits it could not train."""
     with quiet_transformers():
         load_model(config_of("bert"), "masked-lm", {}, tokenizer()).save_pretrained(tmp_path)
@@ -235,7 +235,7 @@ def test_what_is_new_stays_whole(tmp_path):
     assert model.bert.pooler.dense.weight.grad.any()
 
 
-def test_adapter_goes_to_the_plain_base_and_back(tmp_path):
+def test_an_adapter_fits_the_quantized_and_the_plain_base(tmp_path):
     saved("gpt2", tmp_path / "base")
     model = loaded(str(tmp_path / "base"), "gpt2", IN_FP32)
     adapter = add_adapter(model, LoraSpec(rank=2))
@@ -251,7 +251,7 @@ def test_adapter_goes_to_the_plain_base_and_back(tmp_path):
     torch.testing.assert_close(model(**inputs("gpt2")).logits, twin(**inputs("gpt2")).logits, rtol=1e-3, atol=1e-4)
 
 
-def test_copies_are_apart():
+def test_copies_share_no_memory():
     model = loaded(config_of("llama"), "llama", IN_FP32)
     add_adapter(model, LoraSpec(rank=2))
     copied = copy.deepcopy(model)
@@ -262,7 +262,7 @@ def test_copies_are_apart():
     assert weights[1].module is None  # which would keep the other model alive
 
 
-def test_quantized_weights_cannot_train_in_full():
+def test_quantized_weights_cannot_be_trained_in_full():
     model = loaded(config_of("llama"), "llama", IN_FP32)
     with pytest.raises(RecipeError, match=r"up_proj.weight is in 4 bits"):
         add_adapter(model, LoraSpec(rank=2, trains=["model.layers.0.mlp.up_proj"]))
@@ -295,7 +295,7 @@ EXPERTS |= {"intermediate_size": 256, "vocab_size": 300}
         ),
     ],
 )
-def test_experts_that_stay_as_they_are_are_said(caplog, config, name):
+def test_unquantized_experts_are_reported(caplog, config, name):
     """Of experts in one tensor none is quantized: the word "nf4" would promise what is not there."""
     import logging
 
@@ -320,7 +320,7 @@ def test_a_base_that_is_mostly_in_4_bits_needs_no_warning(caplog):
     assert len(caplog.messages) == 1
 
 
-def test_what_is_said(caplog):
+def test_the_log_message(caplog):
     import logging
 
     caplog.set_level(logging.INFO, logger="trimtab")

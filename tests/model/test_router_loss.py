@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: the auxiliary loss of their routers is part of what is minimised, as in transformers."""
+"""Mixture-of-experts models: the auxiliary router loss is part of the loss, as in transformers."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("how", ["plain", "chunked"])
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_own_loss_of_the_model(name, how):
+def test_equals_the_loss_of_transformers(name, how):
     model, batch = a_model(name), token_batch()
     step = build_loss("token-cross-entropy", shifts_labels=True, how=how)(model, batch)
     ours = gradients_of(model, step.value)
@@ -81,7 +81,7 @@ def test_a_head_whose_loss_is_chunked_is_still_recognised():
     assert check_head(a_model(), token_batch()) is None
 
 
-def test_nothing_is_added_where_the_config_does_not_ask_for_it():
+def test_no_router_loss_unless_the_config_requests_it():
     model, batch = a_model(output_router_logits=False), token_batch()
     step = build_loss("token-cross-entropy", shifts_labels=True)(model, batch)
     assert step.item_mean is None
@@ -128,7 +128,7 @@ def test_metrics_of_an_evaluation_are_those_of_the_tokens():
     assert found[0]["loss"] == pytest.approx(float(model(**token_batch()).loss.detach()), rel=1e-5)
 
 
-def test_a_model_that_gives_its_router_loss_with_labels_alone_is_refused():
+def test_a_model_that_returns_its_router_loss_only_with_labels_is_refused():
     config = {**_PAIR, "model_type": "nllb-moe", "num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
     model = load_model({**config, "output_router_logits": True}, "seq2seq-lm", {}, tokenizer()).eval()
     batch = token_batch()
@@ -149,7 +149,7 @@ def test_a_loss_without_a_known_coefficient_is_refused():
         build_loss("cross-entropy")(Unknown(), {"labels": torch.tensor([0, 1])})
 
 
-def test_where_transformers_adds_nothing_that_is_said(monkeypatch):
+def test_a_router_loss_without_effect_is_reported(monkeypatch):
     lines = []
     monkeypatch.setattr(router_loss_module, "say_once", lines.append)
     config = {"model_type": "mixtral", "output_router_logits": True, **MODELS["mixtral"]}

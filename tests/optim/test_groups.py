@@ -1,4 +1,4 @@
-"""Which parameters decay, in models whose names and types differ."""
+"""Which parameters have weight decay, in models with different names and types."""
 
 import re
 
@@ -82,12 +82,12 @@ def test_types_decide_and_not_names():
     ]
 
 
-def test_embeddings_by_choice():
+def test_embeddings_without_decay():
     model = Zoo()
     assert "bias_table.weight" in names_in(model, decay_groups(model, 0.1, decay_embeddings=False), decayed=False)
 
 
-def test_tied_weights_stand_once_and_follow_the_embedding():
+def test_tied_weights_count_once_and_follow_the_embedding():
     model = tiny("gpt2")
     assert model.lm_head.weight is model.transformer.wte.weight
     for decay_embeddings in (True, False):
@@ -111,7 +111,7 @@ def test_quantized_weights_are_never_given_to_an_optimizer():
     assert all(p.is_floating_point() for group in groups for p in group["params"])
 
 
-def test_groups_do_not_depend_on_the_value():
+def test_groups_do_not_depend_on_the_weight_decay():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     sizes = [[len(group["params"]) for group in decay_groups(model, value)] for value in (0.0, 0.1)]
     assert sizes[0] == sizes[1] == [1, 3]

@@ -1,4 +1,4 @@
-"""Optimizers against their formulas in double precision, and what they refuse."""
+"""Optimizers against their formulas in double precision, and the settings that they refuse."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(name, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"], ids=["fused", "not fused"])
-def test_adagrad_has_the_bits_of_torch_without_sums_for_what_is_frozen(device, tmp_path):
+def test_adagrad_equals_torch_without_state_of_frozen_parameters(device, tmp_path):
     """One parameter is unfrozen later, and the run is resumed before and after that."""
 
     def build(kind):
@@ -254,7 +254,7 @@ def test_betas_may_come_as_a_list():
 
 
 @pytest.mark.parametrize(("lr", "said"), [(5e-5, True), (1e-2, False)])
-def test_adafactor_says_what_its_rate_means(lr, said, caplog):
+def test_a_small_learning_rate_of_adafactor_is_reported(lr, said, caplog):
     with caplog.at_level("INFO", logger="trimtab"):
         build_optimizer("adafactor", [{"params": [nn.Parameter(torch.zeros(2))]}], lr=lr)
     assert ("relative to the size" in caplog.text) is said

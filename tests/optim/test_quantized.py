@@ -1,4 +1,4 @@
-"""8-bit optimizers against fp32 and against bitsandbytes' own; what is kept, paged, copied, loaded and refused."""
+"""8-bit optimizers against fp32 and bitsandbytes' own: numbers, state, paging, copies, errors."""
 
 import copy
 import importlib.util
@@ -69,7 +69,7 @@ def test_close_to_fp32_and_equal_in_the_first_step(name, weight_decay):
         ("adagrad8bit", lambda p, decay: bnb.optim.Adagrad8bit(p, LR, weight_decay=decay, eps=1e-6)),
     ],
 )
-def test_the_bits_of_bitsandbytes(name, theirs, weight_decay):
+def test_equals_bitsandbytes_bit_for_bit(name, theirs, weight_decay):
     """With betas and eps other than its defaults; a large and a small parameter."""
     ours, others = ([parameter(90, 60), parameter(30)] for _ in range(2))
     settings = {"betas": (0.8, 0.99)} if "adam" in name else {}
@@ -98,7 +98,7 @@ def test_slices_change_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_weights_that_do_not_lie_in_order(name):
+def test_non_contiguous_weights(name):
     plain = parameter(80, 70)
     turned = nn.Parameter(plain.detach().t().contiguous().t())
     assert not turned.is_contiguous()
@@ -110,7 +110,7 @@ def test_weights_that_do_not_lie_in_order(name):
     assert not turned.is_contiguous()
 
 
-def test_gradients_are_left_as_they_are():
+def test_gradients_are_not_changed():
     p = parameter(70, 70)
     gradient = torch.randn(70, 70)
     p.grad = gradient.clone()
@@ -119,7 +119,7 @@ def test_gradients_are_left_as_they_are():
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_bf16_weights_move_by_chance(name, monkeypatch):
+def test_bf16_weights_with_stochastic_rounding(name, monkeypatch):
     """Updates of a tenth of the spacing: rounded to the nearest they are lost, by chance they add up."""
     monkeypatch.setattr(quantized, "SLICE", 1024)  # several slices
     spacing, num_steps = 2.0**-7, 40
@@ -206,7 +206,7 @@ def test_optimizers_of_bitsandbytes_itself_resume(theirs, tmp_path):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_state_dict_and_copies_go_on_with_the_same_bits(name):
+def test_state_dict_and_copies_continue_with_the_same_bits(name):
     p = parameter(5000)
     optimizer = build(name, [p], 0.1)
     train(optimizer, [p], 3)
@@ -221,7 +221,7 @@ def test_state_dict_and_copies_go_on_with_the_same_bits(name):
     assert twin.state[copied]["state1"].data_ptr() != optimizer.state[p]["state1"].data_ptr()
 
 
-def test_loading_forgets_state_that_was_not_saved():
+def test_loading_removes_state_that_was_not_saved():
     p = parameter(5000)
     optimizer = build("adamw8bit", [p])
     empty = optimizer.state_dict()
@@ -249,7 +249,7 @@ def test_with_loss_scaling():
 # ---------------------------------------------------------------------- what is said and refused
 
 
-def test_paging_without_a_gpu_is_said(monkeypatch):
+def test_paging_without_a_gpu_is_reported(monkeypatch):
     lines = []
     monkeypatch.setattr("trimtab.optim.build.say_once", lines.append)
     p = parameter(400, 400)

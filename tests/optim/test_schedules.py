@@ -1,4 +1,4 @@
-"""Schedules against those of transformers, against their formulas, and at their edges."""
+"""Schedules against those of transformers, against their formulas, and in edge cases."""
 
 import math
 import pickle
@@ -58,7 +58,7 @@ def test_noam():
     assert seen.index(max(seen)) == warmup - 1
 
 
-def test_noam_says_how_high_it_goes(caplog):
+def test_the_peak_of_noam_is_reported(caplog):
     """The usual 5e-5 as its scale would train nothing."""
     with caplog.at_level("INFO", logger="trimtab"):
         build_schedule("noam", make_optimizer(1.0), num_steps=None, warmup_steps=4000, d_model=512)
@@ -75,7 +75,7 @@ def test_bounded_always_and_zero_after_the_end(name, warmup):
     assert any(rate > 0 for rate in seen[:NUM_STEPS])
 
 
-def test_a_warmup_longer_than_the_run_is_said(caplog):
+def test_a_warmup_longer_than_the_run_is_reported(caplog):
     with caplog.at_level("INFO", logger="trimtab"):
         build_schedule("linear", make_optimizer(), num_steps=10, warmup_steps=11)
     assert "the warmup of 11 steps is longer than the run of 10" in caplog.text

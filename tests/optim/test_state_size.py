@@ -1,4 +1,4 @@
-"""Sizes of state against the state of every optimizer, to the byte."""
+"""Predicted sizes of optimizer state against the actual state, to the byte."""
 
 import math
 
@@ -26,7 +26,7 @@ def _needs_bitsandbytes(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "momentum", "rounds"), CASES)
-def test_the_state_that_is_really_kept(name, momentum, rounds, dtype):
+def test_equals_the_size_of_the_actual_state(name, momentum, rounds, dtype):
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
     optimizer = build_optimizer(
         name, [{"params": parameters}], lr=0.1, momentum=momentum, device="cpu", rounds_stochastically=rounds
@@ -54,7 +54,7 @@ def test_the_state_that_is_really_kept(name, momentum, rounds, dtype):
         ("adafactor", (1000, 10), "cuda", StateSize(4040, host_bytes=4)),
     ],
 )
-def test_where_it_lives(name, shape, device, size):
+def test_size_by_place(name, shape, device, size):
     assert state_bytes(name, shape, device=device) == size
 
 

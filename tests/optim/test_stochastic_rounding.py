@@ -1,4 +1,4 @@
-"""Rounding by chance is right in the mean; bf16 weights and state move under updates smaller than their spacing."""
+"""Stochastic rounding is unbiased, and bf16 weights follow updates smaller than their spacing."""
 
 import copy
 import math
@@ -41,7 +41,7 @@ def rounded(values, seed=0, num_roundings=0, index=0):
 
 
 @pytest.mark.parametrize("value", [1.0 + SPACING / 3, -1.0 - SPACING / 3, 3.1e-5, 1e30, -7e-40, 1.0 + SPACING * 2**-9])
-def test_rounding_is_right_in_the_mean(value):
+def test_rounding_is_unbiased(value):
     """Only the two neighbours appear, and the mean of a million draws is within 5 standard errors of the number."""
     num_draws = 1_000_000
     values = torch.full((num_draws,), value)
@@ -57,7 +57,7 @@ def test_rounding_is_right_in_the_mean(value):
     assert abs(draws.mean() - exact) < 5 * error
 
 
-def test_what_bf16_can_hold_is_not_changed():
+def test_bf16_numbers_are_not_changed():
     values = torch.cat([torch.randn(1000).bfloat16().float(), torch.tensor([0.0, -0.0, math.inf, -math.inf])])
     for seed in range(20):
         assert torch.equal(rounded(values, seed).view(torch.int16), values.bfloat16().view(torch.int16))
@@ -71,7 +71,7 @@ def test_nan_stays_nan(bits):
     assert rounded(values).isnan().all()
 
 
-def test_seed_step_and_group_decide_and_nothing_else():
+def test_rounding_depends_only_on_seed_step_and_group():
     """Processes that share a model stand at other random numbers, and have to round alike."""
     values = torch.randn(1000)
     first = rounded(values, 1)
@@ -82,7 +82,7 @@ def test_seed_step_and_group_decide_and_nothing_else():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_processes_that_share_a_model_round_alike(name):
+def test_processes_that_share_a_model_round_identically(name):
     if "8bit" in name:
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     results = []
@@ -140,7 +140,7 @@ def test_second_moments_move():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_mean_of_many_is_the_exact_step(name):
+def test_the_mean_of_many_steps_is_the_exact_step(name):
     """Weights and state, from a state that bf16 holds exactly; and no number strays further than its neighbours."""
     num_copies, decay = 4000, 0.1
     p = nn.Parameter(torch.tensor([1.3, -0.7, 0.02]).bfloat16().repeat(num_copies, 1))
@@ -170,7 +170,7 @@ def test_the_mean_of_many_is_the_exact_step(name):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"], ids=["fused", "not fused"])
 @pytest.mark.parametrize("name", NAMES)
-def test_fp32_parameters_are_stepped_as_torch_does(name, device):
+def test_fp32_parameters_are_updated_as_by_torch(name, device):
     """Bit for bit, beside bf16 ones in the same group, one of them beginning late."""
     generator = torch.Generator().manual_seed(3)
     start = [torch.randn(40, 30, generator=generator), torch.randn(7, generator=generator)]
@@ -230,7 +230,7 @@ def test_slices_are_bounded_and_change_nothing(name, monkeypatch):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_weights_that_do_not_lie_in_order_are_written_in_place():
+def test_non_contiguous_weights_are_updated_in_place():
     plain = nn.Parameter(torch.randn(6, 4).bfloat16())
     turned = nn.Parameter(plain.detach().t().contiguous().t())
     address = turned.data_ptr()
@@ -280,7 +280,7 @@ def test_resumes_to_the_same_bits(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_dict_and_copies_go_on_with_the_same_bits(name):
+def test_state_dict_and_copies_continue_with_the_same_bits(name):
     p = nn.Parameter(torch.randn(300).bfloat16())
     optimizer = build(name, [p])
 
@@ -300,7 +300,7 @@ def test_state_dict_and_copies_go_on_with_the_same_bits(name):
         assert torch.equal(a, p)
 
 
-def test_pure_bf16_learns_what_nearest_rounding_cannot():
+def test_pure_bf16_learns_where_rounding_to_nearest_does_not():
     """Linear regression with a small rate: with weights and state in bf16 alone, against fp32."""
 
     def loss_after(dtype, rounds):
