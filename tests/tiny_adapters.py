@@ -1,4 +1,4 @@
-"""Tiny models with adapters that do something, and the runs that they would come from."""
+"""Tiny models with adapters that are not zero, and runs with them."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def adapted(base, kind, head=None, spec=None, **options):
 
 
 def shake(adapter, by=0.1):
-    """Move all that trains, as training would."""
+    """Change all trainable parameters, as training would."""
     with torch.no_grad():
         for name, tensor in adapter.tensors().items():
             if tensor.is_floating_point():

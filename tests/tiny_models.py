@@ -1,4 +1,4 @@
-"""Tiny models of the shapes that people use, and a tokenizer for them, built in memory."""
+"""Configs of tiny models of common architectures, and a tokenizer for them."""
 
 import copy
 import os

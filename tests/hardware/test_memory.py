@@ -13,7 +13,7 @@ from trimtab.hardware.inventory import find_device, native_precision, take_inven
 
 
 def test_memory_in_use_follows_allocations():
-    """In a process of its own: one that has freed memory before may take it from there."""
+    """In a subprocess: this process may reuse memory that it freed before."""
     code = """
 import torch
 from trimtab.hardware.memory import memory_in_use, peak_memory

@@ -35,7 +35,7 @@ def batch(name):
 
 
 def stirred(model):
-    """Weights that train are moved, so that the adapter's product is not zero."""
+    """Change trainable parameters randomly: the adapter's product is not zero then."""
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -285,8 +285,8 @@ class TestTargets:
         model = load_model(config, "causal-lm", {}, tokenizer())
         adapter = add_adapter(model, LoraSpec(rank=2))
         assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-        (said,) = [message for message in caplog.messages if "leaves out" in message]
-        assert "MixtralExperts" in said
+        (line,) = [message for message in caplog.messages if "leaves out" in message]
+        assert "MixtralExperts" in line
 
 
 def test_ranks_and_alphas(tmp_path):
@@ -316,7 +316,7 @@ def test_rslora():
 
 
 class TestWholeModules:
-    """Modules that train in full, beside the adapter."""
+    """Modules that are trained in full."""
 
     def test_no_second_copy(self):
         model = plain("llama")
@@ -510,8 +510,8 @@ class TestNewTokens:
     def test_frozen_new_rows_are_reported(self, folder, trains, caplog):
         caplog.set_level(logging.INFO, logger="trimtab")
         add_adapter(load_model(folder, "causal-lm", {}, tokenizer()), LoraSpec(rank=2, trains=trains))
-        said = [message for message in caplog.messages if "10 new rows" in message]
-        assert len(said) == (not trains)
+        lines = [message for message in caplog.messages if "10 new rows" in message]
+        assert len(lines) == (not trains)
 
 
 def test_load_in_half_precision(tmp_path, caplog):

@@ -63,7 +63,7 @@ def token_batch():
 
 
 def both_ways(model, batch, **settings):
-    """(step, gradients) of the plain and of the chunked way."""
+    """(step, gradients) of the plain and of the chunked loss."""
     found = []
     for how in ("plain", "chunked"):
         model.zero_grad(set_to_none=True)
@@ -170,7 +170,7 @@ def test_gradients_only_of_trainable_parameters(small_chunks, name, trains):
 
 
 def test_no_tensor_of_all_logits_is_ever_made(monkeypatch):
-    """Neither in forward nor in backward, nor with a head that trains; the plain way shows that the watch can see."""
+    """Neither in forward nor in backward, nor with a trainable head; the plain loss shows that the check works."""
     monkeypatch.setattr(linear_cross_entropy, "_MIN_CHUNK_TOKENS", 16)
     monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 16 * 4 * 5000)
     vocab, rows, length = 5000, 4, 60
@@ -218,7 +218,7 @@ def test_evaluation_keeps_no_gradients(small_chunks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart", "gemma2"])
 def test_half_precision_is_about_as_exact_as_plain(small_chunks, name, dtype):
-    """Against fp32: gradients of the head, and those below it, are about as far off as those of the plain way."""
+    """Against fp32: gradients of the head, and those below it, have about the error of those of the plain loss."""
     kind = "seq2seq-lm" if name == "bart" else "causal-lm"
     model, batch = a_model(name, kind), token_batch()
     (_, exact), _ = both_ways(model, batch)
@@ -235,7 +235,7 @@ def test_half_precision_is_about_as_exact_as_plain(small_chunks, name, dtype):
             sum(float((found[name] - exact[name]).square().sum()) for name in parameters) ** 0.5
             for found in (by_chunks, by_plain)
         )
-        # the gradient of the hidden states is rounded twice: as it is made, and times that of the loss
+        # the gradient of the hidden states is rounded twice: when computed, and when multiplied by that of the loss
         assert 0 < ours <= 1.3 * theirs, parameters
 
 
@@ -335,7 +335,7 @@ def test_random_numbers_are_those_of_the_plain_loss():
 def test_evaluation_without_logits(small_chunks):
     """Loss, perplexity and token accuracy as from logits; what needs logits says so."""
     model, batches = a_model("llama"), [token_batch(), token_batch()]
-    with torch.no_grad():  # so that some tokens are foretold right
+    with torch.no_grad():  # some tokens are predicted correctly then
         model.lm_head.weight.copy_(model.get_input_embeddings().weight * 30)
     engine = Engine(cpu=True)
 
@@ -357,7 +357,7 @@ def test_evaluation_without_logits(small_chunks):
 
 
 class Odd(torch.nn.Module):
-    """A model that does something of its own with its logits."""
+    """A model with a custom operation on its logits."""
 
     def __init__(self, odd):
         super().__init__()

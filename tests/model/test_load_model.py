@@ -47,7 +47,7 @@ def decoder_tokenizer():
 
 @pytest.mark.parametrize(("name", "kind"), HEADS)
 def test_every_shape_starts_from_scratch(name, kind):
-    """With the tokenizer's sizes and ids, so that the model can take its output, train and write."""
+    """With the tokenizer's sizes and ids: forward, backward and generation work."""
     assert set(KINDS) == set(CONFIGS)
     tok = tokenizer()
     model = load_model(config_of(name), kind, LABELS if kind == "sequence-classification" else {}, tok)

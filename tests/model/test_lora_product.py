@@ -66,7 +66,7 @@ def inputs(dtype=torch.float32, requires_grad=True):
 
 
 def outcome(model, x, autocast=None):
-    """Loss, and the gradients of the input and of all that trains."""
+    """Loss, and gradients of the input and all trainable parameters."""
     torch.manual_seed(11)  # dropout
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         output = model(x)
@@ -198,7 +198,7 @@ class Shared(Projections):
         (torch.float32, torch.float32, None),
         (torch.bfloat16, torch.bfloat16, None),
         (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.bfloat16, torch.bfloat16),  # what a norm hands on under autocast
+        (torch.float32, torch.bfloat16, torch.bfloat16),  # the output of a norm under autocast
     ],
 )
 def test_saves_the_input_once_and_the_inner_products(x_dtype, base_dtype, autocast):

@@ -71,7 +71,7 @@ def test_quantization_error_is_small_for_every_width(width, dtype):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_from_files(name, tmp_path):
-    """The same modules as from a config, near to the weights in the files; everything else is as it was."""
+    """The same modules as from a config, close to the weights in the files; everything else is unchanged."""
     plain = saved(name, tmp_path)
     model = loaded(str(tmp_path), name, IN_FP32)
     names = quantized_names(model)
@@ -102,7 +102,7 @@ def test_heads_are_not_quantized(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_from_a_config(name, dtype):
-    """Made block by block, it is what a model that is built plainly would be: buffers, ties, formats, spread."""
+    """Buffers, ties, dtypes and standard deviations are those of an unquantized model."""
     torch.manual_seed(1)
     model = loaded(config_of(name), name, Nf4(dtype), dtype=dtype)
     plain = loaded(config_of(name), name, dtype=dtype)

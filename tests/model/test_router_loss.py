@@ -29,7 +29,7 @@ MODELS = {
         **{key: value for key, value in _SMALL.items() if key != "num_attention_heads"},
         "kv_channels": 8,
         "num_local_experts": 4,
-        "aux_loss_coef": 0.5,  # a name of its own
+        "aux_loss_coef": 0.5,  # another name
     },
 }
 _PAIR = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
@@ -98,7 +98,7 @@ def test_gradients_reach_the_routers_through_recomputed_layers(mode):
 
 
 def test_micro_batches_weigh_the_loss_of_routers_by_their_tokens():
-    """It is not additive over rows; what is minimised is its mean over the micro-batches, weighted by tokens."""
+    """It is not additive over rows; the loss is its mean over the micro-batches, weighted by tokens."""
     model = a_model().train()
     parts = [token_batch(TEXTS[:1]), token_batch(TEXTS[1:])]
     num_tokens = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]

@@ -253,8 +253,8 @@ def test_betas_may_come_as_a_list():
     assert isinstance(optimizer, torch.optim.SGD)
 
 
-@pytest.mark.parametrize(("lr", "said"), [(5e-5, True), (1e-2, False)])
-def test_a_small_learning_rate_of_adafactor_is_reported(lr, said, caplog):
+@pytest.mark.parametrize(("lr", "is_reported"), [(5e-5, True), (1e-2, False)])
+def test_a_small_learning_rate_of_adafactor_is_reported(lr, is_reported, caplog):
     with caplog.at_level("INFO", logger="trimtab"):
         build_optimizer("adafactor", [{"params": [nn.Parameter(torch.zeros(2))]}], lr=lr)
-    assert ("relative to the size" in caplog.text) is said
+    assert ("relative to the size" in caplog.text) is is_reported

@@ -120,7 +120,7 @@ def test_gradients_are_not_changed():
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_bf16_weights_with_stochastic_rounding(name, monkeypatch):
-    """Updates of a tenth of the spacing: rounded to the nearest they are lost, by chance they add up."""
+    """Updates of a tenth of the spacing: lost with rounding to nearest, they add up with stochastic rounding."""
     monkeypatch.setattr(quantized, "SLICE", 1024)  # several slices
     spacing, num_steps = 2.0**-7, 40
 
@@ -246,7 +246,7 @@ def test_with_loss_scaling():
     assert optimizer.state[model.weight]["step"] == 1
 
 
-# ---------------------------------------------------------------------- what is said and refused
+# ---------------------------------------------------------------------- messages and errors
 
 
 def test_paging_without_a_gpu_is_reported(monkeypatch):

@@ -104,7 +104,7 @@ def test_processes_that_share_a_model_round_identically(name):
 
 
 def test_weights_move_under_updates_smaller_than_their_spacing():
-    """A tenth of the spacing a step: to the nearest nothing ever moves, by chance the mean goes as far as it should."""
+    """A tenth of the spacing per step: lost with rounding to nearest; the mean is exact with stochastic rounding."""
 
     def moved(rounds):
         p = nn.Parameter(torch.full((2000,), 1.5, dtype=torch.bfloat16))
@@ -115,14 +115,14 @@ def test_weights_move_under_updates_smaller_than_their_spacing():
         return (1.5 - p.detach().double()) / SPACING
 
     assert moved(rounds=False).abs().max() == 0
-    by_chance = moved(rounds=True)
+    stochastic = moved(rounds=True)
     # a step is a draw of 0 or 1 with mean 0.1: 5 standard errors of 50 steps over 2000 weights
-    assert abs(by_chance.mean() - 5.0) < 5 * math.sqrt(50 * 0.09 / 4000)
-    assert by_chance.std() == pytest.approx(math.sqrt(50 * 0.09), rel=0.1)
+    assert abs(stochastic.mean() - 5.0) < 5 * math.sqrt(50 * 0.09 / 4000)
+    assert stochastic.std() == pytest.approx(math.sqrt(50 * 0.09), rel=0.1)
 
 
 def test_second_moments_move():
-    """With beta 0.999 and no gradient a second moment falls to 0.37 in 1000 steps; to the nearest it stays at 1."""
+    """With beta 0.999 and no gradient a second moment falls to 0.37 in 1000 steps; rounded to nearest it stays at 1."""
 
     def after(rounds):
         p = nn.Parameter(torch.zeros(500, dtype=torch.bfloat16))
@@ -162,7 +162,7 @@ def test_the_mean_of_many_steps_is_the_exact_step(name):
             spacing = 2.0 ** (wanted.abs().log2().floor() - 7)
             assert (spread <= spacing * 1.001).all(), key
             assert ((found.double().mean(0) - wanted).abs() < 5 * 0.5 * spacing / num_copies**0.5 + 1e-7).all(), key
-        # go on from what bf16 holds
+        # continue from bf16 values
         for found, wanted in results.values():
             found.data.copy_(wanted.data.bfloat16().expand_as(found))
             wanted.data.copy_(wanted.data.bfloat16().double())
@@ -171,7 +171,7 @@ def test_the_mean_of_many_steps_is_the_exact_step(name):
 @pytest.mark.parametrize("device", ["cpu", "meta"], ids=["fused", "not fused"])
 @pytest.mark.parametrize("name", NAMES)
 def test_fp32_parameters_are_updated_as_by_torch(name, device):
-    """Bit for bit, beside bf16 ones in the same group, one of them beginning late."""
+    """Bit for bit, with bf16 parameters in the same group, one of them unfrozen late."""
     generator = torch.Generator().manual_seed(3)
     start = [torch.randn(40, 30, generator=generator), torch.randn(7, generator=generator)]
     ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
@@ -193,7 +193,7 @@ def test_fp32_parameters_are_updated_as_by_torch(name, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_slices_are_bounded_and_change_nothing(name, monkeypatch):
-    """The same step in one slice and in many, over parameters of which some do not lie in order.
+    """The same step in one slice and in many, over parameters of which one is not contiguous.
 
     Random numbers fall elsewhere, so it is done on numbers that need none: powers of two.
     """
@@ -247,7 +247,7 @@ def test_non_contiguous_weights_are_updated_in_place():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_resumes_to_the_same_bits(name, tmp_path):
-    """The random numbers of the rounding go on where they stopped."""
+    """The random numbers of the rounding continue."""
 
     def prepared(seed):
         torch.manual_seed(seed)
@@ -314,14 +314,14 @@ def test_pure_bf16_learns_where_rounding_to_nearest_does_not():
             optimizer.step()
         return error.square().mean().item()
 
-    exact, by_chance, nearest = (
+    exact, stochastic, nearest = (
         loss_after(torch.float32, rounds=False),
         loss_after(torch.bfloat16, rounds=True),
         loss_after(torch.bfloat16, rounds=False),
     )
-    # it begins at 11; what is left by chance is the noise of weights that hop between neighbours
+    # it begins at 11; stochastic rounding leaves the noise of weights that alternate between neighbours
     assert exact < 0.05
-    assert by_chance < 0.1
+    assert stochastic < 0.1
     assert nearest > 5
 
 

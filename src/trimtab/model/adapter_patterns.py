@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from trimtab.errors import ModelError
-from trimtab.model.adapter_targets import shortened
+from trimtab.model.adapter_targets import shorten_names
 
 _TIMEOUT_S = 2.0  # CPU time for all module names of a model; ordinary patterns take milliseconds
 _MAX_SHOWN = 60
 _PLAIN = re.compile(r"(?:[\w-]|\\?\.|\\-)*")  # names and dots only, which cannot backtrack
 
 
-def without_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> Any:
+def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> Any:
     """Copy PEFT's LoRA config, with module names of this model in place of regular expressions.
 
     Args:
@@ -39,7 +39,7 @@ def without_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
         if isinstance(pattern, str) and pattern != "all-linear" and not _PLAIN.fullmatch(pattern):
             found = list(_matching(pattern, names, f"{place}: {key}"))
             # without a match PEFT gets the pattern and reports that nothing matches
-            setattr(plain, key, shortened(found, model) if found else [pattern])
+            setattr(plain, key, shorten_names(found, model) if found else [pattern])
     for key in ("rank_pattern", "alpha_pattern"):
         setattr(plain, key, _by_name(getattr(config, key) or {}, names, f"{place}: {key}"))
     layers = config.layers_pattern or []

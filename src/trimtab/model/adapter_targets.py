@@ -61,7 +61,7 @@ def select_targets(
     return chosen if layers is None else _in_layers(model, chosen, layers)
 
 
-def select_kept(model: Any, patterns: Sequence[str]) -> list[str]:
+def select_full_modules(model: Any, patterns: Sequence[str]) -> list[str]:
     """Select the modules that are trained in full: those that match the patterns, and newly initialized ones.
 
     Raises:
@@ -101,7 +101,7 @@ def match_values(names: Sequence[str], values: Mapping[str, Any], key: str) -> d
     return found
 
 
-def shortened(names: Sequence[str], model: torch.nn.Module) -> list[str]:
+def shorten_names(names: Sequence[str], model: torch.nn.Module) -> list[str]:
     """Shorten module names to their last part, as PEFT stores them, where that matches only the given modules."""
     chosen = set(names)
     by_last: dict[str, set[str]] = {}

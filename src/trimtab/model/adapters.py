@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
-from trimtab.model.adapter_patterns import without_patterns
-from trimtab.model.adapter_targets import ALL_LINEAR, match_values, select_kept, select_targets, shortened
+from trimtab.model.adapter_patterns import resolve_patterns
+from trimtab.model.adapter_targets import ALL_LINEAR, match_values, select_full_modules, select_targets, shorten_names
 from trimtab.model.load import grown_rows
 from trimtab.model.lora_product import bind_product
 from trimtab.model.nf4 import num_weights
@@ -182,7 +182,7 @@ def add_adapter(model: torch.nn.Module, spec: LoraSpec) -> Adapter:
     """
     if adapter_of(model) is not None:
         raise RecipeError(f"{type(model).__name__} already has an adapter", "load the base model again")
-    kept = select_kept(model, spec.trains)
+    kept = select_full_modules(model, spec.trains)
     targets = list(select_targets(model, spec.targets, spec.layers, kept))
     ranks = dict.fromkeys(targets, spec.rank) | match_values(targets, spec.ranks, "adapter.ranks")
     alphas = {name: 2 * ranks[name] if spec.alpha is None else spec.alpha for name in targets}
@@ -261,7 +261,7 @@ def _config_of(
             r=common_rank,
             lora_alpha=common_alpha,
             lora_dropout=spec.dropout,
-            target_modules=shortened(list(ranks), model),
+            target_modules=shorten_names(list(ranks), model),
             rank_pattern={re.escape(name): rank for name, rank in ranks.items() if rank != common_rank},
             alpha_pattern={re.escape(name): alpha for name, alpha in alphas.items() if alpha != common_alpha},
             use_rslora=spec.rslora,
@@ -283,7 +283,7 @@ def _inject(
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    injected = without_patterns(config, model, place)
+    injected = resolve_patterns(config, model, place)
     # Modules that are trained in full are left alone: PEFT's wrapper would hold a second copy of them.
     injected.modules_to_save, injected.ensure_weight_tying = None, False
     injected.inference_mode = False
