@@ -15,13 +15,13 @@ from trimtab.checkpoint.background import BackgroundWriter
 from trimtab.checkpoint.codec import decode, encode
 from trimtab.checkpoint.snapshot import Snapshots
 from trimtab.checkpoint.store import StoredCheckpoint, why_invalid, write_checkpoint
-from trimtab.log import _said
+from trimtab.log import _logged_once
 
 
 @pytest.fixture(autouse=True)
 def _fresh_log(caplog):
     caplog.set_level(logging.INFO)
-    _said.clear()
+    _logged_once.clear()
 
 
 def parts_of(value):

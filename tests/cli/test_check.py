@@ -43,7 +43,7 @@ def test_all_that_is_missing_at_once(bert):
         ["r.yaml:3", "evaluate.metric"],
         ["r.yaml:4", "lr"],
     ]
-    assert "is no folder here, is not in the hub's cache" in found[0]
+    assert "is neither a folder nor in the Hub's cache" in found[0]
     assert "'review.csv' does not exist; did you mean reviews.csv?" in found[1]
     assert "found 'acuracy'; no such metric" in found[3]
     assert found[3].endswith("did you mean accuracy?")
@@ -103,7 +103,7 @@ def test_models_that_are_not_there(bert, tmp_path):
     (line,) = problems({"name": bert, "tokenizer": "./nowhere"})
     assert "model.tokenizer: there is no folder './nowhere'" in line
     (folder / "config.json").unlink()
-    assert "is no model: it has no config.json" in problems(str(folder))[0]
+    assert "is not a model: it has no config.json" in problems(str(folder))[0]
     (line,) = problems("best:nothing")
     assert line.startswith("r.yaml:1: model: ")
 

@@ -304,7 +304,7 @@ class Said(logging.Handler):
         super().__init__()
         self.lines = []
         self._before = logger.level
-        trimtab.log._said.clear()
+        trimtab.log._logged_once.clear()
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
 

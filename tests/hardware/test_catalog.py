@@ -1,4 +1,4 @@
-"""Known devices are found under the names that people and torch give them; a measurement gives figures of that kind."""
+"""Known devices are found under the names that people and torch use; a measurement has the right units."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_older_cards_have_no_bf16_and_no_flash():
     }
 
 
-def test_rates_of_formats_that_a_device_does_not_have():
+def test_rates_of_unsupported_dtypes():
     t4 = CATALOG["t4"]
     assert t4.rate("tf32") == t4.rate("fp32") == t4.fp32
     assert t4.rate("bf16") == pytest.approx(t4.rate("fp16") / 10)
@@ -74,7 +74,7 @@ def test_names_as_people_type_them(name, short):
 @pytest.mark.parametrize(
     ("name", "offered", "not_offered"), [("rtx-4095", "rtx-4090", "t4"), ("a1000", "a100", "cpu"), ("t40", "t4", "cpu")]
 )
-def test_unknown_names_are_answered_with_close_ones(name, offered, not_offered):
+def test_unknown_names_are_refused_with_similar_ones(name, offered, not_offered):
     with pytest.raises(RecipeError, match=f"no device is known as '{name}'") as error:
         find(name)
     names = error.value.cure.removeprefix("use one of ").split(", ")

@@ -1,4 +1,4 @@
-"""Where something was measured, in words that a reader can check."""
+"""The description of the environment of a measurement."""
 
 import subprocess
 
@@ -25,7 +25,7 @@ def repository(tmp_path):
     return tmp_path, git("rev-parse", "--short", "HEAD")
 
 
-def test_what_is_said(repository):
+def test_the_log_message(repository):
     folder, commit = repository
     found = describe_surroundings("cpu", 3, ("torch", "no-such-package"), folder)
     assert found["commit"] == commit

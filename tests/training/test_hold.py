@@ -574,7 +574,7 @@ def test_predicted_against_measured(train, monkeypatch):
 
 
 def test_a_budget_larger_than_the_machine(train):
-    with pytest.raises(RecipeError, match="memory.budget is 900.0 TiB, and cpu has") as caught:
+    with pytest.raises(RecipeError, match="memory.budget is 900.0 TiB, but cpu has") as caught:
         train(memory={"budget": "900TiB"})
     assert "memory.budget: auto" in str(caught.value)
 
@@ -584,4 +584,4 @@ def test_a_budget_on_the_cpu_is_watched(train, caplog):
         train(memory={"budget": "2MiB"})
     said = [record.getMessage() for record in caplog.records if "more than memory.budget" in record.getMessage()]
     assert len(said) == 1
-    assert "(2.0 MiB), which cannot be enforced there" in said[0]
+    assert "(2.0 MiB), which cannot be enforced on this device" in said[0]

@@ -1,4 +1,4 @@
-"""Where and on what something was measured: hardware, versions and commit, for whoever reads the numbers later."""
+"""Describe the environment of a measurement: hardware, load, package versions and commit."""
 
 import os
 import platform
@@ -16,13 +16,13 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel")
 def describe_surroundings(
     device: str, num_threads: int, packages: Sequence[str] = PACKAGES, source: Path | None = None
 ) -> dict[str, str]:
-    """Where and on what a measurement ran, in words.
+    """Describe the environment of a measurement as text by topic.
 
     Args:
-        device: Where it computed.
-        num_threads: How many threads a process used.
-        packages: Whose versions to name; those that are not installed are left out.
-        source: A folder in the repository whose commit counts; by default the one this package lies in.
+        device: Device of the measurement.
+        num_threads: Threads per process.
+        packages: Packages whose versions to list; those that are not installed are left out.
+        source: Folder in the repository whose commit to report; by default the folder of this package.
     """
     gpu = f"{torch.cuda.get_device_name(torch.device(device))}; " if device.startswith("cuda") else ""
     return {
@@ -53,7 +53,7 @@ def _commit(folder: Path) -> str:
         command = ["git", "-C", str(folder), *words]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
 
-    # an installed copy may lie in somebody else's repository, whose commit says nothing of it
+    # an installed copy can be inside another repository (not tracked by it), whose commit would be wrong
     if not git("ls-files", str(folder)):
         return "not known"
     return (git("rev-parse", "--short", "HEAD") or "not known") + (
