@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from trimtab.addresses import redact
 from trimtab.errors import RecipeError
 from trimtab.recipe.describe import Key, Later, choices_of, is_section, keys_of
-from trimtab.recipe.foreign_keys import our_value, our_word
+from trimtab.recipe.foreign_keys import translate_key, translate_value
 from trimtab.recipe.yaml_text import as_yaml
 
 _LONGEST_VALUE = 60
@@ -176,7 +176,7 @@ def _wrong_value(path: tuple[str, ...], value: Any, kind: str, reason: str, keys
         return f"{found}; not supported yet in this version; allowed: {key.allowed}"
     if dotted != ".".join(path):
         return f"{found}; allowed: {key.allowed_inside}"
-    hint = our_value(dotted, value) or _meant(key, value, kind)
+    hint = translate_value(dotted, value) or _meant(key, value, kind)
     return f"{found}; allowed: {key.allowed}" + (f"; {hint}" if hint else "")
 
 
@@ -198,7 +198,7 @@ def _unknown_key(
     here = [key.name for key in keys.values() if key.dotted.rpartition(".")[0] == section]
     homes = [key.dotted for key in keys.values() if key.name == name and key.section is None]
     near = _nearest(name, here)
-    if answer := our_word(name, value, beside):
+    if answer := translate_key(name, value, beside):
         text = answer
     elif path[-1] in keys:
         outer, _, inner = path[-1].rpartition(".")
@@ -217,7 +217,7 @@ def _unknown_key(
         # A whole block of another library, such as `trainer:`; each of its words has an answer of its own.
         for inner_name, inner_value in value.items():
             meant, word = f"{near}.{inner_name}", _snake(str(inner_name))
-            known = our_value(meant, inner_value) if meant in keys else our_word(word, inner_value, value)
+            known = translate_value(meant, inner_value) if meant in keys else translate_key(word, inner_value, value)
             if known:
                 yield Mistake((*path, str(inner_name)), f"found {shown(inner_value)}; {known}")
 
