@@ -28,7 +28,7 @@ def problems(model, data="{train: reviews.csv}", *more):
     """The lines about what is wrong, each without the place of its file."""
     Path("r.yaml").write_text("\n".join([f"model: {as_yaml(model)}", f"data: {data}", *more]))
     try:
-        load_recipe(Path("r.yaml"), {}, [], further=missing_parts)
+        load_recipe(Path("r.yaml"), {}, [], extra_check=missing_parts)
     except RecipeError as error:
         return [line.strip() for line in error.problem.splitlines()[1:]]
     return []

@@ -51,7 +51,7 @@ def check(
         return
     from trimtab.build.recipe_check import missing_parts
 
-    loaded = load_recipe(recipe, {}, sets or [], further=missing_parts)
+    loaded = load_recipe(recipe, {}, sets or [], extra_check=missing_parts)
     if not resume:
         typer.echo(resolved_yaml(loaded))
         return

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from trimtab.recipe.consistency import contradictions
-from trimtab.recipe.describe import Later
-from trimtab.recipe.mistakes import Mistake, mistakes_of, refuse, without
+from trimtab.recipe.consistency import find_contradictions
+from trimtab.recipe.describe import Reserved
+from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes
 from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
@@ -30,13 +30,14 @@ from trimtab.recipe.value_types import (
     Duration,
     FastDevRun,
     FolderName,
+    FreezeDuration,
+    GradientCheckpointing,
     Interval,
     Labels,
     Metric,
     MicroBatch,
     ModelName,
     Patterns,
-    Recomputed,
     Share,
     Source,
     Steps,
@@ -44,9 +45,8 @@ from trimtab.recipe.value_types import (
     Text,
     Texts,
     TrackingUri,
-    Until,
     Warmup,
-    tidy,
+    normalize,
 )
 
 R = TypeVar("R")
@@ -80,8 +80,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _tidy(cls, value: Any, info: ValidationInfo) -> Any:
-        return tidy(value, cls.model_fields[info.field_name or ""])
+    def _normalize(cls, value: Any, info: ValidationInfo) -> Any:
+        return normalize(value, cls.model_fields[info.field_name or ""])
 
 
 class ModelSettings(Section):
@@ -163,7 +163,7 @@ class TrainSettings(Section):
     """fp16 and bf16 = mixed precision; bf16-pure = weights, gradients and optimizer state in bf16 with stochastic
     rounding; tf32 = fp32 with TF32 matrix products on NVIDIA GPUs; auto = bf16 if the device supports it natively, else
     fp16 on a GPU and fp32 on a CPU."""
-    freeze: dict[str, Until] = {}
+    freeze: dict[str, FreezeDuration] = {}
     """Parameters to freeze, and for how long: {base: always}, {base: 200 steps}, {'*.layer.0.*': 1 epoch}; base =
     everything but the head; other keys are patterns of module names."""
     group_by_length: bool = True
@@ -215,7 +215,7 @@ class MemorySettings(Section):
     free memory of the device; null = no limit."""
     micro_batch: MicroBatch = "auto"
     """Rows per forward pass; auto = chosen by the planner on a GPU or with a budget, else all of train.batch_size."""
-    gradient_checkpointing: Recomputed = "auto"
+    gradient_checkpointing: GradientCheckpointing = "auto"
     """Recompute activations in backward instead of storing them: all = of every block; {every: 2} = of every second
     block; {layers: [0, -1]} = of these blocks; ops = all but the results of matrix products and attention; auto =
     chosen by the planner on a GPU or with a budget, else none."""
@@ -231,7 +231,7 @@ class MemorySettings(Section):
     kernels: Literal["auto", "plain", "liger"] = "auto"
     """Norms and gated activations: plain = the model's own; liger = fused kernels of liger-kernel, which store less for
     backward; auto = liger on an NVIDIA GPU if it is installed and supports the model."""
-    padding: Annotated[Literal["longest"], Later()] = "longest"
+    padding: Annotated[Literal["longest"], Reserved()] = "longest"
     """Rows are padded to the longest row of their micro-batch, the only mode in this version."""
 
 
@@ -359,24 +359,24 @@ class Recipe(Section):
         try:
             recipe = handler(values)
         except ValidationError as error:
-            found = mistakes_of(error, values, cls)
+            found = explain_errors(error, values, cls)
             mistakes += found
             if isinstance(values, Mapping):
                 # Without the wrong values the rest can still be checked, so the user sees all mistakes at once.
                 recipe = _valid_rest(handler, values, found)
         if recipe is not None:
             wrong = [mistake.key for mistake in mistakes]
-            further = context.get("further", lambda recipe: ())
-            for mistake in (*contradictions(recipe), *further(recipe)):
-                if not any(map(mistake.touches, wrong)):
+            extra_check = context.get("extra_check", lambda recipe: ())
+            for mistake in (*find_contradictions(recipe), *extra_check(recipe)):
+                if not any(map(mistake.depends_on, wrong)):
                     mistakes.append(mistake)
         if mistakes or recipe is None:
-            refuse(mistakes, context.get("origins", {}))
+            raise_mistakes(mistakes, context.get("origins", {}))
         return recipe
 
 
 def _valid_rest(handler: ModelWrapValidatorHandler[R], values: Mapping[str, Any], found: list[Mistake]) -> R | None:
     try:
-        return handler(without(values, [mistake.path for mistake in found]))
+        return handler(drop_paths(values, [mistake.path for mistake in found]))
     except ValidationError:
         return None
