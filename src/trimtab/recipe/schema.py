@@ -152,7 +152,9 @@ class TrainSettings(Section):
     decay_embeddings: bool = True
     """Apply weight decay to embeddings."""
     schedule: Literal["linear", "cosine", "constant", "inverse-sqrt", "noam", "warmup-stable-decay"] = "linear"
-    """Learning rate schedule after the warmup."""
+    """Learning rate after the warmup: linear and cosine = decay to 0; constant; inverse-sqrt = proportional to
+    1/√step; noam = the schedule of the original transformer; warmup-stable-decay = constant, then decay to 0 over the
+    last fifth of the run."""
     warmup: Warmup = 0
     """Warmup steps: a number such as 500, or a share of the run such as 6%."""
     max_grad_norm: NonNegative | None = 1.0
@@ -174,7 +176,7 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10
-    """Steps between two lines of metrics."""
+    """Write a line of metrics every so many steps."""
 
     @field_validator("max_grad_norm", mode="after")
     @classmethod
@@ -294,9 +296,9 @@ class LimitSettings(Section):
     """Shorter runs for testing."""
 
     fast_dev_run: FastDevRun = False
-    """Run a few steps of training, evaluation, saving and prediction, and keep nothing; or a number of steps."""
+    """Train, evaluate, save and predict for a few steps and keep nothing: true, or a number of steps."""
     overfit_batches: Annotated[int, Ge(0)] = 0
-    """Train and evaluate on the same few batches in every epoch; 0 = off."""
+    """Train and evaluate on this many batches only, the same in every epoch; 0 = off."""
     train: BatchLimit | None = None
     """Maximum training batches per epoch: a number, or a share such as 10%."""
     eval: BatchLimit | None = None
@@ -318,7 +320,9 @@ class Recipe(Section):
     """Hub name, folder or run of a pretrained model; a model on the tracking server: best:EXPERIMENT or
     models:/NAME@best; or {config: {...}, tokenizer: ...} to train from scratch."""
     task: TaskName | None = None
-    """Training objective; null = detected from the data."""
+    """Training objective: classify = predict labels; regress = predict numbers; causal-lm = next token of plain text;
+    chat = answers of conversations; seq2seq = text from text; masked-lm = masked tokens; null = detected from the
+    data."""
     data: DataSettings
     """What to train on."""
     train: TrainSettings = TrainSettings()
