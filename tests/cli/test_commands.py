@@ -19,9 +19,9 @@ from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.cli.main import app
 from trimtab.cli.output import show_table
 from trimtab.hardware.extras import install_line
-from trimtab.recipe.describe import choices_of, keys_of
 from trimtab.recipe.resume_rules import flat
 from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema_keys import choices_of, keys_of
 
 SCRIPT = Path(sys.executable).with_name("trimtab")
 ROWS = reviews(24)

@@ -376,5 +376,5 @@ def test_from_training_to_predicting(own_folder, tiny, trimtab):
 def test_help_names_the_limits(trimtab, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     text = trimtab("merge", "--help")[1]
-    assert f"{MAX_KL:g} if left out" in text
-    assert f"{MIN_AGREEMENT:g} if left out" in text
+    assert f"Default: {MAX_KL:g}." in text
+    assert f"Default: {MIN_AGREEMENT:g}." in text

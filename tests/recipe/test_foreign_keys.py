@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.describe import keys_of
 from trimtab.recipe.foreign_keys import _LIBRARIES, translate_key
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema_keys import keys_of
 
 KEYS = {key.dotted for key in keys_of(Recipe)}
 

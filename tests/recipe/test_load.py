@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.describe import keys_of
-from trimtab.recipe.load import LoadedRecipe, commented_yaml, load_recipe, recipe_json_schema, resolved_yaml
+from trimtab.recipe.load import LoadedRecipe, build_json_schema, load_recipe, render_commented_yaml, resolved_yaml
 from trimtab.recipe.schema import AdapterSettings, OptimizerName, Recipe
+from trimtab.recipe.schema_keys import keys_of
 
 WORD_OR_SECTION = ("model.", "adapter.")  # given as one word here
 CHECKPOINTING = "gradient_checkpointing"
@@ -189,7 +189,7 @@ GIVEN = {"model": "bert", "data.train": "reviews.csv", "train.lr": 3e-5, "task":
 
 
 def test_a_commented_recipe_has_every_key_and_its_documentation():
-    text = commented_yaml(GIVEN)
+    text = render_commented_yaml(GIVEN)
     for key in keys_of(Recipe):
         if not key.dotted.startswith(WORD_OR_SECTION):
             assert re.search(rf"^[# ]*{key.name}:", text, re.MULTILINE), key.dotted
@@ -199,7 +199,7 @@ def test_a_commented_recipe_has_every_key_and_its_documentation():
 
 def test_every_key_can_be_uncommented(tmp_path):
     """Each key that is commented out has the right indentation and a valid value."""
-    lines = commented_yaml(GIVEN).splitlines()
+    lines = render_commented_yaml(GIVEN).splitlines()
     live = [re.sub(r"# (?=(  )?[a-z_]+:( |$))", "", line, count=1) for line in lines]
     loaded = load_recipe(write(tmp_path / "r.yaml", "\n".join(live)), {}, [])
     assert loaded.recipe.model_copy(update={"early_stopping": None}) == load_recipe(None, GIVEN, []).recipe
@@ -209,7 +209,7 @@ def test_every_key_can_be_uncommented(tmp_path):
 
 
 def test_a_commented_recipe_without_values_names_the_required_keys(tmp_path):
-    path = write(tmp_path / "r.yaml", commented_yaml({}))
+    path = write(tmp_path / "r.yaml", render_commented_yaml({}))
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, {}, [])
     lines = str(caught.value).splitlines()[1:]
@@ -226,7 +226,7 @@ def test_a_commented_recipe_without_values_names_the_required_keys(tmp_path):
     ],
 )
 def test_a_commented_recipe_is_the_recipe(tmp_path, given):
-    loaded = load_recipe(write(tmp_path / "r.yaml", commented_yaml(given)), {}, [])
+    loaded = load_recipe(write(tmp_path / "r.yaml", render_commented_yaml(given)), {}, [])
     expected = load_recipe(None, given, [])
     assert loaded.recipe == expected.recipe
     assert {key for key, origin in loaded.origins.items() if origin != "default"} == {
@@ -236,11 +236,11 @@ def test_a_commented_recipe_is_the_recipe(tmp_path, given):
 
 def test_a_commented_recipe_is_validated():
     with pytest.raises(RecipeError, match="train.lr: found 'fast'"):
-        commented_yaml({"train.lr": "fast"})
+        render_commented_yaml({"train.lr": "fast"})
 
 
 def test_the_json_schema():
-    schema = recipe_json_schema()
+    schema = build_json_schema()
     json.dumps(schema)
     assert schema["required"] == ["model", "data"]
     assert schema["additionalProperties"] is False

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.describe import keys_of
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.mistakes import shown
 from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema_keys import keys_of
 
 
 def lines_of(**values):

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.describe import keys_of
 from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
+from trimtab.recipe.schema_keys import keys_of
 
 FROM_SCRATCH = {"config": {"model_type": "bert"}, "tokenizer": "train"}
 

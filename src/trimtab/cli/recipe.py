@@ -20,11 +20,11 @@ def init(
     to: Annotated[Path, typer.Option(help="File to write; must not exist.")] = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe file with every key documented."""
-    from trimtab.recipe.load import commented_yaml
+    from trimtab.recipe.load import render_commented_yaml
 
     if to.exists():
         raise RecipeError(f"{to} exists", "choose another file with --to, or remove this one")
-    text = commented_yaml({"model": model, "data.train": data, "data.eval": eval_data, "task": task})
+    text = render_commented_yaml({"model": model, "data.train": data, "data.eval": eval_data, "task": task})
     try:
         to.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -44,10 +44,10 @@ def check(
     ] = None,
 ) -> None:
     """Validate a recipe and print every value with its origin."""
-    from trimtab.recipe.load import load_recipe, recipe_json_schema, resolved_yaml
+    from trimtab.recipe.load import build_json_schema, load_recipe, resolved_yaml
 
     if schema:
-        typer.echo(json.dumps(recipe_json_schema(), indent=1))
+        typer.echo(json.dumps(build_json_schema(), indent=1))
         return
     from trimtab.build.recipe_check import missing_parts
 

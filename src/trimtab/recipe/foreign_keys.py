@@ -150,15 +150,13 @@ def _strategy(key: str, steps: str, never: str) -> Answer:
 
     def answer(value: Any, section: Mapping[str, Any]) -> str:
         word = str(value).lower()
+        if word == "best":
+            return "write checkpoint.best: true"
         if word in {"no", "false", "none"}:
             return f"write {key}: {never}"
         return f"write {key}: epoch" if word == "epoch" else _steps(key)(section.get(steps, 500), section)
 
     return answer
-
-
-def _save_strategy(value: Any, section: Mapping[str, Any]) -> str:
-    return "write checkpoint.best: true" if value == "best" else _SAVE_STRATEGY(value, section)
 
 
 def _logging_strategy(value: Any, section: Mapping[str, Any]) -> str:
@@ -198,7 +196,6 @@ _UPLOAD = _omit("best/ is a Hugging Face folder, ready to upload")
 _WORKERS = _omit("data is loaded in the background automatically")
 _TRACKING = _write("track.uri", _tracker, "MLflow; local is a store in runs/")
 _MAX_STEPS = _write("train.max_steps", lambda value: None if value == -1 else value)
-_SAVE_STRATEGY = _strategy("checkpoint.every", "save_steps", "null")
 _PACKING = _omit(
     "rows are not packed yet; task: causal-lm concatenates all texts and splits them into full blocks of "
     "data.max_length, and train.group_by_length: true keeps the padding of other tasks small"
@@ -233,7 +230,7 @@ _HF_TRAINER: dict[str, Answer] = {
     **_all("report_to project trackio_space_id trackio_bucket_id trackio_static_space_id", _TRACKING),
     **_all("eval_strategy evaluation_strategy", _strategy("evaluate.every", "eval_steps", "1000 epochs")),
     "eval_steps": _steps("evaluate.every"),
-    "save_strategy": _save_strategy,
+    "save_strategy": _strategy("checkpoint.every", "save_steps", "null"),
     "save_steps": _steps("checkpoint.every"),
     "save_only_model": _omit("checkpoint.every: null saves the best model only"),
     "prediction_loss_only": _write("evaluate.metric", lambda value: "loss"),

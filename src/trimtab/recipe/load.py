@@ -12,9 +12,9 @@ from typing import Any
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
-from trimtab.recipe.describe import Key, choices_of, is_section, keys_of
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import Recipe, Section
+from trimtab.recipe.schema_keys import Key, choices_of, is_section, keys_of
 from trimtab.recipe.value_types import is_null_word, is_off_word
 from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
 
@@ -141,7 +141,7 @@ def resolved_yaml(loaded: LoadedRecipe) -> str:
     return "".join(f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
 
 
-def commented_yaml(overrides: Mapping[str, Any]) -> str:
+def render_commented_yaml(overrides: Mapping[str, Any]) -> str:
     """Write a recipe to start from: every key with its documentation; keys without a given value are commented out.
 
     Args:
@@ -176,7 +176,7 @@ def commented_yaml(overrides: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def recipe_json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a recipe, for editors."""
     schema = Recipe.model_json_schema()
     for name, field in Recipe.model_fields.items():

@@ -1,4 +1,4 @@
-"""Turn what is wrong with a recipe into the error message: one line per mistake, all of them at once.
+"""Build the error message of a wrong recipe: all mistakes together, one line each.
 
 A line has the key, where it was written, the value found, what is allowed, and a suggestion.
 """
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from trimtab.addresses import redact
 from trimtab.errors import RecipeError
-from trimtab.recipe.describe import Key, Reserved, choices_of, is_section, keys_of
 from trimtab.recipe.foreign_keys import translate_key, translate_value
+from trimtab.recipe.schema_keys import Key, Reserved, choices_of, is_section, keys_of
 from trimtab.recipe.yaml_text import as_yaml
 
 _MAX_VALUE_CHARS = 60

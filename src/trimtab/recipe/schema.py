@@ -19,8 +19,8 @@ from pydantic import (
 )
 
 from trimtab.recipe.consistency import find_contradictions
-from trimtab.recipe.describe import Reserved
 from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes
+from trimtab.recipe.schema_keys import Reserved
 from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
@@ -366,7 +366,7 @@ class Recipe(Section):
             found = explain_errors(error, values, cls)
             mistakes += found
             if isinstance(values, Mapping):
-                # Without the wrong values the rest can still be checked, so the user sees all mistakes at once.
+                # Check the rest without the wrong values: the user sees all mistakes together.
                 recipe = _valid_rest(handler, values, found)
         if recipe is not None:
             wrong = [mistake.key for mistake in mistakes]

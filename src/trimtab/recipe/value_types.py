@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from trimtab.addresses import has_credentials
 from trimtab.errors import UserError
-from trimtab.recipe.describe import Allowed, alternatives, choices_of, is_section
+from trimtab.recipe.schema_keys import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
     BYTES_WORDS,
     EVERY_WORDS,

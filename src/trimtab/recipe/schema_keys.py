@@ -1,4 +1,4 @@
-"""What the schema says about itself: its dotted keys, their documentation, and the values that each allows."""
+"""The keys of the recipe, derived from the schema: dotted names, documentation, and the values that each allows."""
 
 import types
 from collections.abc import Iterator, Sequence
