@@ -17,9 +17,7 @@ def doctor() -> None:
 
 
 def config(
-    to: Annotated[Path, typer.Option(help="File to write; trimtab launch reads launch.yaml by default.")] = Path(
-        "launch.yaml"
-    ),
+    to: Annotated[Path, typer.Option(help="File to write; launch reads launch.yaml by default.")] = Path("launch.yaml"),
     default: Annotated[bool, typer.Option("--default", help="Ask no questions; detect every setting.")] = False,
 ) -> None:
     """Write a launch file: number of processes, hosts and ports."""
@@ -32,23 +30,17 @@ def launch(
     target: Annotated[str, typer.Argument(help="Script, recipe (YAML), or, with -m, module to run.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments passed to the script.")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="Run TARGET as a module, as python -m does.")] = False,
-    config_file: Annotated[
-        Path | None, typer.Option("--config", help="Launch file. Default: launch.yaml, if it exists.")
-    ] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", help="Launch file. Default: launch.yaml.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes per host. Default: one per GPU.")] = None,
     hosts: Annotated[str | None, typer.Option(help="Host names: a,b,c. Run the same command on each of them.")] = None,
     num_hosts: Annotated[int | None, typer.Option(help="Number of hosts, instead of --hosts.")] = None,
     host_index: Annotated[int | None, typer.Option(help="Index of this host, from 0.")] = None,
     address: Annotated[str | None, typer.Option(help="Address of host 0.")] = None,
     port: Annotated[int | None, typer.Option(help="Rendezvous port on host 0. Default: a free one.")] = None,
-    max_restarts: Annotated[
-        int | None, typer.Option(help="Restart all processes this many times after a failure.")
-    ] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="Restart all processes this often after a failure.")] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder for logs of ranks above 0. Default: runs/logs.")] = None,
     cpu: Annotated[bool | None, typer.Option("--cpu", help="Train on the CPU even if there are GPUs.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the settings and print the torchrun command only.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and print the torchrun command only.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a script or recipe in several processes, on one host or more."""

@@ -17,9 +17,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Set any recipe ke
 Device = Annotated[str | None, typer.Option(help="Device, such as cpu or cuda:1. Default: the best one available.")]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run, or its mirror.")]
 NewFolder = Annotated[Path, typer.Argument(help="New folder for the model.")]
-Uri = Annotated[
-    str | None, typer.Option(help="Tracking server. Default: MLFLOW_TRACKING_URI, else the local store in runs/.")
-]
+Uri = Annotated[str | None, typer.Option(help="Tracking server. Default: MLFLOW_TRACKING_URI, or the store in runs.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 

@@ -36,12 +36,8 @@ def check(
     recipe: RecipeFile = None,
     sets: Sets = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of recipes, for editors.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Train a few steps, kill them, and verify that resuming is bit-exact.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Device for --resume, such as cpu or cuda:1. Default: the best one available.")
-    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Kill a short run and verify a bit-exact resume.")] = False,
+    device: Annotated[str | None, typer.Option(help="Device for --resume, such as cuda:1. Default: the best.")] = None,
 ) -> None:
     """Validate a recipe and print every value with its origin."""
     from trimtab.recipe.load import build_json_schema, load_recipe, resolved_yaml
@@ -69,12 +65,8 @@ def plan(
     data: DataSource = None,
     eval_data: EvalSource = None,
     task: Task = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory budget, such as 8GiB. Default: all memory of the device.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Plan for a GPU that is not in this machine: t4, rtx-4090, a100 …")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory budget, such as 8GiB. Default: all of the device.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for a GPU that is not here: t4, rtx-4090, a100 …")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; replaces reading the data.")] = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch size that fits.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row length that fits.")] = False,

@@ -30,9 +30,7 @@ def runs(root: Annotated[Path, typer.Argument(help="Folder to search.")] = Path(
 
 def best(
     experiment: Annotated[str, typer.Argument(help="Experiment to list.")],
-    metric: Annotated[
-        str | None, typer.Option(help="Metric to rank by, such as f1. Default: the one that chose each best model.")
-    ] = None,
+    metric: Annotated[str | None, typer.Option(help="Metric to rank by. Default: that of the best models.")] = None,
     uri: Uri = None,
     json_lines: Json = False,
 ) -> None:
@@ -57,9 +55,7 @@ def pull(
 
 def track_sync(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    to: Annotated[
-        str | None, typer.Option(help="Upload to this server instead: http://…, sqlite:///… or local.")
-    ] = None,
+    to: Annotated[str | None, typer.Option(help="Upload to this server: http://…, sqlite:///… or local.")] = None,
 ) -> None:
     """Upload what the tracking server lacks of a run's history."""
     from trimtab.build import sync_run

@@ -34,9 +34,7 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/EXPERIMENT/NAME.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    fast_dev_run: Annotated[
-        bool | None, typer.Option("--fast-dev-run", help="Test the whole pipeline on a few steps; keep nothing.")
-    ] = None,
+    fast_dev_run: Annotated[bool | None, typer.Option("--fast-dev-run", help="Test all parts on a few steps.")] = None,
     overfit_batches: Annotated[int | None, typer.Option(help="Train and evaluate on this many batches only.")] = None,
     limit_train: Annotated[str | None, typer.Option(help="Training batches per epoch: 100, or 10%.")] = None,
     limit_eval: Annotated[str | None, typer.Option(help="Batches per evaluation: 100, or 10%.")] = None,
@@ -107,9 +105,7 @@ def _finish(result: "Result", mode: str) -> None:
 
 def compare(
     recipe: RecipeFile = None,
-    vary: Annotated[
-        list[str] | None, typer.Option(help="Key and values to compare, such as --vary train.precision=fp32,bf16.")
-    ] = None,
+    vary: Annotated[list[str] | None, typer.Option(help="Key and values: --vary train.precision=fp32,bf16.")] = None,
     study: Annotated[
         str | None, typer.Option(help="precisions, optimizers, accumulation, checkpointing or methods.")
     ] = None,
@@ -117,9 +113,7 @@ def compare(
     steps: Annotated[int, typer.Option(help="Optimizer steps per run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Runs per variant, interleaved.")] = 2,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps excluded from timing. Default: a tenth.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the results. Default: runs/EXPERIMENT/compare-N.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results. Default: runs/EXPERIMENT/compare-N.")] = None,
     sets: Sets = None,
     device: Device = None,
     timeout: Annotated[str | None, typer.Option(help="Stop a run that takes longer than this, such as 10min.")] = None,

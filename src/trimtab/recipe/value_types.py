@@ -292,19 +292,11 @@ Budget = Annotated[str, Parsed(f"auto, or {BYTES_WORDS}", _budget, "string integ
 Share = Annotated[float, Parsed("a share from 0 to below 1, such as 0.1 or 10%", _share_below_one, "number string")]
 Warmup = Annotated[
     int | float,
-    Parsed(
-        "a whole number of steps such as 500, or a share of the run such as 0.06 or 6%",
-        _count_or_share,
-        "number string",
-    ),
+    Parsed("a number of steps such as 500, or a share of the run such as 6%", _count_or_share, "number string"),
 ]
 BatchLimit = Annotated[
     int | float,
-    Parsed(
-        "a whole number of batches such as 100, or a share of them such as 0.1 or 10%",
-        _positive_count_or_share,
-        "number string",
-    ),
+    Parsed("a number of batches such as 100, or a share such as 10%", _positive_count_or_share, "number string"),
 ]
 Source = Annotated[
     Any,
@@ -316,14 +308,8 @@ Source = Annotated[
 Texts = Annotated[str | list[str], Parsed("a column, or a list of two columns", _column_or_pair, ""), _STRING_OR_LIST]
 Labels = Annotated[str | list[str], Parsed("a column, or a list of columns", _columns, ""), _STRING_OR_LIST]
 MicroBatch = Annotated[str | int, Parsed("auto, or a whole number from 1", _micro_batch, "string integer")]
-GradientCheckpointing = Annotated[
-    Any,
-    Parsed(
-        "auto | none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}",
-        _gradient_checkpointing,
-        "string object boolean",
-    ),
-]
+_RECOMPUTE = "auto | none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"
+GradientCheckpointing = Annotated[Any, Parsed(_RECOMPUTE, _gradient_checkpointing, "string object boolean")]
 Allowances = Annotated[list[Literal["8bit"]], Allowed("a list; only [8bit] in this version")]
 Targets = Annotated[
     str | list[str],
@@ -338,14 +324,8 @@ BlockRange = Annotated[
 ]
 FastDevRun = Annotated[bool | int, Parsed("true, false, or a number of steps", _fast_dev_run, "boolean integer")]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
-TrackingUri = Annotated[
-    str,
-    Parsed(
-        "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db",
-        _tracking_uri,
-        "string boolean null",
-    ),
-]
+_URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"
+TrackingUri = Annotated[str, Parsed(_URI, _tracking_uri, "string boolean null")]
 Metric = Annotated[str, AfterValidator(_metric_name), Allowed("the name of a metric, such as accuracy, f1 or loss")]
 Column = Annotated[str, MinLen(1), Allowed("the name of a column")]
 Text = Annotated[str, MinLen(1), Allowed("text")]

@@ -5,7 +5,7 @@ Scalars follow YAML 1.2: `no`, `off` and `1:30` are text, and 5e-5 is a number.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -45,8 +45,8 @@ class Document:
     """
 
     values: dict[str, Any]
-    places: dict[str, str] = field(default_factory=dict)
-    duplicates: list[tuple[str, str, int]] = field(default_factory=list)
+    places: dict[str, str]
+    duplicates: list[tuple[str, str, int]]
 
 
 def read_yaml(text: str, name: str) -> Document:
