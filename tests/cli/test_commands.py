@@ -218,6 +218,12 @@ def test_fast_dev_run_and_overfit_batches(trimtab, bert, own_folder):
     assert json.loads(Path("run/plan.json").read_text())["num_steps"] == 3
 
 
+def test_quiet_also_silences_messages_about_the_recipe(trimtab, bert):
+    Path("recipe.yaml").write_text("model: {name: other, tokenizer: other}\ndata: {train: reviews.csv}\n")
+    arguments = ("train", "recipe.yaml", "--model", bert, "--fast-dev-run", "--quiet")
+    assert trimtab(*arguments) == (0, "", "")
+
+
 def test_exit_code_75_at_the_time_limit(trimtab, bert):
     limited = ("train", "--model", bert, "--data", "reviews.csv", "--max-time", "0.001s")
     done = trimtab(*limited, "--out", "run")

@@ -32,7 +32,7 @@ def predict(
     if (file is None) == (text is None):
         raise RecipeError("pass either a FILE or --text", 'trimtab predict MODEL --text "…"')
     where = find_device(device)
-    sizes = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
     if file is None:
         if out is not None or column is not None or probabilities or overwrite:
             raise RecipeError("--out, --column, --probabilities and --overwrite need a FILE, not --text", "remove them")
