@@ -358,8 +358,8 @@ def test_from_training_to_predicting(own_folder, tiny, trimtab):
     assert code == 0, err
     code, out, err = trimtab("merge", "run", "merged", "--device", "cpu", "--rows", 4)
     assert code == 0, err
-    assert "on 4 rows (4 answers) KL " in out
-    assert "the same answer in 100.00%" in out
+    assert "on 4 rows (4 predictions): mean KL " in out
+    assert "100.00% of the predictions are equal" in out
     assert "merged (original), in fp32" in out
     assert trimtab("predict", "merged", "--text", "a lovely film", "--device", "cpu")[1] == adapted_label
     code, _, err = trimtab(*train, "--model", "run", "--out", "on")
@@ -376,5 +376,5 @@ def test_from_training_to_predicting(own_folder, tiny, trimtab):
 def test_help_names_the_limits(trimtab, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     text = trimtab("merge", "--help")[1]
-    assert f"{MAX_KL:g} if left out" in text
-    assert f"{MIN_AGREEMENT:g} if left out" in text
+    assert f"Default: {MAX_KL:g}." in text
+    assert f"Default: {MIN_AGREEMENT:g}." in text

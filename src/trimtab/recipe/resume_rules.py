@@ -1,4 +1,4 @@
-"""A recipe with which a run goes on, against the one it began with: what may differ, and what may not."""
+"""Which keys of the recipe may change when a run resumes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import AdapterSettings, Recipe
 
-_PLACE = ("name", "out")  # the run is where it is, whatever they say
-# what changes nothing that is computed
+_PLACE = ("name", "out")  # ignored: a run resumes in its own folder
+# may change freely: they do not affect the result of training
 _HARMLESS = {
     "memory.budget",
     "memory.micro_batch",
@@ -28,9 +28,9 @@ _HARMLESS = {
     "track.log_model",
     "track.register_as",
 }
-# mappings of the user's own keys, or that may be a word as well: compared as one value
+# compared as one value: mappings with keys of the user's choice, or that may also be a single word
 _WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas", "memory.gradient_checkpointing")
-# what may change in the middle of a run, and then counts from there on
+# may change: the new value applies from the resumed step on
 _FROM_HERE_ON = {
     "train.epochs",
     "train.max_steps",
@@ -47,7 +47,7 @@ _FROM_HERE_ON = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose value is another than when the run began."""
+    """A key whose value changed since the run started."""
 
     key: str
     before: Any
@@ -55,17 +55,17 @@ class Difference:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it changes nothing that is computed."""
+        """Whether the result of training stays the same."""
         return self.key in _HARMLESS
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run would be another one."""
+        """Whether the run cannot resume with this change."""
         return not self.is_harmless and self.key not in _FROM_HERE_ON
 
     @property
     def is_about_length(self) -> bool:
-        """Whether it says how long the run is."""
+        """Whether it changes the length of the run."""
         return self.key in ("train.epochs", "train.max_steps") or self.key.startswith("early_stopping")
 
     def __str__(self) -> str:
@@ -73,32 +73,32 @@ class Difference:
 
 
 def differences(before: Recipe, now: Recipe) -> list[Difference]:
-    """Every key that differs, in the order of the recipe; `name` and `out` do not count.
+    """List every key that differs, in the order of the recipe, except `name` and `out`.
 
     Raises:
-        RecipeError: With all keys that may not differ.
+        RecipeError: With every key that must not change.
     """
     found = all_differences(before, now)
     refused = [difference for difference in found if difference.is_refused]
     if refused:
         lines = "".join(f"\n  {difference}" for difference in refused)
         raise RecipeError(
-            f"the run cannot go on with another value of {'these keys' if len(refused) > 1 else 'this key'}:{lines}",
-            "put them back; or start a new run from the model"
+            f"the run cannot resume with {'these changes' if len(refused) > 1 else 'this change'}:{lines}",
+            "restore the old values; or start a new run from the model"
             + (": model: RUN" if before.adapter == "none" else ", after `trimtab merge RUN DIR`: model: DIR"),
         )
     return found
 
 
 def all_differences(before: Recipe, now: Recipe) -> list[Difference]:
-    """Every key that differs, also those that may not."""
-    old, new = (flat(_spelled_out(recipe)) for recipe in (before, now))
+    """List every key that differs, including those that must not change."""
+    old, new = (flat(_dump(recipe)) for recipe in (before, now))
     keys = [key for key in dict.fromkeys([*old, *new]) if key not in _PLACE]
     return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
-def _spelled_out(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's values, with all settings of an adapter that was given as a word."""
+def _dump(recipe: Recipe) -> dict[str, Any]:
+    """Dump a recipe; an adapter given as one word becomes the mapping that it is short for."""
     values = recipe.model_dump(mode="json")
     if recipe.adapter in ("lora", "qlora"):
         values["adapter"] = AdapterSettings(kind=recipe.adapter).model_dump(mode="json")
@@ -106,7 +106,7 @@ def _spelled_out(recipe: Recipe) -> dict[str, Any]:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's values by dotted key."""
+    """Flatten a dumped recipe: values by dotted key."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         nested = isinstance(value, dict) and prefix + key not in _WHOLE

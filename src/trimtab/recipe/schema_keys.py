@@ -1,33 +1,33 @@
-"""What the schema says about itself: its dotted keys, their documentation, and what may be written for each."""
+"""The keys of the recipe, derived from the schema: dotted names, documentation, and the values that each allows."""
 
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_BOUNDS = {Gt: ("above", "gt"), Ge: ("from", "ge"), Lt: ("below", "lt"), Le: ("up to", "le")}
+_BOUNDS = {Gt: ("above", "gt"), Ge: ("from", "ge"), Lt: ("below", "lt")}
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What may be written for a field, in words; stands in the field's annotation."""
+    """Annotation of a type: the values it allows, as text for messages and documentation."""
 
     words: str
 
 
 @dataclass(frozen=True)
-class Later:
-    """Marks a field that has one value in this version: the default. What else is written is refused, not ignored."""
+class Reserved:
+    """Annotation of a key that allows only its default in this version; any other value is refused, not ignored."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the recipe: a section with keys below it, or a leaf with a value."""
+    """One key of the recipe: a section, or a leaf that holds a value."""
 
     dotted: str
     field: FieldInfo
@@ -40,18 +40,18 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """What may be written for it, in words."""
+        """The values that it allows, as text."""
         return allowed_words(self.field.annotation, self.field.metadata)
 
     @property
     def allowed_inside(self) -> str:
-        """What may be written for an entry, where the value is a mapping of the user's own keys."""
+        """The values that an entry allows, if the key is a mapping with keys of the user's choice."""
         mappings = [kind for kind in alternatives(self.field.annotation) if get_origin(kind) is dict]
         return allowed_words(get_args(mappings[0])[1]) if mappings else self.allowed
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key of a model in the order of declaration; a section comes before the keys in it."""
+    """Yield every key of a model in order of declaration, a section before the keys in it."""
     for name, field in model.model_fields.items():
         key = Key(f"{prefix}{name}", field, section_of(field.annotation))
         yield key
@@ -60,7 +60,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types that a field may take, without their marks."""
+    """List the types of a union, each without its annotations."""
     if get_origin(annotation) is Annotated:
         return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in {Union, types.UnionType}:
@@ -74,18 +74,18 @@ def is_section(annotation: Any) -> bool:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, if it may hold one."""
+    """Return the section that a field may hold, if any."""
     return next((kind for kind in alternatives(annotation) if is_section(kind)), None)
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The words of a field that takes one of a few."""
+    """List the literal values that a field allows."""
     kinds = alternatives(annotation)
     return [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
 
 
 def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a type takes, in words a user understands."""
+    """Describe the values of a type in words."""
     for mark in metadata:
         if isinstance(mark, Allowed):
             return mark.words
@@ -93,7 +93,7 @@ def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Annotated:
         return allowed_words(inner[0], [*inner[1:], *metadata])
     if origin in {Union, types.UnionType}:
-        return _joined(allowed_words(part, metadata) for part in inner)
+        return ", or ".join(allowed_words(part, metadata) for part in inner)
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin is tuple:
@@ -102,7 +102,7 @@ def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a mapping; each value {allowed_words(inner[1])}" if inner[1] is not Any else "a mapping"
     if is_section(annotation):
         return f"a mapping with the keys {', '.join(annotation.model_fields)}"
-    if annotation not in {int, float}:
+    if annotation not in {int, float}:  # bounds of a union are no bounds of null
         return _PLAIN[annotation]
     bounds = [
         f"{word} {getattr(mark, attribute):g}"
@@ -111,7 +111,3 @@ def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if isinstance(mark, kind)
     ]
     return " ".join([_PLAIN[annotation], " to ".join(bounds)]).strip()
-
-
-def _joined(words: Iterable[str]) -> str:
-    return ", or ".join(words)

@@ -1,4 +1,4 @@
-"""With what a run may go on, and how a difference is told."""
+"""Which keys may change when a run resumes, and how a change is reported."""
 
 import pytest
 
@@ -26,12 +26,12 @@ def test_another_adapter_is_refused_by_the_key_that_differs():
 
 
 def test_another_optimizer_is_refused():
-    with pytest.raises(RecipeError, match="train.optimizer: 'auto' → 'adamw8bit'") as refused:
+    with pytest.raises(RecipeError, match="with this change:\n  train.optimizer: 'auto' → 'adamw8bit'") as refused:
         differences(recipe(), recipe(train={"optimizer": "adamw8bit"}))
     assert "model: RUN" in refused.value.cure
 
 
-def test_what_saves_memory_may_change():
+def test_memory_settings_may_change():
     memory = {"gradient_checkpointing": {"every": 2}, "loss": "chunked", "micro_batch": 2}
     found = differences(recipe(), recipe(memory=memory))
     assert {difference.key for difference in found} == {f"memory.{key}" for key in memory}
