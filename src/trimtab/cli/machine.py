@@ -21,7 +21,7 @@ def config(
     default: Annotated[bool, typer.Option("--default", help="Ask no questions; detect every setting.")] = False,
 ) -> None:
     """Write a launch file: number of processes, hosts and ports."""
-    from trimtab.distributed.launch.questions import QUESTIONS, write_launch_file
+    from trimtab.distributed.launch.file import QUESTIONS, write_launch_file
 
     typer.echo(write_launch_file(to, [] if default else QUESTIONS, ask))
 

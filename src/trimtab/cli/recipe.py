@@ -100,7 +100,7 @@ def data_show(
     sets: Sets = None,
 ) -> None:
     """Print rows as the model sees them, with lengths and labels."""
-    from trimtab.data.report import render
+    from trimtab.data.report_table import render
     from trimtab.run import look_at_data
 
     flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
