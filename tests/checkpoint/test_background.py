@@ -82,7 +82,7 @@ def test_a_save_that_still_runs_is_waited_for_and_that_is_said(tmp_path, monkeyp
     assert gate.most_at_once == 1
     for step in range(3):
         assert (saved(tmp_path / f"step-{step}")["x"] == step).all(), "a save was skipped, or overwritten by the next"
-    assert said(caplog, "a save was due while the one before was still being written, and the training waited") == 1
+    assert said(caplog, "for the previous checkpoint to be written") == 1
 
 
 def test_it_knows_how_long_a_save_takes(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_what_comes_after_a_save(tmp_path, caplog):
     writer.save(tmp_path / "c", parts_of({"x": torch.ones(3)}))
     assert writer.wait() is None
     assert done == [(tmp_path / "c", "trimtab-checkpoint", "")]
-    assert said(caplog, "after a save: RuntimeError no such mirror") == 1
+    assert said(caplog, "after saving a checkpoint: RuntimeError no such mirror") == 1
 
 
 # ---------------------------------------------------------------------- failures
@@ -117,7 +117,7 @@ def test_what_comes_after_a_save(tmp_path, caplog):
 def assert_told(failure, words, told, caplog, times=1):
     assert words in failure.problem
     assert [words in error.problem for error in told] == [True] * times
-    assert said(caplog, "a save failed, and the training goes on") == times
+    assert said(caplog, "saving a checkpoint failed, training continues") == times
 
 
 def test_a_file_that_cannot_grow(tmp_path, file_size_limit, caplog):
@@ -163,7 +163,7 @@ def test_in_the_foreground_where_memory_is_short(tmp_path, monkeypatch, caplog, 
         assert (saved(tmp_path / f"step-{step}")["x"] == step).all()
     assert set(gate.threads) == {threading.current_thread().name}
     assert writer._snapshots.num_bytes_held == 0
-    assert said(caplog, "checkpoints are written in the foreground, and the training waits") == 1
+    assert said(caplog, "checkpoints are written synchronously") == 1
     assert writer.last_seconds > 0
     with file_size_limit(100):
         failure = writer.save(tmp_path / "step-9", parts_of({"x": torch.ones(900)}))

@@ -22,11 +22,11 @@ def test_a_full_mirror_is_named_and_not_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("number", "cure"),
     [
-        (errno.ENOSPC, "make room on that disk, or write less"),
-        (errno.EDQUOT, "make room on that disk, or write less"),
+        (errno.ENOSPC, "free space on that disk, or write less"),
+        (errno.EDQUOT, "free space on that disk, or write less"),
         (errno.EACCES, "make the folder writable for this user, or choose another --out"),
         (errno.EROFS, "make the folder writable for this user, or choose another --out"),
-        (errno.EIO, "see that the disk is there and healthy, or choose another --out"),
+        (errno.EIO, "check that the disk is mounted and healthy, or choose another --out"),
     ],
 )
 def test_the_cure_follows_from_the_error(number, cure):

@@ -108,12 +108,12 @@ def test_killed_between_two_renames(tmp_path):
 def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("x")
-    with pytest.raises(CheckpointError, match="holds other files"):
+    with pytest.raises(CheckpointError, match="contains other files"):
         export_model(tmp_path / "photos", classifier(), None, card={})
     assert (tmp_path / "photos" / "cat.jpg").exists()
     with pytest.raises(CheckpointError, match="is a file"):
         export_model(tmp_path / "photos" / "cat.jpg", classifier(), None, card={})
-    with pytest.raises(CheckpointError, match="Linear is no transformers model"):
+    with pytest.raises(CheckpointError, match="Linear is not a transformers model"):
         export_model(tmp_path / "best", torch.nn.Linear(1, 1), None, card={})
 
 
@@ -238,7 +238,7 @@ def test_of_an_adapter_only_the_adapter_waits(tmp_path, tiny, file_size_limit):
         assert not patient.write({"step": 1})
     assert not (tmp_path / "best").exists()
     shake(adapter_of(model))
-    waiting = {id(tensor): tensor.numel() for tensor in patient._waiting[0].values()}
+    waiting = {id(tensor): tensor.numel() for tensor in patient._pending[0].values()}
     assert sum(waiting.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert patient.write_waiting()
     loaded = load(tmp_path / "best", device="cpu").model

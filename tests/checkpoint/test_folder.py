@@ -106,7 +106,7 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 def test_folders_of_others_are_refused_unless_told(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "own").touch()
-    with pytest.raises(CheckpointError, match="holds other files, which a thing would replace"):
+    with pytest.raises(CheckpointError, match="contains other files, which the thing would replace"):
         write(tmp_path / "t", "x")
     with whole_folder(tmp_path / "t", marker=None, what="copy") as place:
         (place / "x").touch()
@@ -141,8 +141,8 @@ def test_a_number_that_was_given_again_is_no_owner(tmp_path, monkeypatch):
     """As if the leftover, which has the number of this process, had been there before this process began."""
     path = left(tmp_path, f".t.writing-{os.getpid()}")
     assert clear_leftovers(tmp_path) == []
-    ran_at = folder_module.ran_at
-    monkeypatch.setattr(folder_module, "ran_at", lambda pid, moment: ran_at(pid, moment - 1e6))
+    ran_at = folder_module.was_running_at
+    monkeypatch.setattr(folder_module, "was_running_at", lambda pid, moment: ran_at(pid, moment - 1e6))
     assert clear_leftovers(tmp_path) == [path]
 
 

@@ -5,7 +5,7 @@ import safetensors.torch
 import torch
 
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.frozen_base import FrozenBase, left_out, likeness_of
+from trimtab.checkpoint.frozen_base import FrozenBase, fingerprints_of, unsaved_parameters
 from trimtab.checkpoint.state import ModelPart, load_parts, num_bytes_of_parts, save_parts
 from trimtab.errors import CheckpointError
 
@@ -111,7 +111,7 @@ def test_another_base_is_named(tmp_path):
     refused(
         tmp_path,
         Model(5).frozen(*FROZEN),
-        r"not the one of the checkpoint: 4 of 6 frozen parameters differ, and embedding\.weight has other values",
+        r"not that of the checkpoint: 4 of 6 frozen parameters differ, such as embedding\.weight, which has other values",
     )
 
 
@@ -120,16 +120,16 @@ def test_one_tensor_of_another_base_is_enough(tmp_path, name):
     model = model_of(2)
     with torch.no_grad():
         model.get_parameter(name).mul_(1.01).add_(1e-3)
-    refused(tmp_path, model, rf"frozen parameters differ, and {name} has other values")
+    refused(tmp_path, model, rf"frozen parameters differ, such as {name}, which has other values")
 
 
 def test_another_precision_is_named(tmp_path):
-    refused(tmp_path, model_of(2, dtype=torch.bfloat16), r"embedding\.weight is float32 \[50, 64\] there and bfloat16")
+    refused(tmp_path, model_of(2, dtype=torch.bfloat16), r"embedding\.weight, which is float32 \[50, 64\] there and bfloat16")
 
 
 def test_another_shape_is_named(tmp_path):
     refused(
-        tmp_path, model_of(2, width=32), r"embedding\.weight is float32 \[50, 64\] there and float32 \[50, 32\] here"
+        tmp_path, model_of(2, width=32), r"embedding\.weight, which is float32 \[50, 64\] there and float32 \[50, 32\] here"
     )
 
 
@@ -137,7 +137,7 @@ def test_what_is_missing_must_be_frozen_here_too(tmp_path):
     refused(
         tmp_path,
         model_of(2, "embedding"),
-        r"does not hold base\.bias, which was frozen when it was saved and trains here; so it is with 3 more",
+        r"does not contain base\.bias, which was frozen when it was saved and is trainable here, and 3 more",
     )
 
 
@@ -154,10 +154,10 @@ def test_what_is_frozen_only_here_is_taken_from_the_checkpoint(tmp_path):
 def test_other_modules_are_named(tmp_path):
     model = model_of(2)
     model.extra = torch.nn.Linear(2, 2)
-    refused(tmp_path, model, r"of another model: it is without extra\.bias, extra\.weight")
+    refused(tmp_path, model, r"does not match the model: missing extra\.bias, extra\.weight")
     model = model_of(2)
     model.base = torch.nn.Identity()
-    with pytest.raises(CheckpointError, match=r"of another model: it is with base\.bias, base\.weight"):
+    with pytest.raises(CheckpointError, match=r"does not match the model: unexpected base\.bias, base\.weight"):
         load_parts(tmp_path / "c", [ModelPart("model", model)])
 
 
@@ -240,21 +240,21 @@ def test_likeness_is_exact():
         "turned": torch.randn(30, 40).t(),
         "whole": torch.arange(5),
     }
-    likeness = likeness_of(tensors)
-    assert likeness == likeness_of({name: tensor.clone() for name, tensor in reversed(tensors.items())})
+    likeness = fingerprints_of(tensors)
+    assert likeness == fingerprints_of({name: tensor.clone() for name, tensor in reversed(tensors.items())})
     assert likeness["large"].as_list()[:2] == ["float32", [1000, 1000]]
-    assert likeness["turned"] == likeness_of({"turned": tensors["turned"].contiguous()})["turned"]
+    assert likeness["turned"] == fingerprints_of({"turned": tensors["turned"].contiguous()})["turned"]
     for name in ("large", "small", "one", "half", "turned", "whole"):
         assert likeness[name].checksum
         tensors[name][(-1,) * tensors[name].dim()] += 1  # the last element
-    assert [name for name, now in likeness_of(tensors).items() if now != likeness[name]] == [
+    assert [name for name, now in fingerprints_of(tensors).items() if now != likeness[name]] == [
         name for name in tensors if name != "none"
     ]
 
 
 def test_the_likeness_of_many_tensors_is_small():
     model = Model(0).frozen(*FROZEN)
-    known = left_out(model, (), None)
+    known = unsaved_parameters(model, (), None)
     assert known.keys() == {
         "embedding.weight",
         "decoder.weight",

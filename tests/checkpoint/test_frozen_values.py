@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimtab.checkpoint.frozen_base import FrozenBase, frozen_parameters, left_out, likeness_of
+from trimtab.checkpoint.frozen_base import FrozenBase, fingerprints_of, frozen_parameters, unsaved_parameters
 from trimtab.checkpoint.state import ModelPart, load_parts, save_parts
 from trimtab.errors import CheckpointError
 
@@ -29,7 +29,7 @@ def test_one_other_row_is_another_base(tmp_path, dtype, row):
     other = Model(dtype)
     load_parts(tmp_path / "c", [ModelPart("model", other)])  # the same base
     other.embedding.weight[row, 3] += 1
-    with pytest.raises(CheckpointError, match="2 of 2 frozen parameters differ, and embedding.weight has other values"):
+    with pytest.raises(CheckpointError, match="2 of 2 frozen parameters differ, such as embedding.weight, which has other values"):
         load_parts(tmp_path / "c", [ModelPart("model", other)])
 
 
@@ -79,18 +79,18 @@ def test_a_quantized_base_is_found_to_be_the_same_or_another(tmp_path):
     for changed in ([(5, 7, 1.5)], [(5, 7, 100.0)]):  # another code, and another scale
         with pytest.raises(CheckpointError, match="has other values"):
             load_parts(tmp_path / "c", [ModelPart("model", quantized(changed))])
-    known = left_out(quantized(), (), None)["0.weight"]
-    assert "cpu" in known.made_by
-    assert "bitsandbytes" in known.made_by
+    known = unsaved_parameters(quantized(), (), None)["0.weight"]
+    assert "cpu" in known.quantized_by
+    assert "bitsandbytes" in known.quantized_by
 
 
 def test_what_another_device_has_quantized_is_not_compared(tmp_path, monkeypatch):
     """Its bits may differ in rounding; the form still counts."""
     save_parts(tmp_path / "c", [ModelPart("model", quantized())])
-    monkeypatch.setattr("trimtab.checkpoint.frozen_base._quantized_by", lambda tensor: "another device")
+    monkeypatch.setattr("trimtab.checkpoint.frozen_base._quantizer_of", lambda tensor: "another device")
     load_parts(tmp_path / "c", [ModelPart("model", quantized([(5, 7, 1.5)]))])
 
 
 def test_kinds_of_tensors_without_memory_have_no_checksum():
     tensors = {"meta": torch.empty(3, device="meta"), "sparse": torch.eye(3).to_sparse()}
-    assert {one.checksum for one in likeness_of(tensors).values()} == {""}
+    assert {one.checksum for one in fingerprints_of(tensors).values()} == {""}

@@ -72,7 +72,7 @@ def test_checksums_are_computed_on_demand(shelf, monkeypatch):
     flip(shelf.place(1) / "a.safetensors")
     assert shelf.checkpoints()[0].is_valid
     found = shelf.checkpoints(checksums=True)[0]
-    assert "a.safetensors was changed: its checksum" in found.problem
+    assert "a.safetensors is damaged: its checksum" in found.problem
     assert found.num_bytes > 0
     assert found.metrics == {}
     assert not shelf.checkpoints()[0].is_valid, "what was found once is not forgotten"
@@ -116,7 +116,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(shelf, name, caplog)
     put(shelf, 1, 2, 3)
     DAMAGE[name](shelf.place(3))
     assert shelf.newest().step == 2
-    assert sum("step-3 is passed over: " in message for message in caplog.messages) == 1
+    assert sum("skipping step-3: " in message for message in caplog.messages) == 1
     opened = shelf.open()
     assert opened.facts["step"] == 2
     assert (decode(opened.trees["a"], opened.tensor_reader("a"))["x"] == 2).all()

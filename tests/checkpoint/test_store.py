@@ -184,7 +184,7 @@ def test_files_that_are_no_checkpoint_are_never_replaced(tmp_path):
     (tmp_path / "folder" / "thesis.tex").write_text("mine too")
     before = contents(tmp_path)
     for name in ("file", "folder"):
-        with pytest.raises(CheckpointError, match=f"{name} (is a file|holds other files)"):
+        with pytest.raises(CheckpointError, match=f"{name} (is a file|contains other files)"):
             Run(1).engine.save_state(tmp_path / name)
     assert contents(tmp_path) == before
 
@@ -363,17 +363,17 @@ def transpose(folder):
 
 
 DAMAGE = {
-    "cut weights": (cut("model.safetensors"), r"model\.safetensors was cut off or changed: \d+ bytes instead of \d+"),
-    "no weights": (remove("model.safetensors"), r"not whole: model\.safetensors is missing"),
-    "no state": (remove("state.json"), r"not whole: state\.json is missing"),
-    "no manifest": (remove("trimtab.json"), r"is no checkpoint of trimtab: it holds"),
-    "garbage state": (garble("state.json"), r"state\.json was changed: its checksum is not crc32:"),
+    "cut weights": (cut("model.safetensors"), r"model\.safetensors is damaged: it has \d+ bytes instead of \d+"),
+    "no weights": (remove("model.safetensors"), r"incomplete: model\.safetensors is missing"),
+    "no state": (remove("state.json"), r"incomplete: state\.json is missing"),
+    "no manifest": (remove("trimtab.json"), r"is not a trimtab checkpoint: it contains"),
+    "garbage state": (garble("state.json"), r"state\.json is damaged: its checksum is not crc32:"),
     "signed garbage state": (garble("state.json", signed=True), r"state\.json cannot be read"),
     "signed garbage weights": (garble("model.safetensors", signed=True), r"model\.safetensors cannot be read"),
     "signed garbage optimizer": (garble("optimizer.safetensors", True), r"optimizer\.safetensors cannot be read"),
     "signed garbage random state": (garble("random.safetensors", True), r"random\.safetensors cannot be read"),
     "garbage manifest": (overwrite("trimtab.json", "{not json"), r"trimtab\.json cannot be read"),
-    "manifest of nothing": (overwrite("trimtab.json", "[]"), r"trimtab\.json cannot be read: a JSON object was"),
+    "manifest of nothing": (overwrite("trimtab.json", "[]"), r"trimtab\.json cannot be read: expected a JSON object"),
     "manifest without files": (overwrite("trimtab.json", '{"format": 2}'), r"trimtab\.json lists no files"),
     "deep manifest": (overwrite("trimtab.json", "[" * 100_000), r"trimtab\.json cannot be read"),
     "other format": (edit_manifest(lambda m: m | {"format": 99}), "has checkpoint format 99; this version reads 2"),
@@ -383,11 +383,11 @@ DAMAGE = {
     ),
     "unsigned manifest": (
         lambda folder: overwrite("trimtab.json", (folder / "trimtab.json").read_text().replace("2.", "1."))(folder),
-        r"trimtab\.json was changed: its checksum",
+        r"trimtab\.json is damaged: its checksum",
     ),
     "manifest without checksum": (
         lambda folder: overwrite("trimtab.json", '{"format": 2, "files": {}, "facts": {}}')(folder),
-        r"trimtab\.json was changed",
+        r"trimtab\.json is damaged",
     ),
     "files of numbers": (
         edit_manifest(lambda m: m["files"].update({"state.json": 3})),
@@ -406,14 +406,14 @@ DAMAGE = {
     **{
         f"path {path!r}": (
             edit_manifest(lambda m, path=path: m["files"].update({path: m["files"]["state.json"]})),
-            "outside of the folder",
+            "outside the folder",
         )
         for path in ("../x.json", "/etc/x.json", "a/b.json", "..", ".", "", "a\\b.json", "x\0.json", "./state.json")
     },
-    "link": (linked, r"model\.safetensors is a link"),
+    "link": (linked, r"model\.safetensors is a symbolic link"),
     "folder for a file": (
         lambda folder: ((folder / "model.safetensors").unlink(), (folder / "model.safetensors").mkdir()),
-        r"not whole: model\.safetensors is missing",
+        r"incomplete: model\.safetensors is missing",
     ),
     "listed pickle": (listed("extra.pkl", pickle.dumps({1: 2})), r"lists extra\.pkl, which is neither JSON nor"),
     "listed pickle of another name": (
@@ -422,25 +422,25 @@ DAMAGE = {
     ),
     "pickle beside": (
         lambda folder: (folder / "optimizer.pt").write_bytes(pickle.dumps({1: 2})),
-        r"holds optimizer\.pt, a pickle by its name, which its manifest does not list\n.*do not trust",
+        r"contains optimizer\.pt \(a pickle, by its extension\), which its manifest does not list\n.*do not trust",
     ),
-    "stranger beside": (lambda folder: (folder / "notes").mkdir(), "holds notes, which its manifest does not list"),
-    "state is a list": (edit(lambda s: [s]), r"state\.json cannot be read: a JSON object was expected"),
+    "stranger beside": (lambda folder: (folder / "notes").mkdir(), "contains notes, which its manifest does not list"),
+    "state is a list": (edit(lambda s: [s]), r"state\.json cannot be read: expected a JSON object"),
     "part is a number": (edit(lambda s: s | {"model": 3}), "the saved model is damaged"),
     "part is empty": (edit(lambda s: s | {"optimizer": {}}), "the saved optimizer is damaged: KeyError 'kind'"),
-    "weight is a number": (edit(lambda s: s["model"].update({"0.bias": 3})), r"0\.bias is no tensor"),
+    "weight is a number": (edit(lambda s: s["model"].update({"0.bias": 3})), r"0\.bias is not a tensor"),
     "moments are a number": (
         edit(lambda s: s["optimizer"]["state"].update({"0.bias": 3})),
         "the saved optimizer is damaged",
     ),
     "gradient is a number": (
         edit(lambda s: s["optimizer"]["gradients"].update({"0.bias": 3})),
-        r"of 0\.bias is no tensor",
+        r"of 0\.bias is not a tensor",
     ),
-    "no random state": (edit(lambda s: s | {"random": {}}), "holds no random state"),
+    "no random state": (edit(lambda s: s | {"random": {}}), "contains no random state"),
     "no scheduler": (
         edit(lambda s: s.pop("scheduler") and None),
-        "not hold what was prepared here: it is without scheduler",
+        "does not match the prepared objects: missing scheduler",
     ),
     "scheduler of junk": (edit(lambda s: s | {"scheduler": {"$": "pickle", "value": ""}}), "of kind 'pickle'"),
     "loader without place": (
@@ -452,7 +452,7 @@ DAMAGE = {
         r"object \(Counter\) cannot load its state: KeyError 'count'",
     ),
     "other names": (swap, r"model\.safetensors cannot be read: .*weight"),
-    "other shape in the file": (transpose, r"holds 0\.weight as \[3, 4\] instead of \[4, 3\]"),
+    "other shape in the file": (transpose, r"contains 0\.weight as \[3, 4\] instead of \[4, 3\]"),
 }
 
 
@@ -464,15 +464,15 @@ def test_a_damaged_checkpoint_changes_nothing(ckpt, name):
 
 
 def test_folders_that_are_none_of_ours(tmp_path):
-    assert_refused(tmp_path / "missing", "missing is no folder")
+    assert_refused(tmp_path / "missing", "missing is not a folder")
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "empty", "is no checkpoint of trimtab: it is empty")
+    assert_refused(tmp_path / "empty", "is not a trimtab checkpoint: it is empty")
     (tmp_path / "foreign").mkdir()
     for name in ("optimizer.bin", "random_states_0.pkl"):
         (tmp_path / "foreign" / name).write_bytes(pickle.dumps({"a": 1}))
-    assert_refused(tmp_path / "foreign", r"it holds optimizer\.bin, random_states_0\.pkl\n.*never unpickles")
+    assert_refused(tmp_path / "foreign", r"it contains optimizer\.bin, random_states_0\.pkl\n.*never unpickles")
     (tmp_path / "file").write_text("text")
-    assert_refused(tmp_path / "file", "file is no folder")
+    assert_refused(tmp_path / "file", "file is not a folder")
 
 
 # ---------------------------------------------------------------------- checkpoints of another run
@@ -481,8 +481,8 @@ OTHERS = {
     "shapes": ({"width": 5}, r"0\.(weight|bias)'?s? is .*\[4.*\] in the checkpoint and .*\[5"),
     "optimizer": ({"optimizer": torch.optim.NAdam}, "of the optimizer AdamW, not NAdam"),
     "number of groups": ({"num_groups": 2}, "has 1 parameter groups, this one 2"),
-    "number of models": ({"num_models": 2}, "without model_1"),
-    "number of objects": ({"objects": [Counter()]}, "without object_1"),
+    "number of models": ({"num_models": 2}, "missing model_1"),
+    "number of objects": ({"objects": [Counter()]}, "missing object_1"),
     "generators": ({"generator": False}, "the loader has 0 generators of its own, the saved one 1"),
 }
 
@@ -495,7 +495,7 @@ def test_a_checkpoint_of_another_run_changes_nothing(ckpt, name):
 
 def test_fewer_objects_than_saved(tmp_path):
     Run(1, num_models=2, objects=[Counter()]).engine.save_state(tmp_path / "ckpt")
-    assert_refused(tmp_path / "ckpt", "it is with model_1, object_1")
+    assert_refused(tmp_path / "ckpt", "unexpected model_1, object_1")
 
 
 def test_other_parameters_in_a_group(tmp_path):
@@ -503,7 +503,7 @@ def test_other_parameters_in_a_group(tmp_path):
     run = Run(2, num_groups=2)
     first, second = run.optimizer.param_groups
     first["params"][0], second["params"][0] = second["params"][0], first["params"][0]
-    assert_refused(tmp_path / "ckpt", r"parameter group 0 differs: it is without 0\.bias; it is with 0\.weight", run)
+    assert_refused(tmp_path / "ckpt", r"parameter group 0 of the checkpoint differs: missing 0\.bias; unexpected 0\.weight", run)
 
 
 def test_another_dtype(tmp_path, ckpt):
@@ -596,7 +596,7 @@ def test_every_bit_of_every_file_counts(small, name, every):
 def test_a_state_is_never_loaded_without_its_checksums(small):
     flip(small / "a.safetensors", 8 * (small / "a.safetensors").stat().st_size - 1)
     assert why_invalid(small, checksums=False) == ""
-    with pytest.raises(CheckpointError, match=r"a\.safetensors was changed"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors is damaged"):
         StoredCheckpoint(small)
 
 
@@ -630,7 +630,7 @@ def test_facts_come_back_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "hold a tensor")]
+    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "contain a tensor")]
 )
 def test_facts_that_are_none(tmp_path, facts, cause):
     with pytest.raises(CheckpointError, match=cause):

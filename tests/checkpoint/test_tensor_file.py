@@ -107,7 +107,7 @@ def test_no_tensor_is_copied_as_a_whole(monkeypatch):
 def test_bytes_that_were_not_announced_are_an_error(tmp_path):
     tensor = LiveTensor(torch.ones(3), Staging())
     tensor.shape = (4,)
-    with ChecksummedFile(tmp_path / "x") as file, pytest.raises(ValueError, match="12 bytes of tensors .* 16 were"):
+    with ChecksummedFile(tmp_path / "x") as file, pytest.raises(ValueError, match="12 bytes of tensors .* announces 16"):
         write_tensors(file, {"x": tensor})
 
 

@@ -29,19 +29,19 @@ def leave_the_folder(checkpoint):
 DAMAGES = {
     "a bit of a tensor": (lambda folder: flip_a_bit(folder / "optimizer.safetensors"), "optimizer.safetensors"),
     "a bit of the manifest": (lambda folder: flip_a_bit(folder / "trimtab.json"), "trimtab.json"),
-    "the end of a file": (lambda folder: cut_off(folder / "model.safetensors"), "model.safetensors was cut off"),
+    "the end of a file": (lambda folder: cut_off(folder / "model.safetensors"), "model.safetensors is damaged"),
     "a file is missing": (
         lambda folder: (folder / "optimizer.safetensors").unlink(),
         "optimizer.safetensors is missing",
     ),
-    "no manifest": (lambda folder: (folder / "trimtab.json").unlink(), "is no checkpoint of trimtab"),
+    "no manifest": (lambda folder: (folder / "trimtab.json").unlink(), "is not a trimtab checkpoint"),
     "garbage for a manifest": (
         lambda folder: (folder / "trimtab.json").write_text('{"format": 2, "fi'),
         "trimtab.json",
     ),
     "an empty folder": (lambda folder: [file.unlink() for file in folder.iterdir()], "it is empty"),
-    "a pickle": (lambda folder: (folder / "rng.pkl").write_bytes(pickle.dumps({})), "rng.pkl, a pickle by its name"),
-    "a path that leaves the folder": (leave_the_folder, "trimtab.json was changed"),
+    "a pickle": (lambda folder: (folder / "rng.pkl").write_bytes(pickle.dumps({})), "rng.pkl (a pickle, by its extension)"),
+    "a path that leaves the folder": (leave_the_folder, "trimtab.json is damaged"),
 }
 
 
@@ -75,9 +75,9 @@ def test_everything_that_can_be_wrong_at_once(stage, killed):
     assert oldest > 1
     said = stage.finish(recipe)
     assert assert_went_on(recipe["out"], said) == oldest - 1
-    assert "a save failed" not in said  # what is damaged is in nobody's way
+    assert "saving a checkpoint failed" not in said  # what is damaged is in nobody's way
     for folder, words in damaged.items():
-        (told,) = [line for line in said.splitlines() if f"{folder.name} is passed over" in line]
+        (told,) = [line for line in said.splitlines() if f"skipping {folder.name}: " in line]
         assert words in told
     assert_same_end(recipe["out"], stage.whole())
 
@@ -91,12 +91,12 @@ def test_all_of_them_damaged(stage, killed):
     child = stage.train(recipe)
     assert child.wait() == 2
     num_saved = len(saved_steps(killed["out"]))
-    assert child.said.count("is passed over") == num_saved
+    assert child.said.count("skipping step-") == num_saved
     assert f"none of the {num_saved} checkpoints" in child.said
     assert "--fresh" in child.said
     assert saved_steps(recipe["out"]) == saved_steps(killed["out"])
     said = stage.finish(recipe, resume=False, fresh=True)
-    assert "a save failed" not in said
+    assert "saving a checkpoint failed" not in said
     assert_same_end(recipe["out"], stage.whole())
 
 
@@ -107,6 +107,6 @@ def test_a_damaged_one_that_was_asked_for(stage, killed):
     flip_a_bit(newest / "optimizer.safetensors")
     child = stage.train(recipe, command="resume", options={"from_step": newest.name})
     assert child.wait() == 2
-    assert "optimizer.safetensors was changed" in child.said
+    assert "optimizer.safetensors is damaged" in child.said
     assert saved_steps(recipe["out"]) == saved_steps(killed["out"])
     assert status_of(recipe["out"]) == status_of(killed["out"])

@@ -15,7 +15,7 @@ TOO_LITTLE = 100_000  # bytes of a file: less than the optimizer's state, more t
 @pytest.mark.parametrize(
     ("begins", "ends", "words"),
     [
-        (f"limit {TOO_LITTLE}", "limit -1", ["File too large", "make room on that disk"]),
+        (f"limit {TOO_LITTLE}", "limit -1", ["File too large", "free space on that disk"]),
         pytest.param("chmod 555 {}", "chmod 755 {}", ["Permission denied"], marks=pytest.mark.slow),
     ],
     ids=["no room", "read-only"],
@@ -26,7 +26,7 @@ def test_nothing_can_be_saved_for_a_while(stage, begins, ends, words):
     folder = Path(recipe["out"]) / "checkpoints"
     at = {"12": f"saved 10; {begins.format(folder)}", "32": ends.format(folder)}
     said = stage.finish(recipe, nobody_special=True, at=at)
-    failed = [line for line in said.splitlines() if "a save failed, and the training goes on" in line]
+    failed = [line for line in said.splitlines() if "saving a checkpoint failed, training continues" in line]
     assert len(failed) == 4  # steps 15, 20, 25 and 30
     assert all(word in line for word in words for line in failed)
     assert notes_of(recipe["out"])["fit"]["save_failure"] is None
@@ -73,7 +73,7 @@ def test_a_disk_that_is_really_full(stage, small_disk):
     assert f"the model could not be written to {recipe['out']}/best: No space left on device" in said
     assert "step-15 could not be written: No space left on device" in said
     assert "the state after step 20 is not saved, because the best model is not" in said
-    assert f"the model that waited is in {recipe['out']}/best now" in said
+    assert f"the pending model was written to {recipe['out']}/best" in said
     assert notes_of(recipe["out"])["fit"]["save_failure"] is None
     assert_same_end(recipe["out"], stage.whole())
 
@@ -180,7 +180,7 @@ def test_a_model_that_waited_for_room_is_the_one_of_its_time(stage, tmp_path, na
     stage.make_models({name: {"name": name}})
     child = stage.start("export_without_room", model=stage.models[name], kind=kind, folder=str(tmp_path))
     assert child.wait() == 0, child.said
-    assert "it waits in memory" in child.said
+    assert "it is kept in host memory" in child.said
     at_once, waited = tmp_path / "at-once", tmp_path / "waited"
     assert {path.name for path in waited.iterdir()} == {path.name for path in at_once.iterdir()}
     for path in at_once.iterdir():

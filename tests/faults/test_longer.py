@@ -83,7 +83,7 @@ def test_from_a_state_before_the_last(stage, finished):
     assert child.wait() == 0, child.said
     assert assert_went_on(recipe["out"], child.said) == 35
     assert_same_end(recipe["out"], stage.whole("constant"))
-    for wrong, words in (("step-7", "there are: step-35, step-40"), ("banana", "names no checkpoint")):
+    for wrong, words in (("step-7", "choose one of: step-35, step-40"), ("banana", "names no checkpoint")):
         child = resume(stage, recipe, from_step=wrong)
         assert child.wait() == 2
         assert words in child.said

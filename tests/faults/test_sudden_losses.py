@@ -44,7 +44,7 @@ def test_no_room_at_the_start(stage, tmp_path, num_pages):
     with mounted(tmp_path / "disk", "1m") as disk:
         fill(disk, 4096 * num_pages)
         said = finish(stage, stage.recipe(out=disk / "run"), 2)
-    assert "No space left on device\n  cure: make room on that disk, or choose another --out" in said
+    assert "No space left on device\n  cure: free space on that disk, or choose another --out" in said
 
 
 def test_a_start_without_room_leaves_nothing_behind(stage, tmp_path):
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_may_not_be_read_is_passed_over(stage, stopped, closed
     folder = Path(stopped["out"]) / "checkpoints"
     closed(folder / "step-22")
     said = finish(stage, stopped, command="resume", nobody_special=True)
-    assert f"step-22 is passed over: {folder / 'step-22'} cannot be read: Permission denied" in said
+    assert f"skipping step-22: {folder / 'step-22'} cannot be read: Permission denied" in said
     assert goes_on_from(said) == 20
 
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_with_a_link_is_left_out_and_stays_so(stage, lost, tmp_path
     run = tmp_path / "run"
     child, _ = resume(stage, mirror, tmp_path, options={"out": str(run)})
     assert child.wait() == 0, child.said
-    assert f"{file.parent} is left out: {file} is a link" in child.said
+    assert f"{file.parent} is not restored: {file} is a symbolic link" in child.said
     assert assert_went_on(tmp_path / "notes", child.said) == 15
 
 
@@ -100,7 +100,7 @@ def test_other_links_are_refused(stage, lost, tmp_path, name):
     run = tmp_path / "run"
     child, _ = resume(stage, mirror, tmp_path, options={"out": str(run)})
     assert child.wait() == 2
-    assert f"{mirror / name} is a link, perhaps to the outside of the mirror" in child.said
+    assert f"{mirror / name} is a symbolic link, which may point outside the mirror" in child.said
     assert not (run / "run.json").exists()
 
 
