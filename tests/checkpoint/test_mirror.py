@@ -178,6 +178,12 @@ def test_a_full_drive_is_said_once_and_made_up_for(run, small_disk, leave_free, 
     assert contents(small_disk / "m") == contents(run.folder)
 
 
+def test_the_full_drive_is_named_and_not_the_run(run, small_disk):
+    (run.folder / "metrics.jsonl").write_bytes(bytes(2_000_000))
+    problem = Mirror(run.folder, small_disk / "m", files=("metrics.jsonl",)).sync()
+    assert problem == f"No space left on device ({small_disk / 'm' / '.metrics.jsonl.mirrored'})"
+
+
 def test_a_drive_that_fills_up_while_it_is_written(run, tmp_path, file_size_limit):
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)

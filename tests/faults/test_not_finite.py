@@ -117,7 +117,7 @@ def test_rewind_goes_around_it_once(stage, recipe_of):
     assert f"step {first} was not finite (its rows are in {rows}): back to step {saved}" in child.said
     # steps are counted anew from there, rows are not: step 1 after it takes the rows that would have come next
     passed_over = first - saved
-    (steps,) = steps_by_process(recipe["out"])
+    (steps,) = steps_by_process(recipe["out"]).values()
     assert steps == [*range(1, first + 1), *range(saved + 1, second - passed_over + 1)]
     assert [rows for _, rows in seen_rows(seen)] == order_of_rows(stage, recipe)[:second]
     assert f"the gradients of step {second - passed_over} are not finite" in child.said

@@ -83,7 +83,7 @@ def test_going_on_with_others(stage, before, after, micro_batch):
         assert f"processes {before} then, {after} now: the same up to rounding" in said
     else:
         assert f"memory.micro_batch: 4 → {micro_batch} (changes nothing that is computed)" in said
-    assert_nearly_same_end(recipe["out"], stage.whole("plain", **PLAIN))
+    assert_nearly_same_end(recipe["out"], stage.whole(**PLAIN))
     assert_every_row_once(recipe["out"], before, after, whole_rows(stage))
 
 
@@ -190,8 +190,8 @@ def test_torchrun_starts_them_again(stage, whole, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert goes_on_from(done.stderr) in (10, 15)
-    assert steps_by_process(f"{recipe['out']}.0.1") == [[*range(1, 18)]]
-    assert steps_by_process(f"{recipe['out']}.1.1")[0][-1] == NUM_STEPS
+    assert list(steps_by_process(f"{recipe['out']}.0.1").values()) == [[*range(1, 18)]]
+    assert next(iter(steps_by_process(f"{recipe['out']}.1.1").values()))[-1] == NUM_STEPS
     assert_same_end(recipe["out"], whole)
 
 
