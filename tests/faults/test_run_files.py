@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fault_stage import status_of
-from test_scenarios import cut_after_the_data, cut_in_half, empty, forget
+from test_scenarios import change_a_key, cut_after_the_data, cut_in_half, empty, forget
 
 from trimtab.checkpoint.export import weight_checksums
 from trimtab.commands.resume import load_settings
@@ -16,12 +16,6 @@ from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.resume_rules import all_differences
 from trimtab.runs.run_folder import RunFolder, find_run, list_runs
-
-
-def change_a_key(path):
-    content = bytearray(path.read_bytes())
-    content[content.index(b'"state"') + 3] ^= 0x10
-    path.write_bytes(content)
 
 
 def fill_with_garbage(path):
