@@ -49,7 +49,7 @@ class Child:
         return self.code
 
     def wait(self, timeout: float = 400) -> int:
-        """Wait for the exit code, or the negative number of the signal that ended it; the timeout guards against hangs."""
+        """Wait for the exit code (negative: the signal that ended it); the timeout only guards against hangs."""
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:
