@@ -70,7 +70,7 @@ def noting(run, processes):
     [(2, 1, 4), (1, 2, 4), (2, 2, 2), (1, 1, 8)],
 )
 def test_resumed_by_another_number_of_processes(stage, before, after, micro_batch):
-    """Another number of processes, or another micro-batch size: the same up to rounding, no row twice and none left out."""
+    """Or by another micro-batch size: the same up to rounding, no row twice and none left out."""
     recipe = stage.recipe(**PLAIN)
     seen = noting(recipe["out"], range(before))
     dies = {"at": {"17": "saved 15; die"}}
