@@ -253,7 +253,7 @@ def test_how_the_base_was_held(tmp_path, tiny, dtype):
 
 
 def test_of_an_adapter_only_the_adapter_waits(tmp_path, tiny, file_size_limit):
-    """A full disk: the adapter as it was waits in memory, and is what is written when there is room."""
+    """A full disk: a copy of the adapter is kept in memory and written when there is space."""
     from trimtab.inference.load import load
 
     model, tok = adapted(tiny.folder("bert"), "sequence-classification", REVIEW_LABELS)

@@ -1,4 +1,4 @@
-"""The mirror is a whole copy or an older whole copy; what fails there never reaches the run, and is made up for."""
+"""The mirror is a complete copy, perhaps an older one; a failure never reaches the run, and a later sync repairs it."""
 
 import logging
 import os
@@ -293,7 +293,7 @@ def test_what_never_rests_is_given_up_until_later(run, tmp_path, monkeypatch):
     assert mirror.sync() == ""
 
 
-# ---------------------------------------------------------------------- on a thread of its own
+# ---------------------------------------------------------------------- on another thread
 
 
 def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
@@ -307,7 +307,7 @@ def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
-    mirror.sync_soon()  # returns, though the drive does not go on before this thread tells it
+    mirror.sync_soon()  # returns, although the drive waits for this thread
     run.save(2)
     for _ in range(5):  # asked for while it is busy: once more will do
         mirror.sync_soon()
@@ -329,7 +329,9 @@ def test_waiting_tells_of_a_failure(run, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_is_not_waited_for(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Mirror, "sync", lambda mirror: sys.exit())  # no Exception: nobody catches it
+    monkeypatch.setattr(
+        Mirror, "sync", lambda mirror: sys.exit()
+    )  # SystemExit, which `except Exception` does not catch
     mirror = Mirror(run.folder, tmp_path / "m")
     mirror.sync_soon()
     assert not mirror.wait()

@@ -1,4 +1,4 @@
-"""A process is known by its number and the moment it began, so that a number given again deceives nobody."""
+"""A process is identified by its id and start time, so a reused id is recognized."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def test_a_number_that_was_given_again():
 
 
 def test_a_name_with_spaces_and_brackets(tmp_path):
-    """It stands in the middle of what the system tells of a process."""
+    """The name is in the middle of /proc/PID/stat."""
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     name = tmp_path / "a ) Z 1 ("

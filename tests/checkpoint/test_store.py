@@ -114,7 +114,7 @@ def assert_refused(folder, cause, run=None):
     with pytest.raises(CheckpointError, match=cause):
         run.engine.load_state(folder)
     assert run.fingerprint() == before
-    run.train(1)  # the epoch and the window that are open go on
+    run.train(1)  # the open epoch and window continue
 
 
 # ---------------------------------------------------------------------- folders
@@ -401,11 +401,11 @@ DAMAGE = {
         listed("model.safetensors", pickle.dumps({1: 2})),
         r"model\.safetensors cannot be read",
     ),
-    "pickle beside": (
+    "extra pickle": (
         lambda folder: (folder / "optimizer.pt").write_bytes(pickle.dumps({1: 2})),
         r"contains optimizer\.pt \(a pickle, by its extension\), which its manifest does not list\n.*do not trust",
     ),
-    "stranger beside": (lambda folder: (folder / "notes").mkdir(), "contains notes, which its manifest does not list"),
+    "extra folder": (lambda folder: (folder / "notes").mkdir(), "contains notes, which its manifest does not list"),
     "state is a list": (edit(lambda s: [s]), r"state\.json cannot be read: expected a JSON object"),
     "part is a number": (edit(lambda s: s | {"model": 3}), "the saved model is damaged"),
     "part is empty": (edit(lambda s: s | {"optimizer": {}}), "the saved optimizer is damaged: KeyError 'kind'"),

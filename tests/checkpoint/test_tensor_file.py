@@ -66,7 +66,7 @@ def test_the_same_bytes_as_the_library_writes(tmp_path):
     ("piece", "block", "small", "send"), [(1, 1, 9, 2), (7, 3, 2, 5), (64, 1000, 8, 50), (7, 3, 9, 1)]
 )
 def test_pieces_of_any_size(tmp_path, monkeypatch, piece, block, small, send):
-    """With the checksum on a thread of its own and without, and whatever reaches the disk when."""
+    """With the checksum on another thread and without, and with any order of write-back."""
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", piece)
     monkeypatch.setattr(tensor_file, "_BLOCK_BYTES", block)
     monkeypatch.setattr(tensor_file, "_SMALL_BYTES", small)
@@ -82,7 +82,9 @@ def test_no_tensor_is_copied_as_a_whole(monkeypatch):
     flat = torch.randn(10, 77)
     pieces = list(LiveTensor(flat, staging).pieces())
     assert [piece.numel() for piece in pieces] == [1000, 1000, 1000, 80]
-    assert [piece.data_ptr() - flat.data_ptr() for piece in pieces] == [0, 1000, 2000, 3000], "it was copied in vain"
+    assert [piece.data_ptr() - flat.data_ptr() for piece in pieces] == [0, 1000, 2000, 3000], (
+        "it was copied unnecessarily"
+    )
     for turned in (
         torch.randn(77, 10).t(),
         torch.randn(3, 400, 2).transpose(1, 2),

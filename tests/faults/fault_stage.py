@@ -39,7 +39,7 @@ NUM_STEPS = 40
 
 @dataclass
 class Stage:
-    """What all tests of a worker share: the server, models, rows, and a run that nobody has disturbed."""
+    """What all tests of a worker share: the server, models, rows, and undisturbed runs."""
 
     server: ForkServer
     folder: Path
@@ -75,7 +75,7 @@ class Stage:
         return base
 
     def train(self, recipe: dict[str, Any], **arguments: Any) -> Child:
-        """A process that trains; `faulty_runs.train` tells what it can be told."""
+        """Start a process that trains, with the arguments of `faulty_runs.train`."""
         return self.start("train", recipe=recipe, **arguments)
 
     def train_together(
@@ -84,7 +84,7 @@ class Stage:
         of_rank: dict[int, dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[Child]:
-        """Two processes that train together, started as a cluster starts them; each has notes of its own.
+        """Start two processes that train together, as a cluster starts them; each has its own notes.
 
         Args:
             recipe: Of the run.
@@ -108,7 +108,7 @@ class Stage:
         return started[0].said
 
     def finish(self, recipe: dict[str, Any], **arguments: Any) -> str:
-        """Train until the end, in a process of its own; what it said."""
+        """Train until the end in a subprocess; gives its output."""
         child = self.train(recipe, **arguments)
         assert child.wait() == 0, child.said[-4000:]
         return child.said

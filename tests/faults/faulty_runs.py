@@ -183,7 +183,7 @@ def be_nobody_special() -> None:
 
 
 class Lengths:
-    """An own metric, the mean length of the rows; dies in an evaluation if told so."""
+    """A custom metric, the mean length of the rows, which can die in an evaluation."""
 
     def __init__(self, dies_at_call: int | None) -> None:
         self._num_calls = 0

@@ -110,7 +110,7 @@ def assert_nearly_same_end(run, whole):
 
 
 def whole_rows(stage):
-    """The rows of an epoch, from a run of one process that nobody disturbed."""
+    """The rows of an epoch, from an undisturbed run of one process."""
     path = stage.folder / "plain.seen"
     if not path.exists():
         stage.finish(stage.recipe(**PLAIN), loss={"seen": str(path)})
@@ -118,7 +118,7 @@ def whole_rows(stage):
 
 
 def assert_every_row_once(run, before, after, epoch):
-    """Of each epoch of ten steps; steps after the 15th count for the processes that went on."""
+    """Of each epoch of ten steps; steps after the 15th count for the processes that resumed."""
     rows = defaultdict(Counter)
     for name, processes, counts in (("", before, range(1, 16)), (".after", after, range(16, 41))):
         for rank in range(processes):
@@ -133,7 +133,7 @@ def assert_every_row_once(run, before, after, epoch):
 
 @pytest.fixture
 def elastic():
-    """What torchrun tells its processes, which meet at a place of its own; started again, they know that they are."""
+    """The environment that torchrun gives its processes: its own store, and the number of restarts."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def told(attempt, job="a-job"):
