@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.checkpoint import folder as folder_module
-from trimtab.checkpoint.folder import clear_leftovers, put_back, remove_folder, whole_folder
+from trimtab.checkpoint.folder import clear_leftovers, remove_folder, restore_interrupted, whole_folder
 from trimtab.errors import CheckpointError
 
 
@@ -158,14 +158,14 @@ def test_an_outdated_folder(tmp_path, is_replaced, is_running):
     assert (tmp_path / "t").exists() == (is_replaced or not is_running)
     if not is_running:
         assert (tmp_path / "t" / "mark").read_text() == ("new" if is_replaced else "old")
-    assert not put_back(tmp_path / "t")
-    assert not put_back(tmp_path / "no" / "where")
+    assert not restore_interrupted(tmp_path / "t")
+    assert not restore_interrupted(tmp_path / "no" / "where")
 
 
 def test_a_name_with_brackets_is_no_pattern(tmp_path):
     left(tmp_path, f".run[1].outdated-{dead_pid()}", "old")
-    assert not put_back(tmp_path / "run1")
-    assert put_back(tmp_path / "run[1]")
+    assert not restore_interrupted(tmp_path / "run1")
+    assert restore_interrupted(tmp_path / "run[1]")
 
 
 def test_removing_moves_away_first(tmp_path, monkeypatch):

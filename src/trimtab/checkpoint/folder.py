@@ -30,7 +30,7 @@ def whole_folder(folder: str | os.PathLike[str], *, marker: str | None, what: st
         what: The kind of content, for error messages.
     """
     target = Path(folder).resolve()  # write through a symbolic link, do not replace the link
-    put_back(target)
+    restore_interrupted(target)
     _refuse_foreign(target, marker, what)
     temporary = _temporary(target, "writing")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -54,7 +54,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(temporary)
 
 
-def put_back(target: Path) -> bool:
+def restore_interrupted(target: Path) -> bool:
     """Restore a folder whose writer was killed after it renamed the old folder and before it renamed the new one.
 
     Returns:
@@ -82,7 +82,7 @@ def clear_leftovers(parent: Path) -> list[Path]:
         if match is None or path.is_symlink() or not path.is_dir():
             continue
         with suppress(OSError):  # removed by another process meanwhile, or no permission
-            if _is_in_use(path) or (match["state"] == "outdated" and put_back(parent / match["name"])):
+            if _is_in_use(path) or (match["state"] == "outdated" and restore_interrupted(parent / match["name"])):
                 continue
             shutil.rmtree(path)
             removed.append(path)

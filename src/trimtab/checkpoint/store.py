@@ -17,7 +17,7 @@ import torch
 from trimtab import __version__
 from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, stored_shapes
 from trimtab.checkpoint.disk_errors import cure_of
-from trimtab.checkpoint.folder import put_back, whole_folder
+from trimtab.checkpoint.folder import restore_interrupted, whole_folder
 from trimtab.checkpoint.snapshot import CopiedPart
 from trimtab.checkpoint.tensor_file import (
     ChecksummedFile,
@@ -247,7 +247,7 @@ class StoredCheckpoint:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        put_back(self.folder)
+        restore_interrupted(self.folder)
         self.facts = verify(self.folder).facts
         self.trees, _ = _read_object(self.folder / _STATE)
 
