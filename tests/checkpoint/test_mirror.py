@@ -1,4 +1,4 @@
-"""The mirror is a whole copy or an older whole copy; what fails there never reaches the run, and is made up for."""
+"""The mirror is a complete copy, perhaps an older one; a failure never reaches the run, and a later sync repairs it."""
 
 import logging
 import os
@@ -115,14 +115,14 @@ def test_the_newest_comes_first_and_the_last_one_there_is_never_removed(run, tmp
     mirror.sync()
     run.save(2, 3, 4)  # the run has removed the only one that the mirror has
     order, there = [], []
-    plain = mirror_module.copy_whole
+    plain = mirror_module.copy_folder_atomically
 
     def watched(source, target, **options):
         there.append(steps(tmp_path / "m"))
         order.append(source.name)
         plain(source, target, **options)
 
-    monkeypatch.setattr(mirror_module, "copy_whole", watched)
+    monkeypatch.setattr(mirror_module, "copy_folder_atomically", watched)
     mirror.sync()
     assert order == ["step-4", "step-3"]
     assert there == [[1], [1, 4]]
@@ -154,7 +154,7 @@ def test_a_damaged_one_is_not_mirrored(run, tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1]
-    assert said(caplog, f"step-2 is not mirrored: {path} was changed") == 1
+    assert said(caplog, f"step-2 is not mirrored: {path} is damaged") == 1
     assert not list((tmp_path / "m" / "checkpoints").glob(".*"))
 
 
@@ -168,7 +168,7 @@ def test_a_full_drive_is_said_once_and_made_up_for(run, small_disk, leave_free, 
     leave_free(6)
     for step in (2, 3, 4):
         run.save(step, num_values=20_000)
-        assert "KiB are needed there and" in mirror.sync()
+        assert "KiB and has " in mirror.sync()
         assert steps(small_disk / "m") == [1]
     assert said(caplog, "is not up to date") == 1
     (small_disk / "filler").unlink()
@@ -176,6 +176,12 @@ def test_a_full_drive_is_said_once_and_made_up_for(run, small_disk, leave_free, 
     assert said(caplog, "is up to date again") == 1
     assert steps(small_disk / "m") == [3, 4]
     assert contents(small_disk / "m") == contents(run.folder)
+
+
+def test_the_full_drive_is_named_and_not_the_run(run, small_disk):
+    (run.folder / "metrics.jsonl").write_bytes(bytes(2_000_000))
+    problem = Mirror(run.folder, small_disk / "m", files=("metrics.jsonl",)).sync()
+    assert problem == f"No space left on device ({small_disk / 'm' / '.metrics.jsonl.mirrored'})"
 
 
 def test_a_drive_that_fills_up_while_it_is_written(run, tmp_path, file_size_limit):
@@ -199,9 +205,9 @@ def test_gone_and_back(run, tmp_path, caplog):
     (tmp_path / "m").rename(tmp_path / "elsewhere")
     run.save(2)
     for again in (mirror, mirror, Mirror(run.folder, tmp_path / "m")):  # also in a process that has just started
-        assert "may be on a drive that is not mounted; mount it, or delete" in again.sync()
+        assert "may be on a drive that is not mounted; mount the drive, or delete" in again.sync()
     assert not (tmp_path / "m").exists()
-    assert said(caplog, "is not up to date: what was there is gone") == 2, "once in each process"
+    assert said(caplog, "is not up to date: its content is gone") == 2, "once in each process"
     (tmp_path / "elsewhere").rename(tmp_path / "m")
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1, 2]
@@ -220,7 +226,7 @@ def test_two_runs_do_not_share_a_mirror(run, tmp_path):
     assert steps(tmp_path / "m") == [1]
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat").touch()
-    assert "holds other files" in Mirror(other.folder, tmp_path / "photos").sync()
+    assert "contains other files" in Mirror(other.folder, tmp_path / "photos").sync()
     assert contents(tmp_path / "photos").keys() == {"cat"}
 
 
@@ -287,7 +293,7 @@ def test_what_never_rests_is_given_up_until_later(run, tmp_path, monkeypatch):
     assert mirror.sync() == ""
 
 
-# ---------------------------------------------------------------------- on a thread of its own
+# ---------------------------------------------------------------------- on another thread
 
 
 def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
@@ -301,7 +307,7 @@ def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
-    mirror.sync_soon()  # returns, though the drive does not go on before this thread tells it
+    mirror.sync_soon()  # returns, although the drive waits for this thread
     run.save(2)
     for _ in range(5):  # asked for while it is busy: once more will do
         mirror.sync_soon()
@@ -323,7 +329,9 @@ def test_waiting_tells_of_a_failure(run, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_is_not_waited_for(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Mirror, "sync", lambda mirror: sys.exit())  # no Exception: nobody catches it
+    monkeypatch.setattr(
+        Mirror, "sync", lambda mirror: sys.exit()
+    )  # SystemExit, which `except Exception` does not catch
     mirror = Mirror(run.folder, tmp_path / "m")
     mirror.sync_soon()
     assert not mirror.wait()
@@ -351,7 +359,7 @@ def test_damaged_ones_stay_behind(run, tmp_path, caplog):
     restore(tmp_path / "m", tmp_path / "new")
     assert steps(tmp_path / "new") == [1]
     os.truncate(tmp_path / "m" / "checkpoints" / "step-1" / "a.safetensors", 5)
-    with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no valid checkpoint"):
         restore(tmp_path / "m", tmp_path / "newer")
-    with pytest.raises(CheckpointError, match="is no mirror of a run"):
+    with pytest.raises(CheckpointError, match="is not the mirror of a run"):
         restore(tmp_path / "new" / "checkpoints", tmp_path / "newest")

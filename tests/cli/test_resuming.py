@@ -83,7 +83,7 @@ def test_from_a_kill_to_a_longer_run(command, fork_server):
     assert command("checkpoints", RUN).out.count(" valid") == 1
     code, out, err = command("resume", RUN, "--set", "train.epochs=1", "--set", "train.log_every=5")
     assert code == 0, err
-    assert f"step-{newest} is passed over" in err
+    assert f"skipping step-{newest}: " in err
     assert f"goes on from step-{min(steps)}" in err
     assert "train.epochs: 2000.0 → 1.0 (counts from here on)" in err
     assert "train.log_every: 3 → 5 (changes nothing that is computed)" in err

@@ -73,7 +73,7 @@ def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
     rows = bad_rows(recipe["out"], bad)
     assert sorted(row["input_ids"] for row in rows) == sorted(order_of_rows(stage, recipe)[bad - 1])
     assert any(BAD_TEXT in row["text"] for row in rows)
-    # no state of the broken model was saved, and the run goes on as the message says
+    # no state of the broken model was saved, and the run resumes as the message says
     assert saved_steps(recipe["out"]) == [5]
     command = shlex.split(said.split("the last good state is that of step 5: ")[1].splitlines()[0])
     assert command == ["trimtab", "resume", recipe["out"], "--from", "step-5", "--set", "train.on_nan=skip"]
@@ -117,7 +117,7 @@ def test_rewind_goes_around_it_once(stage, recipe_of):
     assert f"step {first} was not finite (its rows are in {rows}): back to step {saved}" in child.said
     # steps are counted anew from there, rows are not: step 1 after it takes the rows that would have come next
     passed_over = first - saved
-    (steps,) = steps_by_process(recipe["out"])
+    (steps,) = steps_by_process(recipe["out"]).values()
     assert steps == [*range(1, first + 1), *range(saved + 1, second - passed_over + 1)]
     assert [rows for _, rows in seen_rows(seen)] == order_of_rows(stage, recipe)[:second]
     assert f"the gradients of step {second - passed_over} are not finite" in child.said

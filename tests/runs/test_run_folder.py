@@ -61,7 +61,7 @@ def test_small_files_are_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left") as failure:
         folder.write_text("plan.json", "second")
     monkeypatch.undo()
-    assert "make room" in failure.value.cure
+    assert "free space" in failure.value.cure
     assert (folder.path / "plan.json").read_text() == "first"
 
 

@@ -439,7 +439,7 @@ class Engine(AccelerateVerbs):
         self._train_later.extend(parameters)
 
     def _parts(self) -> list[Part]:
-        """Parts that can refuse while they load come first; see `load_parts`."""
+        """Parts that can refuse while they load come first; see `apply_parts`."""
         parts: list[Part] = [
             StatefulPart("accumulation", self._accumulation),
             StatefulPart("scaler", self._scaler),

@@ -114,7 +114,7 @@ class Checkpoints:
         """Say before the run if its checkpoints, of so many bytes each, will not fit."""
         self._num_bytes = num_bytes
         if self._engine.is_main_process:
-            shortage = self.shelf.room_for(num_bytes).shortage
+            shortage = self.shelf.disk_shortage(num_bytes)
             if shortage:
                 say(f"checkpoints will fail: {shortage}")
 

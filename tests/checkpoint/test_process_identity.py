@@ -1,4 +1,4 @@
-"""A process is known by its number and the moment it began, so that a number given again deceives nobody."""
+"""A process is identified by its id and start time, so a reused id is recognized."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.checkpoint.process_identity import Process, is_running, ran_at, this_process
+from trimtab.checkpoint.process_identity import Process, is_running, this_process, was_running_at
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def test_a_number_that_was_given_again():
     assert not replace(own, began=own.began[:-1] + ("1" if own.began[-1] == "0" else "0")).is_running()
     assert not replace(own, began="of another boot 17").is_running()
     assert replace(own, began="").is_running(), "in doubt it runs"
-    assert ran_at(own.pid, time.time())
-    assert not ran_at(own.pid, time.time() - 1e7)
+    assert was_running_at(own.pid, time.time())
+    assert not was_running_at(own.pid, time.time() - 1e7)
 
 
 def test_a_name_with_spaces_and_brackets(tmp_path):
-    """It stands in the middle of what the system tells of a process."""
+    """The name is in the middle of /proc/PID/stat."""
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     name = tmp_path / "a ) Z 1 ("
@@ -58,8 +58,8 @@ def test_a_name_with_spaces_and_brackets(tmp_path):
     try:
         time.sleep(0.05)
         assert is_running(process.pid)
-        assert ran_at(process.pid, time.time())
-        assert not ran_at(process.pid, time.time() - 1e7)
+        assert was_running_at(process.pid, time.time())
+        assert not was_running_at(process.pid, time.time() - 1e7)
     finally:
         process.kill()
         process.wait()
@@ -69,4 +69,4 @@ def test_other_hosts_and_no_processes():
     assert not Process(1, "elsewhere", "").is_here
     for pid in (0, -1, 2**22 + 1):
         assert not is_running(pid)
-        assert not ran_at(pid, time.time())
+        assert not was_running_at(pid, time.time())
