@@ -384,7 +384,7 @@ def test_weights_on_the_device_may_begin_with_nothing(monkeypatch):
     """What a device's weights go through, on the CPU: no host read, so zero is a value like any other."""
     from trimtab.engine import accumulation
 
-    monkeypatch.setattr(accumulation, "_checked", lambda weight, device: weight.float())
+    monkeypatch.setattr(accumulation, "_checked_weight", lambda weight, device: weight.float())
     engine = Engine(device="cpu")
     layer = torch.nn.Linear(1, 1, bias=False)
     model = engine.prepare(layer)

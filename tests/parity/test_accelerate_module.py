@@ -38,7 +38,7 @@ from trimtab.accelerate import (
     synchronize_rng_states,
 )
 from trimtab.accelerate.latest import forget
-from trimtab.engine.accelerate_verbs import _REFUSED
+from trimtab.engine.accelerate_verbs import UNSUPPORTED
 from trimtab.errors import DoesNotFit, PrepareError, RecipeError
 
 
@@ -91,7 +91,7 @@ def test_every_verb_and_argument_of_accelerate_is_known():
     accelerate = pytest.importorskip("accelerate")
     ours = Accelerator(cpu=True)
     verbs = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
-    assert not {name for name in verbs if not hasattr(ours, name)} - set(_REFUSED)
+    assert not {name for name in verbs if not hasattr(ours, name)} - set(UNSUPPORTED)
     asked = set(inspect.signature(accelerate.Accelerator).parameters)
     assert asked <= set(inspect.signature(Accelerator).parameters)
     assert trimtab.accelerate.is_bf16_available is accelerate.utils.is_bf16_available
@@ -100,11 +100,11 @@ def test_every_verb_and_argument_of_accelerate_is_known():
         assert vars(own) == {key: value for key, value in vars(theirs).items() if not key.startswith("_")}
 
 
-@pytest.mark.parametrize("name", sorted(_REFUSED))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_a_verb_that_there_is_not_names_its_cure(name):
     with pytest.raises(AttributeError, match=rf"{name} is not supported\n  cure: ") as caught:
         getattr(Engine(cpu=True), name)
-    assert _REFUSED[name] in str(caught.value)
+    assert UNSUPPORTED[name] in str(caught.value)
 
 
 def test_a_misspelt_verb_is_an_ordinary_mistake():

@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from trimtab.accelerate.latest import PartialState
+from trimtab.engine.loader_setup import prepare_loader
 from trimtab.engine.placement import placement_for
-from trimtab.engine.prepare_loader import prepare_loader
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import PrepareError
