@@ -37,7 +37,7 @@ from trimtab.accelerate import (
     skip_first_batches,
     synchronize_rng_states,
 )
-from trimtab.accelerate.latest import forget
+from trimtab.accelerate.shared_state import forget
 from trimtab.engine.accelerate_verbs import UNSUPPORTED
 from trimtab.errors import DoesNotFit, PrepareError, RecipeError
 
@@ -501,8 +501,8 @@ def test_a_profiler_by_its_settings():
 def test_what_these_functions_cannot_do_is_refused():
     model = torch.nn.Linear(1, 1)
     assert trimtab.accelerate.extract_model_from_parallel(model) is model
-    with pytest.raises(RecipeError, match="takes off the connection alone"):
+    with pytest.raises(RecipeError, match="removes the data-parallel wrapper only"):
         trimtab.accelerate.extract_model_from_parallel(model, keep_fp32_wrapper=False)
     assert concatenate([torch.ones(1, 2)] * 2, dim=1).shape == (1, 4)
-    with pytest.raises(RecipeError, match="takes tensors alone"):
+    with pytest.raises(RecipeError, match="supports tensors only"):
         concatenate([{"a": torch.ones(1, 2)}] * 2, dim=1)

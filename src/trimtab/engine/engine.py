@@ -4,7 +4,6 @@ Each verb delegates to one part: `PreparedParts` (prepare), `Accumulation` and `
 (checkpoints), `World` and `Collectives` (processes), `TrackerGroup` (tracking).
 """
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -42,6 +41,7 @@ from trimtab.engine.saved_state import SavedState
 from trimtab.engine.tracker_group import TrackerGroup
 from trimtab.errors import PrepareError
 from trimtab.hardware.inventory import find_device, native_precision
+from trimtab.hardware.memory import release_cached_memory
 from trimtab.model.precision import Precision
 from trimtab.randomness import random_state, restore_random_state, set_seed
 from trimtab.tracking.trackers import Tracker, build_trackers
@@ -133,7 +133,7 @@ class Engine(ProcessInterface):
             gradient_accumulation_steps, gradient_accumulation_plugin, self._as_accelerate
         )
         self.device = device
-        self.project_dir = project_folder(project_dir, project_config)
+        self.project_dir = self.logging_dir = project_folder(project_dir, project_config)
         self._dataloader_config, self._profile_handler = dataloader_config, handlers.profile
         trackers = build_trackers(log_with, self.project_dir)
         world = world or find_world(place, device, handlers.data_parallel, handlers.timeout_s)
@@ -234,9 +234,7 @@ class Engine(ProcessInterface):
         self._accumulation.reset()
         self._prepared.clear()
         self._saved_state.clear()
-        gc.collect()
-        if self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "empty_cache"):
-            torch.get_device_module(self.device).empty_cache()
+        release_cached_memory(self.device)
         return [None] * len(objects)
 
     clear = free_memory
@@ -519,6 +517,10 @@ class Engine(ProcessInterface):
 
     # ------------------------------------------------------------------ names that only Accelerate's scripts use
 
+    data_parallel_rank = process_index
+    should_save_model = ProcessInterface.is_main_process
+    multi_device = ProcessInterface.use_distributed
+
     @property
     def dataloader_config(self) -> Any:
         """The DataLoaderConfiguration; a new value applies to loaders prepared after the assignment."""
@@ -553,26 +555,6 @@ class Engine(ProcessInterface):
     def non_blocking(self) -> bool:
         """Whether batches are copied to the device asynchronously."""
         return self.device.type in ("cuda", "xpu")
-
-    @property
-    def logging_dir(self) -> Path | None:
-        """The folder that trackers write to."""
-        return self.project_dir
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The rank of this process."""
-        return self.process_index
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process writes models."""
-        return self.is_main_process
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several processes train together."""
-        return self.use_distributed
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Return whether a model was spread over several devices when it was loaded."""
