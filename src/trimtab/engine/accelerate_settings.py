@@ -10,7 +10,6 @@ from typing import Any
 
 from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.engine.accumulation import WindowRules
-from trimtab.engine.loss_scaler import LossScaler
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import RecipeError
 
@@ -138,8 +137,3 @@ def project_folder(folder: str | Path | None, config: Any) -> Path | None:
         )
     chosen = chosen if chosen is not None else logs
     return None if chosen is None else Path(chosen)
-
-
-def make_scaler(handlers: Handlers, num_processes: int) -> LossScaler:
-    """Return the loss scaler with the constants of GradScalerKwargs."""
-    return LossScaler(**handlers.scaler, num_processes=num_processes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trimtab.engine.prepared_loader import PreparedLoader
+from trimtab.engine.prepared_loader import PreparedLoader, copy_loader
 
 
 class DispatchedLoader(PreparedLoader):
@@ -16,7 +16,7 @@ class DispatchedLoader(PreparedLoader):
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a copy without index batches; on the other processes it never starts a worker."""
-        source = self._copy_of(loader)
+        source = copy_loader(loader, self._placement.pins_memory)
         if self._world.process_index > 0:
             object.__setattr__(source, "persistent_workers", False)
             object.__setattr__(source, "num_workers", 0)

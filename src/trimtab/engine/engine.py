@@ -20,20 +20,13 @@ from trimtab.distributed.environment import find_place
 from trimtab.distributed.process_state import ProcessInterface, ProcessState
 from trimtab.distributed.rendezvous import find_world
 from trimtab.distributed.world import DistributedType, World
-from trimtab.engine.accelerate_settings import (
-    accumulation_rules,
-    loader_rules,
-    make_scaler,
-    project_folder,
-    read_handlers,
-)
+from trimtab.engine.accelerate_settings import accumulation_rules, loader_rules, project_folder, read_handlers
 from trimtab.engine.accelerate_verbs import UNSUPPORTED, GradientState, join_uneven_inputs, save_object
-from trimtab.engine.accumulation import Accumulation
+from trimtab.engine.accumulation import Accumulation, MicroBatch
 from trimtab.engine.collectives import Collectives
 from trimtab.engine.gradients import Gradients, checked_loss
-from trimtab.engine.loss_scaler import NoScaler, Scaler
+from trimtab.engine.loss_scaler import LossScaler, NoScaler, Scaler
 from trimtab.engine.memory_budget import MemoryPlanner, planner_for
-from trimtab.engine.micro_batch import MicroBatch
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler
 from trimtab.engine.prepared_parts import PreparedParts, check_parts, unwrap
@@ -142,7 +135,9 @@ class Engine(ProcessInterface):
         self._world = world
         self._trackers = TrackerGroup(trackers, self.is_main_process)
         self._precision = precision = Precision(mixed_precision, device)
-        self._scaler = make_scaler(handlers, world.num_processes) if precision.needs_loss_scaling else NoScaler()
+        self._scaler = NoScaler()
+        if precision.needs_loss_scaling:
+            self._scaler = LossScaler(**handlers.scaler, num_processes=world.num_processes)
         self._accumulation = accumulation = Accumulation(num_steps, world, window_rules)
         self._gradients = gradients = Gradients(accumulation, self._scaler, world)
         self._active_loaders = loaders = ActiveLoaders()

@@ -52,21 +52,23 @@ class StayOnHost:
         return batch
 
 
-class CopyAhead:
+class CopyToDevice:
     """Placement for an accelerator: copies run on a second stream, in parallel with the computation.
 
     The host runs ahead of the device, so a batch copied when the loop asks for it arrives while earlier steps still
-    compute. Batches are not prefetched, because that would change the order in which random numbers are drawn.
+    compute. Batches are not prefetched, because that would change the order in which random numbers are drawn. Devices
+    without torch streams, such as MPS, get a plain copy.
     """
-
-    pins_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._stream = torch.Stream(device) if device.type in ("cuda", "xpu") else None
+        self.pins_memory = self._stream is not None
 
     def __call__(self, batch: Any) -> Any:
         """Copy a batch to the device; the current stream waits for the copy, the host does not."""
+        if self._stream is None:
+            return to_device(batch, self._device)
         with self._stream:
             moved = to_device(batch, self._device)
         current = torch.accelerator.current_stream(self._device)
@@ -75,29 +77,12 @@ class CopyAhead:
         return moved
 
 
-class CopyInPlace:
-    """Placement for devices without torch streams, such as MPS: a plain copy."""
-
-    pins_memory = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, batch: Any) -> Any:
-        """Copy a batch to the device."""
-        return to_device(batch, self._device)
-
-
-Placement = StayOnHost | CopyAhead | CopyInPlace
+Placement = StayOnHost | CopyToDevice
 
 
 def placement_for(device: torch.device) -> Placement:
     """Return the placement for a device."""
-    if device.type == "cpu":
-        return StayOnHost()
-    if device.type in ("cuda", "xpu"):
-        return CopyAhead(device)
-    return CopyInPlace(device)
+    return StayOnHost() if device.type == "cpu" else CopyToDevice(device)
 
 
 def _mark_used_on(batch: Any, stream: torch.Stream) -> None:

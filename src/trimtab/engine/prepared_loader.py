@@ -97,7 +97,7 @@ class PreparedLoader:
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a shallow copy that pins memory, keeps order and, for map-style data, counts index batches."""
-        source = self._copy_of(loader)
+        source = copy_loader(loader, self._placement.pins_memory)
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             # without a batch sampler, indices are single rows or whole batches of the dataset: divided once loaded
@@ -106,20 +106,6 @@ class PreparedLoader:
             self._indices = IndexSource(getattr(loader, attribute), of_indices)
             # DataLoader forbids assignment to these names after construction; this is a copy
             object.__setattr__(source, attribute, self._indices)
-        return source
-
-    def _copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        source = copy.copy(loader)
-        object.__setattr__(source, "_iterator", None)
-        if self._placement.pins_memory:
-            source.pin_memory = True
-        if loader.num_workers and not loader.in_order:
-            # which worker finishes first cannot be saved, and differs between processes
-            say_once(
-                "DataLoader(in_order=False) is ignored: batches come in the sampler's order, because a resumed run and "
-                "the other processes must see each row once"
-            )
-            source.in_order = True
         return source
 
     def __len__(self) -> int:
@@ -317,7 +303,7 @@ class PreparedLoader:
                     return self._continue_epoch(resume, num_batches)
                 self._return_to_boundary(resume)
         with self._order_of_rank_0():
-            self._start = self._random.get() | {"has_workers": self._has_persistent_workers()}
+            self._start = self._random.get() | {"has_workers": _has_workers(self._source)}
             set_epoch(self.loader, self.epoch)
             return self._skip_batches(num_skipped or 0)
 
@@ -382,7 +368,7 @@ class PreparedLoader:
         if last_read is not None and is_same_position:
             self._common = last_read["random"]["host"]
         self.epoch, self._start = resume["epoch"], start
-        self._restore_persistent_workers(start["has_workers"])
+        _restore_workers(self._source, self._indices, start["has_workers"])
         self._random.set(start)
         set_epoch(self.loader, self.epoch)
         if last_read is not None and "source" in last_read and is_same_position:
@@ -400,7 +386,7 @@ class PreparedLoader:
 
     def _return_to_boundary(self, resume: dict[str, Any]) -> None:
         """Bring data and workers to their state between two epochs, or before the first."""
-        self._restore_persistent_workers(resume["has_workers"])
+        _restore_workers(self._source, self._indices, resume["has_workers"])
         if "last_read" in resume:
             next_epoch, self.epoch = self.epoch, resume["last_read"]["epoch"]
             set_epoch(self.loader, self.epoch)
@@ -437,22 +423,6 @@ class PreparedLoader:
                 self._read_group(batches)
         return batches
 
-    def _has_persistent_workers(self) -> bool:
-        return bool(self._source.persistent_workers) and self._source._iterator is not None
-
-    def _restore_persistent_workers(self, had_workers: bool) -> None:
-        """Have running workers exactly where the saved run had them: starting them draws a random number."""
-        if not self._source.persistent_workers or had_workers == self._has_persistent_workers():
-            return
-        if not had_workers:
-            self._source._iterator = None
-            return
-        if self._indices is not None:
-            self._indices.holds_back = True
-        iter(self._source)
-        if self._indices is not None:
-            self._indices.holds_back = False
-
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
@@ -466,7 +436,7 @@ class PreparedLoader:
             "epoch": self.epoch + is_over,
             "num_delivered": 0 if is_over else self.num_delivered,
             "generators": generators,
-            "has_workers": self._has_persistent_workers(),
+            "has_workers": _has_workers(self._source),
             "group_size": self._sharding.group_size,
         }
         if self._common is not None:
@@ -490,21 +460,9 @@ class PreparedLoader:
             )
         if self._position_owner() is None and "source" in state.get("last_read", {}):
             raise ValueError("the saved dataset had saved its own position; this one, or one with workers, does not")
-        state = {**state, **self._counted_in_own_groups(state)}
+        state = _with_group_size(state, self._sharding.group_size)
         self.epoch, self._resume, self._last_read = state["epoch"], state, state.get("last_read")
         self._random.set_generator_states(state["generators"])
-
-    def _counted_in_own_groups(self, state: dict[str, Any]) -> dict[str, int]:
-        """Convert delivered batches of a run with another number of processes that took whole batches."""
-        own, theirs = self._sharding.group_size, state.get("group_size", self._sharding.group_size)
-        num_read = state["num_delivered"] * theirs
-        if num_read % own:
-            raise CheckpointError(
-                f"the state was saved after {num_read} batches of an epoch, which {own} processes with whole batches "
-                "each cannot reach",
-                f"load it on a number of processes that divides {num_read}, or use Engine(split_batches=True)",
-            )
-        return {"num_delivered": num_read // own, "group_size": own}
 
     def undo_point(self) -> Callable[[], None]:
         """Return a function that undoes `load_state_dict`; loading a state dict would restart the current epoch."""
@@ -516,3 +474,50 @@ class PreparedLoader:
             restore_generators()
 
         return undo
+
+
+def copy_loader(loader: DataLoader[Any], pins_memory: bool) -> DataLoader[Any]:
+    """Return a shallow copy of a loader that keeps order and, if wanted, pins memory."""
+    source = copy.copy(loader)
+    object.__setattr__(source, "_iterator", None)
+    if pins_memory:
+        source.pin_memory = True
+    if loader.num_workers and not loader.in_order:
+        # which worker finishes first cannot be saved, and differs between processes
+        say_once(
+            "DataLoader(in_order=False) is ignored: batches come in the sampler's order, because a resumed run and the "
+            "other processes must see each row once"
+        )
+        source.in_order = True
+    return source
+
+
+def _has_workers(source: DataLoader[Any]) -> bool:
+    """Return whether persistent workers are running."""
+    return bool(source.persistent_workers) and source._iterator is not None
+
+
+def _restore_workers(source: DataLoader[Any], indices: IndexSource | None, had_workers: bool) -> None:
+    """Have persistent workers exactly where the saved run had them: starting them draws a random number."""
+    if not source.persistent_workers or had_workers == _has_workers(source):
+        return
+    if not had_workers:
+        source._iterator = None
+        return
+    if indices is not None:
+        indices.holds_back = True
+    iter(source)
+    if indices is not None:
+        indices.holds_back = False
+
+
+def _with_group_size(state: dict[str, Any], group_size: int) -> dict[str, Any]:
+    """Convert the delivered batches of a run with another number of processes that took whole batches each."""
+    num_read = state["num_delivered"] * state.get("group_size", group_size)
+    if num_read % group_size:
+        raise CheckpointError(
+            f"the state was saved after {num_read} batches of an epoch, which {group_size} processes with whole "
+            "batches each cannot reach",
+            f"load it on a number of processes that divides {num_read}, or use Engine(split_batches=True)",
+        )
+    return {**state, "num_delivered": num_read // group_size, "group_size": group_size}
