@@ -1,7 +1,7 @@
 """Memory techniques change no result beyond rounding: each one and random pairs, compared with plain steps.
 
-Three steps of SGD without clipping: a wrong gradient shows at once, and both matrices of an adapter, the second of which
-starts as zero, get gradients.
+Three steps of SGD without clipping: a wrong gradient shows at once, and both matrices of an adapter get gradients,
+although the second starts as zero.
 """
 
 import itertools

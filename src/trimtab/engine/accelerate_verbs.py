@@ -101,14 +101,7 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool) -> None:
 def join_uneven_inputs(
     prepared: PreparedParts, joinables: Sequence[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """Let some processes have fewer batches: they take part in the collectives of the others meanwhile.
-
-    Args:
-        prepared: The prepared parts of the engine.
-        joinables: Prepared models.
-        even_batches: Whether loaders give every process the same number of batches inside the context; None keeps
-            their setting.
-    """
+    """Let some processes have fewer batches: they take part in the collectives of the others meanwhile."""
     if prepared.world.num_processes == 1:
         yield
         return
