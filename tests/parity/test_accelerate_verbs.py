@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
+from tiny_models import config_of, tokenizer
 from trimtab import DistributedType
 from trimtab import Engine as Accelerator
 from trimtab.errors import PrepareError, RecipeError
@@ -17,40 +18,21 @@ from trimtab.errors import PrepareError, RecipeError
 WORDS = ["red", "green", "blue", "warm", "cold", "old", "new"]
 
 
-def build_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {token: index for index, token in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
-
-
 def build_classifier():
-    config = BertConfig(
-        vocab_size=12,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=12,
-    )
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(BertConfig(**config_of("bert"), vocab_size=300))
 
 
 def build_text_loader(num_rows=10, batch_size=4, shuffle=False):
     """Batches as `tokenizer.pad` gives them; the label says whether the sentence begins with a colour."""
-    tokenizer = build_tokenizer()
+    tok = tokenizer()
     sentences = [" ".join(WORDS[(3 * row + i) % 7] for i in range(2 + row % 4)) for row in range(num_rows)]
     labels = [int(sentence.split()[0] in WORDS[:3]) for sentence in sentences]
-    rows = [{**tokenizer(text), "labels": label} for text, label in zip(sentences, labels, strict=True)]
-    return DataLoader(
-        rows, batch_size, shuffle, collate_fn=lambda examples: tokenizer.pad(examples, return_tensors="pt")
-    )
+    rows = [{**tok(text), "labels": label} for text, label in zip(sentences, labels, strict=True)]
+    return DataLoader(rows, batch_size, shuffle, collate_fn=lambda examples: tok.pad(examples, return_tensors="pt"))
 
 
 class Slope(torch.nn.Module):
-    """One weight, so that every step can be reckoned by hand: the loss of a batch is its mean times the weight."""
+    """One weight, so that every step can be computed by hand: the loss of a batch is its mean times the weight."""
 
     def __init__(self):
         super().__init__()
