@@ -464,7 +464,7 @@ OTHERS = {
     "number of groups": ({"num_groups": 2}, "has 1 parameter groups, this one 2"),
     "number of models": ({"num_models": 2}, "missing model_1"),
     "number of objects": ({"objects": [Counter()]}, "missing object_1"),
-    "generators": ({"generator": False}, "the loader has 0 generators of its own, the saved one 1"),
+    "generators": ({"generator": False}, "the loader has 0 generators, the saved one 1"),
 }
 
 

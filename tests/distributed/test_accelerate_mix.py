@@ -82,4 +82,4 @@ def test_a_state_that_knows_one_process_is_told_of(stand_in, caplog, monkeypatch
         patch.setenv("MASTER_PORT", "1")
         stand_in().PartialState()
     accelerate_state.tell_accelerate(PLACE)
-    assert "Make the Engine first" in caplog.text
+    assert "Create the Engine first" in caplog.text

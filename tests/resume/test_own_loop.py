@@ -314,7 +314,7 @@ def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, place, ca
     resumed = assert_resumes(tmp_path, save_after, num_before, loader=loader)
     is_at_boundary = save_after in (NUM_BATCHES, 1.5)
     replays = loader in REPLAYED and not is_at_boundary
-    assert ("is read again" in caplog.text) == replays
+    assert ("are read again" in caplog.text) == replays
     if not replays:  # what was seen before is not even loaded
         num_rows = sum(len(rows) for rows, _, _ in resumed.log)
         read_to_find_the_end = 3 * ("place" in loader and is_at_boundary)

@@ -86,7 +86,7 @@ def train(tiny, tmp_path):
 
 def everything(trainer):
     """All that a step may change, but for the loader, which is asked again."""
-    parts = {part.name: part for part in trainer._engine._parts()}
+    parts = {part.name: part for part in trainer._engine._saved_state.parts()}
     state = {name: part.capture() for name, part in parts.items() if name not in ("object", "loader")}
     gradients = {name: p.grad for name, p in trainer._model.named_parameters() if p.grad is not None}
     buffers = dict(trainer._model.named_buffers())

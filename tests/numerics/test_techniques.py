@@ -1,7 +1,7 @@
-"""What saves memory changes nothing, or by as much as is said: each lever and random pairs of them against plain steps.
+"""Memory techniques change no result beyond rounding: each one and random pairs, compared with plain steps.
 
-Three steps of SGD without clipping: a wrong gradient shows at once, and adapters, whose second matrix begins as zero,
-have had gradients in both.
+Three steps of SGD without clipping: a wrong gradient shows at once, and both matrices of an adapter get gradients,
+although the second starts as zero.
 """
 
 import itertools
@@ -23,7 +23,7 @@ METHODS = {
     "qlora": {"adapter": {"kind": "qlora", "rank": 4}},
     "upper half": {"train": {"freeze": {"*.layers.0": "always", "*.embed_tokens": "always"}}},
 }
-LEVERS = {
+TECHNIQUES = {
     "all": ("gradient_checkpointing", "all"),
     "ops": ("gradient_checkpointing", "ops"),
     "every 2": ("gradient_checkpointing", {"every": 2}),
@@ -35,13 +35,13 @@ LEVERS = {
 
 
 def compatible_pairs():
-    """Two levers, of different keys, and in random order of all pairs."""
-    pairs = [pair for pair in itertools.combinations(LEVERS, 2) if LEVERS[pair[0]][0] != LEVERS[pair[1]][0]]
+    """Return all pairs of techniques with different keys, in random order."""
+    pairs = [pair for pair in itertools.combinations(TECHNIQUES, 2) if TECHNIQUES[pair[0]][0] != TECHNIQUES[pair[1]][0]]
     return random.Random(6).sample(pairs, len(pairs))
 
 
 PAIRS = compatible_pairs()
-CASES = [(method, (name,)) for method in METHODS for name in LEVERS]
+CASES = [(method, (name,)) for method in METHODS for name in TECHNIQUES]
 CASES += [
     pytest.param(method, pair, marks=pytest.mark.slow)
     for index, method in enumerate(METHODS)
@@ -51,12 +51,12 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny):
-    """Trains three steps; each setting once."""
-    root, made = tmp_path_factory.mktemp("levers"), {}
+    """A function that trains three steps, once per setting."""
+    root, made = tmp_path_factory.mktemp("techniques"), {}
     rows = write_csv(root / "rows.csv", reviews(36))
 
-    def train(method, levers=(), **sections):
-        name = "-".join([method, *levers, *map(str, sections.values())]).replace("/", "")
+    def train(method, techniques=(), **sections):
+        name = "-".join([method, *techniques, *map(str, sections.values())]).replace("/", "")
         if name not in made:
             settings = METHODS[method]
             out = root / str(len(made))
@@ -64,7 +64,7 @@ def trained(tmp_path_factory, tiny):
                 model=tiny.folder("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=96),
                 task="causal-lm",
                 data={"train": str(rows), "text": "text", "eval_share": 0},
-                memory=dict(LEVERS[lever] for lever in levers),
+                memory=dict(TECHNIQUES[technique] for technique in techniques),
                 checkpoint={"every": None},
                 out=str(out),
                 **{key: value for key, value in settings.items() if key != "train"},
@@ -83,11 +83,11 @@ def weights_of(run: Path):
 
 
 @pytest.mark.parametrize(
-    ("method", "levers"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+    ("method", "techniques"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
-def test_nothing_changes(trained, method, levers):
+def test_results_equal_those_of_plain_steps(trained, method, techniques):
     plain, plain_losses = trained(method)
-    found, losses = trained(method, levers)
+    found, losses = trained(method, techniques)
     assert_same_up_to_rounding(losses, plain_losses, num_roundings=8)
     assert found.keys() == plain.keys()
     for name, weight in plain.items():
@@ -96,22 +96,22 @@ def test_nothing_changes(trained, method, levers):
 
 
 def test_the_steps_moved_the_weights(trained):
-    """Else the comparison above would compare nothing."""
+    """Without this the comparison above would be void."""
     plain, losses = trained("lora")
     assert len(losses) == 3
     assert losses[2] < losses[0] - 0.01
     assert all(bool(weight.any()) for weight in plain.values()), "both matrices of every adapter have learnt"
 
 
-def test_weights_of_four_bits_cost_a_little(trained):
-    """Against LoRA beside the unquantized weights: the same steps, the loss within 2%."""
+def test_4_bit_weights_change_the_loss_slightly(trained):
+    """Compared with LoRA on unquantized weights: the same steps, the loss within 2%."""
     _, exact = trained("lora")
     _, lossy = trained("qlora")
     assert lossy != exact
     assert lossy == pytest.approx(exact, rel=0.02)
 
 
-def test_what_is_frozen_has_no_part_in_it(trained):
+def test_frozen_layers_do_not_change(trained):
     whole, _ = trained("full")
     upper, _ = trained("upper half")
     changed = {name for name in whole if not torch.equal(whole[name], upper[name])}

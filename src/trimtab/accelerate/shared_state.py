@@ -1,7 +1,7 @@
-"""`PartialState()`, `AcceleratorState()` and `GradientState()`: what the latest `Accelerator` says of itself.
+"""`PartialState()`, `AcceleratorState()` and `GradientState()`: views of the latest `Accelerator`.
 
-Accelerate keeps these as settings of the whole process. Here they are views: of the `Accelerator` made last, or, before
-there is one, of the processes that the environment names.
+In Accelerate these are process-wide singletons. Here they are views of the `Accelerator` created last, or, before there
+is one, of the processes found from the environment.
 """
 
 import os
@@ -22,27 +22,27 @@ _without_engine: ProcessState | None = None
 
 
 def remember(engine: Engine) -> None:
-    """From now on this engine is the one that is asked."""
+    """Make this engine the latest one."""
     global _latest
     _latest = weakref.ref(engine)
 
 
 def latest_engine() -> Engine | None:
-    """The `Accelerator` made last, if it is still there."""
+    """Return the `Accelerator` created last, if it still exists."""
     return None if _latest is None else _latest()
 
 
 def forget() -> None:
-    """There is no such engine any more."""
+    """Forget the latest engine."""
     global _latest, _without_engine
     _latest = _without_engine = None
 
 
 class PartialState(ProcessState):
-    """The processes. Calling it gives the same object until an `Accelerator` is made."""
+    """The processes. Each call returns the same object until the next `Accelerator` is created."""
 
     def __new__(cls, cpu: bool = False, **kwargs: Any) -> ProcessState:  # type: ignore[misc]
-        """That of the latest `Accelerator`, or one found in the environment."""
+        """Return the state of the latest `Accelerator`, or one found from the environment."""
         global _without_engine
         engine = latest_engine()
         if engine is not None:
@@ -56,7 +56,7 @@ class PartialState(ProcessState):
 
     @staticmethod
     def _reset_state(*args: Any, **kwargs: Any) -> None:
-        """Let the next call look again; engines that exist are not changed."""
+        """Make the next call search again; existing engines are not changed."""
         forget()
 
 
@@ -68,15 +68,15 @@ class GradientState:
     """The window and the epoch of the latest `Accelerator`."""
 
     def __new__(cls, gradient_accumulation_plugin: Any = None) -> _GradientView:  # type: ignore[misc]
-        """A view of it."""
+        """Return the view."""
         engine = latest_engine()
         return _GradientView(Accumulation(1), ActiveLoaders()) if engine is None else engine.gradient_state
 
     @staticmethod
     def _reset_state() -> None:
-        """Nothing to do: each engine has its own."""
+        """Do nothing: each engine has its own state."""
 
 
 def is_set(name: str) -> bool:
-    """Whether a variable of the environment says yes, as `accelerate launch` writes it."""
+    """Return whether an environment variable has a true value, as `accelerate launch` writes it."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")

@@ -15,18 +15,18 @@ def notebook_launcher(
     use_port: str | int | None = None,
     **options: Any,
 ) -> Any:
-    """Call a function on several processes of this host, or here if it is one.
+    """Call a function on several processes of this host, or in this process if it is one.
 
     Args:
-        function: It makes its own `Accelerator`.
+        function: The function; it creates its own `Accelerator`.
         args: Its arguments.
-        num_processes: How many; one if left out.
-        mixed_precision: Only "no": the function says it to its `Accelerator`.
-        use_port: Where the processes meet; a free one if left out.
-        options: Of Accelerate's launcher; any that is not None is refused.
+        num_processes: The number of processes; 1 by default.
+        mixed_precision: Only "no": pass it to the `Accelerator` instead.
+        use_port: The port of the rendezvous; a free one by default.
+        options: Other options of Accelerate's launcher; any that is not None raises an error.
 
     Returns:
-        What each process returned, in the order of ranks; of one process what it returned.
+        The results of all processes in rank order; for one process its result.
     """
     if mixed_precision != "no":
         raise RecipeError(
@@ -38,7 +38,6 @@ def notebook_launcher(
         raise RecipeError(
             f"notebook_launcher({refused[0]}=…) is not supported", "trimtab launch, see docs/distributed.md"
         )
-    if num_processes in (None, 1):
+    if num_processes is None or num_processes == 1:
         return function(*args)
-    assert num_processes is not None
     return launch(function, args, processes=num_processes, port=None if use_port is None else int(use_port))
