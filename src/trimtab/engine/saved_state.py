@@ -58,7 +58,7 @@ class SavedState:
         load_together(self._world, source, self.parts())
 
     def parts(self) -> list[Part]:
-        """Return the parts of the state; those that may reject a state come first, see `load_parts`."""
+        """Return the parts of the state; those that may reject a state come first, see `apply_parts`."""
         prepared = self._prepared
         parts: list[Part] = [
             StatefulPart("accumulation", prepared.accumulation),
