@@ -47,7 +47,7 @@ def test_a_name_given_on_the_command_line(recipe, own_folder, fork_server, numbe
         command = re.search(r"go on with: (trimtab resume \S+)", stopped.err)[1]
     resumed = fork_server.start_command(*command.split()[1:], "--set", "train.epochs=1", cwd=own_folder)
     assert resumed.wait() == 0, resumed.err
-    assert re.search(r"goes on from step-\d+ \(runs/reviews/mine\)", resumed.err)
+    assert re.search(r"resuming from step-\d+ \(runs/reviews/mine\)", resumed.err)
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
     assert [path.name for path in run.parent.iterdir()] == ["mine"]
 
@@ -66,7 +66,7 @@ def test_a_name_in_the_recipe_and_from_python(recipe, own_folder, caplog):
     with pytest.raises(trimtab.errors.Stopped, match="trimtab resume runs/reviews/mine"):
         trimtab.fit(asked, callbacks=[Stop()], progress="quiet", device="cpu")
     result = trimtab.resume("runs/reviews/mine", progress="quiet", device="cpu")
-    assert "goes on from step-5 (runs/reviews/mine)" in caplog.text
+    assert "resuming from step-5 (runs/reviews/mine)" in caplog.text
     assert "name: " not in caplog.text  # that the folder has taken the place of the name is no news
     assert (result.fit.step, result.folder) == (10, Path("runs/reviews/mine"))
     again = trimtab.resume("runs/reviews/mine", sets=["train.epochs=2"], progress="quiet", device="cpu")

@@ -73,9 +73,9 @@ def test_from_a_kill_to_a_longer_run(trimtab, own_folder, fork_server):
     code, out, err = trimtab("resume", "run", "--set", "train.epochs=1", "--set", "train.log_every=5")
     assert code == 0, err
     assert f"step-{newest} is passed over" in err
-    assert f"goes on from step-{min(steps)}" in err
-    assert "train.epochs: 2000.0 → 1.0 (counts from here on)" in err
-    assert "train.log_every: 3 → 5 (changes nothing that is computed)" in err
+    assert f"resuming from step-{min(steps)}" in err
+    assert "train.epochs: 2000.0 → 1.0 (takes effect from here on)" in err
+    assert "train.log_every: 3 → 5 (does not change results)" in err
 
 
 def text(path: Path) -> str:
@@ -92,7 +92,7 @@ def test_stopped_resumed_extended_replaced(trimtab, own_folder):
     assert (status["state"], status["step"]) == ("stopped", 1)
     code, _, err = trimtab("resume", "run", "--set", "train.max_time=null")
     assert code == 0
-    assert "goes on from step-1 " in err
+    assert "resuming from step-1 " in err
     assert numbers("run") == numbers("whole")
     code, _, err = trimtab("resume", "run", "--set", "train.epochs=2")
     assert code == 0

@@ -144,7 +144,7 @@ def test_a_folder_that_may_not_be_written(stage, killed, locked_away):
 def test_a_run_that_is_alive_is_left_alone(stage, killed):
     """While a process trains there, no other can resume, replace or begin a run in its folder."""
     at_work = stage.train(killed)
-    at_work.wait_until(lambda: status_of(killed["out"])["state"] == "running" and "goes on from" in at_work.said)
+    at_work.wait_until(lambda: status_of(killed["out"])["state"] == "running" and "resuming from" in at_work.said)
     at_work.kill(signal.SIGSTOP)  # it is slow, and not dead
     for command in ({"resume": True}, {"command": "resume"}, {"resume": False, "fresh": True}):
         other = stage.train(killed, **command)

@@ -36,8 +36,8 @@ def test_two_more_epochs(stage, finished):
     child = resume(stage, recipe, "train.epochs=6", "checkpoint.keep=3", "train.log_every=4")
     assert child.wait() == 0, child.said
     assert assert_went_on(recipe["out"], child.said) == NUM_STEPS
-    assert "train.epochs: 4.0 → 6.0 (counts from here on)" in child.said
-    assert "checkpoint.keep: 2 → 3 (changes nothing that is computed)" in child.said
+    assert "train.epochs: 4.0 → 6.0 (takes effect from here on)" in child.said
+    assert "checkpoint.keep: 2 → 3 (does not change results)" in child.said
     assert "train.log_every" not in child.said
     assert_same_end(recipe["out"], stage.whole("six epochs", train=CONSTANT["train"] | {"epochs": 6}))
 
@@ -48,7 +48,7 @@ def test_a_finished_run_that_is_resumed_as_it_is(stage, finished):
     recipe = finished()
     child = resume(stage, recipe)
     assert child.wait() == 0, child.said
-    assert "all its steps are done" in child.said
+    assert "all steps of the run are done" in child.said
     assert not Path(f"{recipe['out']}.steps").read_text()
     assert_same_end(recipe["out"], stage.whole("constant"))
 
@@ -59,7 +59,7 @@ def test_other_rows_are_refused(stage, tmp_path):
     rows = write_csv(tmp_path / "rows.csv", reviews(88))
     recipe = stage.recipe(data={"train": str(rows)})
     stage.finish(recipe)
-    for others, words in ((reviews(88, first=500), "the training rows are not those"), (reviews(40), "not the same")):
+    for others, words in ((reviews(88, first=500), "the training rows differ"), (reviews(40), "the batch size differ")):
         write_csv(rows, others)
         child = resume(stage, recipe, "train.epochs=5")
         assert child.wait() == 2

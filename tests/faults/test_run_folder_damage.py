@@ -10,7 +10,7 @@ import yaml
 from fault_stage import STANDARD, assert_same_end, assert_went_on, goes_on_from, status_of
 
 from trimtab.checkpoint.store import MANIFEST, _signed
-from trimtab.commands.resume import load_settings
+from trimtab.build.resumed_recipe import load_settings
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.resume_rules import all_differences
@@ -207,7 +207,7 @@ def test_what_was_set_last_counts_also_after_a_kill(stage, run):
     child = stage.train(run, command="resume", options=change, at={"33": "die"})
     assert child.wait() == -9
     said = stage.finish(run, command="resume")
-    assert "train.epochs: 4.0 → 5.0 (counts from here on)" in said
+    assert "train.epochs: 4.0 → 5.0 (takes effect from here on)" in said
     assert "are used" not in said
     assert status_of(run["out"])["step"] == 50
 

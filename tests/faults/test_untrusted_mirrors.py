@@ -47,7 +47,7 @@ def test_the_recorded_folder_is_not_written_to(stage, lost, tmp_path):
     assert child.wait() == 0, child.said
     assert not elsewhere.exists()
     run = work / "runs" / mirror.parent.name / mirror.name
-    assert f"was copied to {run.relative_to(work)}; it was in {elsewhere / 'run'}, which --out can name" in child.said
+    assert f"was copied to {run.relative_to(work)}; before it was in {elsewhere / 'run'} (--out {elsewhere / 'run'})" in child.said
     assert assert_went_on(tmp_path / "notes", child.said) == 20
     assert saved_steps(mirror) == saved_steps(run) == [35, 40]  # it keeps the mirror that was named
     assert status_of(mirror)["path"] == str(run.relative_to(work))
@@ -61,7 +61,7 @@ def test_a_mirror_is_no_place_to_go_on(stage, lost, tmp_path):
     _, mirror = lost
     child, _ = resume(stage, mirror, tmp_path, options={"out": str(mirror)})
     assert child.wait() == 2
-    assert "is a mirror, where no run can go on" in child.said
+    assert "is a mirror and cannot be resumed in place" in child.said
     assert saved_steps(mirror) == [15, 20]
 
 

@@ -15,10 +15,10 @@ from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.planner import decide as settling
 from trimtab.training.evaluate import Evaluator
-from trimtab.training.garbage_collection import older_objects_set_aside
+from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.loop import Trainer
-from trimtab.training.rehearsal import Preflight
-from trimtab.training.rollback import OutOfMemory, Transaction
+from trimtab.training.rehearsal import Rehearsal
+from trimtab.training.rollback import OutOfMemory, Rollback
 
 ROWS = reviews(32)
 HELD_OUT = reviews(24, first=1000)
@@ -81,7 +81,7 @@ def train(tiny, tmp_path):
     return train
 
 
-# ---------------------------------------------------------------------- the step as a transaction
+# ---------------------------------------------------------------------- the step as a rollback
 
 
 def everything(trainer):
@@ -128,19 +128,19 @@ def test_no_operation_of_a_window_leaves_a_trace(train, tiny, monkeypatch, lever
 
     def experiment(trainer):
         trainer._model.train()
-        trainer._hold.look_ahead(lambda text: None)
-        sampler = trainer._batches.batch_sampler
+        trainer._memory_guard.rehearse(lambda text: None)
+        sampler = trainer.parts.batches.batch_sampler
         planned = sampler.micro_batch_size
-        size, micro_batches = next(trainer._windows())
-        assert not trainer._one_step(micro_batches, size)
-        trainer.find_place()
+        size, micro_batches = next(trainer._position.windows(trainer.state.step))
+        assert trainer._one_step(micro_batches, size)
+        trainer.seek_data()
         before = everything(trainer)
         for at in itertools.count(1, stride):
             faults = Faults(monkeypatch, {1: at})
-            windows = trainer._windows()
+            windows = trainer._position.windows(trainer.state.step)
             size, micro_batches = next(windows)
             before = everything(trainer) if at == 1 else before  # an epoch that begins draws a number
-            if not trainer._one_step(micro_batches, size):
+            if trainer._one_step(micro_batches, size):
                 assert at - stride <= faults.num_operations[0] < at
                 done.append(at)
                 raise Enough
@@ -150,7 +150,7 @@ def test_no_operation_of_a_window_leaves_a_trace(train, tiny, monkeypatch, lever
             sampler.recut(planned)
 
     def with_little_garbage(trainer):  # as in `fit`: else each collection of Python's takes half a second
-        with older_objects_set_aside():
+        with gc_frozen():
             experiment(trainer)
 
     monkeypatch.setattr(Trainer, "fit", with_little_garbage)
@@ -217,7 +217,7 @@ def test_other_tasks_and_levers(train, tiny, monkeypatch, task, name, sections):
 
 def test_memory_may_run_out_again_and_again(train, monkeypatch):
     faults, watch = Faults(monkeypatch, {1: 40, 2: 90, 3: 60, 5: 10}), Watch()
-    with pytest.raises(DoesNotFit, match="at step 2 with one row at once") as caught:
+    with pytest.raises(DoesNotFit, match="at step 2 with a micro-batch size of 1") as caught:
         train([watch])
     assert caught.value.exit_code == 3
     assert "cure: a larger memory.budget" in str(caught.value)
@@ -246,7 +246,7 @@ def test_what_is_said_and_kept(train, monkeypatch, tmp_path):
     Faults(monkeypatch, {2: 77})
     result = train()
     notes = [line for line in lines_of(result.folder) if "note" in line]
-    words = "out of memory (64.00 MiB more were needed) at step 2: micro-batches of 8 → 4"
+    words = "out of memory (64.00 MiB more were needed) at step 2: micro-batch size 8 → 4"
     assert [(line["note"], line["micro_batch"], line["step"]) for line in notes] == [(words, 4, 1)]
     Faults(monkeypatch, {})
     for step, memory, rows in (("step-2", {}, 4), ("step-2", {"micro_batch": 2}, 2), ("step-1", {}, 8)):
@@ -292,7 +292,7 @@ def test_an_optimizer_that_fails_is_not_tried_again(train, monkeypatch, tmp_path
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("trimtab.training.loop.take_step", fails)
-    with pytest.raises(DoesNotFit, match="in the optimizer, at step 1: its weights are not whole"):
+    with pytest.raises(DoesNotFit, match="in the optimizer at step 1, with some of the weights changed"):
         train(checkpoint={"every": "100 steps"}, out=str(tmp_path / "broken"))
     assert not list((tmp_path / "broken").glob("checkpoints/*"))
 
@@ -339,7 +339,7 @@ def test_buffers_and_all_generators_are_put_back(num_windows_before):
     model, optimizer = Statistics(), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = engine.prepare(model, optimizer)
-    transaction = Transaction(engine, model)
+    rollback = Rollback(engine, model)
 
     def work(fails):
         with engine.accumulate(model):
@@ -349,21 +349,21 @@ def test_buffers_and_all_generators_are_put_back(num_windows_before):
         return "done"
 
     for _ in range(num_windows_before):
-        assert transaction.attempt(lambda: work(False)) == "done"
+        assert rollback.attempt(lambda: work(False)) == "done"
         optimizer.step()
         optimizer.zero_grad()
     before = copied([dict(model.state_dict()), random.getstate(), numpy.random.get_state(), torch.get_rng_state()])
-    assert transaction.attempt(lambda: work(True)) == OutOfMemory()
-    assert transaction.rehearse(lambda: work(False)) == "done"
+    assert rollback.attempt(lambda: work(True)) == OutOfMemory()
+    assert rollback.rehearse(lambda: work(False)) == "done"
     after = copied([dict(model.state_dict()), random.getstate(), numpy.random.get_state(), torch.get_rng_state()])
     assert after == before
     assert all(parameter.grad is None for parameter in model.parameters())
-    transaction.attempt(lambda: work(False))
+    rollback.attempt(lambda: work(False))
     assert {name for name, _ in model.named_buffers()} == {"norm.running_mean", "norm.running_var"} | {
         "norm.num_batches_tracked",
         "constant",
     }
-    assert len(transaction._buffers._candidates) == 3
+    assert len(rollback._buffers._candidates) == 3
 
 
 def test_activations_are_freed_before_the_next_attempt():
@@ -373,7 +373,7 @@ def test_activations_are_freed_before_the_next_attempt():
 
     engine = Engine(device="cpu")
     model, optimizer = engine.prepare(model := torch.nn.Linear(3, 3), torch.optim.SGD(model.parameters()))
-    transaction, seen = Transaction(engine, model), []
+    rollback, seen = Rollback(engine, model), []
 
     def work():
         hidden = model(torch.ones(2, 3)).relu()
@@ -383,7 +383,7 @@ def test_activations_are_freed_before_the_next_attempt():
 
     gc.disable()
     try:
-        assert isinstance(transaction.attempt(work), OutOfMemory)
+        assert isinstance(rollback.attempt(work), OutOfMemory)
     finally:
         gc.enable()
     assert seen[0]() is None
@@ -513,21 +513,21 @@ def test_the_worst_batch_is_what_is_tried(train, monkeypatch):
 
 
 def test_what_does_not_fit_is_cut_before_the_first_step(train, monkeypatch, caplog):
-    real, calls = Preflight.train, []
+    real, calls = Rehearsal.train, []
 
     def small(preflight):
         calls.append(preflight._batches.batch_sampler.micro_batch_size)
         return OutOfMemory("1.00 GiB more") if calls[-1] > 2 else real(preflight)
 
-    monkeypatch.setattr(Preflight, "train", small)
+    monkeypatch.setattr(Rehearsal, "train", small)
     watch, expected = Watch(), Watch()
     result = train([watch], memory={"budget": "auto"})
     assert calls == [8, 4, 2]
     assert result.fit.rows_at_once == 2
     train([expected], memory={"micro_batch": 2})
     assert all(same_bits(*pair) for pair in zip(watch.weights, expected.weights, strict=True))
-    monkeypatch.setattr(Preflight, "train", lambda preflight: OutOfMemory())
-    with pytest.raises(DoesNotFit, match="before the first step with one row at once"):
+    monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
+    with pytest.raises(DoesNotFit, match="before the first step with a micro-batch size of 1"):
         train(memory={"budget": "auto"})
 
 
@@ -538,8 +538,8 @@ def test_what_was_not_tried_without_a_plan_is_said(train, monkeypatch):
         raise NotImplementedError("no such operation")
 
     monkeypatch.setattr(settling, "_planner", cannot)
-    monkeypatch.setattr(Preflight, "train", lambda preflight: OutOfMemory())
-    with pytest.raises(DoesNotFit, match="no plan was made, so nothing but smaller micro-batches") as caught:
+    monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
+    with pytest.raises(DoesNotFit, match="without a plan only smaller micro-batches were tried") as caught:
         train(memory={"budget": "auto"})
     assert "memory.gradient_checkpointing: all" in str(caught.value)
 
@@ -556,15 +556,15 @@ def test_state_that_does_not_fit(train, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("trimtab.training.memory_guard.preallocate_state", fails)
-    with pytest.raises(DoesNotFit, match="the state of its optimizer alone"):
+    with pytest.raises(DoesNotFit, match="its optimizer state alone"):
         train()
 
 
 def test_predicted_against_measured(train, monkeypatch):
-    from trimtab.training.memory_guard import Hold
+    from trimtab.training.memory_guard import MemoryGuard
 
-    init = Hold.__init__
-    monkeypatch.setattr(Hold, "__init__", lambda self, *p, **o: init(self, *p, **{**o, "predicted_peak_bytes": 10**9}))
+    init = MemoryGuard.__init__
+    monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *p, **o: init(self, *p, **{**o, "predicted_peak_bytes": 10**9}))
     last = lines_of(train().folder)[-1]
     assert last["predicted_peak_bytes"] == 10**9
     assert last["peak_memory_bytes"] > 10**7

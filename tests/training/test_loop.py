@@ -15,8 +15,8 @@ from tiny_runs import NO_DROPOUT, lines_of, reviews
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError
 from trimtab.inference.classify import classify_texts
-from trimtab.training.intervals import Due
-from trimtab.training.loop import RunState
+from trimtab.training.interval import Interval
+from trimtab.training.run_state import RunState
 from trimtab.units import Every
 
 ROWS = reviews(32)
@@ -179,15 +179,15 @@ def test_evaluation_by_steps_and_epochs(train, every, expected):
 
 
 def test_evaluation_by_part_of_an_epoch():
-    due = Due(Every(steps=None, epochs=0.5, seconds=None), steps_per_epoch=5)
+    interval = Interval(Every(steps=None, epochs=0.5, seconds=None), steps_per_epoch=5)
     found = []
     for step in range(1, 16):
-        if due.now(step, 0.0):
+        if interval.has_passed(step, 0.0):
             found.append(step)
-            due.done(step, 0.0)
+            interval.restart(step, 0.0)
     assert found == [3, 5, 8, 10, 13, 15]
-    assert not due.now(16, 0.0)
-    assert due.now(19, 0.0), "one that was passed over is owed"
+    assert not interval.has_passed(16, 0.0)
+    assert interval.has_passed(19, 0.0), "one that was passed over is owed"
 
 
 class Clock:
@@ -402,7 +402,7 @@ def test_without_evaluation_the_last_model_is_kept(train, caplog):
             result = train([watch], train={"epochs": 3}, **sections)
         assert watch.saved == [12]
         assert same_bits(saved_weights(result), watch.weights[-1])
-    assert "odd was never a finite number: the last model is kept" in caplog.text
+    assert "odd was never finite: the last model is kept" in caplog.text
 
 
 # ---------------------------------------------------------------------- the user's own parts

@@ -58,7 +58,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
         _run(home, "killed", device, kill_at=_KILLED_AT)
         say("… and resumed")
         said = _run(home, "killed", device, resume=True)
-        if f"goes on from step-{_SAVED_AT}" not in said:
+        if f"resuming from step-{_SAVED_AT}" not in said:
             raise TrimtabError(f"the run was killed, but did not go on from step {_SAVED_AT}:\n{said[-2000:]}")
         return _compare(home / "whole", home / "killed")
 

@@ -201,7 +201,7 @@ class RunFolder:
                 raise _not_written(self.path / JOURNAL, error) from error
         if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
             self._status["directory"] = str(Path.cwd())
-        self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
+        self.update(step=step, num_steps=max(num_steps, step), pid=os.getpid(), host=socket.gethostname())
 
     def go_on(self) -> None:
         """A loop of the user's own goes on, nobody knows where: lines that are the same as before are not repeated."""
