@@ -72,7 +72,7 @@ def test_a_disk_that_is_really_full(stage, small_disk):
     said = stage.finish(recipe, at={"12": f"saved 10; fill {small_disk}", "27": f"remove {small_disk}/filler"})
     assert f"the model could not be written to {recipe['out']}/best: No space left on device" in said
     assert "step-15 could not be written: No space left on device" in said
-    assert "the state after step 20 is not saved, because the best model is not" in said
+    assert "step 20 is not saved, because the best model could not be written" in said
     assert f"the model that waited is in {recipe['out']}/best now" in said
     assert notes_of(recipe["out"])["fit"]["save_failure"] is None
     assert_same_end(recipe["out"], stage.whole())

@@ -75,7 +75,7 @@ def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
     assert any(BAD_TEXT in row["text"] for row in rows)
     # no state of the broken model was saved, and the run goes on as the message says
     assert saved_steps(recipe["out"]) == [5]
-    command = shlex.split(said.split("the last good state is that of step 5: ")[1].splitlines()[0])
+    command = shlex.split(said.split("the last good checkpoint is that of step 5: ")[1].splitlines()[0])
     assert command == ["trimtab", "resume", recipe["out"], "--from", "step-5", "--set", "train.on_nan=skip"]
     options = {"from_step": command[4], "sets": command[6:]}
     said = stage.finish(recipe, command="resume", options=options, loss={"bad_length": BAD_LENGTH})

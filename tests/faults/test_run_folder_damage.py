@@ -9,8 +9,8 @@ import pytest
 import yaml
 from fault_stage import STANDARD, assert_same_end, assert_went_on, goes_on_from, status_of
 
-from trimtab.checkpoint.store import MANIFEST, _signed
 from trimtab.build.resumed_recipe import load_settings
+from trimtab.checkpoint.store import MANIFEST, _signed
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.resume_rules import all_differences
@@ -234,7 +234,7 @@ def test_a_damaged_recipe_and_no_settings_anywhere(run, caplog):
     load_settings(folder, None, [])
     assert "recipe.yaml was changed since the run wrote it" in caplog.text
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(RecipeError, match="no state was saved yet"):
+    with pytest.raises(RecipeError, match="there is no checkpoint yet"):
         load_settings(folder, None, [])
 
 

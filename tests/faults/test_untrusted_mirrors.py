@@ -47,7 +47,10 @@ def test_the_recorded_folder_is_not_written_to(stage, lost, tmp_path):
     assert child.wait() == 0, child.said
     assert not elsewhere.exists()
     run = work / "runs" / mirror.parent.name / mirror.name
-    assert f"was copied to {run.relative_to(work)}; before it was in {elsewhere / 'run'} (--out {elsewhere / 'run'})" in child.said
+    assert (
+        f"was copied to {run.relative_to(work)}; before it was in {elsewhere / 'run'} (--out {elsewhere / 'run'})"
+        in child.said
+    )
     assert assert_went_on(tmp_path / "notes", child.said) == 20
     assert saved_steps(mirror) == saved_steps(run) == [35, 40]  # it keeps the mirror that was named
     assert status_of(mirror)["path"] == str(run.relative_to(work))

@@ -50,7 +50,11 @@ def test_the_moments_are_those_of_the_protocol():
     [
         (type("Typo", (), {"on_stpe": lambda self, state: None})(), "on_stpe would never be called", "mean on_step?"),
         (Misspelt(), r"callbacks\[1\], a Misspelt: on_evla would never be called", "mean on_eval?"),
-        (OfAnotherLibrary(), "on_train_begin would never be called", "The events are on_step, on_eval, on_save, on_end"),
+        (
+            OfAnotherLibrary(),
+            "on_train_begin would never be called",
+            "The events are on_step, on_eval, on_save, on_end",
+        ),
         (lambda state: None, "<lambda>, has no method that would be called", r"on_step\(state\)"),
         (print, "print, has no method that would be called", r"on_eval\(state, metrics\)"),
         (OnStep, "is the class OnStep", r"OnStep\(\)"),

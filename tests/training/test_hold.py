@@ -564,7 +564,9 @@ def test_predicted_against_measured(train, monkeypatch):
     from trimtab.training.memory_guard import MemoryGuard
 
     init = MemoryGuard.__init__
-    monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *p, **o: init(self, *p, **{**o, "predicted_peak_bytes": 10**9}))
+    monkeypatch.setattr(
+        MemoryGuard, "__init__", lambda self, *p, **o: init(self, *p, **{**o, "predicted_peak_bytes": 10**9})
+    )
     last = lines_of(train().folder)[-1]
     assert last["predicted_peak_bytes"] == 10**9
     assert last["peak_memory_bytes"] > 10**7

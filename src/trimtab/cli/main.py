@@ -533,8 +533,9 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Measure variants of a recipe side by side: memory, speed, loss; each run in a fresh process."""
-    from trimtab.commands.compare import Protocol, candidates_of, choose_variants, make_folder
+    from trimtab.commands.compare import Protocol, candidates_of, make_folder
     from trimtab.commands.compare import compare as run_comparison
+    from trimtab.commands.variants import choose_variants
     from trimtab.report.tables import anatomy_table, main_table, notes, write_folder
     from trimtab.report.verdict import verdict
     from trimtab.units import parse_seconds
