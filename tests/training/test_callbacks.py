@@ -5,7 +5,7 @@ import pytest
 from trimtab import Recipe, fit
 from trimtab.data.metrics import higher_is_better
 from trimtab.errors import RecipeError
-from trimtab.training.callbacks import EVENTS, Callback, check_callbacks
+from trimtab.training.callbacks import check_callbacks
 
 NOWHERE = Recipe(model="no-such-model", data={"train": "no-such-file.csv"})
 
@@ -39,10 +39,6 @@ class Helpers:
 
     def one_step(self):
         pass
-
-
-def test_the_moments_are_those_of_the_protocol():
-    assert [name for name in vars(Callback) if name.startswith("on_")] == list(EVENTS)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from trimtab.runs.run_folder import Folder
 from trimtab.training.evaluate import Evaluator, OwnMetric
 from trimtab.training.loop import Trainer
 from trimtab.training.memory_guard import MemoryGuard
-from trimtab.training.progress import Progress
+from trimtab.training.progress_lines import Progress
 from trimtab.training.stopping import Best, EarlyStopping
 from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutputs, TrainingParts
 from trimtab.units import Every, parse_every, parse_seconds

@@ -43,21 +43,13 @@ _ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # do not 
 
 @dataclass(frozen=True)
 class Merged:
-    """A merged model that was written.
-
-    Args:
-        folder: Its folder.
-        base: The model that the adapter belongs to.
-        onto: "original" or "dequantized".
-        dtype: The dtype of its weights: "fp32", "bf16" or "fp16".
-        closeness: How close its predictions are to those of the trained model; None if not measured.
-    """
+    """A merged model that was written."""
 
     folder: Path
-    base: str
-    onto: str
-    dtype: str
-    closeness: Closeness | None
+    base: str  # the model that the adapter belongs to
+    onto: str  # "original" or "dequantized"
+    dtype: str  # "fp32", "bf16" or "fp16"
+    closeness: Closeness | None  # of its predictions to those of the trained model; None if not measured
 
 
 def merge(

@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "allocator slack",
-    "outside the allocator",
-)
+# the name of each part, and its field in `Anatomy`; the first six are allocated
+_FIELDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer state": "optimizer_state",
+    "activations": "activations",
+    "logits and loss": "logits_and_loss",
+    "temporaries": "temporaries",
+    "allocator slack": "allocator_slack",
+    "outside the allocator": "outside",
+}
+PARTS = tuple(_FIELDS)
 _NUM_LARGEST = 12
 _GRADIENT = "trimtab: gradient "  # followed by address and size of its storage
 _FORWARD = "trimtab: forward"
@@ -64,23 +66,11 @@ class Anatomy:
     @property
     def allocated(self) -> int:
         """Allocated bytes at the peak."""
-        return sum(self._sizes()[:6])  # type: ignore[arg-type]
+        return sum(size or 0 for size in list(self.parts().values())[:6])
 
     def parts(self) -> dict[str, int | None]:
         """Return the bytes of each of `PARTS`."""
-        return dict(zip(PARTS, self._sizes(), strict=True))
-
-    def _sizes(self) -> tuple[int | None, ...]:
-        return (
-            self.weights,
-            self.gradients,
-            self.optimizer_state,
-            self.activations,
-            self.logits_and_loss,
-            self.temporaries,
-            self.allocator_slack,
-            self.outside,
-        )
+        return {part: getattr(self, name) for part, name in _FIELDS.items()}
 
 
 @dataclass
@@ -229,16 +219,12 @@ class MemoryWatch:
                 part = _part_of(block, record)
                 sizes[part] += block.size if block.exact_size is None else block.exact_size
                 alike[part, block.op, block.size] += 1
-        known = sum(size for part, size in sizes.items() if part != "temporaries")
+        # includes memory that the record has not seen: workspaces, the batch, rounding
+        sizes["temporaries"] = in_use - sum(size for part, size in sizes.items() if part != "temporaries")
         largest = sorted(alike.items(), key=lambda item: -item[0][2] * item[1])[:_NUM_LARGEST]
         slack, outside = self._beyond(in_use)
         return Anatomy(
-            weights=sizes["weights"],
-            gradients=sizes["gradients"],
-            optimizer_state=sizes["optimizer state"],
-            activations=sizes["activations"],
-            logits_and_loss=sizes["logits and loss"],
-            temporaries=in_use - known,  # includes memory outside the record: workspaces, the batch, rounding
+            **{_FIELDS[part]: sizes[part] for part in PARTS[:6]},
             allocator_slack=slack,
             outside=outside,
             host_weights=self._host_bytes("weights"),

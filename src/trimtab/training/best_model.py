@@ -1,6 +1,6 @@
 """The best model of a run: when it is written, and what a resumed run knows of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trimtab.engine.engine import Engine
@@ -12,14 +12,7 @@ from trimtab.training.stopping import Best
 
 
 class BestModel:
-    """Writes the best model and tells the callbacks.
-
-    Args:
-        engine: The engine.
-        best: The best metric so far.
-        writer: Writes the model.
-        callbacks: The user's callbacks.
-    """
+    """Writes the best model and calls the `on_save` of callbacks."""
 
     def __init__(self, engine: Engine, best: Best, writer: Keeper, callbacks: list[object]) -> None:
         self._engine, self._best, self._writer, self._callbacks = engine, best, writer, callbacks
@@ -39,15 +32,15 @@ class BestModel:
     def write(self, state: RunState) -> None:
         """Write the model as the best one so far."""
         self.is_kept = True
-        with self._engine.busy("writing the best model"):
-            folder = self._writer.keep_best(state.step, state.metrics)
-        if folder is not None:
-            call_all(self._callbacks, "on_save", state, folder)
+        self._write(state, lambda: self._writer.keep_best(state.step, state.metrics))
 
     def write_waiting(self, state: RunState) -> None:
         """Retry to write a model for which the disk had no room."""
+        self._write(state, self._writer.write_waiting)
+
+    def _write(self, state: RunState, write: Callable[[], str | None]) -> None:
         with self._engine.busy("writing the best model"):
-            folder = self._writer.write_waiting()
+            folder = write()
         if folder is not None:
             call_all(self._callbacks, "on_save", state, folder)
 

@@ -1,29 +1,18 @@
-"""Callbacks: methods of the user's objects that are called at four events of a run."""
+"""Callbacks: objects of the user with any of four methods, each called at an event of a run.
+
+- `on_step(state)` after every optimizer step; `state` is the trainer's `RunState`
+- `on_eval(state, metrics)` after every evaluation
+- `on_save(state, folder)` after the best model was written
+- `on_end(state)` at the end of the run, also after an error
+"""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Protocol
 
 from trimtab.errors import RecipeError
 
 EVENTS = ("on_step", "on_eval", "on_save", "on_end")
 _CURE = "pass an object with any of on_step(state), on_eval(state, metrics), on_save(state, folder), on_end(state)"
-
-
-class Callback(Protocol):
-    """A callback has any of these methods; `state` is the trainer's `RunState`."""
-
-    def on_step(self, state: object) -> None:
-        """Called after every optimizer step."""
-
-    def on_eval(self, state: object, metrics: dict[str, float]) -> None:
-        """Called after every evaluation."""
-
-    def on_save(self, state: object, folder: str) -> None:
-        """Called after the best model was written."""
-
-    def on_end(self, state: object) -> None:
-        """Called at the end of the run, also after an error."""
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:

@@ -11,12 +11,7 @@ from trimtab.randomness import host_randomness_kept
 
 
 class DataPosition:
-    """Maps optimizer steps to batches of the training data.
-
-    Args:
-        batches: The prepared loader of micro-batches.
-        steps_per_epoch: Optimizer steps of an epoch.
-    """
+    """Maps optimizer steps to batches of the training data."""
 
     def __init__(self, batches: Any, steps_per_epoch: int) -> None:
         self._batches = batches

@@ -54,14 +54,7 @@ class FiniteWatch:
 
 
 def explanation(step: int, rows: str, has_fp16: bool, good: str) -> str:
-    """Explain to the user why a loss may not be finite.
-
-    Args:
-        step: The step.
-        rows: The file with its rows.
-        has_fp16: Whether the run computes in fp16.
-        good: Describes the last good checkpoint.
-    """
+    """Explain to the user why a loss may not be finite; `rows` is a file, `good` describes the last checkpoint."""
     precision = "train.precision: bf16 or fp32" if has_fp16 else "train.max_grad_norm: 1.0, or fewer large values"
     return (
         f"the loss or the gradients of step {step} are not finite. The rows of that step are in {rows}\n"

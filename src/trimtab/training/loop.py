@@ -26,16 +26,7 @@ from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutp
 
 
 class Trainer:
-    """Trains a model, evaluates it, and saves it.
-
-    Args:
-        parts: What a step is computed with.
-        settings: The length of the run and its intervals.
-        selection: How models are evaluated and compared.
-        outputs: Where the results go.
-        freezing: Which parameters are frozen, and until when.
-        memory_guard: Keeps the run within its memory.
-    """
+    """Trains a model, evaluates it, and saves it."""
 
     def __init__(
         self,

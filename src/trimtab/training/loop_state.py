@@ -14,7 +14,7 @@ class LoopState:
     """Saves and restores the state of the loop; registered with the engine.
 
     Args:
-        run: The progress of the run.
+        run: The progress of the run, which is restored in place.
         position: The position in the training data.
         best_model: The best model.
         writer: Knows the length of the journal.

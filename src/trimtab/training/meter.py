@@ -13,11 +13,7 @@ from trimtab.training.step import StepResult
 
 
 class Meter:
-    """Counts what a run does. Training time excludes evaluations and saves.
-
-    Args:
-        engine: The engine; sums are over all its processes.
-    """
+    """Counts what all processes of a run do. Training time excludes evaluations and saves."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -24,11 +24,6 @@ def agree_on(wanted: NextActions, step: int, engine: Engine) -> NextActions:
 
     A stop, a signal or a step that is not finite counts for all processes; what depends on time follows the clock of
     the main process.
-
-    Args:
-        wanted: What this process wants.
-        step: The step that was taken.
-        engine: The engine.
     """
     if not engine.use_distributed:
         return wanted
@@ -36,7 +31,7 @@ def agree_on(wanted: NextActions, step: int, engine: Engine) -> NextActions:
     if not engine.is_main_process:
         flags[:3] = [False] * 3
     wishes = torch.tensor([*flags, bad_step is not None], dtype=torch.int32)
-    *agreed, is_bad = (bool(wish) for wish in engine.reduce(wishes).tolist())
+    evaluate, save, time_is_up, stop, was_signalled, is_bad = map(bool, engine.reduce(wishes).tolist())
     # a process may have read the results of more steps than another
     first = int(engine.gather(torch.tensor(step if bad_step is None else bad_step)).min()) if is_bad else None
-    return NextActions(*agreed, bad_step=first)
+    return NextActions(evaluate, save, time_is_up, stop, was_signalled, first)

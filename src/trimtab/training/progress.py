@@ -6,36 +6,12 @@ None of them can end a run: if the output is closed, they become silent.
 import difflib
 import os
 import sys
-from typing import Protocol
 
 from trimtab.errors import RecipeError
 from trimtab.training.progress_bar import BarProgress, is_notebook
-from trimtab.training.progress_lines import JsonProgress, PlainProgress, QuietProgress
-from trimtab.training.progress_text import StepLine
+from trimtab.training.progress_lines import JsonProgress, PlainProgress, Progress, QuietProgress
 
 MODES = ("auto", "bar", "plain", "json", "quiet")
-
-
-class Progress(Protocol):
-    """Shows a run. Calls are cheap: `step` may be called after every step."""
-
-    def start(self, num_steps: int | None, start_step: int = 0) -> None:
-        """Begin a run of `num_steps` (None if not known), resumed after `start_step`."""
-
-    def step(self, line: StepLine) -> None:
-        """Show the metrics of a step: a line for every call, a bar at most every 0.2 s."""
-
-    def evaluation(self, metrics: dict[str, float], step: int, improved: bool) -> None:
-        """Show the metrics of an evaluation; `improved` if its model is the best so far."""
-
-    def note(self, text: str) -> None:
-        """Show a line of text."""
-
-    def eval_progress(self, num_done: int) -> None:
-        """Show how many batches of an evaluation are done."""
-
-    def finish(self, summary: str, failed: bool = False) -> None:
-        """End the run; `failed` if it ended with an error. May be called twice."""
 
 
 def build_progress(mode: str) -> Progress:

@@ -8,10 +8,10 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.log import logger
-from trimtab.training.progress_lines import LineWriter, discard_stdout
+from trimtab.training.progress_lines import LineWriter, Progress, discard_stdout
 from trimtab.training.progress_text import StepLine, evaluation_text, metrics_text, time_left_text
 
 _SECONDS_BETWEEN_FRAMES = 0.2  # a frame takes one to two milliseconds to draw: less than 1% of the time
@@ -26,15 +26,14 @@ def is_notebook() -> bool:
     return Console().is_jupyter
 
 
-class BarProgress:
+class BarProgress(Progress):
     """A bar with the metrics below it; evaluations and notes stay as lines above.
 
     Drawn within the calls and not by a thread, which would take time from the training loop.
     """
 
     def __init__(self) -> None:
-        self._screen: _Screen = _NoScreen()
-        self._num_steps: int | None = None
+        self._screen = _Screen()
         self._start_step = 0
         self._line: StepLine | None = None
         self._num_evaluated: int | None = None
@@ -43,7 +42,8 @@ class BarProgress:
     def start(self, num_steps: int | None, start_step: int = 0) -> None:
         """Open the bar."""
         self._close()
-        self._num_steps, self._start_step = num_steps, start_step
+        super().start(num_steps)
+        self._start_step = start_step
         self._line = self._num_evaluated = None
         self._screen = _NotebookScreen() if is_notebook() else _TerminalScreen()
         self._screen.open(self._frame())
@@ -78,7 +78,7 @@ class BarProgress:
     def _close(self) -> None:
         self._num_evaluated = None
         self._screen.close(self._frame)
-        self._screen = _NoScreen()
+        self._screen = _Screen()
         atexit.unregister(self._close)
 
     def _draw_if_old(self) -> None:
@@ -113,20 +113,8 @@ class BarProgress:
         return frame
 
 
-class _Screen(Protocol):
-    """Where frames replace each other."""
-
-    def open(self, frame: Any) -> None: ...
-
-    def show(self, frame: Any) -> None: ...
-
-    def line(self, text: str, style: str) -> None: ...
-
-    def close(self, last_frame: Callable[[], Any]) -> None: ...
-
-
-class _NoScreen:
-    """Used before the start and after the end: writes plain lines and draws no frames."""
+class _Screen:
+    """Where frames replace each other. This base class, for before the start and after the end, draws none."""
 
     def open(self, frame: Any) -> None:
         pass
@@ -141,7 +129,7 @@ class _NoScreen:
         pass
 
 
-class _TerminalScreen:
+class _TerminalScreen(_Screen):
     """rich's live display. Lines, including those of trimtab's logger, go above the frame."""
 
     def __init__(self) -> None:
@@ -193,7 +181,7 @@ def _move_handlers(old: Any, new: Any) -> None:
                 handler.setStream(new)
 
 
-class _NotebookScreen:
+class _NotebookScreen(_Screen):
     """One output of the cell, updated in place; lines follow below it. Needs no widgets."""
 
     def open(self, frame: Any) -> None:
@@ -202,9 +190,6 @@ class _NotebookScreen:
 
     def show(self, frame: Any) -> None:
         self._handle.update(frame)
-
-    def line(self, text: str, style: str) -> None:
-        LineWriter().write(text)
 
     def close(self, last_frame: Callable[[], Any]) -> None:
         self._handle.update(last_frame())

@@ -47,16 +47,46 @@ def discard_stdout() -> None:
         return
 
 
-class PlainProgress:
+class Progress:
+    """Shows a run; this base class shows nothing. Calls are cheap: `step` may be called after every step."""
+
+    _num_steps: int | None = None
+
+    def start(self, num_steps: int | None, start_step: int = 0) -> None:
+        """Begin a run of `num_steps` (None if not known), resumed after `start_step`."""
+        self._num_steps = num_steps
+
+    def step(self, line: StepLine) -> None:
+        """Show the metrics of a step: a line for every call, a bar at most every 0.2 s."""
+
+    def evaluation(self, metrics: dict[str, float], step: int, improved: bool) -> None:
+        """Show the metrics of an evaluation; `improved` if its model is the best so far."""
+
+    def note(self, text: str) -> None:
+        """Show a line of text."""
+
+    def eval_progress(self, num_done: int) -> None:
+        """Show how many batches of an evaluation are done."""
+
+    def finish(self, summary: str, failed: bool = False) -> None:
+        """End the run; `failed` if it ended with an error. May be called twice."""
+
+
+class QuietProgress(Progress):
+    """Shows nothing but the summary of a run that failed."""
+
+    def finish(self, summary: str, failed: bool = False) -> None:
+        """Write the summary to standard error if the run failed."""
+        if failed and sys.stderr is not None:
+            with contextlib.suppress(OSError):  # a log on a full disk must not hide why the run failed
+                sys.stderr.write(summary + "\n")
+
+
+class PlainProgress(Progress):
     """One line of text per call, for logs and pipes."""
 
     def __init__(self) -> None:
         self._lines = LineWriter()
-        self._num_steps: int | None = None
-
-    def start(self, num_steps: int | None, start_step: int = 0) -> None:
-        """Store the number of steps."""
-        self._num_steps = num_steps
 
     def step(self, line: StepLine) -> None:
         """Write a line."""
@@ -70,27 +100,23 @@ class PlainProgress:
         """Write the text."""
         self._lines.write(text)
 
-    def eval_progress(self, num_done: int) -> None:
-        """Do nothing."""
-
     def finish(self, summary: str, failed: bool = False) -> None:
         """Write the summary."""
         self._lines.write(summary)
 
 
-class JsonProgress:
+class JsonProgress(Progress):
     """One JSON object per call. Numbers that JSON lacks are the strings "nan", "inf" and "-inf"."""
 
     def __init__(self) -> None:
         self._lines = LineWriter()
-        self._num_steps: int | None = None
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         self._lines.write(json.dumps({"event": event, **_json_values(values)}, allow_nan=False, ensure_ascii=False))
 
     def start(self, num_steps: int | None, start_step: int = 0) -> None:
         """Write the number of steps."""
-        self._num_steps = num_steps
+        super().start(num_steps, start_step)
         self._write("start", {"description": "train", "num_steps": num_steps, "start_step": start_step})
 
     def step(self, line: StepLine) -> None:
@@ -105,9 +131,6 @@ class JsonProgress:
         """Write the text."""
         self._write("note", {"text": text})
 
-    def eval_progress(self, num_done: int) -> None:
-        """Do nothing."""
-
     def finish(self, summary: str, failed: bool = False) -> None:
         """Write the summary."""
         self._write("finish", {"summary": summary, "failed": failed})
@@ -118,28 +141,3 @@ def _json_values(values: dict[str, Any]) -> dict[str, Any]:
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
-
-
-class QuietProgress:
-    """Shows nothing but the summary of a run that failed."""
-
-    def start(self, num_steps: int | None, start_step: int = 0) -> None:
-        """Do nothing."""
-
-    def step(self, line: StepLine) -> None:
-        """Do nothing."""
-
-    def evaluation(self, metrics: dict[str, float], step: int, improved: bool) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def eval_progress(self, num_done: int) -> None:
-        """Do nothing."""
-
-    def finish(self, summary: str, failed: bool = False) -> None:
-        """Write the summary to standard error if the run failed."""
-        if failed and sys.stderr is not None:
-            with contextlib.suppress(OSError):  # a log on a full disk must not hide why the run failed
-                sys.stderr.write(summary + "\n")

@@ -18,13 +18,7 @@ from trimtab.training.loop import Trainer
 
 
 def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> int | None:
-    """Load the checkpoint of a start point into a trainer.
-
-    Args:
-        trainer: The trainer.
-        engine: The engine.
-        beginning: The start point.
-        lr: The learning rate of the recipe, which may differ from that of the checkpoint.
+    """Load the checkpoint of a start point into a trainer; `lr` is the learning rate of the recipe.
 
     Returns:
         How much of the run's journal is valid, in bytes; None if the run starts from scratch.

@@ -41,12 +41,7 @@ class OutOfMemory:
 
 
 class Rollback:
-    """Runs work on a model and undoes it if memory runs out.
-
-    Args:
-        engine: The engine that prepared the model.
-        model: The prepared model.
-    """
+    """Runs work on a prepared model and undoes it if memory runs out."""
 
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         self._engine = engine
@@ -144,9 +139,6 @@ class _ChangingBuffers:
     """The buffers of a model that a forward changes, such as running statistics. Few models have any.
 
     Until a window has succeeded, all buffers are copied, to the host.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -8,12 +8,7 @@ from trimtab.errors import CheckpointError
 
 
 class Best:
-    """The best value of a metric so far, and the step that reached it first.
-
-    Args:
-        metric: Name of the metric.
-        higher_is_better: False for losses and errors.
-    """
+    """The best value of a metric so far, and the step that reached it first."""
 
     def __init__(self, metric: str, higher_is_better: bool) -> None:
         self.metric = metric
@@ -46,11 +41,7 @@ class Best:
 class EarlyStopping:
     """Stops a run after `patience` consecutive evaluations that did not improve a metric.
 
-    Args:
-        metric: Name of the metric.
-        higher_is_better: False for losses and errors.
-        patience: Evaluations without improvement that end the run.
-        min_delta: A change must be larger than this to count as an improvement.
+    A change must be larger than `min_delta` to count as an improvement.
     """
 
     def __init__(self, metric: str, higher_is_better: bool, patience: int = 3, min_delta: float = 0.0) -> None:

@@ -9,7 +9,7 @@ from trimtab.engine.engine import Engine
 from trimtab.model.losses import Loss
 from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.training.evaluate import Evaluator
-from trimtab.training.progress import Progress
+from trimtab.training.progress_lines import Progress
 from trimtab.training.run_writer import Keeper
 from trimtab.training.stopping import Best, EarlyStopping
 from trimtab.units import Every
@@ -17,22 +17,13 @@ from trimtab.units import Every
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What an optimizer step is computed with. All but the loss are prepared by `engine`.
-
-    Args:
-        engine: The engine.
-        model: The prepared model.
-        optimizer: The prepared optimizer.
-        scheduler: The prepared learning-rate schedule.
-        batches: The prepared loader of micro-batches; its sampler knows how many make up a batch.
-        loss: Computes the loss of a micro-batch, with its weight.
-    """
+    """What an optimizer step is computed with. All but the loss are prepared by `engine`."""
 
     engine: Engine
     model: torch.nn.Module
     optimizer: Any
-    scheduler: Any
-    batches: Any
+    scheduler: Any  # of the learning rate
+    batches: Any  # the loader of micro-batches; its sampler knows how many make up a batch
     loss: Loss
 
 
@@ -54,29 +45,16 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """How models are evaluated and compared.
+    """How models are evaluated and compared."""
 
-    Args:
-        evaluator: Computes metrics on held-out rows; None if there are none.
-        best: The best metric so far.
-        early_stopping: Ends a run that no longer improves; None if it never does.
-    """
-
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None  # None without held-out rows
     best: Best
     early_stopping: EarlyStopping | None
 
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """Where the results of a run go.
-
-    Args:
-        writer: Writes the best model and the metrics.
-        checkpoints: Saves the training state.
-        progress: Shows the run to the user.
-        callbacks: The user's callbacks.
-    """
+    """Where the results of a run go."""
 
     writer: Keeper
     checkpoints: Checkpoints | NoCheckpoints
