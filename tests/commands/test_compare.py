@@ -23,7 +23,7 @@ from trimtab.commands.compare import (
     make_folder,
     shortened,
 )
-from trimtab.commands.measure import StepClock, is_out_of_memory, measure
+from trimtab.commands.measure import StepClock, measure
 from trimtab.commands.variants import choose_variants, combine_values, read_variants, split_values
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
@@ -206,14 +206,6 @@ def test_why_a_run_failed_is_told_in_a_few_words(recipe, own_folder, tiny, monke
     assert measure(spec_of(own_folder, {**values, "train": {}})) == {
         "failure": "out of memory (tried to allocate 2.50 GiB more)"
     }
-
-
-def test_what_is_out_of_memory():
-    assert is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried …"))
-    assert not is_out_of_memory(RuntimeError("shapes differ"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_the_clock(monkeypatch):

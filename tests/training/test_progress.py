@@ -1,9 +1,8 @@
-"""What a run shows: the words, the ways to show them, and that none of them can disturb the run."""
+"""What a run shows: the text, the displays, and that none of them can disturb the run."""
 
 import builtins
 import io
 import json
-import logging
 import math
 import os
 import pty
@@ -316,16 +315,6 @@ def test_a_run_that_dies_gives_the_cursor_back():
     assert returncode == 1
     assert "ZeroDivisionError" in shown
     assert shown.rstrip().endswith("\x1b[?25h")
-
-
-def test_log_handlers_are_given_back(monkeypatch):
-    old, new, other = io.StringIO(), io.StringIO(), io.StringIO()
-    handlers = [logging.StreamHandler(old), logging.StreamHandler(other)]
-    monkeypatch.setattr(module.logger, "handlers", handlers)
-    module._move_handlers(old, new)
-    assert [handler.stream for handler in handlers] == [new, other]
-    module._move_handlers(new, old)
-    assert [handler.stream for handler in handlers] == [old, other]
 
 
 class FakeHandle:

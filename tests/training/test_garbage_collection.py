@@ -13,14 +13,14 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def collector():
-    """As it is where nobody has done anything to it, which these tests do."""
+    """Neither frozen nor disabled, as these tests need it."""
     gc.unfreeze()
     assert gc.isenabled()
     yield
     gc.freeze()
 
 
-def test_what_is_older_is_not_looked_at_and_garbage_of_before_is_gone():
+def test_older_objects_are_frozen_and_garbage_is_collected_first():
     garbage = weakref.ref(Node())
     older = Node()
     with gc_frozen():
@@ -39,7 +39,7 @@ def test_an_error_inside_ends_it_too():
     assert gc.get_freeze_count() == 0
 
 
-def test_who_has_frozen_objects_or_switched_the_collector_off_is_left_alone():
+def test_nothing_changes_if_the_caller_froze_or_disabled_gc():
     gc.freeze()
     try:
         later = Node()
