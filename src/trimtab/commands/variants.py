@@ -40,7 +40,7 @@ def combine_values(texts: Sequence[str]) -> list[Variant]:
         axes.append([(key.strip(), value) for value in found])
     keys = [axis[0][0] for axis in axes]
     if len(set(keys)) < len(keys):
-        raise RecipeError(f"--vary has {max(keys, key=keys.count)} twice", "give all its values at once: KEY=a,b,c")
+        raise RecipeError(f"--vary has {max(keys, key=keys.count)} twice", "pass all its values together: KEY=a,b,c")
     bare = {axis[0][0] for axis in axes if all(isinstance(value, str | Mapping) for _, value in axis)}
     variants = [Variant(_name(chosen, bare), dict(chosen)) for chosen in itertools.product(*axes)]
     names = [variant.name for variant in variants]

@@ -34,6 +34,10 @@ class BestModel:
         self.is_kept = True
         self._write(state, lambda: self._writer.keep_best(state.step, state.metrics))
 
+    def rewrite(self, state: RunState) -> None:
+        """Write the best model again, from the state of its step, which was loaded."""
+        self._writer.keep_best(state.step, state.metrics)
+
     def write_waiting(self, state: RunState) -> None:
         """Retry to write a model for which the disk had no room."""
         self._write(state, self._writer.write_waiting)

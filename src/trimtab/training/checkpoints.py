@@ -170,7 +170,7 @@ def _numerics(engine: Engine) -> dict[str, Any]:
     }
 
 
-def different_numerics(facts: dict[str, Any], engine: Engine) -> list[str]:
+def numeric_differences(facts: dict[str, Any], engine: Engine) -> list[str]:
     """Describe how this machine differs from that of a checkpoint, which changes the last bits of a resumed run."""
     words = {"num_threads": "threads", "cpu": "CPU capability", "num_processes": "processes"}
     return [

@@ -5,11 +5,12 @@ If memory runs out, batches are split into halves from then on; no row is counte
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trimtab.data.batching import cut_rows
+from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, LossError
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
@@ -18,28 +19,6 @@ from trimtab.model.losses import Loss, StepLoss
 from trimtab.randomness import host_randomness_kept
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
-
-
-class Metrics(Protocol):
-    """Streaming metrics of a task."""
-
-    def combine(
-        self, reduce: Callable[[torch.Tensor], torch.Tensor], gather: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Merge the sums and tensors of all processes."""
-
-    def update(
-        self,
-        logits: torch.Tensor,
-        batch: dict[str, torch.Tensor],
-        loss_sum: torch.Tensor,
-        weight: torch.Tensor | int,
-        hits: torch.Tensor | None = None,
-    ) -> None:
-        """Add a batch; `logits` are empty if the loss computed none, and `hits` then counts correct predictions."""
-
-    def compute(self) -> dict[str, float]:
-        """Return the metrics over all batches."""
 
 
 class Evaluator:

@@ -319,7 +319,3 @@ class Trainer:
     def seek_data(self) -> None:
         """Continue with the rows after the current step, whatever the micro-batch size was before."""
         self._position.seek(self.state.step)
-
-    def rewrite_best_model(self) -> None:
-        """Write the best model again; the state that was loaded is that of its step."""
-        self._outputs.writer.keep_best(self.state.step, self.state.metrics)

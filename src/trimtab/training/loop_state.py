@@ -18,7 +18,7 @@ class LoopState:
         position: The position in the training data.
         best_model: The best model.
         writer: Knows the length of the journal.
-        parts: Objects with a state of their own, by their key in the checkpoint; None has none.
+        parts: Objects that have a state, by their key in the checkpoint; None has none.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from trimtab.log import say
 from trimtab.optim.schedules import reshape, shapes_of
 from trimtab.runs.run_folder import CHECKPOINTS, find_run
 from trimtab.runs.start_point import Beginning
-from trimtab.training.checkpoints import different_numerics
+from trimtab.training.checkpoints import numeric_differences
 from trimtab.training.loop import Trainer
 
 
@@ -37,7 +37,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         say(words)
     if engine.is_main_process:
         Shelf(beginning.checkpoint.parent).drop_after(step)
-        for difference in different_numerics(read_manifest(beginning.checkpoint).facts, engine):
+        for difference in numeric_differences(read_manifest(beginning.checkpoint).facts, engine):
             say(f"{difference}: results are the same up to rounding, not bit for bit")
     if beginning.is_longer:
         trainer.loop_state.reset_patience()
@@ -62,7 +62,7 @@ def _repair_best_model(trainer: Trainer, engine: Engine, run: Path, checkpoint: 
     source = Shelf(run / CHECKPOINTS).place(step)
     if engine.first_decides(lambda: not why_invalid(source)):
         engine.load_state(source)
-        trainer.rewrite_best_model()
+        trainer.best_model.rewrite(trainer.state)
         engine.load_state(checkpoint)
         say(f"the best model was damaged ({problem}): it was written again from {source.name}")
         return

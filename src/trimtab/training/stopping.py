@@ -29,7 +29,7 @@ class Best:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, its step, and what it is a value of."""
+        """Return the best value, its step, and the metric."""
         return {**_criterion(self), "value": self.value, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class EarlyStopping:
         return self.num_without_improvement >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the evaluations since, and what it is a value of."""
+        """Return the best value, the number of evaluations since, and the metric."""
         return {**_criterion(self), "value": self.value, "num_without_improvement": self.num_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
