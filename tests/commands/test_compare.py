@@ -21,7 +21,7 @@ from trimtab.commands.compare import (
     candidates_of,
     compare,
     make_folder,
-    shortened,
+    shorten_recipe,
 )
 from trimtab.commands.measure import StepClock, measure
 from trimtab.commands.variants import choose_variants, combine_values, read_variants, split_values
@@ -131,7 +131,7 @@ def test_a_measured_run_keeps_and_does_nothing_else():
         "out": "elsewhere",
         "name": "mine",
     }
-    found = shortened(values, 40)
+    found = shorten_recipe(values, 40)
     assert found == {
         "model": "x",
         "data": {"train": "y.csv"},
@@ -149,7 +149,7 @@ def test_a_measured_run_keeps_and_does_nothing_else():
 
 def spec_of(folder, recipe_values, **changes):
     plain = {
-        "recipe": shortened(recipe_values, 12),
+        "recipe": shorten_recipe(recipe_values, 12),
         "run": str(folder / "measured"),
         "device": "cpu",
         "num_steps": 12,

@@ -160,7 +160,7 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
             "took": format_seconds(time.monotonic() - began),
         },
         surroundings=surroundings,
-        recipe=shortened(recipe.model_dump(mode="json", exclude_defaults=True), protocol.num_steps),
+        recipe=shorten_recipe(recipe.model_dump(mode="json", exclude_defaults=True), protocol.num_steps),
         is_complete=is_complete,
     )
 
@@ -182,7 +182,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def shortened(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
     """Return the values of a recipe for a run of `num_steps` that is evaluated once, at its end, and keeps nothing."""
     train = {key: value for key, value in values.get("train", {}).items() if key not in ("epochs", "max_time")}
     limits = {key: value for key, value in values.get("limits", {}).items() if key in _KEPT_OF_LIMITS}
@@ -203,7 +203,7 @@ def _measure(one: VariantRuns, repeat: int, protocol: Protocol, folder: Path, lo
     folder.mkdir(parents=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     spec = {
-        "recipe": shortened(one.recipe, protocol.num_steps),
+        "recipe": shorten_recipe(one.recipe, protocol.num_steps),
         "run": str(folder / "run"),
         "result": str(folder / "result.json"),
         "device": protocol.device,

@@ -51,7 +51,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
     """
     with tempfile.TemporaryDirectory(prefix="trimtab-proof-") as name:
         home = Path(name)
-        (home / "recipe.yaml").write_text(yaml.safe_dump(_shortened(recipe), allow_unicode=True))
+        (home / "recipe.yaml").write_text(yaml.safe_dump(_shorten_recipe(recipe), allow_unicode=True))
         say(f"training {_NUM_STEPS} steps without interruption …")
         _run(home, "whole", device)
         say(f"training them again, killed after step {_KILLED_AT} …")
@@ -63,7 +63,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
         return _compare(home / "whole", home / "killed")
 
 
-def _shortened(recipe: Recipe) -> dict[str, Any]:
+def _shorten_recipe(recipe: Recipe) -> dict[str, Any]:
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     train = {key: value for key, value in values.get("train", {}).items() if key not in ("epochs", "max_time")}
     values["train"] = train | {"max_steps": _NUM_STEPS, "log_every": 1, "deterministic": True}

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from trimtab.engine.engine import Engine
 from trimtab.log import say
-from trimtab.training.callbacks import call_all
+from trimtab.training.callbacks import call_callbacks
 from trimtab.training.run_state import RunState
 from trimtab.training.run_writer import Keeper
 from trimtab.training.stopping import Best
@@ -46,7 +46,7 @@ class BestModel:
         with self._engine.busy("writing the best model"):
             folder = write()
         if folder is not None:
-            call_all(self._callbacks, "on_save", state, folder)
+            call_callbacks(self._callbacks, "on_save", state, folder)
 
     def explain_last(self) -> None:
         """Report why the last model takes the place of the best one."""

@@ -37,7 +37,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
             raise RecipeError(f"callbacks[{number}], {name}, has no method that would be called", _CURE)
 
 
-def call_all(callbacks: list[object], event: str, *arguments: object) -> None:
+def call_callbacks(callbacks: list[object], event: str, *arguments: object) -> None:
     """Call the method of an event on every callback that has it."""
     for callback in callbacks:
         method = getattr(callback, event, None)

@@ -53,7 +53,7 @@ class FiniteWatch:
         return None
 
 
-def explanation(step: int, rows: str, has_fp16: bool, good: str) -> str:
+def explain_nonfinite(step: int, rows: str, has_fp16: bool, good: str) -> str:
     """Explain to the user why a loss may not be finite; `rows` is a file, `good` describes the last checkpoint."""
     precision = "train.precision: bf16 or fp32" if has_fp16 else "train.max_grad_norm: 1.0, or fewer large values"
     return (

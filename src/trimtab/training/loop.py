@@ -9,9 +9,9 @@ from trimtab.errors import CheckpointError, DoesNotFit, LossNotFinite
 from trimtab.hardware.memory import is_out_of_memory, peak_memory, reset_peak_memory
 from trimtab.model.freeze import Freezing
 from trimtab.training.best_model import BestModel
-from trimtab.training.callbacks import call_all
+from trimtab.training.callbacks import call_callbacks
 from trimtab.training.data_position import DataPosition
-from trimtab.training.finite_watch import FiniteWatch, explanation
+from trimtab.training.finite_watch import FiniteWatch, explain_nonfinite
 from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.interval import Interval
 from trimtab.training.loop_state import LoopState
@@ -88,7 +88,7 @@ class Trainer:
             raise
         finally:
             with self._engine.busy("the end of the run"):
-                call_all(self._outputs.callbacks, "on_end", state)
+                call_callbacks(self._outputs.callbacks, "on_end", state)
                 failure = self._outputs.checkpoints.close()
         return self._result(failure or self._outputs.writer.problem)
 
@@ -143,7 +143,7 @@ class Trainer:
         self._unfreeze()
         if state.step % settings.log_every == 0 or state.step in (1, settings.num_steps):
             self._reporter.report(state)
-        call_all(self._outputs.callbacks, "on_step", state)
+        call_callbacks(self._outputs.callbacks, "on_step", state)
         return True
 
     def _take_step(self, result: StepResult) -> None:
@@ -217,7 +217,7 @@ class Trainer:
             self._progress.evaluation(state.metrics, state.step, improved)
             if improved and self._settings.keeps_best:
                 self.best_model.write(state)
-            call_all(self._outputs.callbacks, "on_eval", state, state.metrics)
+            call_callbacks(self._outputs.callbacks, "on_eval", state, state.metrics)
             if early_stopping is not None and early_stopping.update(state.metrics):
                 state.should_stop, state.stop_reason = True, "early stopping"
         self._evaluation.restart(state.step, self._meter.seconds())
@@ -248,7 +248,7 @@ class Trainer:
         else:
             resume = f"trimtab resume {Path(rows).parent} --from step-{saved.step} --set train.on_nan=skip"
             found = f"the last good checkpoint is that of step {saved.step}: {resume}"
-        raise LossNotFinite(explanation(step, rows, self._engine.mixed_precision == "fp16", found))
+        raise LossNotFinite(explain_nonfinite(step, rows, self._engine.mixed_precision == "fp16", found))
 
     def _rewind(self, checkpoint: Path, step: int, rows: str) -> None:
         state = self.state

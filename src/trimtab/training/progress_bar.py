@@ -39,7 +39,7 @@ class BarProgress(Progress):
         self._num_evaluated: int | None = None
         self._next_frame = 0.0
 
-    def start(self, num_steps: int | None, start_step: int = 0) -> None:
+    def start(self, num_steps: int, start_step: int = 0) -> None:
         """Open the bar."""
         self._close()
         super().start(num_steps)
@@ -97,15 +97,17 @@ class BarProgress(Progress):
 
         line = self._line
         num_done = self._start_step if line is None else line.step
-        rows = [("train", num_done, self._num_steps, "" if line is None else time_left_text(line))]
+        bar = ProgressBar(total=self._num_steps, completed=num_done)
+        rows = [("train", bar, f"{num_done}/{self._num_steps}", "" if line is None else time_left_text(line))]
         if self._num_evaluated is not None:
-            rows.append(("evaluate", self._num_evaluated, None, ""))
+            rows.append(
+                ("evaluate", ProgressBar(total=None, completed=self._num_evaluated), str(self._num_evaluated), "")
+            )
         bars = Table.grid(expand=True, padding=(0, 1))
         for ratio in (None, 1, None, None):  # the bar takes the remaining width
             bars.add_column(ratio=ratio, no_wrap=True)
-        for name, count, total, rest in rows:
-            counted = str(count) if total is None else f"{count}/{total}"
-            bars.add_row(name, ProgressBar(total=total, completed=count), counted, rest)
+        for row in rows:
+            bars.add_row(*row)
         frame = Table.grid(expand=True)
         frame.add_row(bars)
         if line is not None:

@@ -50,10 +50,10 @@ def discard_stdout() -> None:
 class Progress:
     """Shows a run; this base class shows nothing. Calls are cheap: `step` may be called after every step."""
 
-    _num_steps: int | None = None
+    _num_steps = 0
 
-    def start(self, num_steps: int | None, start_step: int = 0) -> None:
-        """Begin a run of `num_steps` (None if not known), resumed after `start_step`."""
+    def start(self, num_steps: int, start_step: int = 0) -> None:
+        """Begin a run of `num_steps`, resumed after `start_step`."""
         self._num_steps = num_steps
 
     def step(self, line: StepLine) -> None:
@@ -114,7 +114,7 @@ class JsonProgress(Progress):
     def _write(self, event: str, values: dict[str, Any]) -> None:
         self._lines.write(json.dumps({"event": event, **_json_values(values)}, allow_nan=False, ensure_ascii=False))
 
-    def start(self, num_steps: int | None, start_step: int = 0) -> None:
+    def start(self, num_steps: int, start_step: int = 0) -> None:
         """Write the number of steps."""
         super().start(num_steps, start_step)
         self._write("start", {"description": "train", "num_steps": num_steps, "start_step": start_step})

@@ -19,13 +19,12 @@ class StepLine:
     memory_bytes: int
     memory_share: float | None
     num_skipped: int
-    seconds_left: float | None
+    seconds_left: float
 
 
-def step_text(line: StepLine, num_steps: int | None) -> str:
-    """Format a step; values that are not known are omitted."""
-    total = "" if num_steps is None else f"/{num_steps}"
-    return " · ".join(filter(None, [f"step {line.step}{total}", metrics_text(line), time_left_text(line)]))
+def step_text(line: StepLine, num_steps: int) -> str:
+    """Format a step."""
+    return " · ".join([f"step {line.step}/{num_steps}", metrics_text(line), time_left_text(line)])
 
 
 def metrics_text(line: StepLine) -> str:
@@ -46,10 +45,8 @@ def metrics_text(line: StepLine) -> str:
 
 
 def time_left_text(line: StepLine) -> str:
-    """Format the time left, in whole minutes from one minute on; empty if it is not known."""
+    """Format the time left, in whole minutes from one minute on."""
     seconds = line.seconds_left
-    if seconds is None or not math.isfinite(seconds):
-        return ""
     return f"{format_seconds(round(seconds) if seconds < 60 else 60 * round(seconds / 60))} left"
 
 
