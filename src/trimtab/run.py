@@ -15,8 +15,9 @@ from trimtab.build import (
     build_tokens,
     build_trainer,
 )
+from trimtab.build.resumed_recipe import load_settings
+from trimtab.build.start_point import find_beginning
 from trimtab.checkpoint.export import read_facts
-from trimtab.commands.resume import Beginning, find_beginning, go_on, load_settings, recover, same_mirror
 from trimtab.data.metrics import check_own_metrics
 from trimtab.data.report import DataReport, describe_data
 from trimtab.distributed.environment import find_place
@@ -30,12 +31,15 @@ from trimtab.planner.resolve import resolve_run
 from trimtab.planner.survey import Survey, survey
 from trimtab.recipe.load import LoadedRecipe, resolved_yaml
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.mirror_recovery import recover, same_mirror
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder, FollowedFolder, RunFolder
+from trimtab.runs.start_point import Beginning
 from trimtab.training.callbacks import check_callbacks
 from trimtab.training.evaluate import OwnMetric
-from trimtab.training.loop import FitResult
 from trimtab.training.progress import build_progress
+from trimtab.training.resume import go_on
+from trimtab.training.run_state import FitResult
 
 
 @dataclass(frozen=True)

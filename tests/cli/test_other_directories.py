@@ -59,7 +59,7 @@ def test_resumed_from_another_directory(own_folder, tiny, monkeypatch, caplog):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     result = trimtab.resume(here / "run", progress="quiet", device="cpu")
-    assert f"goes on from step-2 ({here / 'run'})" in caplog.text
+    assert f"resuming from step-2 ({here / 'run'})" in caplog.text
     assert result.fit.step == 6
     assert weights(here / "run") == weights(here / "whole")
     assert list(elsewhere.iterdir()) == [], "the mirror stays in the directory of the recipe"
@@ -78,7 +78,7 @@ def test_moved_with_its_files(own_folder, tiny, monkeypatch, caplog):
     (own_folder / "here").rename(there)
     monkeypatch.chdir(there)
     result = trimtab.resume("run", progress="quiet", device="cpu")
-    assert "goes on from step-2 (run)" in caplog.text
+    assert "resuming from step-2 (run)" in caplog.text
     assert result.fit.step == 6
     assert not (own_folder / "here").exists()
     written = load_recipe(Path("run/recipe.yaml"), {}, []).recipe

@@ -84,9 +84,9 @@ def test_from_a_kill_to_a_longer_run(command, fork_server):
     code, out, err = command("resume", RUN, "--set", "train.epochs=1", "--set", "train.log_every=5")
     assert code == 0, err
     assert f"skipping step-{newest}: " in err
-    assert f"goes on from step-{min(steps)}" in err
-    assert "train.epochs: 2000.0 → 1.0 (counts from here on)" in err
-    assert "train.log_every: 3 → 5 (changes nothing that is computed)" in err
+    assert f"resuming from step-{min(steps)}" in err
+    assert "train.epochs: 2000.0 → 1.0 (takes effect from here on)" in err
+    assert "train.log_every: 3 → 5 (does not change results)" in err
 
 
 def test_ctrl_c_prints_the_command_that_resumes(recipe, fork_server):
@@ -95,7 +95,7 @@ def test_ctrl_c_prints_the_command_that_resumes(recipe, fork_server):
     command = re.search(r"go on with: (trimtab resume \S+)", err)[1]
     resumed = fork_server.start_command(*command.split()[1:], "--set", "train.epochs=1")
     assert resumed.wait() == 0, resumed.err
-    assert re.search(rf"goes on from step-\d+ \({RUN}\)", resumed.err)
+    assert re.search(rf"resuming from step-\d+ \({RUN}\)", resumed.err)
     assert status_of(RUN)["state"] == "finished"
     assert [path.name for path in RUN.parent.iterdir()] == ["mine"]
 
@@ -107,7 +107,7 @@ def test_stopped_resumed_extended_replaced(command):
     assert (status_of(RUN)["state"], status_of(RUN)["step"]) == ("stopped", 1)
     code, _, err = command("resume", RUN, "--set", "train.max_time=null")
     assert code == 0
-    assert "goes on from step-1 " in err
+    assert "resuming from step-1 " in err
     assert numbers(RUN) == whole
     code, _, err = command("resume", RUN, "--set", "train.epochs=2")
     assert code == 0
@@ -150,7 +150,7 @@ def test_resumed_from_python(recipe, caplog):
     with pytest.raises(library.errors.Stopped, match=f"trimtab resume {RUN}"):
         library.fit(library.Recipe(**recipe), callbacks=[Stop()], progress="quiet", device="cpu")
     result = library.resume(str(RUN), progress="quiet", device="cpu")
-    assert f"goes on from step-5 ({RUN})" in caplog.text
+    assert f"resuming from step-5 ({RUN})" in caplog.text
     assert "name: " not in caplog.text  # the folder replaces the name, which is not reported as a change
     assert (result.fit.step, result.folder) == (10, RUN)
     for change in ("out=elsewhere", "name=other"):

@@ -263,9 +263,7 @@ def test_two_models_are_never_in_memory_together(qlora, monkeypatch):
 def test_too_far_apart_is_not_written(qlora):
     run, *_ = qlora
     for limits in ({"max_kl": 1e-12}, {"min_agreement": 1.01}):
-        with pytest.raises(
-            ModelError, match="answers otherwise than the adapter: KL .* nothing was written"
-        ) as refused:
+        with pytest.raises(ModelError, match="differs from the adapter: KL .* nothing was written") as refused:
             merge(run, "merged", device="cpu", num_rows=8, **limits)
         assert "--onto dequantized" in refused.value.cure
         assert refused.value.exit_code == 2
@@ -295,7 +293,7 @@ def test_rows_that_are_gone(own_folder, tiny, data):
     assert merge("run", "merged", device="cpu", force=True).closeness is None
     assert read_facts("merged")["merged"]["closeness"] is None
     (Path("run") / "best" / "trimtab.json").unlink()
-    with pytest.raises(RecipeError, match="does not say on which rows it was trained"):
+    with pytest.raises(RecipeError, match="does not name the rows it was trained on"):
         merge("run", "again", device="cpu")
 
 
@@ -304,7 +302,7 @@ def test_rows_without_a_label(own_folder, tiny):
     data = write_jsonl(own_folder / "short.jsonl", [{"text": "a"}] * 4)
     model, tok = adapted(tiny.folder("bert"), "masked-lm")
     export("run", model, tok, data, "masked-lm")
-    with pytest.raises(RecipeError, match="have no label to ask for") as refused:
+    with pytest.raises(RecipeError, match="have no labels to predict") as refused:
         merge("run", "merged", device="cpu", num_rows=1)
     assert "more --rows" in refused.value.cure
 
@@ -369,7 +367,7 @@ def test_from_training_to_predicting(own_folder, tiny, trimtab):
     assert code == 0, err
     code, out, err = trimtab("merge", "run", "never", "--min-agreement", 1.1, "--device", "cpu")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-2].startswith("error: the merged model answers otherwise than the adapter")
+    assert err.splitlines()[-2].startswith("error: the merged model differs from the adapter")
     assert not (own_folder / "never").exists()
 
 

@@ -306,7 +306,7 @@ def saved_steps(run: Path | str) -> list[int]:
 def goes_on_from(said: str) -> int:
     """The step after which a process went on; 0 if it says that it began anew."""
     found = [
-        line.split("goes on from step-")[1].split()[0] for line in said.splitlines() if "goes on from step-" in line
+        line.split("resuming from step-")[1].split()[0] for line in said.splitlines() if "resuming from step-" in line
     ]
     assert len(found) <= 1, said
     return int(found[0]) if found else 0

@@ -85,9 +85,9 @@ def test_resumed_by_another_number_of_processes(stage, before, after, micro_batc
     said = stage.finish(changed, **seen[0]) if after == 1 else stage.finish_together(changed, seen)
     assert goes_on_from(said) == 15
     if after != before:
-        assert f"processes {before} then, {after} now: the same up to rounding" in said
+        assert f"processes {before} then, {after} now: results are the same up to rounding" in said
     else:
-        assert f"memory.micro_batch: 4 → {micro_batch} (changes nothing that is computed)" in said
+        assert f"memory.micro_batch: 4 → {micro_batch} (does not change results)" in said
     assert_nearly_same_end(recipe["out"], stage.whole(**PLAIN))
     assert_every_row_once(recipe["out"], before, after, whole_rows(stage))
 

@@ -22,7 +22,7 @@ from trimtab.runs.run_folder import CHECKPOINTS, Folder
 from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.tracking.upload.attachment import TRACKING
 from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
-from trimtab.training.loop import Keeper
+from trimtab.training.run_writer import Keeper
 from trimtab.training.stopping import Best
 
 # tracking.json before the numbers: what it says is sent is then in them

@@ -24,10 +24,11 @@ from trimtab.runs.run_folder import Folder
 from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
-from trimtab.training.loop import Schedule, Trainer
-from trimtab.training.memory_guard import Hold
-from trimtab.training.progress import Progress
+from trimtab.training.loop import Trainer
+from trimtab.training.memory_guard import MemoryGuard
+from trimtab.training.progress_lines import Progress
 from trimtab.training.stopping import Best, EarlyStopping
+from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutputs, TrainingParts
 from trimtab.units import Every, parse_every, parse_seconds
 
 
@@ -78,31 +79,22 @@ def build_trainer(
         "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
     evaluator = _build_evaluator(run, own_metrics)
-    hold = Hold(
-        engine,
-        model,
-        optimizer,
-        train_loss,
-        loader,
+    parts = TrainingParts(engine, model, optimizer, scheduler, loader, train_loss)
+    memory_guard = MemoryGuard(
+        parts,
         evaluator=evaluator,
         released_later=freezing.released_later(),
         max_grad_norm=settings.max_grad_norm,
         cap=cap,
-        looks_ahead=cap.budget_bytes is not None or engine.device.type != "cpu",
+        rehearses=cap.budget_bytes is not None or engine.device.type != "cpu",
         # on a CPU the peak that is measured is the process's, so that of all that it takes was predicted
         predicted_peak_bytes=plan.predicted_total_bytes if engine.device.type == "cpu" else plan.predicted_peak_bytes,
     )
-    engine.register_for_checkpointing(*states_of(model, spec))
     checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
-    return Trainer(
-        engine,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        train_loss,
-        Schedule(
+    trainer = Trainer(
+        parts,
+        LoopSettings(
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             evaluate_every=_evaluation_interval(recipe),
@@ -114,16 +106,13 @@ def build_trainer(
             max_grad_norm=settings.max_grad_norm,
             on_nan=settings.on_nan,
         ),
-        evaluator=evaluator,
-        best=best,
-        early_stopping=_build_stopping(recipe, plan, own_metrics),
+        ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
+        RunOutputs(build_keeper(folder, engine, run.loaded, tokens, card, best), checkpoints, progress, callbacks),
         freezing=freezing,
-        hold=hold,
-        keeper=build_keeper(folder, engine, run.loaded, tokens, card, best),
-        checkpoints=checkpoints,
-        progress=progress,
-        callbacks=callbacks,
+        memory_guard=memory_guard,
     )
+    engine.register_for_checkpointing(*states_of(model, spec))
+    return trainer
 
 
 def _build_loss(

@@ -120,8 +120,9 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Measure memory, speed and loss of variants of a recipe."""
-    from trimtab.commands.compare import Protocol, candidates_of, choose_variants, make_folder
+    from trimtab.commands.compare import Protocol, candidates_of, make_folder
     from trimtab.commands.compare import compare as run_comparison
+    from trimtab.commands.variants import choose_variants
     from trimtab.report.tables import anatomy_table, main_table, notes, write_folder
     from trimtab.report.verdict import verdict
     from trimtab.units import parse_seconds

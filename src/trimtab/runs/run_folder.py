@@ -202,7 +202,7 @@ class RunFolder:
                 raise _write_error(self.path / JOURNAL, error) from error
         if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
             self._status["directory"] = str(Path.cwd())
-        self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
+        self.update(step=step, num_steps=max(num_steps, step), pid=os.getpid(), host=socket.gethostname())
 
     def resume_own_loop(self) -> None:
         """Reopen the journal for the user's own loop, whose step is unknown; repeated lines are not written again."""

@@ -1,4 +1,4 @@
-"""A run whose memory runs out anywhere in a step goes on as if its micro-batches had been smaller from there on."""
+"""A run whose memory runs out anywhere in a step continues as if its micro-batches had been smaller from there on."""
 
 import itertools
 import random
@@ -15,10 +15,10 @@ from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.planner import decide as settling
 from trimtab.training.evaluate import Evaluator
-from trimtab.training.garbage_collection import older_objects_set_aside
+from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.loop import Trainer
-from trimtab.training.rehearsal import Preflight
-from trimtab.training.rollback import OutOfMemory, Transaction
+from trimtab.training.rehearsal import Rehearsal
+from trimtab.training.rollback import OutOfMemory, Rollback
 
 ROWS = reviews(32)
 HELD_OUT = reviews(24, first=1000)
@@ -42,11 +42,11 @@ class RunsOut(TorchDispatchMode):
 
 
 class Faults:
-    """Stands in the place of `window_gradients`: in some calls memory runs out at some operation.
+    """Replaces `window_gradients`: in some calls memory runs out at some operation.
 
     Args:
-        monkeypatch: Puts it there.
-        at: By the number of the call, the operation that fails.
+        monkeypatch: Installs it.
+        at: The operation that fails, by the number of the call.
     """
 
     def __init__(self, monkeypatch, at, error=None):
@@ -81,11 +81,11 @@ def train(tiny, tmp_path):
     return train
 
 
-# ---------------------------------------------------------------------- the step as a transaction
+# ---------------------------------------------------------------------- rollback
 
 
 def everything(trainer):
-    """All that a step may change, but for the loader, which is asked again."""
+    """All that a step may change, except the loader, which is iterated again."""
     parts = {part.name: part for part in trainer._engine._saved_state.parts()}
     state = {name: part.capture() for name, part in parts.items() if name not in ("object", "loader")}
     gradients = {name: p.grad for name, p in trainer._model.named_parameters() if p.grad is not None}
@@ -109,7 +109,7 @@ class Enough(Exception):
     pass
 
 
-LEVERS = {
+SETTINGS = {
     "plain": {},
     "micro-batches": {"memory": {"micro_batch": 4}},
     "fp16": {"memory": {"micro_batch": 4}, "train": {"epochs": 1, "precision": "fp16"}},
@@ -118,29 +118,31 @@ LEVERS = {
 }
 
 
-@pytest.mark.parametrize("levers", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LEVERS][1:])])
-def test_no_operation_of_a_window_leaves_a_trace(train, tiny, monkeypatch, levers):
-    """Memory runs out at each operation in turn, of the second step, dropout on; then the step is done for good.
+@pytest.mark.parametrize(
+    "settings", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SETTINGS][1:])]
+)
+def test_a_window_is_rolled_back_from_every_operation(train, tiny, monkeypatch, settings):
+    """Memory runs out at each operation of the second step in turn, with dropout; then the step succeeds.
 
-    With levers at every fifth operation, which is enough to be in each part of the window.
+    With other settings at every fifth operation, which reaches each part of the window.
     """
-    done, stride = [], 1 if levers == "plain" else 5
+    done, stride = [], 1 if settings == "plain" else 5
 
     def experiment(trainer):
         trainer._model.train()
-        trainer._hold.look_ahead(lambda text: None)
-        sampler = trainer._batches.batch_sampler
+        trainer._memory_guard.rehearse(lambda text: None)
+        sampler = trainer.parts.batches.batch_sampler
         planned = sampler.micro_batch_size
-        size, micro_batches = next(trainer._windows())
-        assert not trainer._one_step(micro_batches, size)
-        trainer.find_place()
+        size, micro_batches = next(trainer._position.windows(trainer.state.step))
+        assert trainer._one_step(micro_batches, size)
+        trainer.seek_data()
         before = everything(trainer)
         for at in itertools.count(1, stride):
             faults = Faults(monkeypatch, {1: at})
-            windows = trainer._windows()
+            windows = trainer._position.windows(trainer.state.step)
             size, micro_batches = next(windows)
             before = everything(trainer) if at == 1 else before  # an epoch that begins draws a number
-            if not trainer._one_step(micro_batches, size):
+            if trainer._one_step(micro_batches, size):
                 assert at - stride <= faults.num_operations[0] < at
                 done.append(at)
                 raise Enough
@@ -150,74 +152,49 @@ def test_no_operation_of_a_window_leaves_a_trace(train, tiny, monkeypatch, lever
             sampler.recut(planned)
 
     def with_little_garbage(trainer):  # as in `fit`: else each collection of Python's takes half a second
-        with older_objects_set_aside():
+        with gc_frozen():
             experiment(trainer)
 
     monkeypatch.setattr(Trainer, "fit", with_little_garbage)
     with pytest.raises(Enough):
-        train(model=tiny.folder("bert"), **LEVERS[levers])
+        train(model=tiny.folder("bert"), **SETTINGS[settings])
     assert done[0] > 150
 
 
-def from_step_one(train, run, rows, /, **sections):
-    """The weights of a run from its first state on, in micro-batches of so many rows."""
-    watch = Watch()
-    memory = {**sections.pop("memory", {}), "micro_batch": rows}
-    done = train([watch], resume="step-1", out=str(run.folder), memory=memory, **sections)
-    assert (done.plan.micro_batch_size, done.fit.step, len(watch.weights)) == (rows, 4, 3)
-    return watch.weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", [False, True])
-def test_the_run_is_that_of_smaller_micro_batches(train, tiny, monkeypatch, dropout):
-    """Twelve places all over forward, loss, backward and clipping; the rows are of unequal length."""
-    model = tiny.folder("bert", **({} if dropout else NO_DROPOUT["bert"]))
-    counted = Faults(monkeypatch, {})
-    whole = train(model=model)
-    num_operations = counted.num_operations[1]
-    expected = from_step_one(train, whole, 4, model=model)
-    step = -(-num_operations // 12)
-    for at in range(1 + step // 2, num_operations, step):
-        faults, watch = Faults(monkeypatch, {2: at}), Watch()
-        result = train([watch], model=model)
-        assert faults.num_calls == 5
-        assert len(watch.weights) == result.fit.step == 4
-        for ours, theirs in zip(watch.weights[1:], expected, strict=True):
-            assert same_bits(ours, theirs), at
-        assert result.fit.rows_at_once == 4
-
-
 @pytest.mark.parametrize(
-    ("task", "name", "sections"),
+    ("task", "name", "changes", "sections"),
     [
+        pytest.param("classify", "bert", {}, {}, marks=pytest.mark.slow),  # with dropout
         pytest.param(
-            *("causal-lm", "gpt2", {"memory": {"loss": "chunked", "gradient_checkpointing": "all"}}),
+            *("causal-lm", "gpt2", NO_DROPOUT["gpt2"]),
+            {"memory": {"loss": "chunked", "gradient_checkpointing": "all"}},
             marks=pytest.mark.slow,
         ),
-        ("classify", "bert", {"train": {"precision": "fp16", "max_grad_norm": 0.1}}),
-        pytest.param("masked-lm", "bert", {}, marks=pytest.mark.slow),
+        ("classify", "bert", NO_DROPOUT["bert"], {"train": {"precision": "fp16", "max_grad_norm": 0.1}}),
+        pytest.param("masked-lm", "bert", NO_DROPOUT["bert"], {}, marks=pytest.mark.slow),
     ],
 )
-def test_other_tasks_and_levers(train, tiny, monkeypatch, task, name, sections):
+def test_a_retried_run_equals_one_with_smaller_micro_batches(train, tiny, monkeypatch, task, name, changes, sections):
+    """Bit for bit, wherever in forward, loss, backward or clipping memory runs out; rows have unequal lengths."""
     rows = ROWS if task == "classify" else [{"text": row["text"]} for row in ROWS]
     data = {"train": rows, "eval_share": 0} | ({"max_length": 9} if task == "causal-lm" else {})
     settings = {"max_steps": 4, "lr": 1e-3, "batch_size": 4, **sections.get("train", {})}
-    sections = {"task": task, "data": data, "model": tiny.folder(name, **NO_DROPOUT[name])} | sections
-    sections["train"] = settings
-    counted = Faults(monkeypatch, {})
+    sections = {"task": task, "data": data, "model": tiny.folder(name, **changes)} | sections | {"train": settings}
+    counted, expected = Faults(monkeypatch, {}), Watch()
     whole = train(**sections)
-    expected = from_step_one(train, whole, 2, **sections)
-    for share in (0.2, 0.5, 0.9):
-        ours = Watch()
-        Faults(monkeypatch, {2: int(share * counted.num_operations[1])})
-        train([ours], **sections)
-        assert [same_bits(*pair) for pair in zip(ours.weights[1:], expected, strict=True)] == [True] * 3
+    memory = {**sections.get("memory", {}), "micro_batch": 2}
+    train([expected], resume="step-1", out=str(whole.folder), **sections | {"memory": memory})
+    assert len(expected.weights) == 3
+    for share in (0.1, 0.2, 0.5, 0.7, 0.9):
+        ours, faults = Watch(), Faults(monkeypatch, {2: int(share * counted.num_operations[1])})
+        assert train([ours], **sections).fit.rows_at_once == 2
+        assert faults.num_calls == 5
+        assert all(same_bits(*pair) for pair in zip(ours.weights[1:], expected.weights, strict=True)), share
 
 
 def test_memory_may_run_out_again_and_again(train, monkeypatch):
     faults, watch = Faults(monkeypatch, {1: 40, 2: 90, 3: 60, 5: 10}), Watch()
-    with pytest.raises(DoesNotFit, match="at step 2 with one row at once") as caught:
+    with pytest.raises(DoesNotFit, match="at step 2 with a micro-batch size of 1") as caught:
         train([watch])
     assert caught.value.exit_code == 3
     assert "cure: a larger memory.budget" in str(caught.value)
@@ -225,8 +202,8 @@ def test_memory_may_run_out_again_and_again(train, monkeypatch):
     assert faults.num_calls == 5
 
 
-def test_the_state_is_saved_before_it_cannot_go_on(train, monkeypatch, tmp_path):
-    """With checkpoints far apart the last step is not lost, and the run goes on from there, as it would have."""
+def test_a_checkpoint_is_saved_before_the_run_fails(train, monkeypatch, tmp_path):
+    """With checkpoints far apart the last step is not lost, and the run can be resumed from it."""
     expected = Watch()
     train([expected], memory={"micro_batch": 1})
     Faults(monkeypatch, {3: 40})
@@ -241,12 +218,12 @@ def test_the_state_is_saved_before_it_cannot_go_on(train, monkeypatch, tmp_path)
     assert same_bits(watch.weights[-1], expected.weights[-1])
 
 
-def test_what_is_said_and_kept(train, monkeypatch, tmp_path):
-    """A line in the journal; and a resumed run begins with the smaller size, unless the recipe names another."""
+def test_the_smaller_size_is_recorded_and_restored(train, monkeypatch, tmp_path):
+    """The journal has a line, and a resumed run starts with the smaller size unless the recipe names another."""
     Faults(monkeypatch, {2: 77})
     result = train()
     notes = [line for line in lines_of(result.folder) if "note" in line]
-    words = "out of memory (64.00 MiB more were needed) at step 2: micro-batches of 8 → 4"
+    words = "out of memory (64.00 MiB more were needed) at step 2: micro-batch size 8 → 4"
     assert [(line["note"], line["micro_batch"], line["step"]) for line in notes] == [(words, 4, 1)]
     Faults(monkeypatch, {})
     for step, memory, rows in (("step-2", {}, 4), ("step-2", {"micro_batch": 2}, 2), ("step-1", {}, 8)):
@@ -278,7 +255,7 @@ def test_killed_after_memory_ran_out_and_resumed(train, tiny, monkeypatch):
         (KeyboardInterrupt(), False),
     ],
 )
-def test_only_a_want_of_memory_is_taken_back(train, monkeypatch, error, is_retried):
+def test_other_errors_are_not_retried(train, monkeypatch, error, is_retried):
     Faults(monkeypatch, {2: 100}, error)
     if is_retried:
         assert train().fit.rows_at_once == 4
@@ -292,7 +269,7 @@ def test_an_optimizer_that_fails_is_not_tried_again(train, monkeypatch, tmp_path
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("trimtab.training.loop.take_step", fails)
-    with pytest.raises(DoesNotFit, match="in the optimizer, at step 1: its weights are not whole"):
+    with pytest.raises(DoesNotFit, match="in the optimizer at step 1, with some of the weights changed"):
         train(checkpoint={"every": "100 steps"}, out=str(tmp_path / "broken"))
     assert not list((tmp_path / "broken").glob("checkpoints/*"))
 
@@ -339,7 +316,7 @@ def test_buffers_and_all_generators_are_put_back(num_windows_before):
     model, optimizer = Statistics(), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = engine.prepare(model, optimizer)
-    transaction = Transaction(engine, model)
+    rollback = Rollback(engine, model)
 
     def work(fails):
         with engine.accumulate(model):
@@ -349,21 +326,21 @@ def test_buffers_and_all_generators_are_put_back(num_windows_before):
         return "done"
 
     for _ in range(num_windows_before):
-        assert transaction.attempt(lambda: work(False)) == "done"
+        assert rollback.attempt(lambda: work(False)) == "done"
         optimizer.step()
         optimizer.zero_grad()
     before = copied([dict(model.state_dict()), random.getstate(), numpy.random.get_state(), torch.get_rng_state()])
-    assert transaction.attempt(lambda: work(True)) == OutOfMemory()
-    assert transaction.rehearse(lambda: work(False)) == "done"
+    assert rollback.attempt(lambda: work(True)) == OutOfMemory()
+    assert rollback.rehearse(lambda: work(False)) == "done"
     after = copied([dict(model.state_dict()), random.getstate(), numpy.random.get_state(), torch.get_rng_state()])
     assert after == before
     assert all(parameter.grad is None for parameter in model.parameters())
-    transaction.attempt(lambda: work(False))
+    rollback.attempt(lambda: work(False))
     assert {name for name, _ in model.named_buffers()} == {"norm.running_mean", "norm.running_var"} | {
         "norm.num_batches_tracked",
         "constant",
     }
-    assert len(transaction._buffers._candidates) == 3
+    assert len(rollback._buffers._candidates) == 3
 
 
 def test_activations_are_freed_before_the_next_attempt():
@@ -373,7 +350,7 @@ def test_activations_are_freed_before_the_next_attempt():
 
     engine = Engine(device="cpu")
     model, optimizer = engine.prepare(model := torch.nn.Linear(3, 3), torch.optim.SGD(model.parameters()))
-    transaction, seen = Transaction(engine, model), []
+    rollback, seen = Rollback(engine, model), []
 
     def work():
         hidden = model(torch.ones(2, 3)).relu()
@@ -383,7 +360,7 @@ def test_activations_are_freed_before_the_next_attempt():
 
     gc.disable()
     try:
-        assert isinstance(transaction.attempt(work), OutOfMemory)
+        assert isinstance(rollback.attempt(work), OutOfMemory)
     finally:
         gc.enable()
     assert seen[0]() is None
@@ -467,8 +444,8 @@ def test_an_evaluation_that_cannot_fit(train, monkeypatch, tmp_path):
         {"train": {"epochs": 1, "optimizer": "sgd", "momentum": 0.9}},
     ],
 )
-def test_a_look_ahead_changes_nothing(train, tiny, sections):
-    """With dropout, the run with and without it has the same bits, step for step."""
+def test_a_rehearsal_changes_nothing(train, tiny, sections):
+    """With and without it, a run with dropout has the same bits after each step."""
     runs = []
     for budget in (None, "auto"):
         watch = Watch()
@@ -513,33 +490,33 @@ def test_the_worst_batch_is_what_is_tried(train, monkeypatch):
 
 
 def test_what_does_not_fit_is_cut_before_the_first_step(train, monkeypatch, caplog):
-    real, calls = Preflight.train, []
+    real, calls = Rehearsal.train, []
 
     def small(preflight):
         calls.append(preflight._batches.batch_sampler.micro_batch_size)
         return OutOfMemory("1.00 GiB more") if calls[-1] > 2 else real(preflight)
 
-    monkeypatch.setattr(Preflight, "train", small)
+    monkeypatch.setattr(Rehearsal, "train", small)
     watch, expected = Watch(), Watch()
     result = train([watch], memory={"budget": "auto"})
     assert calls == [8, 4, 2]
     assert result.fit.rows_at_once == 2
     train([expected], memory={"micro_batch": 2})
     assert all(same_bits(*pair) for pair in zip(watch.weights, expected.weights, strict=True))
-    monkeypatch.setattr(Preflight, "train", lambda preflight: OutOfMemory())
-    with pytest.raises(DoesNotFit, match="before the first step with one row at once"):
+    monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
+    with pytest.raises(DoesNotFit, match="before the first step with a micro-batch size of 1"):
         train(memory={"budget": "auto"})
 
 
-def test_what_was_not_tried_without_a_plan_is_said(train, monkeypatch):
-    """A model that cannot be traced has none: its blocks were never recomputed, nor its loss cut into chunks."""
+def test_the_message_without_a_plan(train, monkeypatch):
+    """A model that cannot be traced has no plan: neither checkpointing nor a chunked loss was tried."""
 
     def cannot(*parts):
         raise NotImplementedError("no such operation")
 
     monkeypatch.setattr(settling, "_planner", cannot)
-    monkeypatch.setattr(Preflight, "train", lambda preflight: OutOfMemory())
-    with pytest.raises(DoesNotFit, match="no plan was made, so nothing but smaller micro-batches") as caught:
+    monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
+    with pytest.raises(DoesNotFit, match="without a plan only smaller micro-batches were tried") as caught:
         train(memory={"budget": "auto"})
     assert "memory.gradient_checkpointing: all" in str(caught.value)
 
@@ -556,15 +533,17 @@ def test_state_that_does_not_fit(train, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("trimtab.training.memory_guard.preallocate_state", fails)
-    with pytest.raises(DoesNotFit, match="the state of its optimizer alone"):
+    with pytest.raises(DoesNotFit, match="its optimizer state alone"):
         train()
 
 
 def test_predicted_against_measured(train, monkeypatch):
-    from trimtab.training.memory_guard import Hold
+    from trimtab.training.memory_guard import MemoryGuard
 
-    init = Hold.__init__
-    monkeypatch.setattr(Hold, "__init__", lambda self, *p, **o: init(self, *p, **{**o, "predicted_peak_bytes": 10**9}))
+    init = MemoryGuard.__init__
+    monkeypatch.setattr(
+        MemoryGuard, "__init__", lambda self, *p, **o: init(self, *p, **{**o, "predicted_peak_bytes": 10**9})
+    )
     last = lines_of(train().folder)[-1]
     assert last["predicted_peak_bytes"] == 10**9
     assert last["peak_memory_bytes"] > 10**7

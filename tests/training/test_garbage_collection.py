@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from trimtab.training.garbage_collection import older_objects_set_aside
+from trimtab.training.garbage_collection import gc_frozen
 
 
 class Node:
@@ -13,17 +13,17 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def collector():
-    """As it is where nobody has done anything to it, which these tests do."""
+    """Neither frozen nor disabled, as these tests need it."""
     gc.unfreeze()
     assert gc.isenabled()
     yield
     gc.freeze()
 
 
-def test_what_is_older_is_not_looked_at_and_garbage_of_before_is_gone():
+def test_older_objects_are_frozen_and_garbage_is_collected_first():
     garbage = weakref.ref(Node())
     older = Node()
-    with older_objects_set_aside():
+    with gc_frozen():
         assert garbage() is None
         assert not any(thing is older for thing in gc.get_objects())
         made_inside = weakref.ref(Node())
@@ -34,23 +34,23 @@ def test_what_is_older_is_not_looked_at_and_garbage_of_before_is_gone():
 
 
 def test_an_error_inside_ends_it_too():
-    with pytest.raises(KeyError), older_objects_set_aside():
+    with pytest.raises(KeyError), gc_frozen():
         raise KeyError
     assert gc.get_freeze_count() == 0
 
 
-def test_who_has_frozen_objects_or_switched_the_collector_off_is_left_alone():
+def test_nothing_changes_if_the_caller_froze_or_disabled_gc():
     gc.freeze()
     try:
         later = Node()
-        with older_objects_set_aside():
+        with gc_frozen():
             assert any(thing is later for thing in gc.get_objects()), "it was frozen, too"
         assert gc.get_freeze_count() > 0  # fewer than before, where another thread has let go of some
     finally:
         gc.unfreeze()
     gc.disable()
     try:
-        with older_objects_set_aside():
+        with gc_frozen():
             assert gc.get_freeze_count() == 0
     finally:
         gc.enable()
