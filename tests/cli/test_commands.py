@@ -16,10 +16,10 @@ import yaml
 from safetensors.torch import load_file
 
 from tiny_runs import reviews, write_csv, write_jsonl
+from trimtab.build.resume_rules import flat
 from trimtab.cli.main import app
 from trimtab.cli.output import show_table
 from trimtab.hardware.extras import install_line
-from trimtab.recipe.resume_rules import flat
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.schema_keys import choices_of, keys_of
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from fault_stage import status_of
 from test_scenarios import change_a_key, cut_after_the_data, cut_in_half, empty, forget
-
-from trimtab.checkpoint.export import weight_checksums
 from trimtab.commands.resume import load_settings
+
+from trimtab.build.resume_rules import all_differences
+from trimtab.checkpoint.export import weight_checksums
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
-from trimtab.recipe.resume_rules import all_differences
 from trimtab.runs.run_folder import RunFolder, find_run, list_runs
 
 

@@ -13,7 +13,7 @@ from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, same_bits
 from trimtab import Recipe, fit
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
-from trimtab.planner import decide as settling
+from trimtab.planner import decide as deciding
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.loop import Trainer
@@ -514,7 +514,7 @@ def test_the_message_without_a_plan(train, monkeypatch):
     def cannot(*parts):
         raise NotImplementedError("no such operation")
 
-    monkeypatch.setattr(settling, "_planner", cannot)
+    monkeypatch.setattr(deciding._Question, "_planner", cannot)
     monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
     with pytest.raises(DoesNotFit, match="without a plan only smaller micro-batches were tried") as caught:
         train(memory={"budget": "auto"})

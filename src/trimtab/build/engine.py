@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trimtab.build.parts import Data, Tokens
+from trimtab.build.resume_rules import flat
 from trimtab.data.fingerprint import NoFingerprint, fingerprint
 from trimtab.data.tasks.base import Task
 from trimtab.distributed.ddp import leave_out
@@ -16,7 +17,6 @@ from trimtab.hardware.memory import budget_in_bytes, keep_freed_memory, prefer_e
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.randomness import use_deterministic_kernels
-from trimtab.recipe.resume_rules import flat
 from trimtab.recipe.schema import Recipe
 
 

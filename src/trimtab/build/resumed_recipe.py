@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.build.paths import with_moved_paths
+from trimtab.build.resume_rules import all_differences
 from trimtab.build.start_point import directory_of, step_number
 from trimtab.checkpoint.checkpoints_folder import Shelf
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.recipe.load import LoadedRecipe, load_recipe, load_to_resume
-from trimtab.recipe.resume_rules import all_differences
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.lost_status import RECIPE
 from trimtab.runs.run_folder import CHECKPOINTS, is_recipe_as_written

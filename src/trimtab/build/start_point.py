@@ -7,12 +7,12 @@ from typing import Any
 
 from trimtab.build.data import run_name
 from trimtab.build.paths import with_absolute_paths, with_moved_paths
+from trimtab.build.resume_rules import Difference, differences
 from trimtab.checkpoint.checkpoints_folder import Shelf
 from trimtab.distributed.environment import started_again
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
-from trimtab.recipe.resume_rules import Difference, differences
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.lock import RunLock
 from trimtab.runs.lost_status import RECIPE

@@ -21,7 +21,7 @@ from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
-from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of
+from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of, wrap_step
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
 from trimtab.training.loop import Trainer
@@ -79,7 +79,7 @@ def build_trainer(
         "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
     evaluator = _build_evaluator(run, own_metrics)
-    parts = TrainingParts(engine, model, optimizer, scheduler, loader, train_loss)
+    parts = TrainingParts(engine, model, optimizer, scheduler, loader, train_loss, partial(wrap_step, spec))
     memory_guard = MemoryGuard(
         parts,
         evaluator=evaluator,

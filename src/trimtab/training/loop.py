@@ -44,6 +44,7 @@ class Trainer:
         self._freezing, self._memory_guard = freezing, memory_guard
         self.state = RunState(settings.num_steps, settings.steps_per_epoch, parts.model, parts.optimizer)
         self._position = DataPosition(parts.batches, settings.steps_per_epoch)
+        self._compute_gradients = parts.wrap_step(lambda *args, **kwargs: window_gradients(*args, **kwargs))
         self._meter = Meter(engine)
         self._reporter = StepReporter(engine, self._meter, memory_guard.cap, outputs)
         self.best_model = BestModel(engine, selection.best, outputs.writer, outputs.callbacks)
@@ -118,7 +119,7 @@ class Trainer:
         """Take an optimizer step; return False if memory ran out and the step was rolled back."""
         state, settings = self.state, self._settings
         result = self._memory_guard.attempt(
-            lambda: window_gradients(
+            lambda: self._compute_gradients(
                 self._engine,
                 self._model,
                 self.parts.loss,

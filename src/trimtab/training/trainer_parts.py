@@ -1,5 +1,6 @@
 """The arguments of `Trainer`, in groups."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,10 @@ from trimtab.units import Every
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What an optimizer step is computed with. All but the loss are prepared by `engine`."""
+    """What an optimizer step is computed with. All but the loss are prepared by `engine`.
+
+    Techniques may wrap the function that computes gradients, `window_gradients`.
+    """
 
     engine: Engine
     model: torch.nn.Module
@@ -25,6 +29,7 @@ class TrainingParts:
     scheduler: Any  # of the learning rate
     batches: Any  # the loader of micro-batches; its sampler knows how many make up a batch
     loss: Loss
+    wrap_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compute_gradients: compute_gradients
 
 
 @dataclass(frozen=True)

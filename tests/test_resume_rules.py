@@ -2,8 +2,8 @@
 
 import pytest
 
+from trimtab.build.resume_rules import differences
 from trimtab.errors import RecipeError
-from trimtab.recipe.resume_rules import differences
 from trimtab.recipe.schema import Recipe
 
 

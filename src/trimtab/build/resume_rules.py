@@ -1,21 +1,18 @@
-"""Which keys of the recipe may change when a run resumes."""
+"""Which keys of the recipe may change when a run resumes; techniques decide about their own."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import AdapterSettings, Recipe
+from trimtab.techniques import TECHNIQUES
+from trimtab.techniques.apply import resume_rule
 
 _PLACE = ("name", "out")  # ignored: a run resumes in its own folder
 # may change freely: they do not affect the result of training
 _HARMLESS = {
     "memory.budget",
     "memory.micro_batch",
-    "memory.gradient_checkpointing",
-    "memory.offload",
-    "memory.loss",
-    "memory.kernels",
-    "memory.attention_backend",
     "train.max_time",
     "train.log_every",
     "train.deterministic",
@@ -29,7 +26,8 @@ _HARMLESS = {
     "track.register_as",
 }
 # compared as one value: mappings with keys of the user's choice, or that may also be a single word
-_WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas", "memory.gradient_checkpointing")
+_WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas")
+_WHOLE_TECHNIQUES = frozenset(technique.setting for technique in TECHNIQUES if "." in technique.setting)
 # may change: the new value applies from the resumed step on
 _FROM_HERE_ON = {
     "train.epochs",
@@ -56,12 +54,16 @@ class Difference:
     @property
     def is_harmless(self) -> bool:
         """Whether the result of training stays the same."""
-        return self.key in _HARMLESS
+        return self.key in _HARMLESS or self._technique_rule == "free"
 
     @property
     def is_refused(self) -> bool:
         """Whether the run cannot resume with this change."""
-        return not self.is_harmless and self.key not in _FROM_HERE_ON
+        return not self.is_harmless and self.key not in _FROM_HERE_ON and self._technique_rule != "from here on"
+
+    @property
+    def _technique_rule(self) -> str | None:
+        return resume_rule(self.key, self.before, self.now)
 
     @property
     def is_about_length(self) -> bool:
@@ -109,6 +111,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a dumped recipe: values by dotted key."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        nested = isinstance(value, dict) and prefix + key not in _WHOLE
+        is_whole = prefix + key in _WHOLE or prefix + key in _WHOLE_TECHNIQUES
+        nested = isinstance(value, dict) and not is_whole
         values |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return values
