@@ -54,7 +54,7 @@ def _gather_generators(world: World, parts: Sequence[Part], gradients_are_same: 
         return
     if world.anyone(not gradients_are_same):
         raise CheckpointError(
-            "the state cannot be saved inside an accumulation window, where the gradients of the ranks differ",
+            "the state cannot be saved here: inside this accumulation window the gradients of the ranks differ",
             "call save_state where engine.sync_gradients is True, after a backward outside no_sync",
         )
     generators = world.objects_of_all(random_state())
