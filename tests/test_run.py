@@ -16,7 +16,7 @@ from trimtab import Recipe, fit
 from trimtab.build import run_name
 from trimtab.errors import DataError, ModelError, RecipeError, Stopped, UserError
 from trimtab.recipe.load import load_recipe
-from trimtab.run import look_at_data
+from trimtab.run import report_data
 from trimtab.runs.run_folder import list_runs, read_status
 
 ROWS = reviews(24)
@@ -218,7 +218,7 @@ def test_a_run_goes_on_from_another(bert):
 
 
 def test_look_at_data(bert):
-    report = look_at_data(Recipe(model=bert, data={"train": ROWS, "eval": ROWS[:3]}), num_examples=2)
+    report = report_data(Recipe(model=bert, data={"train": ROWS, "eval": ROWS[:3]}), num_examples=2)
     assert report.task == "classify"
     assert len(report.examples) == 2
     assert report.examples[0].text == f"<s>{ROWS[0]['text']}</s>"

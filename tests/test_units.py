@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from trimtab.errors import RecipeError
 from trimtab.units import (
     Every,
-    bytes_as_words,
+    exact_bytes,
+    exact_seconds,
     format_bytes,
     format_seconds,
     parse_bytes,
     parse_every,
     parse_seconds,
     parse_share,
-    seconds_as_words,
 )
 
 
@@ -68,7 +68,7 @@ def test_format_bytes(num_bytes, expected):
 
 @given(st.integers(min_value=0, max_value=2**60))
 def test_bytes_round_trip(num_bytes):
-    assert parse_bytes(bytes_as_words(num_bytes)) == num_bytes
+    assert parse_bytes(exact_bytes(num_bytes)) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_format_seconds(seconds, expected):
 
 @given(st.one_of(st.integers(0, 10**9).map(float), st.floats(1e-9, 1e9)))
 def test_seconds_round_trip(seconds):
-    assert parse_seconds(seconds_as_words(seconds)) == seconds
+    assert parse_seconds(exact_seconds(seconds)) == seconds
 
 
 @given(st.floats(0, 1e9))

@@ -19,7 +19,7 @@ TrimtabError                  1   base class of all of them
 _MAX_LINE_LENGTH = 200  # messages of other libraries can be several pages long
 
 
-def in_one_line(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """Summarize an exception as its class name and the first line of its message."""
     lines = str(error).strip().splitlines()
     if not lines:
@@ -84,7 +84,7 @@ class TraceError(ModelError):
 
     def __init__(self, model: str, cause: Exception) -> None:
         super().__init__(
-            f"no plan for {model}: its training step cannot be traced ({in_one_line(cause)})",
+            f"no plan for {model}: its training step cannot be traced ({summarize_error(cause)})",
             "train without a plan: `trimtab train` does so by default and halves the micro-batch size when a GPU runs "
             "out of memory; or set memory.micro_batch and memory.gradient_checkpointing yourself",
         )

@@ -47,7 +47,7 @@ def say(message: str) -> None:
     logger.info(message)
 
 
-def say_once(message: str) -> None:
+def log_info_once(message: str) -> None:
     """Log a message with `say` unless this process has logged it before."""
     if message not in _logged_once and not _muted.now:
         _logged_once.add(message)
@@ -55,8 +55,8 @@ def say_once(message: str) -> None:
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Suppress log output of this thread, for trial runs; `say_once` does not record suppressed messages."""
+def muted() -> Iterator[None]:
+    """Suppress log output of this thread, for trial runs; `log_info_once` does not record suppressed messages."""
     before, _muted.now = _muted.now, True
     try:
         yield
@@ -64,7 +64,7 @@ def unheard() -> Iterator[None]:
         _muted.now = before
 
 
-def speak_only_to_file(rank: int) -> None:
+def log_to_file_only(rank: int) -> None:
     """Log INFO messages of this process to `$TRIMTAB_LOG_DIR/rank-N.log` only, or nowhere if the variable is not set.
 
     For all ranks but the main one. Warnings still go to stderr.

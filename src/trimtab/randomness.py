@@ -25,7 +25,7 @@ def set_seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def diverge(rank: int) -> None:
+def seed_by_rank(rank: int) -> None:
     """Reseed the generators of this process from their common state and its rank, so dropout masks differ by rank.
 
     Rank 0 keeps its state: it draws the same numbers as a run with one process.
@@ -83,7 +83,7 @@ def restore_random_state(state: RandomState) -> None:
 
 
 @contextmanager
-def host_randomness_kept() -> Iterator[None]:
+def preserve_host_random_state() -> Iterator[None]:
     """Restore the host's generators on exit, whatever was drawn from them inside."""
     state = host_random_state()
     try:

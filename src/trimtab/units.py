@@ -11,10 +11,10 @@ from fractions import Fraction
 
 from trimtab.errors import RecipeError
 
-BYTES_WORDS = "a size such as 8GiB, 500MB or a number of bytes"
-SECONDS_WORDS = "a length of time such as 90s, 10min, 3h, 1h30m or a number of seconds"
-SHARE_WORDS = "a share between 0 and 1, such as 0.02 or 2%"
-EVERY_WORDS = "an interval such as 500 steps, epoch, 2 epochs or 10min"
+BYTES_SYNTAX = "a size such as 8GiB, 500MB or a number of bytes"
+SECONDS_SYNTAX = "a length of time such as 90s, 10min, 3h, 1h30m or a number of seconds"
+SHARE_SYNTAX = "a share between 0 and 1, such as 0.02 or 2%"
+EVERY_SYNTAX = "an interval such as 500 steps, epoch, 2 epochs or 10min"
 
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"  # no exponents: Fraction("1e999999999") would not end
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
@@ -46,7 +46,7 @@ class Every:
             return f"{self.steps} step{'s' if self.steps != 1 else ''}"
         if self.epochs is not None:
             return "epoch" if self.epochs == 1 else f"{_plain(self.epochs)} epochs"
-        return seconds_as_words(self.seconds or 0.0)
+        return exact_seconds(self.seconds or 0.0)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -65,11 +65,11 @@ def parse_bytes(text: str | int) -> int:
         size = Fraction(match[1]) * _BYTES[match[2]]
         if match[2] or size.denominator == 1:
             return int(size)
-        raise RecipeError(f"{text!r} is not a whole number of bytes", f"write {BYTES_WORDS}")
+        raise RecipeError(f"{text!r} is not a whole number of bytes", f"write {BYTES_SYNTAX}")
     if match and match[2] in set("kmgt"):
         letter = match[2].upper()
-        raise RecipeError(f"{text!r} may be {match[1]}{letter}iB or {match[1]}{letter}B", f"write {BYTES_WORDS}")
-    raise RecipeError(f"{text!r} is not a size", f"write {BYTES_WORDS}")
+        raise RecipeError(f"{text!r} may be {match[1]}{letter}iB or {match[1]}{letter}B", f"write {BYTES_SYNTAX}")
+    raise RecipeError(f"{text!r} is not a size", f"write {BYTES_SYNTAX}")
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -84,7 +84,7 @@ def format_bytes(num_bytes: float) -> str:
     return f"{sign}{size / 1024:.1f} TiB"
 
 
-def bytes_as_words(num_bytes: int) -> str:
+def exact_bytes(num_bytes: int) -> str:
     """Format bytes such that `parse_bytes` returns exactly the same number."""
     for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if num_bytes and num_bytes % size == 0:
@@ -106,12 +106,12 @@ def parse_seconds(text: str | int | float) -> float:
     words = _lowered(text)
     if re.fullmatch(_NUMBER, words):
         return float(words)
-    _refuse_clock(words, SECONDS_WORDS)
+    _refuse_clock(words, SECONDS_SYNTAX)
     parts = re.findall(rf"({_NUMBER})\s*([a-z]+)\s*", words)
     sizes = [_SECONDS.get(unit, 0) for _, unit in parts]
     whole = re.fullmatch(rf"(?:{_NUMBER}\s*[a-z]+\s*)+", words)
     if not whole or 0 in sizes or sizes != sorted(set(sizes), reverse=True):
-        raise RecipeError(f"{text!r} is not a length of time", f"write {SECONDS_WORDS}")
+        raise RecipeError(f"{text!r} is not a length of time", f"write {SECONDS_SYNTAX}")
     return float(sum(Fraction(amount) * size for (amount, _), size in zip(parts, sizes, strict=True)))
 
 
@@ -130,7 +130,7 @@ def format_seconds(seconds: float) -> str:
     return _two_units(round(seconds / 3600), 24, ("d", "h"))
 
 
-def seconds_as_words(seconds: float) -> str:
+def exact_seconds(seconds: float) -> str:
     """Format seconds such that `parse_seconds` returns exactly the same number: "1h30min", "0.25s"."""
     if seconds != int(seconds):
         return f"{_plain(seconds)}s"
@@ -153,7 +153,7 @@ def parse_share(text: str | float) -> float:
     elif match := re.fullmatch(rf"({_NUMBER}(?:e-?[0-9]+)?)\s*(%?)", _lowered(text)):
         share = float(Decimal(match[1]) / (100 if match[2] else 1))
     if not 0 <= share <= 1:
-        raise RecipeError(f"{text!r} is not a share", f"write {SHARE_WORDS}")
+        raise RecipeError(f"{text!r} is not a share", f"write {SHARE_SYNTAX}")
     return share
 
 
@@ -176,13 +176,13 @@ def parse_every(text: str | int) -> Every:
         elif amount >= 1 and amount.is_integer():
             every = Every(steps=int(amount))
         elif amount and not match[2]:
-            raise RecipeError(f"{text!r} is not a whole number of steps", f"write {EVERY_WORDS}; or {words} epochs")
+            raise RecipeError(f"{text!r} is not a whole number of steps", f"write {EVERY_SYNTAX}; or {words} epochs")
     elif re.fullmatch(rf"(?:{_NUMBER}\s*(?:{'|'.join(_SECONDS)})\s*)+", words):
         seconds = parse_seconds(words)
         every = Every(seconds=seconds) if seconds else None
-    _refuse_clock(words, EVERY_WORDS)
+    _refuse_clock(words, EVERY_SYNTAX)
     if every is None:
-        raise RecipeError(f"{text!r} is not an interval", f"write {EVERY_WORDS}")
+        raise RecipeError(f"{text!r} is not an interval", f"write {EVERY_SYNTAX}")
     return every
 
 

@@ -14,7 +14,7 @@ from trimtab.checkpoint import background as background_module
 from trimtab.checkpoint.background import BackgroundWriter
 from trimtab.checkpoint.codec import decode, encode
 from trimtab.checkpoint.snapshot import Snapshots
-from trimtab.checkpoint.store import StoredCheckpoint, why_invalid, write_checkpoint
+from trimtab.checkpoint.store import StoredCheckpoint, find_checkpoint_problem, write_checkpoint
 from trimtab.log import _logged_once
 
 
@@ -91,7 +91,7 @@ def test_what_comes_after_a_save(tmp_path, caplog):
     done = []
 
     def after(folder):
-        done.append((folder, threading.current_thread().name, why_invalid(folder)))
+        done.append((folder, threading.current_thread().name, find_checkpoint_problem(folder)))
         raise RuntimeError("no such mirror")
 
     writer = BackgroundWriter(on_saved=after)
@@ -118,7 +118,7 @@ def test_a_failure_is_reported_and_the_next_save_tries_again(tmp_path, file_size
     assert writer.failure is failure
     assert writer.last_seconds == first_seconds
     assert {path.name for path in tmp_path.iterdir()} == {"step-1"}, "a partial folder was left"
-    assert why_invalid(tmp_path / "step-1") == ""
+    assert find_checkpoint_problem(tmp_path / "step-1") == ""
     assert writer.save(tmp_path / "step-3", parts_of({"x": torch.ones(9000)})) is failure, "the next call returns it"
     assert writer.wait() is None
     assert writer.failure is None
@@ -266,4 +266,4 @@ def test_a_program_that_fails_ends_after_its_last_save(tmp_path):
     code, _, errors = in_a_process(ENDS, tmp_path / "c")
     assert code == 1
     assert "the training failed" in errors
-    assert why_invalid(tmp_path / "c") == ""
+    assert find_checkpoint_problem(tmp_path / "c") == ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimtab.checkpoint import checkpoints_folder as shelf_module
-from trimtab.checkpoint.checkpoints_folder import Shelf
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.checkpoint.codec import decode, encode
 from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
@@ -16,7 +16,7 @@ from trimtab.errors import CheckpointError
 @pytest.fixture
 def shelf(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    return Shelf(tmp_path / "checkpoints", keep=2)
+    return CheckpointsFolder(tmp_path / "checkpoints", keep=2)
 
 
 def put(shelf, *steps, **facts):
@@ -137,7 +137,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(shelf, name, caplog)
     ],
 )
 def test_the_newest_and_the_best_are_kept(shelf, keep, best, left):
-    shelf = Shelf(shelf.folder, keep=keep)
+    shelf = CheckpointsFolder(shelf.folder, keep=keep)
     put(shelf, 1, 2, 3, 4, 5)
     assert shelf.tidy(best) == sorted({1, 2, 3, 4, 5} - set(left))
     assert steps(shelf) == left
@@ -177,7 +177,7 @@ def test_nothing_valid_nothing_removed(shelf):
 def test_what_cannot_be_removed_is_named(as_somebody, caplog):
     caplog.set_level(logging.INFO)
     place, unprivileged = as_somebody
-    shelf = Shelf(place / "checkpoints", keep=1)
+    shelf = CheckpointsFolder(place / "checkpoints", keep=1)
     put(shelf, 1, 2)
     shelf.folder.chmod(0o555)
     with unprivileged():
@@ -198,7 +198,7 @@ def test_a_run_that_goes_another_way_drops_what_came_later(shelf):
 
 def test_a_disk_that_is_too_small(small_disk):
     free = shutil.disk_usage(small_disk).free
-    shelf = Shelf(small_disk / "run" / "checkpoints", keep=2)
+    shelf = CheckpointsFolder(small_disk / "run" / "checkpoints", keep=2)
     assert shelf.disk_shortage(free // 3) == ""
     shortage = shelf.disk_shortage(free // 3 + 4096)
     assert shortage.startswith(f"{shelf.folder} has 1.0 MiB free, but 3 checkpoints need 1.0 MiB")
@@ -211,5 +211,5 @@ def test_existing_checkpoints_count_as_free_space(shelf, monkeypatch):
     monkeypatch.setattr(shelf_module.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(0, 0, size))
     assert shelf.disk_shortage(size) == ""
     assert shelf.disk_shortage(size + 1)
-    assert Shelf(shelf.folder, keep=3).disk_shortage(size)
-    assert Shelf(shelf.folder, keep=1).disk_shortage(size // 4) == ""
+    assert CheckpointsFolder(shelf.folder, keep=3).disk_shortage(size)
+    assert CheckpointsFolder(shelf.folder, keep=1).disk_shortage(size // 4) == ""

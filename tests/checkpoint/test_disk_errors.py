@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from trimtab.checkpoint.disk_errors import cure_of
+from trimtab.checkpoint.disk_errors import cure_for_os_error
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from trimtab.checkpoint.disk_errors import cure_of
     ],
 )
 def test_the_cure_follows_from_the_error(number, cure):
-    assert cure_of(OSError(number, "no"), "choose another --out", less="write less") == cure
+    assert cure_for_os_error(OSError(number, "no"), "choose another --out", less="write less") == cure

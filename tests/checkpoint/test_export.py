@@ -11,12 +11,12 @@ from tiny_adapters import LABELS as REVIEW_LABELS
 from tiny_adapters import adapted, nf4, shake
 from tiny_models import CONFIGS, TEXTS, batch_of, config_of, same_weights, tokenizer
 from trimtab.checkpoint.export import (
-    PatientExport,
+    RetryingExport,
     export_model,
+    find_export_problem,
     read_facts,
     weight_checksums,
     weights_to_export,
-    why_damaged,
 )
 from trimtab.errors import CheckpointError
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter
@@ -152,15 +152,15 @@ def test_what_counts_as_damaged(tmp_path, tiny):
     folder = tmp_path / "model"
     shutil.copytree(tiny.folder("bert"), folder)
     weights, known = folder / "model.safetensors", weight_checksums(folder)
-    assert why_damaged(folder) == why_damaged(folder, known) == ""
+    assert find_export_problem(folder) == find_export_problem(folder, known) == ""
     raw = weights.read_bytes()
     weights.write_bytes(raw[:-20] + bytes([raw[-20] ^ 1]) + raw[-19:])
-    assert why_damaged(folder) == ""
-    assert "its checksum does not match" in why_damaged(folder, known)
+    assert find_export_problem(folder) == ""
+    assert "its checksum does not match" in find_export_problem(folder, known)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert why_damaged(folder).endswith("model-00002-of-00002.safetensors is missing")
-    assert why_damaged(tmp_path / "nothing").endswith("nothing is missing")
+    assert find_export_problem(folder).endswith("model-00002-of-00002.safetensors is missing")
+    assert find_export_problem(tmp_path / "nothing").endswith("nothing is missing")
     (folder / "trimtab.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_facts(folder)
@@ -172,18 +172,18 @@ def test_a_pending_model_is_the_one_of_its_time(tmp_path, file_size_limit, caplo
     caplog.set_level("INFO", logger="trimtab")
     model, tok = load_model(config_of(name), KINDS.get(name, "seq2seq-lm"), {}, tokenizer()), tokenizer()
     export_model(tmp_path / "at-once", model, tok, card={"step": 1})
-    patient = PatientExport(tmp_path / "later", model, tok)
+    patient = RetryingExport(tmp_path / "later", model, tok)
     with file_size_limit(1000):
         assert not patient.write({"step": 1})
-        assert not patient.write_waiting()
+        assert not patient.write_pending()
     assert "it is kept in host memory" in caplog.text
     assert patient.problem is not None
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    assert patient.write_waiting()
+    assert patient.write_pending()
     assert patient.problem is None
-    assert not patient.write_waiting()
+    assert not patient.write_pending()
     files = [{path.name: path.read_bytes() for path in (tmp_path / one).iterdir()} for one in ("at-once", "later")]
     assert files[0] == files[1]
 
@@ -258,7 +258,7 @@ def test_of_an_adapter_only_the_adapter_waits(tmp_path, tiny, file_size_limit):
 
     model, tok = adapted(tiny.folder("bert"), "sequence-classification", REVIEW_LABELS)
     model.eval()
-    patient = PatientExport(tmp_path / "best", model, tok)
+    patient = RetryingExport(tmp_path / "best", model, tok)
     batch = batch_of(TEXTS, tok)
     before = model(**batch).logits
     with file_size_limit(1000):
@@ -267,7 +267,7 @@ def test_of_an_adapter_only_the_adapter_waits(tmp_path, tiny, file_size_limit):
     shake(adapter_of(model))
     waiting = {id(tensor): tensor.numel() for tensor in patient._pending[0].values()}
     assert sum(waiting.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert patient.write_waiting()
+    assert patient.write_pending()
     loaded = load(tmp_path / "best", device="cpu").model
     torch.testing.assert_close(loaded(**batch).logits, before)
     assert not torch.allclose(model(**batch).logits, before, atol=1e-3)

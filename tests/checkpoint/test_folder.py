@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from trimtab.checkpoint import folder as folder_module
-from trimtab.checkpoint.folder import clear_leftovers, remove_folder, restore_interrupted, whole_folder
+from trimtab.checkpoint.folder import atomic_folder, clear_leftovers, remove_folder, restore_interrupted
 from trimtab.errors import CheckpointError
 
 
 def write(target, text):
-    with whole_folder(target, marker="mark", what="thing") as place:
+    with atomic_folder(target, marker="mark", what="thing") as place:
         (place / "mark").write_text(text)
         (place / "inner").mkdir()
         (place / "inner" / "more").write_text(text)
@@ -75,7 +75,7 @@ def test_an_error_leaves_nothing(tmp_path):
     write(tmp_path / "t", "old")
 
     def interrupted():
-        with whole_folder(tmp_path / "t", marker="mark", what="thing") as place:
+        with atomic_folder(tmp_path / "t", marker="mark", what="thing") as place:
             (place / "half").write_text("x")
             raise KeyboardInterrupt
 
@@ -108,7 +108,7 @@ def test_folders_of_others_are_refused_unless_told(tmp_path):
     (tmp_path / "t" / "own").touch()
     with pytest.raises(CheckpointError, match="contains other files, which the thing would replace"):
         write(tmp_path / "t", "x")
-    with whole_folder(tmp_path / "t", marker=None, what="copy") as place:
+    with atomic_folder(tmp_path / "t", marker=None, what="copy") as place:
         (place / "x").touch()
     assert names(tmp_path / "t") == {"x"}
 

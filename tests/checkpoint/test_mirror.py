@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from trimtab.checkpoint import mirror as mirror_module
-from trimtab.checkpoint.checkpoints_folder import Shelf
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.mirror import Mirror, restore
 from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
@@ -23,7 +23,7 @@ class RunOf:
 
     def __init__(self, folder):
         self.folder = folder
-        self.shelf = Shelf(folder / "checkpoints", keep=2)
+        self.shelf = CheckpointsFolder(folder / "checkpoints", keep=2)
         folder.mkdir(exist_ok=True, parents=True)
 
     def save(self, *steps, num_values=8):
@@ -33,7 +33,7 @@ class RunOf:
             self.shelf.tidy()
 
     def export(self, text):
-        with whole_folder(self.folder / "best", marker="trimtab.json", what="model") as place:
+        with atomic_folder(self.folder / "best", marker="trimtab.json", what="model") as place:
             (place / "trimtab.json").write_text(text)
             (place / "nested").mkdir()
             (place / "nested" / "weights").write_text(text)
@@ -55,7 +55,9 @@ def contents(folder):
 
 
 def steps(folder):
-    return [checkpoint.step for checkpoint in Shelf(folder / "checkpoints").checkpoints() if checkpoint.is_valid]
+    return [
+        checkpoint.step for checkpoint in CheckpointsFolder(folder / "checkpoints").checkpoints() if checkpoint.is_valid
+    ]
 
 
 def said(caplog, words):
@@ -307,10 +309,10 @@ def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
-    mirror.sync_soon()  # returns, although the drive waits for this thread
+    mirror.sync_in_background()  # returns, although the drive waits for this thread
     run.save(2)
     for _ in range(5):  # asked for while it is busy: once more will do
-        mirror.sync_soon()
+        mirror.sync_in_background()
     assert not mirror.wait(timeout_s=0.05)
     go.set()
     assert mirror.wait()
@@ -322,7 +324,7 @@ def test_waiting_tells_of_a_failure(run, tmp_path):
     (tmp_path / "m").write_text("a file")
     mirror = Mirror(run.folder, tmp_path / "m")
     assert mirror.wait()
-    mirror.sync_soon()
+    mirror.sync_in_background()
     assert not mirror.wait()
     assert mirror.problem
 
@@ -333,17 +335,17 @@ def test_a_thread_that_dies_is_not_waited_for(run, tmp_path, monkeypatch):
         Mirror, "sync", lambda mirror: sys.exit()
     )  # SystemExit, which `except Exception` does not catch
     mirror = Mirror(run.folder, tmp_path / "m")
-    mirror.sync_soon()
+    mirror.sync_in_background()
     assert not mirror.wait()
     monkeypatch.undo()
-    mirror.sync_soon()  # another one
+    mirror.sync_in_background()  # another one
     assert mirror.wait()
 
 
 def test_a_fault_of_ours_reaches_no_run(run, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Mirror, "_prune", lambda *_, **__: 1 / 0)
     mirror = Mirror(run.folder, tmp_path / "m")
-    mirror.sync_soon()
+    mirror.sync_in_background()
     assert not mirror.wait()
     assert "ZeroDivisionError" in mirror.problem
     assert said(caplog, "ZeroDivisionError") == 1

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import Engine
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.store import StoredCheckpoint, read_manifest, verify, why_invalid, write_checkpoint
+from trimtab.checkpoint.store import StoredCheckpoint, find_checkpoint_problem, read_manifest, verify, write_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.randomness import random_state
 
@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_at_any_point_leaves_the_old_checkpoint(small_disk, 
         failures += 1
         assert contents(ckpt) == before
         assert {path.name for path in small_disk.iterdir()} == {"ckpt", "filler"}
-        assert not why_invalid(ckpt)
+        assert not find_checkpoint_problem(ckpt)
     assert failures > 8
     assert contents(ckpt) != before
     Run(4).engine.load_state(ckpt)
@@ -565,27 +565,27 @@ def test_every_bit_of_every_file_counts(small, name, every):
     raw = path.read_bytes()
     for bit in range(0, 8 * len(raw), every):
         flip(path, bit)
-        assert why_invalid(small), f"bit {bit} of {name} was flipped unnoticed"
+        assert find_checkpoint_problem(small), f"bit {bit} of {name} was flipped unnoticed"
         flip(path, bit)
     for length in range(0, len(raw), every):
         path.write_bytes(raw[:length])
-        assert why_invalid(small, checksums=False), f"{name} was cut to {length} bytes unnoticed"
+        assert find_checkpoint_problem(small, checksums=False), f"{name} was cut to {length} bytes unnoticed"
     path.write_bytes(raw + b" ")
-    assert why_invalid(small, checksums=False)
+    assert find_checkpoint_problem(small, checksums=False)
     path.write_bytes(raw)
-    assert why_invalid(small) == ""
+    assert find_checkpoint_problem(small) == ""
 
 
 def test_a_state_is_never_loaded_without_its_checksums(small):
     flip(small / "a.safetensors", 8 * (small / "a.safetensors").stat().st_size - 1)
-    assert why_invalid(small, checksums=False) == ""
+    assert find_checkpoint_problem(small, checksums=False) == ""
     with pytest.raises(CheckpointError, match=r"a\.safetensors is damaged"):
         StoredCheckpoint(small)
 
 
 def test_hidden_files_of_the_system_do_no_harm(small):
     (small / ".DS_Store").write_bytes(b"x")
-    assert why_invalid(small) == ""
+    assert find_checkpoint_problem(small) == ""
 
 
 def test_a_file_that_cannot_be_read_is_named(as_somebody):
@@ -593,7 +593,7 @@ def test_a_file_that_cannot_be_read_is_named(as_somebody):
     folder = write_checkpoint(place / "c", {"a": encode({"x": torch.ones(2)})})
     (folder / "a.safetensors").chmod(0o000)
     with unprivileged():
-        assert why_invalid(folder) == f"{folder} cannot be read: Permission denied"
+        assert find_checkpoint_problem(folder) == f"{folder} cannot be read: Permission denied"
 
 
 def test_facts_come_back_as_they_were(tmp_path):

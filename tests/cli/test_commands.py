@@ -343,7 +343,7 @@ def test_an_interrupt_is_not_silent(trimtab, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trimtab.hardware.doctor.examine", interrupted)
+    monkeypatch.setattr("trimtab.hardware.doctor.collect_findings", interrupted)
     done = trimtab("doctor")
     assert (done.code, done.err) == (130, "stopped\n")
 

@@ -12,7 +12,7 @@ import yaml
 import trimtab as library
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab.log import logger
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 RUN = Path("runs/reviews/mine")
 
@@ -54,7 +54,7 @@ def status_of(run: Path) -> dict:
 
 
 def numbers(run: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(run)]
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(run)]
 
 
 def stop_long_run(fork_server, number: signal.Signals):

@@ -18,7 +18,7 @@ from tiny_runs import reviews, write_csv
 from trimtab.commands.compare import (
     Protocol,
     _run_process,
-    candidates_of,
+    check_variants,
     compare,
     make_folder,
     shorten_recipe,
@@ -238,14 +238,14 @@ def test_how_a_process_ended(tmp_path, code, reason):
 
 def test_a_recipe_that_is_wrong_is_refused_before_anything_starts(recipe, own_folder):
     with pytest.raises(RecipeError, match="did you mean train.precision"):
-        candidates_of(recipe, combine_values(["train.precison=fp32,bf16"]))
+        check_variants(recipe, combine_values(["train.precison=fp32,bf16"]))
     with pytest.raises(RecipeError, match="nothing to compare"):
-        candidates_of(recipe, [])
+        check_variants(recipe, [])
     with pytest.raises(RecipeError, match="there is no recipe"):
-        candidates_of(own_folder / "nowhere.yaml", combine_values(["train.lr=1,2"]))
+        check_variants(own_folder / "nowhere.yaml", combine_values(["train.lr=1,2"]))
     with pytest.raises(RecipeError, match="found 'fast'"):
-        candidates_of(recipe, combine_values(["train.lr=1,2"]), ["train.lr=fast"])
-    one, other = candidates_of(recipe, combine_values(["train.lr=0.5,fast"]))
+        check_variants(recipe, combine_values(["train.lr=1,2"]), ["train.lr=fast"])
+    one, other = check_variants(recipe, combine_values(["train.lr=0.5,fast"]))
     assert (one.failure, one.recipe["train"]["lr"]) == ("", 0.5)
     assert other.recipe is None
     assert other.failure.startswith("train.lr: found 'fast'")
@@ -261,7 +261,7 @@ def test_variants_run_in_turn_and_failures_are_rows(recipe, own_folder, home, ca
     ]
     with caplog.at_level(logging.INFO, logger="trimtab"):
         base = load_recipe(recipe, {}, ["seed=3"]).recipe
-        candidates = candidates_of(recipe, variants, ["seed=3"])
+        candidates = check_variants(recipe, variants, ["seed=3"])
         found = compare(base, candidates, Protocol(8, 2, device="cpu"), logs=own_folder / "logs")
     said = [record.message for record in caplog.records]
     runs = [line.split(":")[0] for line in said if " run " in line]

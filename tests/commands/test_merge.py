@@ -18,7 +18,7 @@ from trimtab.cli.main import main
 from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_to_nf4
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.adapted import load_base
-from trimtab.inference.closeness import computed_in_fp32
+from trimtab.inference.comparison import computed_in_fp32
 from trimtab.inference.load import load
 from trimtab.model.adapters import LoraSpec, adapter_of
 from trimtab.model.hub import quiet_transformers

@@ -89,9 +89,9 @@ def takes_turns(engine, folder):
         engine.set_trigger()
     assert engine.check_trigger()
     assert not engine.check_trigger()
-    assert engine.first_decides(lambda: engine.process_index) == 0
+    assert engine.decide_on_main_process(lambda: engine.process_index) == 0
     with pytest.raises(RecipeError, match="all of us"):
-        engine.first_decides(lambda: fail())
+        engine.decide_on_main_process(lambda: fail())
 
 
 def fail():

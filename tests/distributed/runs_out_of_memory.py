@@ -129,7 +129,7 @@ def at_each_operation(runs: Runs, stride: int, **sections) -> None:
             assert torch.equal(torch.get_rng_state(), before)
             assert all(parameter.grad is None for parameter in trainer._model.parameters())
             windows.close()
-            sampler.recut(planned)
+            sampler.set_micro_batch_size(planned)
         trimtab.training.loop.window_gradients = Faults({})
         size, micro_batches = next(trainer._position.windows(trainer.state.step))
         assert trainer._one_step(micro_batches, size)

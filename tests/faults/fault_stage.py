@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from forked import Child, ForkServer
 from tiny_runs import lines_of
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 # Everything that has a state takes part: accumulation, warmup, a part that thaws, dropout, early stopping, logs that
 # fall between saves, evaluations that do too, and a last batch that is smaller.
@@ -374,7 +374,7 @@ def _state_without_clocks(checkpoint: Path) -> dict[str, Any]:
 def _lines_without_clocks(run: Path) -> list[dict[str, Any]]:
     lines = lines_of(run)
     assert len(lines) > 5
-    return [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines]
+    return [{key: value for key, value in line.items() if key not in VOLATILE_KEYS} for line in lines]
 
 
 def draw(seed: int) -> random.Random:

@@ -9,7 +9,7 @@ import pytest
 from fault_stage import assert_same_end, goes_on_from, notes_of, saved_steps, seen_rows, status_of, steps_by_process
 
 from tiny_runs import GOOD, lines_of, reviews, write_csv
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 BAD_LENGTH = 14  # in tokens: no other row is so long
 BAD_TEXT = " ".join(GOOD * 3)
@@ -50,7 +50,7 @@ def bad_rows(run, step):
 
 def lines_after(run, step):
     return [
-        {key: value for key, value in line.items() if key not in OF_THE_MOMENT}
+        {key: value for key, value in line.items() if key not in VOLATILE_KEYS}
         for line in lines_of(run)
         if line["step"] > step
     ]

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore
 
 from rounding import rounding_error
 from tiny_runs import lines_of
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 HERE = Path(__file__).parent
 
@@ -99,7 +99,7 @@ def assert_nearly_same_end(run, whole):
     assert len(lines) == len(as_they_should_be) > 10
     for line, other in zip(lines, as_they_should_be, strict=True):
         assert line.keys() == other.keys()
-        for key in line.keys() - OF_THE_MOMENT:
+        for key in line.keys() - VOLATILE_KEYS:
             assert line[key] == pytest.approx(other[key], rel=bound, abs=bound), (key, other)
     for name in ("model", "optimizer"):
         file = Path("checkpoints", "step-40", f"{name}.safetensors")

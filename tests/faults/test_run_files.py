@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from fault_stage import status_of
 from test_scenarios import change_a_key, cut_after_the_data, cut_in_half, empty, forget
-from trimtab.commands.resume import load_settings
+from trimtab.commands.resume import load_resumed_recipe
 
-from trimtab.build.resume_rules import all_differences
+from trimtab.build.resume_rules import find_differences
 from trimtab.checkpoint.export import weight_checksums
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
@@ -82,12 +82,12 @@ def test_a_recipe_cut_off_anywhere_changes_nothing(run, caplog):
     for place in places:
         path.write_bytes(whole[:place])
         caplog.clear()
-        found = load_settings(run, None, []).recipe
-        assert not all_differences(wanted, found), place
+        found = load_resumed_recipe(run, None, []).recipe
+        assert not find_differences(wanted, found), place
         told = [message for message in caplog.messages if "the settings saved in step-30 are used" in message]
         left = load_or_none(path)
-        assert len(told) == (left is None or bool(all_differences(wanted, left))), place
-    assert load_settings(run, None, ["train.epochs=9"]).recipe.train.epochs == 9
+        assert len(told) == (left is None or bool(find_differences(wanted, left))), place
+    assert load_resumed_recipe(run, None, ["train.epochs=9"]).recipe.train.epochs == 9
 
 
 def load_or_none(path):
@@ -112,7 +112,7 @@ def test_a_missing_recipe_and_that_of_another_run(run, caplog, damage, words):
     """A valid recipe need not be the recipe of this run."""
     wanted = load_recipe(run / "recipe.yaml", {}, []).recipe
     damage(run / "recipe.yaml")
-    assert not all_differences(wanted, load_settings(run, None, []).recipe)
+    assert not find_differences(wanted, load_resumed_recipe(run, None, []).recipe)
     assert words in caplog.text
 
 
@@ -120,11 +120,11 @@ def test_a_damaged_recipe_and_no_settings_anywhere(run, caplog):
     """The difference to what the run wrote is reported; without any checkpoint the run is not started with it."""
     cut_after_the_data(SimpleNamespace(run=run))
     forget_in(run, "settings")
-    load_settings(run, None, [])
+    load_resumed_recipe(run, None, [])
     assert "recipe.yaml was changed since the run wrote it" in caplog.text
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(RecipeError, match="no state was saved yet"):
-        load_settings(run, None, [])
+        load_resumed_recipe(run, None, [])
 
 
 def test_small_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):

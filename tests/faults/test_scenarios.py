@@ -29,7 +29,7 @@ from faulty_runs import fill
 from safetensors.torch import load_file
 
 from small_disk import mounted
-from trimtab.checkpoint.export import why_damaged
+from trimtab.checkpoint.export import find_export_problem
 from trimtab.checkpoint.store import MANIFEST, _signed
 from trimtab.recipe.load import load_recipe
 
@@ -243,7 +243,7 @@ def other_best(place):
 
 
 def best_is_intact(place):
-    return why_damaged(place.run / "best") == ""
+    return find_export_problem(place.run / "best") == ""
 
 
 GONE = {"changes": NOT_SAVED, "like": None}

@@ -85,10 +85,10 @@ CUDA = torch.device("cuda", 0)
 
 def test_the_cap_subtracts_memory_outside_of_the_allocator(monkeypatch):
     gpu = Gpu(monkeypatch)
-    assert memory.memory_outside(CUDA) == GIB // 2
+    assert memory.non_allocator_memory(CUDA) == GIB // 2
     memory.cap_memory(CUDA, None)
     assert gpu.fractions == [], "a cap that the user has set stays"
-    cap = memory.cap_memory(CUDA, memory.budget_in_bytes("8GiB", CUDA), memory.memory_outside(CUDA))
+    cap = memory.cap_memory(CUDA, memory.resolve_budget("8GiB", CUDA), memory.non_allocator_memory(CUDA))
     assert gpu.fractions == [(7.5 / 16, CUDA)]
     assert cap.budget_bytes == 8 * GIB
     assert cap.share(2 * GIB) == 0.25
@@ -98,16 +98,16 @@ def test_the_cap_subtracts_memory_outside_of_the_allocator(monkeypatch):
 
 def test_memory_of_other_processes_is_not_part_of_a_budget(monkeypatch):
     Gpu(monkeypatch, outside=5 * GIB)
-    assert memory.memory_outside(CUDA) == GIB
+    assert memory.non_allocator_memory(CUDA) == GIB
 
 
 def test_auto_is_the_free_memory(monkeypatch):
     gpu = Gpu(monkeypatch)
-    budget = memory.budget_in_bytes("auto", CUDA)
+    budget = memory.resolve_budget("auto", CUDA)
     assert budget == 16 * GIB
-    memory.cap_memory(CUDA, budget, memory.memory_outside(CUDA))
+    memory.cap_memory(CUDA, budget, memory.non_allocator_memory(CUDA))
     assert gpu.fractions == [(15.5 / 16, CUDA)]
-    assert memory.budget_in_bytes(None, CUDA) is None
+    assert memory.resolve_budget(None, CUDA) is None
 
 
 def test_impossible_budgets(monkeypatch):
@@ -121,10 +121,10 @@ def test_impossible_budgets(monkeypatch):
 
 def test_a_budget_of_the_cpu():
     cpu = torch.device("cpu")
-    auto, total = memory.budget_in_bytes("auto", cpu), memory.total_memory(cpu)
+    auto, total = memory.resolve_budget("auto", cpu), memory.total_memory(cpu)
     assert memory.memory_in_use(cpu) < auto <= 1.1 * total
     with pytest.raises(RecipeError, match="but cpu has"):
-        memory.budget_in_bytes("900TiB", cpu)
+        memory.resolve_budget("900TiB", cpu)
     assert memory.MemoryCap(cpu).share(5) is None
 
 
@@ -146,7 +146,7 @@ def test_an_exceeded_budget_is_reported_once(caplog):
 )  # fmt: skip
 def test_the_size_of_a_failed_allocation(error, words):
     assert memory.is_out_of_memory(error)
-    assert memory.wanted_words(error) == words
+    assert memory.describe_failed_allocation(error) == words
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -14,7 +14,7 @@ from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import Adapter, LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
-from trimtab.model.load import load_model, newly_initialised
+from trimtab.model.load import load_model, newly_initialized
 from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 LLAMA_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -350,7 +350,7 @@ class TestWholeModules:
         model = load_model(str(tmp_path), "sequence-classification", {"num_labels": 2}, tokenizer())
         adapter = add_adapter(model, LoraSpec(rank=2))
         assert adapter.trains == ("bert.pooler", "classifier")
-        assert newly_initialised(model) <= trainable(model)
+        assert newly_initialized(model) <= trainable(model)
         assert not [name for name in adapter.targets if "pooler" in name]
         assert adapter.base.name == str(tmp_path)
 
@@ -363,7 +363,7 @@ class TestWholeModules:
             add_adapter(copy.deepcopy(model), LoraSpec(rank=2))
         named = refused.value.cure.rpartition("[")[2].rstrip("]")
         add_adapter(model, LoraSpec(rank=2, trains=[named]))
-        assert newly_initialised(model) <= trainable(model)
+        assert newly_initialized(model) <= trainable(model)
 
     def test_a_whole_head_is_one_module(self):
         head = {"num_labels": 2}

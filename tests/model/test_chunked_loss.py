@@ -17,7 +17,7 @@ from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import LossError, MissingDependency, RecipeError
 from trimtab.model import linear_cross_entropy
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.linear_cross_entropy import Job, chunk_rows, chunked_cross_entropy, logits_bytes
 from trimtab.model.load import load_model
 from trimtab.model.losses import build_loss
@@ -106,7 +106,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("name", "kind", "shifts"), MODELS)
 def test_equals_the_plain_loss(small_chunks, name, kind, shifts, smoothing):
     model, batch = a_model(name, kind), token_batch()
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, wanted), (chunked, found) = both_ways(model, batch, shifts_labels=shifts, label_smoothing=smoothing)
     assert_same_up_to_rounding(chunked.value, plain.value, num_roundings=16)
     assert int(plain.weight) == int(chunked.weight) > 7
@@ -224,7 +224,7 @@ def test_half_precision_is_about_as_exact_as_plain(small_chunks, name, dtype):
     (_, exact), _ = both_ways(model, batch)
     word = "bf16" if dtype is torch.bfloat16 else "fp16"
     Precision(word, torch.device("cpu")).attach(model)
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, by_plain), (chunked, by_chunks) = both_ways(model, batch)
     assert chunked.value.dtype is torch.float32
     assert abs(float(plain.value.detach() - chunked.value.detach())) < 1e-3
@@ -241,7 +241,7 @@ def test_half_precision_is_about_as_exact_as_plain(small_chunks, name, dtype):
 
 def test_weights_kept_in_bf16():
     model, batch = a_model("llama").to(torch.bfloat16), token_batch()
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, wanted), (chunked, found) = both_ways(model, batch, shifts_labels=True)
     assert abs(float(plain.value.detach() - chunked.value.detach())) < 2e-3
     for parameter, gradient in wanted.items():
@@ -385,7 +385,7 @@ ODD = {
 @pytest.mark.parametrize("reason", list(ODD))
 def test_unsupported_operations_on_logits_are_refused(reason):
     model, batch = Odd(ODD[reason]), {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None]}
-    assert reason in check_head(model, batch)
+    assert reason in check_chunked_loss(model, batch)
     assert "forward" not in model.head.__dict__
     with pytest.raises(LossError):
         build_loss("token-cross-entropy", how="chunked")(model, batch)
@@ -399,8 +399,8 @@ def test_check_head_finds_a_different_loss():
         return model.head(hidden if "forward" in model.head.__dict__ else hidden * 3)
 
     batch = {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None]}
-    assert "the loss computed in the head is" in check_head(Odd(sly), batch)
-    assert check_head(Odd(lambda model, hidden: model.head(hidden)), batch) is None
+    assert "the loss computed in the head is" in check_chunked_loss(Odd(sly), batch)
+    assert check_chunked_loss(Odd(lambda model, hidden: model.head(hidden)), batch) is None
 
 
 def test_shape_and_dtype_of_logits_can_be_read():
@@ -413,7 +413,7 @@ def test_shape_and_dtype_of_logits_can_be_read():
         return 2 * logits.to(torch.float32)
 
     model, batch = Odd(curious), {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None]}
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, wanted), (chunked, found) = both_ways(model, batch)
     torch.testing.assert_close(plain.value, chunked.value)
     torch.testing.assert_close(found["head.weight"], wanted["head.weight"])
@@ -422,11 +422,11 @@ def test_shape_and_dtype_of_logits_can_be_read():
 def test_heads_that_are_not_plain_linear_modules_are_refused():
     batch = token_batch()
     classifier = load_model(config_of("bert"), "sequence-classification", {"num_labels": 3}, tokenizer())
-    assert "has no output layer" in check_head(classifier, batch)
-    assert "has no output layer" in check_head(torch.nn.Linear(2, 2), batch)
+    assert "has no output layer" in check_chunked_loss(classifier, batch)
+    assert "has no output layer" in check_chunked_loss(torch.nn.Linear(2, 2), batch)
     model = a_model("llama")
     model.lm_head.forward = lambda hidden: functional.linear(hidden, model.lm_head.weight)
-    assert "with a custom forward" in check_head(model, batch)
+    assert "with a custom forward" in check_chunked_loss(model, batch)
 
     class Adapted(torch.nn.Module):
         def __init__(self, base):
@@ -438,7 +438,7 @@ def test_heads_that_are_not_plain_linear_modules_are_refused():
 
     model = a_model("llama")
     model.lm_head = Adapted(model.lm_head)
-    assert "Adapted with a custom forward" in check_head(model, batch)
+    assert "Adapted with a custom forward" in check_chunked_loss(model, batch)
     with pytest.raises(LossError, match="Adapted with a custom forward"):
         build_loss("token-cross-entropy", how="chunked")(model, batch)
 
@@ -447,7 +447,7 @@ def test_a_head_of_four_bits_is_refused():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = a_model("llama")
     model.lm_head = bitsandbytes.nn.Linear4bit(32, len(model.lm_head.weight), bias=False).to("cpu")
-    assert "Linear4bit with a custom forward" in check_head(model, token_batch())
+    assert "Linear4bit with a custom forward" in check_chunked_loss(model, token_batch())
 
 
 def test_logits_to_keep_is_an_error_as_with_the_plain_loss():

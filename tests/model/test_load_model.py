@@ -13,7 +13,7 @@ from tiny_models import CONFIGS, KINDS, STORIES, TEXTS, batch_of, config_of, nee
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.config import build_config
 from trimtab.model.hub import explained, quiet_transformers
-from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
+from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialized, resolve_source
 
 HEADS = [
     *KINDS.items(),
@@ -84,7 +84,7 @@ def test_a_new_head_is_reported_in_one_line(tmp_path, said, capfd):
     assert " parameters in fp32" in line
     assert "newly initialized: bert.pooler.dense, classifier" in line
     assert model.config.id2label == LABELS["id2label"]
-    assert newly_initialised(model) == {
+    assert newly_initialized(model) == {
         *("classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias")
     }
 
@@ -120,7 +120,7 @@ def test_head_of_the_same_size_is_kept(tmp_path, said):
     model = load_model(str(tmp_path), "sequence-classification", LABELS, tokenizer())
     assert same_weights(original, model)
     assert said()[-1].endswith("its head is kept")
-    assert not newly_initialised(model)
+    assert not newly_initialized(model)
     other = {"num_labels": 3, "id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}}
     assert load_model(str(tmp_path), "sequence-classification", other, tokenizer()).config.id2label[2] == "z"
     assert "its labels were bad, fair, good and are now x, y, z" in said()[-1]
@@ -400,5 +400,5 @@ def test_gguf(tmp_path):
         model.save_pretrained(tmp_path / "plain")
     assert same_weights(load_model(str(tmp_path / "plain"), "causal-lm", {}, tok), original)
     classifier = load_model(str(path), "sequence-classification", LABELS, tok)
-    assert newly_initialised(classifier) == {"score.weight"}
+    assert newly_initialized(classifier) == {"score.weight"}
     assert same_weights(classifier.model, original.model)

@@ -9,7 +9,7 @@ from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import LossError, RecipeError
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
-from trimtab.model.losses import build_loss, own_loss
+from trimtab.model.losses import build_loss, loss_from_function
 
 TOKEN_MODELS = [
     ("gpt2", "causal-lm", True),
@@ -187,12 +187,12 @@ def test_own_loss():
         log_p = outputs["logits"].log_softmax(-1).gather(1, batch["labels"][:, None]).squeeze(1)
         return -((1 - log_p.exp()) ** 2 * log_p).mean()
 
-    step = own_loss(focal)(Fixed(logits), batch)
+    step = loss_from_function(focal)(Fixed(logits), batch)
     assert step.weight == 4
     assert step.value.requires_grad
     torch.testing.assert_close(step.logits, logits)
-    weighted = own_loss(lambda outputs, batch: (outputs["logits"].mean(), 7))(Fixed(logits), batch)
+    weighted = loss_from_function(lambda outputs, batch: (outputs["logits"].mean(), 7))(Fixed(logits), batch)
     assert weighted.weight == 7
     for wrong in (lambda o, b: 0.5, lambda o, b: o["logits"].mean(1)):
         with pytest.raises(LossError, match="your loss function returned"):
-            own_loss(wrong)(Fixed(logits), batch)
+            loss_from_function(wrong)(Fixed(logits), batch)

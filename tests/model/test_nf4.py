@@ -12,7 +12,7 @@ from trimtab.errors import MissingDependency, RecipeError
 from trimtab.model import nf4 as nf4_module
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
-from trimtab.model.load import load_model, newly_initialised
+from trimtab.model.load import load_model, newly_initialized
 from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded
 from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
@@ -125,7 +125,7 @@ def test_from_a_config(name, dtype):
         assert values.std().item() == pytest.approx(expected.float().std().item(), rel=0.5, abs=1e-6), key
     with torch.no_grad():
         assert model(**inputs(name)).logits.isfinite().all()
-    assert newly_initialised(model) == newly_initialised(plain)
+    assert newly_initialized(model) == newly_initialized(plain)
 
 
 def test_random_weights_depend_on_the_seed_alone():

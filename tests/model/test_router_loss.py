@@ -8,7 +8,7 @@ from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import LossError
 from trimtab.model import router_loss as router_loss_module
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
 from trimtab.model.losses import build_loss
@@ -78,7 +78,7 @@ def test_equals_the_loss_of_transformers(name, how):
 
 
 def test_a_head_whose_loss_is_chunked_is_still_recognised():
-    assert check_head(a_model(), token_batch()) is None
+    assert check_chunked_loss(a_model(), token_batch()) is None
 
 
 def test_no_router_loss_unless_the_config_requests_it():
@@ -151,7 +151,7 @@ def test_a_loss_without_a_known_coefficient_is_refused():
 
 def test_a_router_loss_without_effect_is_reported(monkeypatch):
     lines = []
-    monkeypatch.setattr(router_loss_module, "say_once", lines.append)
+    monkeypatch.setattr(router_loss_module, "log_info_once", lines.append)
     config = {"model_type": "mixtral", "output_router_logits": True, **MODELS["mixtral"]}
     model = load_model(config, "sequence-classification", {"num_labels": 2}, tokenizer()).eval()
     batch = {**batch_of(TEXTS), "labels": torch.tensor([0, 1, 0, 1, 1])}

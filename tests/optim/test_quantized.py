@@ -251,7 +251,7 @@ def test_with_loss_scaling():
 
 def test_paging_without_a_gpu_is_reported(monkeypatch):
     lines = []
-    monkeypatch.setattr("trimtab.optim.build.say_once", lines.append)
+    monkeypatch.setattr("trimtab.optim.build.log_info_once", lines.append)
     p = parameter(400, 400)
     optimizer = build("paged-adagrad8bit", [p])
     train(optimizer, [p], 1)

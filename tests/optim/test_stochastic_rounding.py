@@ -11,7 +11,7 @@ from trimtab import Engine
 from trimtab.errors import RecipeError
 from trimtab.optim import stochastic_rounding
 from trimtab.optim.build import build_optimizer
-from trimtab.optim.stochastic_rounding import Chance
+from trimtab.optim.stochastic_rounding import RoundingNoise
 
 NAMES = {
     "adamw": {"betas": (0.9, 0.98)},
@@ -32,7 +32,7 @@ def build(name, parameters, weight_decay=0.0, rounds=True, **settings):
 
 def rounded(values, seed=0, num_roundings=0, index=0):
     target = torch.empty(values.shape, dtype=torch.bfloat16)
-    chance = Chance({"rounding_seed": seed, "num_roundings": num_roundings}, index)
+    chance = RoundingNoise({"rounding_seed": seed, "num_roundings": num_roundings}, index)
     chance.round_into(target, values.clone(), torch.empty_like(values))
     return target
 

@@ -465,7 +465,7 @@ def test_a_logger_for_several_processes(caplog):
         logger.info("in order", in_order=True)
         logger.warning_once("once")
         logger.warning_once("once")
-        logger.debug("unheard")
+        logger.debug("muted")
     assert [record.getMessage() for record in caplog.records] == ["for all", "in order", "once"]
     assert {record.filename for record in caplog.records} == {"test_accelerate_module.py"}
 

@@ -8,7 +8,13 @@ from typing import get_args
 import pytest
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.load import LoadedRecipe, build_json_schema, load_recipe, render_commented_yaml, resolved_yaml
+from trimtab.recipe.load import (
+    LoadedRecipe,
+    build_json_schema,
+    load_recipe,
+    render_commented_yaml,
+    render_resolved_yaml,
+)
 from trimtab.recipe.schema import AdapterSettings, OptimizerName, Recipe
 from trimtab.recipe.schema_keys import keys_of
 
@@ -126,7 +132,7 @@ QLORA_8 = AdapterSettings(kind="qlora", rank=8)
 def test_later_layers_change_earlier_ones(tmp_path, file, sets, expected):
     loaded = load_recipe(with_file(tmp_path, file), {}, sets)
     assert {key: attrgetter(key)(loaded.recipe) for key in expected} == expected
-    assert load_recipe(write(tmp_path / "again.yaml", resolved_yaml(loaded)), {}, []).recipe == loaded.recipe
+    assert load_recipe(write(tmp_path / "again.yaml", render_resolved_yaml(loaded)), {}, []).recipe == loaded.recipe
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -163,14 +169,14 @@ def test_a_byte_order_mark_and_anchors(tmp_path):
 )
 def test_a_resolved_recipe_is_read_back(recipe_file, tmp_path, sets):
     loaded = load_recipe(recipe_file, {}, sets)
-    text = resolved_yaml(loaded)
+    text = render_resolved_yaml(loaded)
     again = load_recipe(write(tmp_path / "again.yaml", text), {}, [])
     assert again.recipe == loaded.recipe
-    assert resolved_yaml(LoadedRecipe(again.recipe, loaded.origins)) == text
+    assert render_resolved_yaml(LoadedRecipe(again.recipe, loaded.origins)) == text
 
 
 def test_a_resolved_recipe_has_origins(recipe_file):
-    text = resolved_yaml(load_recipe(recipe_file, {"seed": 7}, ["train.lr=3e-5"]))
+    text = render_resolved_yaml(load_recipe(recipe_file, {"seed": 7}, ["train.lr=3e-5"]))
     assert re.search(r"^  lr: 3.0e-05 +# --set$", text, re.MULTILINE)
     assert re.search(r"^  warmup: 0.06 +# recipe.yaml:5$", text, re.MULTILINE)
     assert re.search(r"^seed: 7 +# --seed$", text, re.MULTILINE)
@@ -180,7 +186,7 @@ def test_a_resolved_recipe_has_origins(recipe_file):
 
 
 def test_a_recipe_from_python_has_origins():
-    text = resolved_yaml(LoadedRecipe(Recipe(model="bert", data={"train": "x"}, train={"lr": 1}), {}))
+    text = render_resolved_yaml(LoadedRecipe(Recipe(model="bert", data={"train": "x"}, train={"lr": 1}), {}))
     assert re.search(r"^  lr: 1.0 +# Python$", text, re.MULTILINE)
     assert re.search(r"^  epochs: 3.0 +# default$", text, re.MULTILINE)
 

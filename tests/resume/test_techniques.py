@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import Stopped
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 CASES = {
     "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}},
@@ -79,4 +79,4 @@ def tensors(folder):
 
 
 def numbers(run):
-    return [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(Path(run))]
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]

@@ -13,7 +13,7 @@ import torch
 
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.runs.run_folder import RunFolder, actual_state, check_free, default_folder, list_runs
-from trimtab.runs.tracking_file import About, Tracking
+from trimtab.runs.tracking_file import RunDescription, Tracking
 
 
 def status_of(path):
@@ -175,7 +175,7 @@ def killed_run(path, num_steps=10, saved_at=6):
 
 
 def note_sent(path, sent):
-    tracking = Tracking(path, About())
+    tracking = Tracking(path, RunDescription())
     tracking.at("http://a").sent = sent
     tracking.write()
 

@@ -149,7 +149,7 @@ def test_a_window_is_rolled_back_from_every_operation(train, tiny, monkeypatch, 
             assert sampler.micro_batch_size == planned // 2
             assert everything(trainer) == before
             windows.close()
-            sampler.recut(planned)
+            sampler.set_micro_batch_size(planned)
 
     def with_little_garbage(trainer):  # as in `fit`: else each collection of Python's takes half a second
         with gc_frozen():

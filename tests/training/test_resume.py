@@ -11,7 +11,7 @@ from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit, resume
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.recipe.schema import ModelSettings
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.training.loop import Trainer
 
 
@@ -60,7 +60,7 @@ def recipe(own_folder, tiny):
 
 
 def numbers(run):
-    return [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(Path(run))]
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]
 
 
 def test_an_evaluation_that_was_due_when_the_signal_came_is_made_up_for(recipe):

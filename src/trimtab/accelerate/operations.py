@@ -73,7 +73,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Copy the tensor of rank 0 to the devices of all processes; the other ranks may pass None."""
     state = PartialState()
     host = None if tensor is None else tensor.cpu()
-    copied: torch.Tensor = state.world.object_of_first(host)  # type: ignore[assignment]
+    copied: torch.Tensor = state.world.broadcast_object(host)  # type: ignore[assignment]
     return copied.to(state.device)
 
 
@@ -111,7 +111,7 @@ def _check(verb: str, value: Any, state: Any) -> None:
         return
     shapes: list[tuple[int, ...]] = []
     map_tensors(lambda tensor: shapes.append(tuple(tensor.shape)), value)
-    everyone = state.world.objects_of_all(shapes)
+    everyone = state.world.all_gather_object(shapes)
     if verb == "pad_across_processes":  # sizes may differ, the number of dimensions may not
         differs = any([len(s) for s in theirs] != [len(s) for s in shapes] for theirs in everyone)
     else:

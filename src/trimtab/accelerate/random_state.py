@@ -32,10 +32,10 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
     if kind == "generator":
         if generator is None:
             raise ValueError("rng_type='generator' needs a generator")
-        generator.set_state(world.object_of_first(generator.get_state()))
+        generator.set_state(world.broadcast_object(generator.get_state()))
     else:
         module = torch if kind == "torch" else torch.get_device_module(kind)
-        module.set_rng_state(world.object_of_first(module.get_rng_state()))
+        module.set_rng_state(world.broadcast_object(module.get_rng_state()))
 
 
 def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:

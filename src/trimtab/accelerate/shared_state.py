@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.process_state import ProcessState
-from trimtab.distributed.rendezvous import find_world
+from trimtab.distributed.rendezvous import init_world
 from trimtab.engine.accelerate_verbs import GradientState as _GradientView
 from trimtab.engine.accumulation import Accumulation
 from trimtab.engine.engine import Engine
@@ -51,7 +51,7 @@ class PartialState(ProcessState):
             place = find_place()
             use_cpu = cpu or is_set("ACCELERATE_USE_CPU")
             device = find_device("cpu" if use_cpu else None, place.local_device)
-            _without_engine = ProcessState(find_world(place, device), device)
+            _without_engine = ProcessState(init_world(place, device), device)
         return _without_engine
 
     @staticmethod

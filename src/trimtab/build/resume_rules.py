@@ -80,7 +80,7 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
     Raises:
         RecipeError: With every key that must not change.
     """
-    found = all_differences(before, now)
+    found = find_differences(before, now)
     refused = [difference for difference in found if difference.is_refused]
     if refused:
         lines = "".join(f"\n  {difference}" for difference in refused)
@@ -92,7 +92,7 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
     return found
 
 
-def all_differences(before: Recipe, now: Recipe) -> list[Difference]:
+def find_differences(before: Recipe, now: Recipe) -> list[Difference]:
     """List every key that differs, including those that must not change."""
     old, new = (flat(_dump(recipe)) for recipe in (before, now))
     keys = [key for key in dict.fromkeys([*old, *new]) if key not in _PLACE]

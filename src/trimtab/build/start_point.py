@@ -8,8 +8,8 @@ from typing import Any
 from trimtab.build.data import run_name
 from trimtab.build.paths import with_absolute_paths, with_moved_paths
 from trimtab.build.resume_rules import Difference, differences
-from trimtab.checkpoint.checkpoints_folder import Shelf
-from trimtab.distributed.environment import started_again
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
+from trimtab.distributed.environment import restarted_job_id
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
@@ -18,17 +18,17 @@ from trimtab.runs.lock import RunLock
 from trimtab.runs.lost_status import RECIPE
 from trimtab.runs.run_folder import (
     CHECKPOINTS,
-    SILENT_S,
+    HEARTBEAT_TIMEOUT_S,
     check_free,
     clear_folder,
     default_folder,
     find_run,
     unfinished_run,
 )
-from trimtab.runs.start_point import Beginning
+from trimtab.runs.start_point import StartPoint
 
 
-def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning:
+def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPoint:
     """Decide where a run starts. Nothing is changed yet, except that `fresh` removes an existing run.
 
     Args:
@@ -41,25 +41,25 @@ def find_beginning(recipe: Recipe, resume: bool | str, fresh: bool) -> Beginning
     """
     if resume and fresh:
         raise RecipeError("--resume and --fresh were both given", "leave one of them out")
-    job = started_again()
+    job = restarted_job_id()
     path = _folder_of(recipe, bool(resume), job)
     run = find_run(path)
     if run is not None and job is not None and run.get("job") == job:
         fresh, resume = False, True  # both were for the first attempt of this job, which has begun
     if run is not None and (fresh or resume or job):
         # refuses here, before anything is loaded, if another process trains this run
-        with RunLock(path, take_over=job is not None, patience_s=SILENT_S):
+        with RunLock(path, take_over=job is not None, patience_s=HEARTBEAT_TIMEOUT_S):
             if fresh:
                 clear_folder(path)
                 run = None
     if run is None or not resume:
         check_free(path)
-        return Beginning(path)
+        return StartPoint(path)
     return _resumed(path, recipe, step_number(resume) if isinstance(resume, str) else None)
 
 
-def _resumed(path: Path, recipe: Recipe, step: int | None) -> Beginning:
-    shelf = Shelf(path / CHECKPOINTS)
+def _resumed(path: Path, recipe: Recipe, step: int | None) -> StartPoint:
+    shelf = CheckpointsFolder(path / CHECKPOINTS)
     stored = shelf.open(step)
     found = _compare(path, None if stored is None else stored.facts.get("settings"), recipe)
     if stored is None:
@@ -70,8 +70,8 @@ def _resumed(path: Path, recipe: Recipe, step: int | None) -> Beginning:
                 "repair or restore one of them; --fresh starts from scratch",
             )
         say(f"{path} contains no checkpoint yet: the run starts from scratch")
-        return Beginning(path, goes_on=True)
-    return Beginning(
+        return StartPoint(path, goes_on=True)
+    return StartPoint(
         path,
         stored.folder,
         goes_on=True,

@@ -7,15 +7,15 @@ from typing import Any
 from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
 from trimtab.build.optimizer import optimizer_of
-from trimtab.build.outputs import build_checkpoints, build_keeper, checkpoint_bytes
+from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.errors import RecipeError
-from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside, usually_outside
-from trimtab.log import say_once
-from trimtab.model.losses import Loss, own_loss
+from trimtab.hardware.memory import cap_memory, expected_non_allocator_memory, non_allocator_memory, resolve_budget
+from trimtab.log import log_info_once
+from trimtab.model.losses import Loss, loss_from_function
 from trimtab.optim.schedules import build_schedule
 from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
@@ -52,12 +52,12 @@ def build_trainer(
     recipe, engine, plan, task, freezing = run.recipe, run.engine, run.plan, run.data.task, run.freezing
     settings, tokens, spec = recipe.train, run.tokens, run.plan.spec
     own_metrics = metrics or {}
-    budget = budget_in_bytes(recipe.memory.budget, engine.device)
-    outside = usually_outside(loads_kernels(spec))
+    budget = resolve_budget(recipe.memory.budget, engine.device)
+    outside = expected_non_allocator_memory(loads_kernels(spec))
     # what is outside the allocator now grows with the first steps
-    cap = cap_memory(engine.device, budget, max(outside, memory_outside(engine.device)))
+    cap = cap_memory(engine.device, budget, max(outside, non_allocator_memory(engine.device)))
     train_loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
-    engine.will_train(freezing.released_later())
+    engine.include_frozen_parameters(freezing.released_later())
     leave_out_unused(run.loaded.model, freezing, train_loss, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(run.loaded.model)
@@ -107,7 +107,7 @@ def build_trainer(
             on_nan=settings.on_nan,
         ),
         ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
-        RunOutputs(build_keeper(folder, engine, run.loaded, tokens, card, best), checkpoints, progress, callbacks),
+        RunOutputs(build_run_writer(folder, engine, run.loaded, tokens, card, best), checkpoints, progress, callbacks),
         freezing=freezing,
         memory_guard=memory_guard,
     )
@@ -125,7 +125,7 @@ def _build_loss(
             f"train.label_smoothing is {label_smoothing}, which a loss of your own does not know",
             "smooth in your function and leave the key out",
         )
-    return own_loss(own)
+    return loss_from_function(own)
 
 
 def _evaluation_interval(recipe: Recipe) -> Every:
@@ -178,5 +178,7 @@ def _rises(metric: str, own_metrics: Mapping[str, OwnMetric], recipe: Recipe) ->
     stopping = recipe.early_stopping
     if stopping is not None and stopping.mode is not None and stopping.metric in (None, metric):
         return stopping.mode == "max"
-    say_once(f"more of your metric {metric} counts as better; if less is, set higher_is_better = False on its function")
+    log_info_once(
+        f"more of your metric {metric} counts as better; if less is, set higher_is_better = False on its function"
+    )
     return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.folder import remove_folder
-from trimtab.checkpoint.store import StoredCheckpoint, read_manifest, why_invalid
+from trimtab.checkpoint.store import StoredCheckpoint, find_checkpoint_problem, read_manifest
 from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.units import format_bytes
@@ -48,7 +48,7 @@ class Checkpoint:
         return metrics if isinstance(metrics, dict) else {}
 
 
-class Shelf:
+class CheckpointsFolder:
     """The checkpoints of a run, in folders named `step-N`.
 
     Args:
@@ -166,7 +166,7 @@ class Shelf:
 
     def _inspect(self, step: int, path: Path, checksums: bool) -> Checkpoint:
         num_bytes = _num_bytes(path)
-        problem = self._damaged.get(_identity(path), "") or why_invalid(path, checksums=checksums)
+        problem = self._damaged.get(_identity(path), "") or find_checkpoint_problem(path, checksums=checksums)
         if problem:
             if checksums:
                 self._damaged[_identity(path)] = problem

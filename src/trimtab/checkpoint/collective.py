@@ -1,8 +1,8 @@
 """Saving and loading by all ranks: rank 0 writes the state that all ranks share, and all ranks learn the outcome.
 
 Only random number generators differ between ranks today. A sharded state, of which every rank holds a part, would be
-written here: each rank its shards in `save_together`, between the two exchanges, and rank 0 the manifest after them;
-`load_together` would let each rank read the shards that it needs. Callers see no difference.
+written here: each rank its shards in `collective_save`, between the two exchanges, and rank 0 the manifest after them;
+`collective_load` would let each rank read the shards that it needs. Callers see no difference.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trimtab.errors import CheckpointError
 from trimtab.randomness import random_state
 
 
-def save_together(world: World, folder: str | Path, parts: Sequence[Part], gradients_are_same: bool) -> str:
+def collective_save(world: World, folder: str | Path, parts: Sequence[Part], gradients_are_same: bool) -> str:
     """Write every part to a folder. All ranks call it; the generators of all ranks are saved.
 
     Args:
@@ -37,13 +37,13 @@ def save_together(world: World, folder: str | Path, parts: Sequence[Part], gradi
                 write_checkpoint(folder, encode_parts(parts))
         except (CheckpointError, OSError) as error:
             problem = error
-    problem, folder = world.object_of_first((problem, folder))
+    problem, folder = world.broadcast_object((problem, folder))
     if problem is not None:
         raise problem
     return str(folder)
 
 
-def capture_together(world: World, parts: Sequence[Part], gradients_are_same: bool) -> dict[str, Encoded] | None:
+def collective_capture(world: World, parts: Sequence[Part], gradients_are_same: bool) -> dict[str, Encoded] | None:
     """Encode the current state of every part on rank 0; None on the other ranks. All ranks call it."""
     _gather_generators(world, parts, gradients_are_same)
     return encode_parts(parts) if world.process_index == 0 else None
@@ -57,13 +57,13 @@ def _gather_generators(world: World, parts: Sequence[Part], gradients_are_same: 
             "the state cannot be saved here: inside this accumulation window the gradients of the ranks differ",
             "call save_state where engine.sync_gradients is True, after a backward outside no_sync",
         )
-    generators = world.objects_of_all(random_state())
+    generators = world.all_gather_object(random_state())
     for part in parts:
         if isinstance(part, RandomPart):
             part.of_all = generators
 
 
-def load_together(world: World, folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> None:
+def collective_load(world: World, folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> None:
     """Restore every part from a folder, on every rank or on none."""
     world.monitor.meet("load_state")
     problem: Exception | None = None
@@ -71,7 +71,7 @@ def load_together(world: World, folder: str | Path | StoredCheckpoint, parts: Se
         stored = checked_parts(folder, parts)
     except (CheckpointError, OSError) as error:
         problem = error
-    problems = world.objects_of_all(None if problem is None else str(problem))
+    problems = world.all_gather_object(None if problem is None else str(problem))
     if problem is not None:
         raise problem
     for rank, found in enumerate(problems):

@@ -6,21 +6,21 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def is_no_room(error: OSError) -> bool:
+def is_disk_full(error: OSError) -> bool:
     """Whether the disk is full, or a quota or the maximum file size is reached."""
     return error.errno in _NO_SPACE
 
 
-def refused_path(error: OSError) -> str | None:
+def failed_path(error: OSError) -> str | None:
     """Return the file that could not be read or written; None if the error names none.
 
     The error of a copy names both files; a full disk is that of the second.
     """
-    path = error.filename2 if is_no_room(error) and error.filename2 is not None else error.filename
+    path = error.filename2 if is_disk_full(error) and error.filename2 is not None else error.filename
     return None if path is None else str(path)
 
 
-def cure_of(error: OSError, other: str = "choose another folder", less: str = "") -> str:
+def cure_for_os_error(error: OSError, other: str = "choose another folder", less: str = "") -> str:
     """Return the cure for an error, by its kind.
 
     Args:
@@ -28,7 +28,7 @@ def cure_of(error: OSError, other: str = "choose another folder", less: str = ""
         other: The alternative if this path cannot be used, such as "choose another --out".
         less: The alternative if the disk stays full; `other` by default.
     """
-    if is_no_room(error):
+    if is_disk_full(error):
         return f"free space on that disk, or {less or other}"
     if error.errno in _NOT_ALLOWED:
         return f"make the folder writable for this user, or {other}"

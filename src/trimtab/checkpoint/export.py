@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab import __version__
-from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.tensor_file import checksum_of
 from trimtab.errors import CheckpointError
 from trimtab.log import say
@@ -52,7 +52,7 @@ def export_model(
     adapter = adapter_of(bare)
     about = {"trimtab": __version__, **card, **({} if adapter is None else _facts_of_adapter(bare, adapter))}
     facts = json.dumps(_plain(about), indent=1, ensure_ascii=False, allow_nan=False)
-    with whole_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
+    with atomic_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
         if adapter is not None:
             adapter.save(place, weights)
         else:
@@ -114,7 +114,7 @@ def _kind_of(model: Any) -> str:
     return "seq2seq-lm" if getattr(model.config, "is_encoder_decoder", False) else "causal-lm"
 
 
-class PatientExport:
+class RetryingExport:
     """Exports a model to a folder repeatedly. If a write fails, a copy is kept in host memory and written later.
 
     Attributes:
@@ -145,7 +145,7 @@ class PatientExport:
             say(f"{self.problem.problem}: it is kept in host memory, training continues. {self.problem.cure}")
         return False
 
-    def write_waiting(self) -> bool:
+    def write_pending(self) -> bool:
         """Try again to write a pending model.
 
         Returns:
@@ -191,7 +191,7 @@ def weight_checksums(folder: str | os.PathLike[str]) -> dict[str, str]:
     return {path.name: checksum_of(path) for path in sorted(Path(folder).glob(f"*{_WEIGHTS}"))}
 
 
-def why_damaged(folder: str | os.PathLike[str], checksums: Mapping[str, str] | None = None) -> str:
+def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, str] | None = None) -> str:
     """Return the problem with the weight files of an exported model; empty if there is none.
 
     Args:

@@ -20,7 +20,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|outdated|removing)-(
 
 
 @contextmanager
-def whole_folder(folder: str | os.PathLike[str], *, marker: str | None, what: str) -> Iterator[Path]:
+def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on exit; on an error `folder` is left unchanged.
 
     Args:

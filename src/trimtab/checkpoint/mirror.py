@@ -14,12 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.checkpoints_folder import Shelf
-from trimtab.checkpoint.disk_errors import refused_path
-from trimtab.checkpoint.folder import clear_leftovers, remove_folder, sync_path, whole_folder
-from trimtab.checkpoint.store import why_invalid
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
+from trimtab.checkpoint.disk_errors import failed_path
+from trimtab.checkpoint.folder import atomic_folder, clear_leftovers, remove_folder, sync_path
+from trimtab.checkpoint.store import find_checkpoint_problem
 from trimtab.errors import CheckpointError
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 from trimtab.units import format_bytes
 
 _INDEX = ".mirror.json"  # the run's copy identifies its mirror, the mirror's copy lists what it contains
@@ -72,7 +72,7 @@ class Mirror:
         except CheckpointError as error:
             problem = f"{error.problem}; {error.cure}"
         except OSError as error:
-            path = refused_path(error)
+            path = failed_path(error)
             problem = f"{error.strerror or error}" + (f" ({path})" if path else "")
         if problem and not self.problem:
             say(f"the mirror {self.target} is not up to date: {problem}. The run continues; every save tries again")
@@ -81,7 +81,7 @@ class Mirror:
         self.problem = problem
         return problem
 
-    def sync_soon(self) -> None:
+    def sync_in_background(self) -> None:
         """Update the mirror on another thread, so a slow drive does not delay the caller."""
         with self._lock:
             self._is_requested = True
@@ -91,7 +91,7 @@ class Mirror:
                 self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the updates that `sync_soon` started.
+        """Wait for the updates that `sync_in_background` started.
 
         Returns:
             Whether the mirror is up to date; False also after a timeout.
@@ -118,7 +118,7 @@ class Mirror:
                 self.sync()
             except Exception as error:  # a bug in trimtab, which must not stop the run
                 self.problem = f"{type(error).__name__} {error}"
-                say_once(f"the mirror {self.target} failed: {self.problem}")
+                log_info_once(f"the mirror {self.target} failed: {self.problem}")
 
     def _open(self) -> None:
         """Check that the target exists and is the mirror of this run, or create it.
@@ -150,12 +150,12 @@ class Mirror:
             clear_leftovers(folder)
 
     def _steps_here(self) -> set[int]:
-        return {c.step for c in Shelf(self.source / _CHECKPOINTS).checkpoints() if c.is_valid}
+        return {c.step for c in CheckpointsFolder(self.source / _CHECKPOINTS).checkpoints() if c.is_valid}
 
     def _prune(self, newest_may_go: bool) -> None:
         """Remove checkpoints that the run has removed, but none if the run has lost all, perhaps by accident."""
         here = self._steps_here()
-        there = Shelf(self.target / _CHECKPOINTS).checkpoints()
+        there = CheckpointsFolder(self.target / _CHECKPOINTS).checkpoints()
         newest = max((c.step for c in there if c.is_valid), default=None)
         for checkpoint in there if here else []:
             if checkpoint.step not in here and (newest_may_go or checkpoint.step != newest):
@@ -178,7 +178,7 @@ class Mirror:
             except _Changed:
                 continue
             except _Damaged as error:
-                say_once(f"{source} is not mirrored: {error.problem}")
+                log_info_once(f"{source} is not mirrored: {error.problem}")
                 return
             except FileNotFoundError:
                 if not self.target.exists():
@@ -224,7 +224,7 @@ def restore(mirror: str | os.PathLike[str], folder: str | os.PathLike[str]) -> N
     _refuse_links([source / _CHECKPOINTS], deep=False)
     _refuse_links(others)
     nothing = CheckpointError(f"{source} contains no valid checkpoint", "start the run again from its recipe")
-    found = Shelf(source / _CHECKPOINTS).checkpoints()
+    found = CheckpointsFolder(source / _CHECKPOINTS).checkpoints()
     if not any(checkpoint.is_valid for checkpoint in found):
         raise nothing
     target.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def restore(mirror: str | os.PathLike[str], folder: str | os.PathLike[str]) -> N
     _write_index(target, {"id": index["id"], "target": str(source.absolute())})
 
 
-def mirror_of(folder: str | os.PathLike[str]) -> Path | None:
+def find_mirror(folder: str | os.PathLike[str]) -> Path | None:
     """Return the mirror of a run's folder; None if it has none."""
     target = _read_index(Path(folder)).get("target")
     return Path(target) if isinstance(target, str) else None
@@ -277,14 +277,14 @@ def copy_folder_atomically(source: Path, target: Path, *, is_checkpoint: bool = 
             f"{link} is a symbolic link, which may point outside the folder", "replace the link with the file"
         )
     stamps = _stamps_in(source)
-    with whole_folder(target, marker=None, what="copy") as place:
+    with atomic_folder(target, marker=None, what="copy") as place:
         for name, (_, modified_ns) in stamps.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, place / name)
             os.utime(place / name, ns=(modified_ns, modified_ns))
         if _stamps_in(source) != stamps:
             raise _Changed
-        problem = why_invalid(place) if is_checkpoint else ""
+        problem = find_checkpoint_problem(place) if is_checkpoint else ""
         if problem:
             raise _Damaged(problem.replace(str(place), str(source)), "load an older checkpoint")
 

@@ -16,8 +16,8 @@ from trimtab.checkpoint.codec import Encoded, Tree, decode, dtype_and_shape, enc
 from trimtab.checkpoint.frozen_base import FrozenBase, find_changed, frozen_parameters, unsaved_parameters
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.errors import CheckpointError
-from trimtab.optim.quantized import allocate_state, wait_for_paged
-from trimtab.randomness import diverge, random_state, restore_random_state
+from trimtab.optim.quantized import allocate_state, sync_paged_state
+from trimtab.randomness import random_state, restore_random_state, seed_by_rank
 
 TensorSource = Callable[[str], torch.Tensor]
 
@@ -170,7 +170,7 @@ class OptimizerPart:
 
     def capture(self) -> Any:
         """Return the options of each group and the state and gradient of each parameter."""
-        wait_for_paged(self._optimizer)
+        sync_paged_state(self._optimizer)
         names, parameters, state = self._names(), self._parameters(), self._optimizer.state
         left_out = ("params", *self._IMPLEMENTATION)
         return {
@@ -231,7 +231,7 @@ class OptimizerPart:
         The state of a parameter without saved state is removed; its first gradient creates it.
         """
         names, states, gradients = self._names(), entries(tree["state"]), entries(tree["gradients"])
-        wait_for_paged(self._optimizer)
+        sync_paged_state(self._optimizer)
         allocate_state(self._optimizer, [p for p in self._parameters() if names[id(p)] in states])
         for group, saved in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             for key, value in entries(saved).items():
@@ -347,7 +347,7 @@ class RandomPart:
         """Restore all generators; a rank that did not exist when the state was saved gets different numbers."""
         restore_random_state(decode(tree[min(self._rank, len(tree) - 1)], tensor))
         if self._rank >= len(tree):
-            diverge(self._rank)
+            seed_by_rank(self._rank)
 
 
 def _difference(missing: list[str], unexpected: list[str]) -> str:

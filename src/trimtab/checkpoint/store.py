@@ -16,8 +16,8 @@ import torch
 
 from trimtab import __version__
 from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, stored_shapes
-from trimtab.checkpoint.disk_errors import cure_of
-from trimtab.checkpoint.folder import restore_interrupted, whole_folder
+from trimtab.checkpoint.disk_errors import cure_for_os_error
+from trimtab.checkpoint.folder import atomic_folder, restore_interrupted
 from trimtab.checkpoint.snapshot import CopiedPart
 from trimtab.checkpoint.tensor_file import (
     ChecksummedFile,
@@ -60,7 +60,7 @@ def write_checkpoint(
     if encoded_facts.tensors:
         raise CheckpointError("the facts of a checkpoint contain a tensor", "use plain numbers and text")
     try:
-        with whole_folder(folder, marker=MANIFEST, what="checkpoint") as place:
+        with atomic_folder(folder, marker=MANIFEST, what="checkpoint") as place:
             files: dict[str, dict[str, Any]] = {}
             staging = Staging()
             for name, part in parts.items():
@@ -79,7 +79,7 @@ def write_checkpoint(
             (place / MANIFEST).write_bytes(_signed({**manifest, "facts": encoded_facts.tree, "files": files}))
     except OSError as error:
         raise CheckpointError(
-            f"{folder} could not be written: {error.strerror or error}", cure_of(error, less=_FEWER)
+            f"{folder} could not be written: {error.strerror or error}", cure_for_os_error(error, less=_FEWER)
         ) from error
     return Path(folder)
 
@@ -192,7 +192,7 @@ def verify(folder: str | os.PathLike[str], *, checksums: bool = True) -> Manifes
     return manifest
 
 
-def why_invalid(folder: str | os.PathLike[str], *, checksums: bool = True) -> str:
+def find_checkpoint_problem(folder: str | os.PathLike[str], *, checksums: bool = True) -> str:
     """Return the problem that `verify` finds with a checkpoint; empty if it is valid."""
     try:
         verify(folder, checksums=checksums)

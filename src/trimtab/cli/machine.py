@@ -11,9 +11,9 @@ from trimtab.cli.output import ask, set_verbosity, show_launch, show_table
 
 def doctor() -> None:
     """Report hardware, installed packages and what is missing."""
-    from trimtab.hardware.doctor import examine
+    from trimtab.hardware.doctor import collect_findings
 
-    show_table(("", "found", "cure"), [(f.topic, f.found, f.cure) for f in examine()])
+    show_table(("", "found", "cure"), [(f.topic, f.found, f.cure) for f in collect_findings()])
 
 
 def config(
@@ -21,7 +21,7 @@ def config(
     default: Annotated[bool, typer.Option("--default", help="Ask no questions; detect every setting.")] = False,
 ) -> None:
     """Write a launch file: number of processes, hosts and ports."""
-    from trimtab.distributed.launch.file import QUESTIONS, write_launch_file
+    from trimtab.distributed.launch.launch_file import QUESTIONS, write_launch_file
 
     typer.echo(write_launch_file(to, [] if default else QUESTIONS, ask))
 
@@ -45,7 +45,7 @@ def launch(
 ) -> None:
     """Run a script or recipe in several processes, on one host or more."""
     from trimtab.distributed.launch.command import plan_launch
-    from trimtab.distributed.launch.file import read_launch_file, split_hosts
+    from trimtab.distributed.launch.launch_file import read_launch_file, split_hosts
     from trimtab.distributed.launch.run import start
 
     given = {

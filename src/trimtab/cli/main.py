@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import trimtab
-from trimtab.checkpoint.disk_errors import is_no_room, refused_path
+from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
@@ -65,9 +65,9 @@ def main() -> None:
             _print_error("stopped")
         raise
     except OSError as error:
-        if not is_no_room(error):
+        if not is_disk_full(error):
             raise
-        place = refused_path(error) or "the disk that this was written to"
+        place = failed_path(error) or "the disk that this was written to"
         _print_error(f"error: {place}: {error.strerror}\n  cure: make room on that disk")
         sys.exit(1)
     finally:

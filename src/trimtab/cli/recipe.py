@@ -40,7 +40,7 @@ def check(
     device: Annotated[str | None, typer.Option(help="Device for --resume, such as cuda:1. Default: the best.")] = None,
 ) -> None:
     """Validate a recipe and print every value with its origin."""
-    from trimtab.recipe.load import build_json_schema, load_recipe, resolved_yaml
+    from trimtab.recipe.load import build_json_schema, load_recipe, render_resolved_yaml
 
     if schema:
         typer.echo(json.dumps(build_json_schema(), indent=1))
@@ -49,7 +49,7 @@ def check(
 
     loaded = load_recipe(recipe, {}, sets or [], extra_check=missing_parts)
     if not resume:
-        typer.echo(resolved_yaml(loaded))
+        typer.echo(render_resolved_yaml(loaded))
         return
     from trimtab.commands.verify_resume import prove_resume
 
@@ -76,7 +76,7 @@ def plan(
     json_lines: Annotated[bool, typer.Option("--json", help="Print all plans as one JSON object.")] = False,
 ) -> None:
     """Predict memory and speed of training; show the chosen plan."""
-    from trimtab.run import look_at_plans
+    from trimtab.run import survey_plans
 
     set_verbosity(quiet, False)
     if gpu is not None and device is not None:
@@ -84,7 +84,7 @@ def plan(
     source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
     flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": memory}
     loaded = load_with_flags(recipe, sets, flags)
-    found = look_at_plans(loaded, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
+    found = survey_plans(loaded, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
     show_plans(found, as_json=json_lines)
     if found.problem is not None:
         raise DoesNotFit(found.problem)
@@ -101,7 +101,7 @@ def data_show(
 ) -> None:
     """Print rows as the model sees them, with lengths and labels."""
     from trimtab.data.report_table import render
-    from trimtab.run import look_at_data
+    from trimtab.run import report_data
 
     flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
-    show(render(look_at_data(load_with_flags(recipe, sets, flags), examples)))
+    show(render(report_data(load_with_flags(recipe, sets, flags), examples)))

@@ -12,13 +12,13 @@ from trimtab.errors import RecipeError
 
 def checkpoints(run: RunFolder) -> None:
     """List the checkpoints of a run and whether each is valid."""
-    from trimtab.checkpoint.checkpoints_folder import Shelf
+    from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
     from trimtab.runs.run_folder import CHECKPOINTS, find_run
 
     status = find_run(run)
     if status is None:
         raise RecipeError(f"{run} is not a run", "pass the folder of a run; trimtab runs lists them")
-    show_checkpoints(Shelf(run / CHECKPOINTS).checkpoints(checksums=True), status)
+    show_checkpoints(CheckpointsFolder(run / CHECKPOINTS).checkpoints(checksums=True), status)
 
 
 def runs(root: Annotated[Path, typer.Argument(help="Folder to search.")] = Path("runs")) -> None:
@@ -68,6 +68,6 @@ def ui(
     port: Annotated[int, typer.Option(help="Port of the UI.")] = 5000,
 ) -> None:
     """Serve the MLflow UI for the runs in a folder until Ctrl-C."""
-    from trimtab.tracking.mlflow.ui import serve_page
+    from trimtab.tracking.mlflow.ui import serve_ui
 
-    raise typer.Exit(serve_page(root, port, typer.echo))
+    raise typer.Exit(serve_ui(root, port, typer.echo))

@@ -120,7 +120,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Measure memory, speed and loss of variants of a recipe."""
-    from trimtab.commands.compare import Protocol, candidates_of, make_folder
+    from trimtab.commands.compare import Protocol, check_variants, make_folder
     from trimtab.commands.compare import compare as run_comparison
     from trimtab.commands.variants import choose_variants
     from trimtab.report.tables import anatomy_table, main_table, notes, write_folder
@@ -132,7 +132,7 @@ def compare(
     chosen = choose_variants(base, vary or [], study, variants)
     limit = None if timeout is None else parse_seconds(timeout)
     protocol = Protocol(steps, repeats, warmup_steps, device, limit)
-    candidates = candidates_of(recipe, chosen, sets or [])
+    candidates = check_variants(recipe, chosen, sets or [])
     folder = make_folder(base, out)
     found = run_comparison(base, candidates, protocol, logs=folder / "logs")
     files = write_folder(found, folder, f"Variants of {recipe or 'a recipe'}")

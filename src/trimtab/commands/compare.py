@@ -92,7 +92,7 @@ def make_folder(recipe: Recipe, out: Path | None) -> Path:
     raise AssertionError("there is always a next number")
 
 
-def candidates_of(recipe: Path | None, variants: Sequence[Variant], sets: Sequence[str] = ()) -> list[VariantRuns]:
+def check_variants(recipe: Path | None, variants: Sequence[Variant], sets: Sequence[str] = ()) -> list[VariantRuns]:
     """Load and check the recipe of each variant. Nothing is started or written.
 
     Args:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from trimtab.errors import TrimtabError, UserError
-from trimtab.hardware.memory import is_out_of_memory, peak_memory, wanted_words
-from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.hardware.environment import describe_environment
+from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, peak_memory
 from trimtab.report.anatomy import MemoryWatch
 from trimtab.report.compare import Measurement
 
@@ -185,7 +185,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         return {"failure": _first_line(str(error))}
     except Exception as error:
         if is_out_of_memory(error):
-            wanted = wanted_words(error)
+            wanted = describe_failed_allocation(error)
             return {"failure": f"out of memory (tried to allocate {wanted})" if wanted else "out of memory"}
         raise
     plan = json.loads((folder / "plan.json").read_text())
@@ -200,7 +200,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         wall_s=time.monotonic() - began,
         **observer.numbers,
     )
-    surroundings = describe_surroundings(plan["device"], torch.get_num_threads())
+    surroundings = describe_environment(plan["device"], torch.get_num_threads())
     return {"measurement": asdict(measurement), "surroundings": surroundings}
 
 

@@ -21,8 +21,8 @@ from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
-from trimtab.inference.adapted import AdapterSource, load_base, read_adapter_source, tokenizer_of
-from trimtab.inference.closeness import Closeness, Questions
+from trimtab.inference.adapted import AdapterSource, load_adapter_tokenizer, load_base, read_adapter_source
+from trimtab.inference.comparison import ModelComparison, OutputDivergence
 from trimtab.log import say
 from trimtab.model.adapters import Adapter, load_adapter
 from trimtab.model.hub import is_adapter
@@ -49,7 +49,7 @@ class Merged:
     base: str  # the model that the adapter belongs to
     onto: str  # "original" or "dequantized"
     dtype: str  # "fp32", "bf16" or "fp16"
-    closeness: Closeness | None  # of its predictions to those of the trained model; None if not measured
+    closeness: OutputDivergence | None  # of its predictions to those of the trained model; None if not measured
 
 
 def merge(
@@ -120,7 +120,9 @@ def _check_arguments(onto: str, dtype: str, num_rows: int, target: Path) -> None
         raise RecipeError(f"{target} is not empty", "pass a new folder")
 
 
-def _check_closeness(found: Closeness, max_kl: float, min_agreement: float, onto: str, source: AdapterSource) -> None:
+def _check_closeness(
+    found: OutputDivergence, max_kl: float, min_agreement: float, onto: str, source: AdapterSource
+) -> None:
     """Refuse a merged model whose predictions differ too much; NaN is never close enough."""
     if found.kl_mean <= max_kl and found.agreement >= min_agreement:
         return
@@ -146,7 +148,7 @@ class _AdapterMerge:
     """Loads the models that a merge needs, never more than one at a time."""
 
     def __init__(self, source: AdapterSource, device: torch.device, trust_remote_code: bool) -> None:
-        self.tokenizer = tokenizer_of(source, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_adapter_tokenizer(source, trust_remote_code=trust_remote_code)
         self._source, self._device, self._trust = source, device, trust_remote_code
         own = getattr(load_config(source.base, trust_remote_code=trust_remote_code), "dtype", None)
         # the dtype of the base's files: no rounding, and no more memory than necessary
@@ -157,7 +159,7 @@ class _AdapterMerge:
         self._trained_form = _BaseForm(self.own_dtype if in_own else source.base_dtype, is_nf4)
         self._current: tuple[_BaseForm, Any, Adapter] | None = None
 
-    def ask(self, num_rows: int, force: bool) -> Questions | None:
+    def ask(self, num_rows: int, force: bool) -> ModelComparison | None:
         """Compute the predictions of the trained model; None if that is not possible and `force` is set."""
         try:
             return self._asked(num_rows)
@@ -168,7 +170,7 @@ class _AdapterMerge:
             say(f"not compared: {error.problem}")
             return None
 
-    def _asked(self, num_rows: int) -> Questions:
+    def _asked(self, num_rows: int) -> ModelComparison:
         facts = self._source.facts
         if not isinstance(facts.get("recipe"), Mapping):
             raise RecipeError(f"{self._source.folder} does not name the rows it was trained on")
@@ -186,8 +188,10 @@ class _AdapterMerge:
         ]  # that of the run: the tokens may be cached
         tokens: TokenDataset = cached(key, lambda: task.encode(rows, tokenizer, length))
         order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
-        questions = Questions(task, [tokens[row] for row in sorted(order)], _num_outputs(model, task), self._device)
-        if not questions.ask_first(model):
+        questions = ModelComparison(
+            task, [tokens[row] for row in sorted(order)], _num_outputs(model, task), self._device
+        )
+        if not questions.record_reference(model):
             raise RecipeError(f"{len(order)} rows of {rows.origin} have no labels to predict", "use more --rows")
         return questions
 

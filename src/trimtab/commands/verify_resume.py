@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from trimtab.checkpoint.checkpoints_folder import Shelf
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.checkpoint.tensor_file import as_bytes
 from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.runs.run_folder import CHECKPOINTS
 
 _SAVED_AT, _KILLED_AT, _NUM_STEPS = 3, 5, 8
@@ -134,7 +134,7 @@ def _compare(whole: Path, resumed: Path) -> Proof:
 
 
 def _last_checkpoint(run: Path) -> Path:
-    newest = Shelf(run / CHECKPOINTS).newest()
+    newest = CheckpointsFolder(run / CHECKPOINTS).newest()
     if newest is None or newest.step != _NUM_STEPS:
         raise RecipeError(f"{run.name} has no checkpoint of step {_NUM_STEPS}", "use data with more batches")
     return newest.path
@@ -163,7 +163,7 @@ def _tensor_difference(label: str, one: Any, other: Any) -> str:
 
 def _lines(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
-    return [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines]
+    return [{key: value for key, value in line.items() if key not in VOLATILE_KEYS} for line in lines]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from trimtab.log import logger
 _MODULE = "accelerate.state"
 
 
-def tell_accelerate(place: Place) -> None:
+def make_partial_state(place: Place) -> None:
     """Make Accelerate's `PartialState` for the CPU process group, now or when Accelerate is imported."""
     if _MODULE in sys.modules:
         _make_state(sys.modules[_MODULE], place)
@@ -58,7 +58,7 @@ def _launch_variables(place: Place) -> Iterator[None]:
         "RANK": str(dist.get_rank()),
         "WORLD_SIZE": str(dist.get_world_size()),
         "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.num_local),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost"),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),  # if unset, Accelerate changes the number of torch threads
     }

@@ -13,7 +13,7 @@ from trimtab.distributed.world import World
 from trimtab.engine.accumulation import Accumulation, Weight
 
 
-class OthersGaveUp(Exception):
+class WindowAborted(Exception):
     """Another process has aborted this window; so far it has changed gradients only."""
 
 
@@ -43,8 +43,8 @@ class Agreement:
         """Make one window end on all processes or on none; after an exception inside, call `abort`."""
         self._stage = _Stage.OFF
         for model in self._connected:
-            model.follow_what_trains()
-        can_abort = bool(self._connected) and all(model.can_give_up for model in self._connected)
+            model.rewrap_if_trainable_changed()
+        can_abort = bool(self._connected) and all(model.can_abandon_backward for model in self._connected)
         self._stage = _Stage.OPEN if can_abort else _Stage.OFF
         yield
         self._stage = _Stage.OFF
@@ -61,7 +61,7 @@ class Agreement:
         if self._accumulation.sync:
             self._stage = _Stage.EXCHANGING
             for model in self._connected:
-                model.begin_exchange()
+                model.mark_backward_start()
 
     def after_exchange(self) -> None:
         """After the gradients were exchanged, ask whether a process contributed zeros.
@@ -77,10 +77,10 @@ class Agreement:
     def _ask(self) -> None:
         if self._world.anyone(False):
             self._stage = _Stage.ABORTED
-            raise OthersGaveUp
+            raise WindowAborted
 
     def abort(self) -> bool:
-        """Abort the current window, after an error here or after `OthersGaveUp`.
+        """Abort the current window, after an error here or after `WindowAborted`.
 
         Returns:
             Whether all processes abort it. False if its gradients were already exchanged, or if the models do not
@@ -94,9 +94,9 @@ class Agreement:
             if stage is _Stage.EXCHANGING:
                 with self._world.exchanging("backward"):
                     for model in self._connected:
-                        model.give_up_exchange()
+                        model.fill_missing_gradients()
             self._world.anyone(True)
         with self._world.exchanging("start over"):
             for model in self._connected:
-                model.start_over()
+                model.reset_reducer()
         return True

@@ -40,13 +40,13 @@ class Collectives:
         loader = self._active_loaders.innermost
         if loader is None:
             return self._world.gather(value)
-        return loader.shard.real_rows(self._world.gather_each(value), loader.loader.batch_size)
+        return loader.shard.real_rows(self._world.gather_per_rank(value), loader.loader.batch_size)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         """Concatenate lists, or collect one object per process; processes with padding rows only are left out."""
         loader = self._active_loaders.innermost
         value = value if loader is None else loader.shard.own_objects(value)
-        gathered = self._world.objects_of_all((value, self.has_no_rows))
+        gathered = self._world.all_gather_object((value, self.has_no_rows))
         counted = [theirs for theirs, is_padding in gathered if not is_padding]
         return [item for part in counted for item in part] if isinstance(value, list) else counted
 
@@ -60,7 +60,7 @@ class Collectives:
                 if self._world.num_processes == 1:
                     raise
                 outcome = None, error
-        decided, problem = self._world.object_of_first(outcome)
+        decided, problem = self._world.broadcast_object(outcome)
         if problem is not None:
             raise problem
         result: T = decided

@@ -26,6 +26,6 @@ class DispatchedLoader(PreparedLoader):
         return super()._iterate() if self._world.process_index == 0 else iter(())
 
     def _read_group(self, batches: Iterator[Any]) -> list[Any]:
-        group = self._world.object_of_first(super()._read_group(batches))
+        group = self._world.broadcast_object(super()._read_group(batches))
         self._first_group = self._first_group or group
         return group

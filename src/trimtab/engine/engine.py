@@ -18,7 +18,7 @@ from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallel
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.process_state import ProcessInterface, ProcessState
-from trimtab.distributed.rendezvous import find_world
+from trimtab.distributed.rendezvous import init_world
 from trimtab.distributed.world import DistributedType, World
 from trimtab.engine.accelerate_settings import accumulation_rules, loader_rules, project_folder, read_handlers
 from trimtab.engine.accelerate_verbs import UNSUPPORTED, GradientState, join_uneven_inputs, save_object
@@ -129,7 +129,7 @@ class Engine(ProcessInterface):
         self.project_dir = self.logging_dir = project_folder(project_dir, project_config)
         self._dataloader_config, self._profile_handler = dataloader_config, handlers.profile
         trackers = build_trackers(log_with, self.project_dir)
-        world = world or find_world(place, device, handlers.data_parallel, handlers.timeout_s)
+        world = world or init_world(place, device, handlers.data_parallel, handlers.timeout_s)
         if mixed_precision == "auto":
             mixed_precision = native_precision(device).replace("fp32", "no")
         self._world = world
@@ -297,12 +297,12 @@ class Engine(ProcessInterface):
         """
         return self._gradients.window_undo_point()
 
-    def agreeing(self) -> AbstractContextManager[None]:
+    def all_or_none_window(self) -> AbstractContextManager[None]:
         """Return a context for one window that either all processes end or none; costs two host-side barriers."""
         return self._gradients.agreement.required()
 
-    def give_up_window(self) -> bool:
-        """Abort a window inside `agreeing`, after an error here or, with `OthersGaveUp`, on another process.
+    def abort_window(self) -> bool:
+        """Abort a window inside `all_or_none_window`, after an error here or, with `WindowAborted`, on another process.
 
         Returns:
             Whether all processes abort it; False if its gradients had already been exchanged.
@@ -391,7 +391,7 @@ class Engine(ProcessInterface):
         """Include objects with `state_dict` and `load_state_dict` in the state."""
         self._saved_state.register(objects)
 
-    def will_train(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def include_frozen_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Include frozen parameters in the state, because they become trainable during the run."""
         self._saved_state.include_later(parameters)
 
@@ -447,7 +447,7 @@ class Engine(ProcessInterface):
         """Compare values across processes; a difference raises an error on all that names the rank and the value."""
         require_same(self._world, what, facts)
 
-    def first_decides(self, decide: Callable[[], T]) -> T:
+    def decide_on_main_process(self, decide: Callable[[], T]) -> T:
         """Run `decide` on the main process and return its result on all; a `UserError` is raised on all of them."""
         return self._collectives.decide_on_main_process(decide)
 
@@ -557,7 +557,7 @@ class Engine(ProcessInterface):
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context for the last backward of several forwards under `no_sync`: gradients are exchanged in it."""
-        return model.exchanging_in_backward() if isinstance(model, DataParallel) else nullcontext()
+        return model.sync_in_backward() if isinstance(model, DataParallel) else nullcontext()
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None

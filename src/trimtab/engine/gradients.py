@@ -17,7 +17,7 @@ from trimtab.engine.accumulation import Accumulation, Weight
 from trimtab.engine.agreement import Agreement
 from trimtab.engine.loss_scaler import NO_OWNER, Scaler
 from trimtab.errors import LossError
-from trimtab.model.precision import keep_fp32
+from trimtab.model.precision import convert_to_fp32
 
 
 class Gradients:
@@ -63,7 +63,7 @@ class Gradients:
     @property
     def are_same_everywhere(self) -> bool:
         """Whether no process has gradients for the next step that were not yet exchanged."""
-        if self._accumulation.is_waiting_for_step and any(model.has_own_gradients for model in self.connected):
+        if self._accumulation.is_waiting_for_step and any(model.has_unsynced_gradients for model in self.connected):
             return False
         return self._accumulation.sync
 
@@ -101,10 +101,10 @@ class Gradients:
                 self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
             else:
                 for model in self.connected:
-                    model.answer_with_nothing(loss)
+                    model.contribute_zero_gradients(loss)
         self.agreement.after_exchange()
         for model in self.connected:
-            model.backward_done(loss, self.connected)
+            model.check_after_backward(loss, self.connected)
 
     def _finalize(self, correction: Weight | None) -> None:
         self._are_final, self._applied = True, correction
@@ -112,7 +112,7 @@ class Gradients:
             return
         for owner, parameters in self._by_owner():
             if self._scaler.is_scaling:
-                keep_fp32(parameters)  # parameters that became trainable after `prepare` may still be fp16
+                convert_to_fp32(parameters)  # parameters that became trainable after `prepare` may still be fp16
             gradients = _gradients_of(parameters)
             if gradients:
                 self._scaler.unscale(owner, gradients)

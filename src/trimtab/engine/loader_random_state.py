@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
+from trimtab.randomness import RandomState, host_random_state, preserve_host_random_state, restore_random_state
 
 
 class LoaderRandomState:
@@ -48,7 +48,7 @@ class LoaderRandomState:
     def kept(self) -> Iterator[None]:
         """Restore the state of all generators at the end of the context."""
         restore = self.undo_point()
-        with host_randomness_kept():
+        with preserve_host_random_state():
             try:
                 yield
             finally:

@@ -13,7 +13,7 @@ from trimtab.engine.placement import Placement
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.seedable_samplers import batch_sampler_of, give_generator, with_seedable_sampler
 from trimtab.engine.sharding import BatchEach, LoaderRules, NoSharding, Sharding, SplitRows
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 
 
 def prepare_loader(
@@ -22,7 +22,7 @@ def prepare_loader(
     """Return a loader that delivers this process's batches on the device, shared by the rules."""
     if rules.is_seedable:
         seed = torch.initial_seed() if rules.data_seed is None else rules.data_seed
-        loader = with_seedable_sampler(loader, world.object_of_first(seed))  # the same order on every process
+        loader = with_seedable_sampler(loader, world.broadcast_object(seed))  # the same order on every process
     is_iterable = isinstance(loader.dataset, IterableDataset)
     dispatches = is_iterable if rules.dispatches is None else rules.dispatches
     sharding = sharding_for(loader, world, rules, dispatches)
@@ -52,7 +52,7 @@ def sharding_for(loader: DataLoader[Any], world: World, rules: LoaderRules, disp
         return NoSharding()
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        say_once("a loader with a DistributedSampler is already divided among processes: it is not divided again")
+        log_info_once("a loader with a DistributedSampler is already divided among processes: it is not divided again")
         return NoSharding(num_processes, rank)
     if rules.as_accelerate or not rules.is_even:
         batches = batch_sampler_of(loader)
@@ -73,12 +73,12 @@ def _log_batch_size(batch_size: int, num_processes: int, rules: LoaderRules) -> 
     each, is_uneven = divmod(batch_size, num_processes)
     share = f"{each} or {each + 1}" if is_uneven else str(each)
     if rules.splits:
-        say_once(
+        log_info_once(
             f"batch of {batch_size} shared by {num_processes} processes, {share} each; a schedule steps once for each "
             f"optimizer step; split_batches=False for {batch_size} each and {num_processes} steps, as Accelerate counts"
         )
     else:
-        say_once(
+        log_info_once(
             f"batch of {batch_size} for each of {num_processes} processes; a schedule steps {num_processes} times for "
             f"each optimizer step, as Accelerate counts; split_batches=True for {share} each and one step"
         )

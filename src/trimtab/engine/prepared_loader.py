@@ -23,8 +23,8 @@ from trimtab.engine.loader_random_state import LoaderRandomState, set_epoch
 from trimtab.engine.placement import Placement
 from trimtab.engine.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
 from trimtab.errors import CheckpointError
-from trimtab.log import say, say_once
-from trimtab.randomness import RandomState, host_random_state, host_randomness_kept, restore_random_state
+from trimtab.log import log_info_once, say
+from trimtab.randomness import RandomState, host_random_state, preserve_host_random_state, restore_random_state
 
 
 class ActiveLoaders:
@@ -313,7 +313,7 @@ class PreparedLoader:
         if self._world.num_processes == 1:
             yield
             return
-        with host_randomness_kept():
+        with preserve_host_random_state():
             assert self._common is not None
             restore_random_state(self._common)
             yield
@@ -329,12 +329,12 @@ class PreparedLoader:
             yield
             return
         if self._indices is not None and isinstance(self._sharding, AccelerateSharding):
-            self._random.set_generator_states(self._world.object_of_first(self._random.generator_states()))
+            self._random.set_generator_states(self._world.broadcast_object(self._random.generator_states()))
             yield
             self._require_same_order(self._indices)
             return
         own = host_random_state()
-        first = self._world.object_of_first(self._random.get())
+        first = self._world.broadcast_object(self._random.get())
         if self._indices is None:
             self._common = self._common or first["host"]
             first = {**first, "host": self._common}
@@ -484,7 +484,7 @@ def copy_loader(loader: DataLoader[Any], pins_memory: bool) -> DataLoader[Any]:
         source.pin_memory = True
     if loader.num_workers and not loader.in_order:
         # which worker finishes first cannot be saved, and differs between processes
-        say_once(
+        log_info_once(
             "DataLoader(in_order=False) is ignored: batches come in the sampler's order, because a resumed run and the "
             "other processes must see each row once"
         )

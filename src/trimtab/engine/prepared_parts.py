@@ -18,10 +18,10 @@ from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler, optimizers_of
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import PrepareError
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 from trimtab.model.precision import Precision
 from trimtab.optim.build import rounds_stochastically
-from trimtab.randomness import diverge
+from trimtab.randomness import seed_by_rank
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class PreparedParts:
         self.frozen.append(FrozenBase(unwrap(model)))
         model = self.world.connect(model)
         if not self.models and not self.loader_rules.as_accelerate:
-            diverge(self.world.process_index)
+            seed_by_rank(self.world.process_index)
         self.models.append(model)
         self.gradients.watch(model)
         return model
@@ -95,7 +95,7 @@ class PreparedParts:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if self.precision.is_pure and not rounds_stochastically(optimizer):
-            say_once(
+            log_info_once(
                 f"bf16-pure: {type(optimizer).__name__} rounds to nearest, which loses small updates; use "
                 "trimtab.optim.build.build_optimizer(…, rounds_stochastically=True)"
             )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.codec import Encoded
-from trimtab.checkpoint.collective import capture_together, load_together, save_together
+from trimtab.checkpoint.collective import collective_capture, collective_load, collective_save
 from trimtab.checkpoint.state import ModelPart, OptimizerPart, Part, RandomPart, StatefulPart
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.distributed.world import World
@@ -47,15 +47,15 @@ class SavedState:
 
     def save(self, folder: str | Path) -> str:
         """Write the state to a folder and return the folder."""
-        return save_together(self._world, folder, self.parts(), self._prepared.gradients.are_same_everywhere)
+        return collective_save(self._world, folder, self.parts(), self._prepared.gradients.are_same_everywhere)
 
     def capture(self) -> dict[str, Encoded] | None:
         """Return the state on rank 0, None elsewhere. Its tensors share memory with the model."""
-        return capture_together(self._world, self.parts(), self._prepared.gradients.are_same_everywhere)
+        return collective_capture(self._world, self.parts(), self._prepared.gradients.are_same_everywhere)
 
     def load(self, source: str | Path | StoredCheckpoint) -> None:
         """Load a state into the prepared parts; nothing is changed if it does not fit them."""
-        load_together(self._world, source, self.parts())
+        collective_load(self._world, source, self.parts())
 
     def parts(self) -> list[Part]:
         """Return the parts of the state; those that may reject a state come first, see `apply_parts`."""

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from trimtab.distributed.row_shares import share_bounds
-from trimtab.distributed.world import concatenated, of_same_kind
+from trimtab.distributed.rank_split import split_bounds
+from trimtab.distributed.world import concatenated, rebuild_mapping
 from trimtab.errors import PrepareError
 
 MISSING = object()  # content of a shard: this process has no batch, and its epoch ends here
@@ -105,7 +105,7 @@ def _first_rows(value: Any, num_rows: int, full: set[int]) -> Any:
             return value
         return value[:num_rows]
     if isinstance(value, Mapping):
-        return of_same_kind(value, {key: _first_rows(item, num_rows, full) for key, item in value.items()})
+        return rebuild_mapping(value, {key: _first_rows(item, num_rows, full) for key, item in value.items()})
     return type(value)(_first_rows(item, num_rows, full) for item in value)
 
 
@@ -158,7 +158,7 @@ class SplitRows:
         self._rank = rank
 
     def _bounds(self, num_rows: int) -> tuple[int, int, tuple[int, ...]]:
-        bounds = [share_bounds(num_rows, rank, self.num_processes) for rank in range(self.num_processes)]
+        bounds = [split_bounds(num_rows, rank, self.num_processes) for rank in range(self.num_processes)]
         start, end = bounds[self._rank]
         if start == end:  # padding: the first row, which belongs to another process
             start, end = 0, 1

@@ -183,7 +183,7 @@ def find(name: str) -> Device:
     raise RecipeError(f"no device is known as {name!r}", f"use one of {', '.join(names)}")
 
 
-def identify(inventory: Inventory) -> Device | None:
+def identify_device(inventory: Inventory) -> Device | None:
     """Find the catalog entry of the device of this machine, with its actual memory; None if it is unknown.
 
     The memory has to match as well: laptop and cut-down cards carry the same name with less memory and fewer cores.
@@ -206,7 +206,7 @@ def measure_device(device: str | torch.device | None = None) -> Device:
     """
     device = find_device(device)
     inventory = take_inventory(device)
-    known = identify(inventory)
+    known = identify_device(inventory)
     is_cpu = device.type == "cpu"
     has_tf32 = device.type == "cuda" and torch.version.cuda is not None and (inventory.capability or (0, 0)) >= (8, 0)
     with torch.inference_mode():

@@ -31,7 +31,7 @@ class Finding:
     cure: str = ""
 
 
-def examine() -> list[Finding]:
+def collect_findings() -> list[Finding]:
     """Inspect the machine and the installed packages."""
     inventory = take_inventory()
     auto = native_precision(torch.device(inventory.device))

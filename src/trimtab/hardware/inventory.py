@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 
 
 def find_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
@@ -52,7 +52,7 @@ def _with_index(device: torch.device, local_rank: int | None) -> torch.device:
         return torch.device(device.type, local_rank)
     index = torch.accelerator.current_device_index()
     if count > 1:
-        say_once(
+        log_info_once(
             f"using one of {count} devices ({device.type}:{index}); choose another with device=, "
             f"or use all of them: trimtab launch --processes {count} …"
         )

@@ -14,7 +14,7 @@ import torch
 
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.log import say
-from trimtab.units import bytes_as_words, format_bytes, parse_bytes
+from trimtab.units import exact_bytes, format_bytes, parse_bytes
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # a CUDA context with its libraries takes 0.3 to 0.8 GiB; more than this belongs to other processes, which a budget
@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in message for phrase in _OUT_OF_MEMORY_PHRASES)
 
 
-def wanted_words(error: BaseException) -> str:
+def describe_failed_allocation(error: BaseException) -> str:
     """The size of the failed allocation according to the error, such as "64.00 MiB more"; empty if it is not given."""
     message = str(error)
     for before in ("Tried to allocate ", "you tried to allocate "):
@@ -122,7 +122,7 @@ def free_memory(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0]) + int(module.memory_reserved(device))
 
 
-def memory_outside(device: torch.device) -> int:
+def non_allocator_memory(device: torch.device) -> int:
     """Device memory in use outside of torch's allocator: context and libraries; 0 on the CPU."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     if module is None or not hasattr(module, "mem_get_info"):
@@ -131,7 +131,7 @@ def memory_outside(device: torch.device) -> int:
     return min(max(int(total - free) - int(module.memory_reserved(device)), 0), _MAX_CONTEXT_BYTES)
 
 
-def budget_in_bytes(budget: str | int | None, device: torch.device) -> int | None:
+def resolve_budget(budget: str | int | None, device: torch.device) -> int | None:
     """Resolve a memory budget to bytes.
 
     Args:
@@ -144,10 +144,10 @@ def budget_in_bytes(budget: str | int | None, device: torch.device) -> int | Non
     if budget is None:
         return None
     if budget == "auto":
-        return free_memory(device) + memory_outside(device) or None
+        return free_memory(device) + non_allocator_memory(device) or None
     wanted, total = parse_bytes(budget), total_memory(device)
     if total and wanted > total:
-        has = bytes_as_words(total // 2**20 * 2**20)
+        has = exact_bytes(total // 2**20 * 2**20)
         raise RecipeError(
             f"memory.budget is {format_bytes(wanted)}, but {device} has {format_bytes(total)}",
             f"memory.budget: auto for the free memory, or at most {has}",
@@ -190,13 +190,13 @@ def cap_memory(device: torch.device, budget_bytes: int | None, outside_bytes: in
     Args:
         device: Device of the run.
         budget_bytes: Memory that the process may use; None for no limit.
-        outside_bytes: Part of the budget in use outside of the allocator: see `memory_outside`.
+        outside_bytes: Part of the budget in use outside of the allocator: see `non_allocator_memory`.
 
     Raises:
         RecipeError: The budget exceeds the memory of the device.
         DoesNotFit: Nothing of the budget is left for the allocator.
     """
-    budget_in_bytes(budget_bytes, device)
+    resolve_budget(budget_bytes, device)
     if device.type == "cuda" and budget_bytes is not None:
         if budget_bytes <= outside_bytes:
             raise DoesNotFit(
@@ -270,6 +270,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_threshold, 2**30)) and bool(mallopt(trim_threshold, 2**31 - 1))
 
 
-def usually_outside(with_kernels: bool) -> int:
+def expected_non_allocator_memory(with_kernels: bool) -> int:
     """Predict the device memory outside of torch's allocator during training: context and loaded kernels."""
     return _CONTEXT_BYTES + (_KERNELS_BYTES if with_kernels else 0)

@@ -10,7 +10,7 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
-from trimtab.model.load import newly_initialised
+from trimtab.model.load import newly_initialized
 from trimtab.model.nf4 import base_parts, num_weights
 
 ALL_LINEAR = "all-linear"
@@ -68,7 +68,7 @@ def select_full_modules(model: Any, patterns: Sequence[str]) -> list[str]:
         RecipeError: A pattern matches no module with parameters, or a module is quantized and cannot be trained.
     """
     from_patterns = [name for pattern in patterns for name in _modules_matching(model, pattern, "adapter.trains")]
-    new = newly_initialised(model)
+    new = newly_initialized(model)
     holders = {name.rpartition(".")[0] for name in new}
     for name in holders:
         if _inside(name, from_patterns):

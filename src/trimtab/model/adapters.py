@@ -26,7 +26,7 @@ from trimtab.model.adapter_targets import ALL_LINEAR, match_values, select_full_
 from trimtab.model.load import grown_rows
 from trimtab.model.lora_product import bind_product
 from trimtab.model.nf4 import num_weights
-from trimtab.model.precision import keep_fp32
+from trimtab.model.precision import convert_to_fp32
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -321,7 +321,7 @@ def _make_trainable(model: Any, adapter: Adapter) -> None:
         trained |= {id(p): p for inner, p in layer.named_parameters() if not inner.startswith("base_layer.")}
     for name in adapter.trains:
         trained |= {id(parameter): parameter for parameter in model.get_submodule(name).parameters()}
-    keep_fp32(list(trained.values()))
+    convert_to_fp32(list(trained.values()))
     for parameter in trained.values():
         parameter.requires_grad_(True)
     if half:
@@ -353,7 +353,7 @@ def _read_weights(
 
     small = {name: tensor for name, tensor in weights.items() if name not in whole}
     # PEFT creates the matrices in the dtype of the base; they are saved in fp32 and stay fp32.
-    keep_fp32([p for name, p in model.named_parameters() if f".{_NAME}" in name and ".lora_" in name])
+    convert_to_fp32([p for name, p in model.named_parameters() if f".{_NAME}" in name and ".lora_" in name])
     with _peft_errors_explained(place):
         result: Any = set_peft_model_state_dict(model, dict(small), _NAME)
     missing = [name for name in result.missing_keys if ".lora_" in name]

@@ -87,7 +87,7 @@ class HeadLoss:
         return sums[0], sums[1].detach().long() if self._job.counts_hits else None, router_loss(model, outputs)
 
 
-def check_head(model: torch.nn.Module, batch: Batch, how: str = "chunked") -> str | None:
+def check_chunked_loss(model: torch.nn.Module, batch: Batch, how: str = "chunked") -> str | None:
     """Check that `HeadLoss` supports a model, by comparing it with the plain loss on a short row.
 
     Args:

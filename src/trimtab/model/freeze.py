@@ -9,7 +9,7 @@ import torch
 
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
-from trimtab.model.load import newly_initialised
+from trimtab.model.load import newly_initialized
 from trimtab.units import Every
 
 _BASE = "base"
@@ -121,7 +121,7 @@ class Freezing:
                 f'train.freeze: "base": {type(self._model).__name__} has no head separate from its base',
                 f"name modules instead: {self._module_names()}",
             )
-        new = newly_initialised(self._model)
+        new = newly_initialized(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
         kept = [names[id(p)] for p in base.parameters() if names[id(p)] in new]
         if kept:

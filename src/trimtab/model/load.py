@@ -45,7 +45,7 @@ __all__ = [
     "load_skeleton",
     "load_tokenizer",
     "max_positions",
-    "newly_initialised",
+    "newly_initialized",
     "resolve_source",
     "train_tokenizer",
 ]
@@ -140,7 +140,7 @@ def load_skeleton(
     return model
 
 
-def newly_initialised(model: torch.nn.Module) -> frozenset[str]:
+def newly_initialized(model: torch.nn.Module) -> frozenset[str]:
     """Names of the parameters that were not in the files of the model and are therefore randomly initialized.
 
     For a model from a config, in which everything is random, only those of a classification head.
@@ -256,7 +256,7 @@ def _unquantized_copy(model: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     del config.quantization_config
     fresh = auto_class.from_config(config, dtype=dtype)
     fresh.load_state_dict(model.state_dict())
-    setattr(fresh, _NEW_PARAMETERS, newly_initialised(model))
+    setattr(fresh, _NEW_PARAMETERS, newly_initialized(model))
     return fresh
 
 

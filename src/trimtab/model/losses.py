@@ -76,7 +76,7 @@ def build_loss(
         shifts_labels: Whether the logits at position t predict the label at t + 1, as in causal language models.
         label_smoothing: As in `torch.nn.CrossEntropyLoss`; for the two cross-entropies with one class only.
         how: "plain" computes all logits. "chunked" and "liger" (on a GPU) do not and are for "token-cross-entropy"
-            only; `trimtab.model.chunked_loss.check_head` tells whether they support a model.
+            only; `trimtab.model.chunked_loss.check_chunked_loss` tells whether they support a model.
         counts_hits: Without logits, count the labels that are the most likely token (`StepLoss.hits`), for the metric
             token_accuracy.
     """
@@ -102,7 +102,7 @@ def build_loss(
     return _ModelLoss(_binary_cross_entropy if kind == "binary-cross-entropy" else _mean_squared_error)
 
 
-def own_loss(function: OwnLoss) -> Loss:
+def loss_from_function(function: OwnLoss) -> Loss:
     """Make a loss from a function of the user.
 
     Args:

@@ -57,7 +57,7 @@ class Precision:
         if self.is_pure:
             _convert([p for p in model.parameters() if p.is_floating_point()], self.compute_dtype)
         else:
-            keep_fp32([p for p in model.parameters() if p.requires_grad], said_of=type(model).__name__)
+            convert_to_fp32([p for p in model.parameters() if p.requires_grad], model_name=type(model).__name__)
         precision = self
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -86,17 +86,17 @@ def _signature_of(wrapped: Any, function: Any) -> Any:
     return function
 
 
-def keep_fp32(parameters: list[torch.nn.Parameter], said_of: str = "") -> None:
+def convert_to_fp32(parameters: list[torch.nn.Parameter], model_name: str = "") -> None:
     """Convert half-precision parameters and their gradients to fp32 in place.
 
     Args:
         parameters: Parameters to convert.
-        said_of: Name of the model for a log message; empty for no message.
+        model_name: Name of the model for a log message; empty for no message.
     """
     half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
     _convert(half, torch.float32)
-    if half and said_of:
-        say(f"{said_of}: {len(half)} trainable tensors in half precision were converted to fp32 (mixed precision)")
+    if half and model_name:
+        say(f"{model_name}: {len(half)} trainable tensors in half precision were converted to fp32 (mixed precision)")
 
 
 def _convert(parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.errors import LossError
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 from trimtab.model.forward import bare_model
 
 _AUXILIARY, _Z_LOSS = ("router_aux_loss_coef", "aux_loss_coef"), ("router_z_loss_coef",)
@@ -88,4 +88,4 @@ def _explain_absence(model: Any) -> None:
             "does not return it when called without labels: the routers would be trained without that loss",
             "output_router_logits: false in the model's config, or your own training loop with trimtab.Engine",
         )
-    say_once(f"{name} has no auxiliary loss for its routers: output_router_logits has no effect on its training")
+    log_info_once(f"{name} has no auxiliary loss for its routers: output_router_logits has no effect on its training")

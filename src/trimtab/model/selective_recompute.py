@@ -1,6 +1,6 @@
 """Selective recomputation: save matrix products and attention of a block, recompute everything else in backward.
 
-`keep_products` makes two dispatch modes for each call of a block. The first is active in the forward and saves the
+`saving_contexts` makes two dispatch modes for each call of a block. The first is active in the forward and saves the
 results of expensive operations; the second is active in the recomputation and returns them in the same order. A result
 that was not saved is computed again, which costs time but never changes a result.
 """
@@ -41,10 +41,10 @@ _PRODUCT, _KERNEL, _VIEW, _IN_PLACE, _OTHER = range(5)
 _kinds: dict[Any, tuple[int, bool]] = {}
 
 
-def keep_products() -> tuple["Keeping", TorchDispatchMode]:
+def saving_contexts() -> tuple["SavingMode", TorchDispatchMode]:
     """Make the modes for one forward and its recomputation, as the `context_fn` of `torch.utils.checkpoint`."""
     saved = _Saved()
-    return Keeping(saved), _Returning(saved)
+    return SavingMode(saved), _Returning(saved)
 
 
 class _Product:
@@ -85,7 +85,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # torch's guard against Dynamo costs more time than these modes
 
 
-class Keeping(_Mode):  # type: ignore[no-untyped-call]
+class SavingMode(_Mode):  # type: ignore[no-untyped-call]
     """Dispatch mode for the forward of a block."""
 
     def __init__(self, saved: _Saved) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import require_extra
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 from trimtab.optim.adagrad import Adagrad
 from trimtab.optim.quantized import Adagrad8bit, Adam8bit, AdamW8bit, Quantized
 from trimtab.optim.stochastic_rounding import (
@@ -113,7 +113,7 @@ def fused_form(name: str, device: torch.device, momentum: float = 0.0) -> bool |
 def _is_paged(name: str, device: torch.device) -> bool:
     """Whether an 8-bit optimizer pages its state: only with an NVIDIA GPU."""
     if name.startswith(PAGED) and device.type != "cuda":
-        say_once(f"{name}: paging needs an NVIDIA GPU; the state is not paged")
+        log_info_once(f"{name}: paging needs an NVIDIA GPU; the state is not paged")
     return name.startswith(PAGED) and device.type == "cuda"
 
 

@@ -19,7 +19,7 @@ _FORMS: dict[type, type[Quantized]] = {
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")  # by the 8-bit kernels
 
 
-def why_not_eight_bits(optimizer: torch.optim.Optimizer) -> str | None:
+def eight_bit_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """The reason why an optimizer cannot have 8-bit state, as text; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _FORMS:
@@ -39,11 +39,11 @@ def why_not_eight_bits(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def eight_bit_form(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+def to_eight_bit(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build the 8-bit counterpart of an optimizer.
 
     Args:
-        optimizer: An optimizer for which `why_not_eight_bits` returns None.
+        optimizer: An optimizer for which `eight_bit_obstacle` returns None.
         groups: Its parameter groups, which are shared and not copied: a schedule that writes to them keeps working.
     """
     first = groups[0]

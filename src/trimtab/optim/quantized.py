@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trimtab.hardware.extras import require_extra
-from trimtab.optim.stochastic_rounding import SLICE, Chance, flat
+from trimtab.optim.stochastic_rounding import SLICE, RoundingNoise, flat
 
 BLOCK = 256  # elements that share a scale
 MIN_QUANTIZED = 4096  # parameters with fewer elements have fp32 state
@@ -92,14 +92,16 @@ class Quantized(torch.optim.Optimizer):
                 loss = closure()
         functions = bitsandbytes_functions()
         for index, group in enumerate(self.param_groups):
-            chance = Chance(group, index) if self.rounds_stochastically else None
+            chance = RoundingNoise(group, index) if self.rounds_stochastically else None
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.allocate_state([parameter])
                     self._update(functions, group, parameter, chance)
         return loss
 
-    def _update(self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: Chance | None) -> None:
+    def _update(
+        self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: RoundingNoise | None
+    ) -> None:
         assert parameter.grad is not None
         state = self.state[parameter]
         state["step"] += 1
@@ -170,7 +172,7 @@ class Quantized(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as in torch, after a host-device sync if it is paged."""
-        wait_for_paged(self)
+        sync_paged_state(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -180,7 +182,7 @@ class Quantized(torch.optim.Optimizer):
         self.state = held
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        wait_for_paged(self)
+        sync_paged_state(self)
         for number, parameter in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(number)
             if not saved:
@@ -190,7 +192,7 @@ class Quantized(torch.optim.Optimizer):
             _copy_into(self.state[parameter], saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        wait_for_paged(self)
+        sync_paged_state(self)
         own = {"is_paged": self.is_paged, "rounds_stochastically": self.rounds_stochastically, "_maps": {}}
         return {**super().__getstate__(), **own}
 
@@ -232,7 +234,7 @@ def is_paged(value: Any) -> bool:
     return bool(getattr(value, "is_paged", False))
 
 
-def wait_for_paged(optimizer: torch.optim.Optimizer) -> None:
+def sync_paged_state(optimizer: torch.optim.Optimizer) -> None:
     """Do a host-device sync before the host accesses paged state, which torch treats as ordinary host memory."""
     if getattr(optimizer, "is_paged", False) and torch.cuda.is_available():
         torch.cuda.synchronize()

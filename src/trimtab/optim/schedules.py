@@ -176,7 +176,7 @@ def _noam(warmup_steps: int, d_model: int | None) -> Noam:
     return Noam(warmup_steps, d_model)
 
 
-def shapes_of(scheduler: LambdaLR) -> list[Shape]:
+def copy_shapes(scheduler: LambdaLR) -> list[Shape]:
     """Copy the shapes that a schedule was built with, before loading a state replaces their numbers."""
     shapes: list[Any] = [copy.copy(shape) for shape in scheduler.lr_lambdas]
     return shapes
@@ -187,7 +187,7 @@ def reshape(scheduler: LambdaLR, shapes: list[Shape], lr: float) -> str | None:
 
     Args:
         scheduler: The schedule, at some step.
-        shapes: The result of `shapes_of` before the state was loaded.
+        shapes: The result of `copy_shapes` before the state was loaded.
         lr: The learning rate that the factors multiply from now on.
 
     Returns:

@@ -24,7 +24,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from trimtab.hardware.extras import has_package
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 
 # Elements converted to fp32 at a time: weights, gradient and two moments then take 64 MiB.
 SLICE = 2**22
@@ -33,7 +33,7 @@ _UPPER_HALF = slice(1 if sys.byteorder == "little" else 0, None, 2)  # of a floa
 _QUIET_NAN = 0x7FC00000
 
 
-class Chance:
+class RoundingNoise:
     """The random numbers of one step of one parameter group: the same in every process, and after a resume.
 
     torch's default generators are not used: their states differ between processes, so the weights would diverge.
@@ -73,9 +73,9 @@ class Chance:
         bits = numbers.view(torch.int32)
         if keep_nan:
             bits.clamp_(max=_QUIET_NAN)
-        bits.add_(noise.view(torch.int32).random_(0, 2**16, generator=self._generator_on(noise.device)))
+        bits.add_(noise.view(torch.int32).random_(0, 2**16, generator=self._generator_for(noise.device)))
 
-    def _generator_on(self, device: torch.device) -> torch.Generator:
+    def _generator_for(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
@@ -159,7 +159,7 @@ class StochasticRounding(torch.optim.Optimizer):
             with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
             self.allocate_state(with_grad)
             self._step_exact(group, [p for p in with_grad if p.dtype is not torch.bfloat16])
-            self._step_rounded(group, [p for p in with_grad if p.dtype is torch.bfloat16], Chance(group, index))
+            self._step_rounded(group, [p for p in with_grad if p.dtype is torch.bfloat16], RoundingNoise(group, index))
         return loss
 
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
@@ -170,7 +170,7 @@ class StochasticRounding(torch.optim.Optimizer):
             steps = [state["step"] for state in states] if self._counts_steps else []
             self._update(group, Lists(parameters, gradients, moments, steps, group["fused"]))
 
-    def _step_rounded(self, group: dict[str, Any], parameters: list[torch.Tensor], chance: Chance) -> None:
+    def _step_rounded(self, group: dict[str, Any], parameters: list[torch.Tensor], chance: RoundingNoise) -> None:
         by_step: dict[tuple[torch.device, int], list[list[torch.Tensor]]] = {}
         copies = []
         for parameter in parameters:
@@ -191,13 +191,13 @@ class StochasticRounding(torch.optim.Optimizer):
             parameter.copy_(weights.view_as(parameter))
 
     def _step_in_one_pass(
-        self, group: dict[str, Any], members: list[list[torch.Tensor]], step: int, chance: Chance
+        self, group: dict[str, Any], members: list[list[torch.Tensor]], step: int, chance: RoundingNoise
     ) -> bool:
         """Update parameters with a single fused kernel; returns False if there is none."""
         return False
 
     def _step_bucket(
-        self, group: dict[str, Any], bucket: Sequence[Sequence[torch.Tensor]], step: int, chance: Chance
+        self, group: dict[str, Any], bucket: Sequence[Sequence[torch.Tensor]], step: int, chance: RoundingNoise
     ) -> None:
         """Update slices of parameters (weights, gradient, moments) in an fp32 buffer, and round them back to bf16."""
         device, sizes = bucket[0][0].device, [piece[0].numel() for piece in bucket]
@@ -244,7 +244,7 @@ class RoundedAdam(StochasticRounding):
         )
 
     def _step_in_one_pass(
-        self, group: dict[str, Any], members: list[list[torch.Tensor]], step: int, chance: Chance
+        self, group: dict[str, Any], members: list[list[torch.Tensor]], step: int, chance: RoundingNoise
     ) -> bool:
         kernel = _kernel_for(members[0][0].device)
         if kernel is None or max(tensors[0].numel() for tensors in members) > kernel.LONGEST:
@@ -317,7 +317,7 @@ def _kernel_for(device: torch.device) -> Any:
         tensors = [torch.ones(2, dtype=torch.bfloat16, device=device) for _ in range(4)]
         kernel.step_adam([tensors], 1, lr=0.0, betas=(0.5, 0.5), eps=1.0, weight_decay=0.0, decouples=True, seed=2**62)
     except Exception as error:  # Triton needs a C compiler and raises arbitrary exceptions if it fails
-        say_once(f"bf16 weights are updated in slices, because the faster Triton kernel does not run: {error}")
+        log_info_once(f"bf16 weights are updated in slices, because the faster Triton kernel does not run: {error}")
         return None
     return kernel
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trimtab.recipe.yaml_text import as_yaml
-from trimtab.units import seconds_as_words
+from trimtab.units import exact_seconds
 
 V = TypeVar("V")
 # Takes the value and all keys of the same section; returns what to write instead.
@@ -175,7 +175,7 @@ def _lightning_time(value: Any) -> Any:
         value = ":".join(str(value.get(unit, 0)) for unit in ("days", "hours", "minutes", "seconds"))
     parts = str(value).split(":")
     if len(parts) == 4 and all(part.isdecimal() for part in parts):
-        return seconds_as_words(sum(int(part) * size for part, size in zip(parts, sizes, strict=True)))
+        return exact_seconds(sum(int(part) * size for part, size in zip(parts, sizes, strict=True)))
     return value
 
 

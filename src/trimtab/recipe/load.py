@@ -126,7 +126,7 @@ def _load(
     return LoadedRecipe(recipe, origins)
 
 
-def resolved_yaml(loaded: LoadedRecipe) -> str:
+def render_resolved_yaml(loaded: LoadedRecipe) -> str:
     """Write all values of a recipe as YAML, each with its origin; loading the text gives the same recipe."""
     lines: list[tuple[str, str]] = []
     section = ""

@@ -19,16 +19,16 @@ from trimtab.addresses import has_credentials
 from trimtab.errors import UserError
 from trimtab.recipe.schema_keys import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
-    BYTES_WORDS,
-    EVERY_WORDS,
-    SECONDS_WORDS,
-    bytes_as_words,
+    BYTES_SYNTAX,
+    EVERY_SYNTAX,
+    SECONDS_SYNTAX,
+    exact_bytes,
+    exact_seconds,
     format_bytes,
     parse_bytes,
     parse_every,
     parse_seconds,
     parse_share,
-    seconds_as_words,
 )
 
 # without Unity Catalog's, which hold models only, and file:, which mlflow 3 refuses
@@ -114,7 +114,7 @@ def _positive_seconds(value: Any) -> str:
     seconds = parse_seconds(value)
     if not seconds:
         raise ValueError("is zero")
-    return seconds_as_words(seconds)
+    return exact_seconds(seconds)
 
 
 def _budget(value: Any) -> str:
@@ -123,7 +123,7 @@ def _budget(value: Any) -> str:
     size = parse_bytes(value)
     if size < _MIN_BUDGET_BYTES:
         raise ValueError(f"is less than {format_bytes(_MIN_BUDGET_BYTES)}: a unit may be missing")
-    return bytes_as_words(size)
+    return exact_bytes(size)
 
 
 def _share_below_one(value: Any) -> float:
@@ -284,11 +284,11 @@ def _tracking_uri(value: Any) -> str:
 
 _STRING_OR_LIST = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 
-Interval = Annotated[str, Parsed(EVERY_WORDS, lambda value: str(parse_every(value)), "string integer")]
+Interval = Annotated[str, Parsed(EVERY_SYNTAX, lambda value: str(parse_every(value)), "string integer")]
 Steps = Annotated[int, Parsed("a number of steps, such as 10", _steps, "integer string")]
 FreezeDuration = Annotated[str, Parsed("always, or a duration such as 200 steps", _freeze_duration, "string integer")]
-Duration = Annotated[str, Parsed(SECONDS_WORDS, _positive_seconds, "string number")]
-Budget = Annotated[str, Parsed(f"auto, or {BYTES_WORDS}", _budget, "string integer")]
+Duration = Annotated[str, Parsed(SECONDS_SYNTAX, _positive_seconds, "string number")]
+Budget = Annotated[str, Parsed(f"auto, or {BYTES_SYNTAX}", _budget, "string integer")]
 Share = Annotated[float, Parsed("a share from 0 to below 1, such as 0.1 or 10%", _share_below_one, "number string")]
 Warmup = Annotated[
     int | float,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trimtab.checkpoint.disk_errors import cure_of
+from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.mirror import is_mirror, restore
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
@@ -40,7 +40,7 @@ def recover(run: Path, out: str | None) -> Path:
         restore(run, target)
         mark.unlink()
     except OSError as error:
-        cure = cure_of(error, "choose another --out")
+        cure = cure_for_os_error(error, "choose another --out")
         raise CheckpointError(f"{run} could not be copied to {target}: {error.strerror or error}", cure) from error
     has_moved = out is None and isinstance(before, str) and Path(before).absolute() != target.absolute()
     say(f"{run} was copied to {target}" + (f"; before it was in {before} (--out {before})" if has_moved else ""))
@@ -56,7 +56,7 @@ def _check_is_run(run: Path, out: str | None) -> None:
         raise RecipeError(f"--out is for mirrors, and {run} is a run", "leave --out out")
 
 
-def same_mirror(run: Path) -> dict[str, str]:
+def mirror_setting(run: Path) -> dict[str, str]:
     """Return the setting with which a recovered run keeps its mirror, wherever that is mounted now.
 
     Args:

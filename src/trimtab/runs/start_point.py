@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartPoint:
     """The folder of a run, and the checkpoint that it is resumed from."""
 
     path: Path

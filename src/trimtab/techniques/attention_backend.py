@@ -48,7 +48,9 @@ class AttentionBackend(Technique):
             return (asked,)
         accelerator = case.accelerator
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
-        is_half = flash_runs(accelerator, case.compute_dtype)  # cuDNN, too, computes in half precision alone
+        is_half = supports_flash_attention(
+            accelerator, case.compute_dtype
+        )  # cuDNN, too, computes in half precision alone
         if case.recipe is None or not (accelerator.is_cuda and is_hopper and is_half and _is_sdpa(case.model)):
             return ("torch",)
         has_few = case.count_shapes is not None and case.count_shapes() <= _FEW_SHAPES
@@ -59,7 +61,7 @@ class AttentionBackend(Technique):
         is_on_gpu = site.accelerator.is_cuda or site.is_traced
         if site.recipe is None or not is_on_gpu:  # the attention of a loop of the user's own is left alone
             return
-        takes_groups = value != "efficient" and flash_runs(site.accelerator, site.compute_dtype)
+        takes_groups = value != "efficient" and supports_flash_attention(site.accelerator, site.compute_dtype)
         repeats = not takes_groups and has_grouped_heads(model)
         if repeats or value != "torch":
             use_attention(model, value, repeats_heads=repeats)
@@ -69,7 +71,7 @@ class AttentionBackend(Technique):
         return f"attention {value}"
 
 
-def flash_runs(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:
+def supports_flash_attention(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:
     """Whether the flash kernel runs on a GPU in a dtype; None is fp32."""
     capability = accelerator.capability
     is_new = capability is not None and capability >= _FLASH_CAPABILITY

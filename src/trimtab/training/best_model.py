@@ -7,14 +7,14 @@ from trimtab.engine.engine import Engine
 from trimtab.log import say
 from trimtab.training.callbacks import call_callbacks
 from trimtab.training.run_state import RunState
-from trimtab.training.run_writer import Keeper
+from trimtab.training.run_writer import RunWriter
 from trimtab.training.stopping import Best
 
 
 class BestModel:
     """Writes the best model and calls the `on_save` of callbacks."""
 
-    def __init__(self, engine: Engine, best: Best, writer: Keeper, callbacks: list[object]) -> None:
+    def __init__(self, engine: Engine, best: Best, writer: RunWriter, callbacks: list[object]) -> None:
         self._engine, self._best, self._writer, self._callbacks = engine, best, writer, callbacks
         self.is_kept = False  # a model was written, or waits for room on the disk
         self._was_lost = False  # and no evaluation has followed
@@ -32,15 +32,15 @@ class BestModel:
     def write(self, state: RunState) -> None:
         """Write the model as the best one so far."""
         self.is_kept = True
-        self._write(state, lambda: self._writer.keep_best(state.step, state.metrics))
+        self._write(state, lambda: self._writer.write_best_model(state.step, state.metrics))
 
     def rewrite(self, state: RunState) -> None:
         """Write the best model again, from the state of its step, which was loaded."""
-        self._writer.keep_best(state.step, state.metrics)
+        self._writer.write_best_model(state.step, state.metrics)
 
-    def write_waiting(self, state: RunState) -> None:
+    def write_pending(self, state: RunState) -> None:
         """Retry to write a model for which the disk had no room."""
-        self._write(state, self._writer.write_waiting)
+        self._write(state, self._writer.write_pending)
 
     def _write(self, state: RunState, write: Callable[[], str | None]) -> None:
         with self._engine.busy("writing the best model"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.background import BackgroundWriter
-from trimtab.checkpoint.checkpoints_folder import Checkpoint, Shelf
+from trimtab.checkpoint.checkpoints_folder import Checkpoint, CheckpointsFolder
 from trimtab.checkpoint.mirror import Mirror
 from trimtab.checkpoint.store import read_manifest
 from trimtab.engine.engine import Engine
@@ -33,7 +33,7 @@ class Checkpoints:
     def __init__(
         self,
         engine: Engine,
-        shelf: Shelf,
+        shelf: CheckpointsFolder,
         mirror: Mirror | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
         facts: Callable[[], dict[str, Any]] = dict,
@@ -91,14 +91,14 @@ class Checkpoints:
         self.shelf.tidy(read_manifest(folder).facts.get("best_step"))
         self._on_saved(int(folder.name.removeprefix("step-")))
         if self._mirror is not None:
-            self._mirror.sync_soon()
+            self._mirror.sync_in_background()
 
     def newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, also of an earlier session; None if there is none.
 
         Waits for a save in progress. All processes call it, and get the same result.
         """
-        return self._engine.first_decides(self._newest)
+        return self._engine.decide_on_main_process(self._newest)
 
     def _newest(self) -> Checkpoint | None:
         self._writer.wait()
@@ -126,7 +126,7 @@ class Checkpoints:
         """
         failure = self._writer.close()
         if self._mirror is not None and self._engine.is_main_process:
-            self._mirror.sync_soon()  # for what was written since the last checkpoint, such as the best model
+            self._mirror.sync_in_background()  # for what was written since the last checkpoint, such as the best model
             self._mirror.wait(_MIRROR_WAIT_S)
         return failure
 

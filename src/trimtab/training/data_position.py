@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimtab.randomness import host_randomness_kept
+from trimtab.randomness import preserve_host_random_state
 
 
 class DataPosition:
@@ -21,7 +21,7 @@ class DataPosition:
 
     def data_fingerprint(self) -> Any:
         """Return what a resumed run compares to see that its rows are the same."""
-        return self._batches.dataset.likeness()
+        return self._batches.dataset.content_digest()
 
     def locate(self, step: int) -> tuple[int, int]:
         """Return the epoch in which the batch after `step` lies, and how many batches of that epoch precede it."""
@@ -42,7 +42,7 @@ class DataPosition:
 
     def windows(self, step: int) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
         """Yield, for each batch left in the epoch, its number of micro-batches and these, loaded when consumed."""
-        with host_randomness_kept() if self._is_retry else nullcontext():
+        with preserve_host_random_state() if self._is_retry else nullcontext():
             micro_batches = iter(self._batches)  # first: it sets the epoch of the sampler, which decides the sizes
         self._is_retry = False
         for size in self._batches.batch_sampler.window_sizes()[self.locate(step)[1] :]:

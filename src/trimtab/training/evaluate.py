@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from trimtab.data.batching import cut_rows
+from trimtab.data.batching import split_batch
 from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, LossError
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.losses import Loss, StepLoss
-from trimtab.randomness import host_randomness_kept
+from trimtab.randomness import preserve_host_random_state
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -81,7 +81,7 @@ class Evaluator:
         model.eval()
         try:
             # a loader draws a random number when its iteration begins, which must not change the dropout of later steps
-            with host_randomness_kept():
+            with preserve_host_random_state():
                 yield model
         finally:
             model.train(was_training)
@@ -115,7 +115,7 @@ class Evaluator:
         return sums
 
     def _pieces(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        return [batch] if self.num_rows is None else cut_rows(batch, self.num_rows)
+        return [batch] if self.num_rows is None else split_batch(batch, self.num_rows)
 
     def halve(self, num_rows: int) -> None:
         """Limit the micro-batch size to half of `num_rows`, which ran out of memory.

@@ -25,7 +25,7 @@ def gc_frozen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_collections() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable collections: for a few seconds in which little garbage arises."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -204,7 +204,7 @@ class Trainer:
     def _is_evaluation_missing(self) -> bool:
         """Whether a resumed run was stopped just before an evaluation."""
         step, seconds = self.state.step, self._meter.seconds()
-        return self._engine.first_decides(lambda: step > 0 and self._evaluation.has_passed(step, seconds))
+        return self._engine.decide_on_main_process(lambda: step > 0 and self._evaluation.has_passed(step, seconds))
 
     def _evaluate(self) -> None:
         state, evaluator, early_stopping = self.state, self._selection.evaluator, self._selection.early_stopping
@@ -228,7 +228,7 @@ class Trainer:
         self._saving.restart(state.step, self._meter.seconds())  # before the save: the state contains it
         with self._meter.paused():
             self._meter.share()
-            self.best_model.write_waiting(state)
+            self.best_model.write_pending(state)
             problem = self._outputs.writer.problem
             best_step = self._selection.best.step
             self._outputs.checkpoints.save(state.step, state.metrics, best_step, wait=wait, problem=problem)
@@ -265,7 +265,7 @@ class Trainer:
         self.seek_data()
 
     def _write_rows_of(self, step: int) -> str:
-        return self._outputs.writer.keep_bad_rows(step, self._position.rows_of(step))
+        return self._outputs.writer.write_bad_rows(step, self._position.rows_of(step))
 
     # ------------------------------------------------------------------ the end
 
@@ -275,7 +275,7 @@ class Trainer:
             if self._selection.evaluator is not None and self._settings.keeps_best:
                 self.best_model.explain_last()
             self.best_model.write(state)
-        self.best_model.write_waiting(state)
+        self.best_model.write_pending(state)
         if state.step < self._settings.num_steps and state.stop_reason == "finished":
             state.stop_reason = "callback"
         writer.record(self._memory_guard.measured(), state.step)

@@ -6,7 +6,7 @@ from trimtab.errors import CheckpointError
 from trimtab.training.best_model import BestModel
 from trimtab.training.data_position import DataPosition
 from trimtab.training.run_state import RunState
-from trimtab.training.run_writer import Keeper
+from trimtab.training.run_writer import RunWriter
 from trimtab.training.stopping import EarlyStopping
 
 
@@ -22,7 +22,7 @@ class LoopState:
     """
 
     def __init__(
-        self, run: RunState, position: DataPosition, best_model: BestModel, writer: Keeper, parts: dict[str, Any]
+        self, run: RunState, position: DataPosition, best_model: BestModel, writer: RunWriter, parts: dict[str, Any]
     ) -> None:
         self._run, self._position, self._best_model = run, position, best_model
         self._writer, self._parts = writer, parts

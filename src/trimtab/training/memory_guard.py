@@ -140,7 +140,7 @@ class MemoryGuard:
             has_plan = self._predicted is not None or not self.cap.budget_bytes
             tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
             raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {_CURES}")
-        sampler.recut(after)
+        sampler.set_micro_batch_size(after)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
         return f"{failure} {where}: micro-batch size {' → '.join(shown)}"
 
@@ -195,6 +195,6 @@ class MemoryGuard:
             return
         if state["micro_batch"] < self._sampler.micro_batch_size:
             say(f"memory ran out before: micro-batch size {state['micro_batch']} instead of {self._planned}")
-            self._sampler.recut(state["micro_batch"])
+            self._sampler.set_micro_batch_size(state["micro_batch"])
         if self._evaluator is not None and state["evaluation"] is not None:
             self._evaluator.num_rows = min(state["evaluation"], self._evaluator.num_rows or state["evaluation"])

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.checkpoint.disk_errors import is_no_room
+from trimtab.checkpoint.disk_errors import is_disk_full
 from trimtab.training.progress_text import StepLine, evaluation_text, step_text
 
 
@@ -30,7 +30,7 @@ class LineWriter:
                 sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             sys.stdout.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
-            if isinstance(error, OSError) and is_no_room(error):
+            if isinstance(error, OSError) and is_disk_full(error):
                 return  # a log on a full disk: the buffer is written when there is room again
             self._is_open = False
             if isinstance(error, BrokenPipeError):

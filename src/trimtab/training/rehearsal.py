@@ -97,7 +97,7 @@ class Rehearsal:
 def worst_batch(loader: Any, engine: Engine) -> dict[str, torch.Tensor]:
     """Return this process's share of a loader's largest batch, on the device; the loader's position does not change."""
     dataset = loader.dataset
-    rows = loader.batch_sampler.worst_rows(_label_lengths(dataset))
+    rows = loader.batch_sampler.largest_micro_batch(_label_lengths(dataset))
     num_own = -(-len(rows) // engine.num_processes)
     batch: dict[str, torch.Tensor] = loader.collate_fn([dataset[row] for row in rows[:num_own]])
     return to_device(batch, engine.device)  # type: ignore[no-any-return]

@@ -4,20 +4,20 @@ import json
 import shutil
 from pathlib import Path
 
-from trimtab.checkpoint.checkpoints_folder import Shelf
-from trimtab.checkpoint.export import read_facts, why_damaged
-from trimtab.checkpoint.store import read_manifest, why_invalid
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
+from trimtab.checkpoint.export import find_export_problem, read_facts
+from trimtab.checkpoint.store import find_checkpoint_problem, read_manifest
 from trimtab.engine.engine import Engine
 from trimtab.errors import CheckpointError
 from trimtab.log import say
-from trimtab.optim.schedules import reshape, shapes_of
+from trimtab.optim.schedules import copy_shapes, reshape
 from trimtab.runs.run_folder import CHECKPOINTS, find_run
-from trimtab.runs.start_point import Beginning
+from trimtab.runs.start_point import StartPoint
 from trimtab.training.checkpoints import numeric_differences
 from trimtab.training.loop import Trainer
 
 
-def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> int | None:
+def go_on(trainer: Trainer, engine: Engine, beginning: StartPoint, lr: float) -> int | None:
     """Load the checkpoint of a start point into a trainer; `lr` is the learning rate of the recipe.
 
     Returns:
@@ -26,7 +26,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
     if beginning.checkpoint is None:
         return None
     schedule = trainer.parts.scheduler.scheduler
-    shapes = shapes_of(schedule)
+    shapes = copy_shapes(schedule)
     engine.load_state(beginning.checkpoint)
     _repair_best_model(trainer, engine, beginning.path, beginning.checkpoint)
     trainer.seek_data()
@@ -36,7 +36,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
     if words is not None:
         say(words)
     if engine.is_main_process:
-        Shelf(beginning.checkpoint.parent).drop_after(step)
+        CheckpointsFolder(beginning.checkpoint.parent).drop_after(step)
         for difference in numeric_differences(read_manifest(beginning.checkpoint).facts, engine):
             say(f"{difference}: results are the same up to rounding, not bit for bit")
     if beginning.is_longer:
@@ -46,7 +46,7 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
         if trainer.state.should_stop:
             reason = trainer.state.stop_reason
             say(f"the run has ended already ({reason}); to continue: --set train.epochs=… or early_stopping.patience=…")
-    if beginning.is_branch and engine.first_decides(lambda: _set_aside_newer_best(beginning.path, step)):
+    if beginning.is_branch and engine.decide_on_main_process(lambda: _set_aside_newer_best(beginning.path, step)):
         trainer.best_model.forget()
     if step >= trainer.state.num_steps:
         say("all steps of the run are done; to continue: --set train.epochs=…")
@@ -56,17 +56,17 @@ def go_on(trainer: Trainer, engine: Engine, beginning: Beginning, lr: float) -> 
 def _repair_best_model(trainer: Trainer, engine: Engine, run: Path, checkpoint: Path) -> None:
     """Rewrite a damaged or lost best model from the checkpoint of its step; without one, forget it."""
     step = trainer.best_model.kept_step
-    problem = "" if step is None else engine.first_decides(lambda: _why_best_is_damaged(run, checkpoint))
+    problem = "" if step is None else engine.decide_on_main_process(lambda: _why_best_is_damaged(run, checkpoint))
     if step is None or not problem:
         return
-    source = Shelf(run / CHECKPOINTS).place(step)
-    if engine.first_decides(lambda: not why_invalid(source)):
+    source = CheckpointsFolder(run / CHECKPOINTS).place(step)
+    if engine.decide_on_main_process(lambda: not find_checkpoint_problem(source)):
         engine.load_state(source)
         trainer.best_model.rewrite(trainer.state)
         engine.load_state(checkpoint)
         say(f"the best model was damaged ({problem}): it was written again from {source.name}")
         return
-    engine.first_decides(lambda: _set_aside_best(run, f"damaged-step-{step}"))
+    engine.decide_on_main_process(lambda: _set_aside_best(run, f"damaged-step-{step}"))
     trainer.best_model.forget()
     say(
         f"the best model, of step {step}, is lost: {problem}, and no checkpoint contains its weights. From here on the "
@@ -82,7 +82,9 @@ def _why_best_is_damaged(run: Path, checkpoint: Path) -> str:
         return error.problem
     saved = read_manifest(checkpoint).facts.get("run", {})
     checksums = [status.get("best_files") or {} for status in (find_run(run) or {}, saved)]
-    return why_damaged(best, next((known.get("files") for known in checksums if known.get("step") == step), None))
+    return find_export_problem(
+        best, next((known.get("files") for known in checksums if known.get("step") == step), None)
+    )
 
 
 def _set_aside_best(run: Path, name: str) -> Path:

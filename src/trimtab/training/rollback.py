@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from trimtab.engine.agreement import OthersGaveUp
+from trimtab.engine.agreement import WindowAborted
 from trimtab.engine.engine import Engine
-from trimtab.hardware.memory import is_out_of_memory, release_cached_memory, wanted_words
+from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, release_cached_memory
 from trimtab.randomness import (
     RandomState,
     host_random_state,
@@ -57,14 +57,14 @@ class Rollback:
         """
         undo = self._undo_point()
         try:
-            with self._engine.agreeing() if together else nullcontext():
+            with self._engine.all_or_none_window() if together else nullcontext():
                 result = work()
-        except OthersGaveUp:
+        except WindowAborted:
             failure = OutOfMemory(is_elsewhere=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = OutOfMemory(wanted_words(error))
+            failure = OutOfMemory(describe_failed_allocation(error))
         else:
             self._buffers.observe()
             self._random.observe()
@@ -79,7 +79,7 @@ class Rollback:
 
     def _give_up(self, failure: OutOfMemory) -> OutOfMemory:
         try:
-            is_too_late = not self._engine.give_up_window()
+            is_too_late = not self._engine.abort_window()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

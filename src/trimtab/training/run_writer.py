@@ -5,17 +5,17 @@ from typing import Any, Protocol
 from trimtab.errors import CheckpointError
 
 
-class Keeper(Protocol):
+class RunWriter(Protocol):
     """Writes the best model and the metrics of a run."""
 
     @property
     def problem(self) -> CheckpointError | None:
         """Why the best model is not on the disk yet; None if it is."""
 
-    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
+    def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
         """Write the model as the best one so far and return its folder; None if the disk has no room for it yet."""
 
-    def write_waiting(self) -> str | None:
+    def write_pending(self) -> str | None:
         """Retry to write a model for which there was no room, and return its folder; None if none was written."""
 
     def record(self, values: dict[str, Any], step: int) -> None:
@@ -24,7 +24,7 @@ class Keeper(Protocol):
     def position(self) -> int:
         """Return the length of the journal in bytes."""
 
-    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+    def write_bad_rows(self, step: int, rows: list[int]) -> str:
         """Write the rows of a step to a file for inspection, and return the file."""
 
     def forget_best(self) -> None:

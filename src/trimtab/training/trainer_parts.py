@@ -11,7 +11,7 @@ from trimtab.model.losses import Loss
 from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.progress_lines import Progress
-from trimtab.training.run_writer import Keeper
+from trimtab.training.run_writer import RunWriter
 from trimtab.training.stopping import Best, EarlyStopping
 from trimtab.units import Every
 
@@ -61,7 +61,7 @@ class ModelSelection:
 class RunOutputs:
     """Where the results of a run go."""
 
-    writer: Keeper
+    writer: RunWriter
     checkpoints: Checkpoints | NoCheckpoints
     progress: Progress
     callbacks: list[object]

@@ -24,7 +24,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Closeness:
+class OutputDivergence:
     """Divergence of a second model's outputs from those of the reference model.
 
     Args:
@@ -44,7 +44,7 @@ class Closeness:
     num_rows: int
 
 
-class Questions:
+class ModelComparison:
     """A comparison of two models on encoded rows.
 
     Args:
@@ -67,7 +67,7 @@ class Questions:
         ]
         self._reference: list[torch.Tensor] = []
 
-    def ask_first(self, model: torch.nn.Module) -> int:
+    def record_reference(self, model: torch.nn.Module) -> int:
         """Record the outputs of the reference model.
 
         Returns:
@@ -76,7 +76,7 @@ class Questions:
         self._reference = [outputs.cpu() for outputs in self._outputs(model)]
         return sum(map(len, self._reference))
 
-    def compare(self, model: torch.nn.Module) -> Closeness:
+    def compare(self, model: torch.nn.Module) -> OutputDivergence:
         """Compare the outputs of a second model with the reference."""
         spread = _standard_deviation(self._reference) if self._task.loss_kind == "mse" else None
         kl, agrees = [], []
@@ -87,7 +87,7 @@ class Questions:
                 kl.append(divergence)
                 agrees.append(agreement)
         kl_N, agrees_N = torch.cat(kl), torch.cat(agrees)
-        return Closeness(
+        return OutputDivergence(
             kl_N.mean().item(), kl_N.max().item(), agrees_N.float().mean().item(), len(kl_N), self._num_rows
         )
 

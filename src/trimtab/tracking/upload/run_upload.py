@@ -16,9 +16,9 @@ from trimtab.addresses import redact
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.runs.journal import JOURNAL, complete_lines
 from trimtab.runs.run_folder import actual_state, read_status
-from trimtab.runs.tracking_file import TRACKING, About, Tracking, shipping
+from trimtab.runs.tracking_file import TRACKING, RunDescription, Tracking, upload_lock
 from trimtab.tracking.mlflow.origin_tags import commit_tags
-from trimtab.tracking.mlflow.server import MAX_METRICS, MlflowServer, Row, UploadFailure, long_timeout, trouble_of
+from trimtab.tracking.mlflow.server import MAX_METRICS, MlflowServer, Row, UploadFailure, describe_failure, long_timeout
 from trimtab.tracking.upload.metric_rows import rows_of
 from trimtab.tracking.upload.server_history import RowsAhead, find_rows_ahead
 
@@ -121,7 +121,7 @@ class RunUpload:
                     server.log_file(run_id, path)
             except Exception as error:
                 server.client.get_run(run_id)  # raises if the server itself, and not its file store, has failed
-                failure = trouble_of(error, self._uri)
+                failure = describe_failure(error, self._uri)
                 failures.append(UploadFailure(f"{path.name}: {failure.words}", failure.cure))
                 continue
             self._state.artifacts[path.name] = checksum
@@ -182,7 +182,7 @@ class RunUpload:
             if server.client.get_run(run_id).info.lifecycle_stage != "deleted":
                 return True
         except Exception as error:
-            if not trouble_of(error, self._uri).is_gone:
+            if not describe_failure(error, self._uri).is_gone:
                 raise
         self._tell(f"{self._state.uri} no longer has the run: everything is uploaded again")
         return False
@@ -230,7 +230,7 @@ class RunUpload:
             )
 
 
-def _is_higher_better(metric: str, about: About, status: Mapping[str, Any]) -> bool | None:
+def _is_higher_better(metric: str, about: RunDescription, status: Mapping[str, Any]) -> bool | None:
     """Return the direction of a metric; None for a user's metric whose direction was not recorded."""
     from trimtab.data.metrics import higher_is_better  # imports torch
 
@@ -259,17 +259,17 @@ def _params_of_journal(path: Path) -> dict[str, str]:
     """Read the recipe from the first line of a journal, for a run that was not tracked while it trained."""
     first = next((text for text, _ in complete_lines(path, max_bytes=1)), b"{}")
     try:
-        return flat_params(json.loads(first).get("config") or {})
+        return flatten_params(json.loads(first).get("config") or {})
     except (ValueError, AttributeError):
         return {}
 
 
-def flat_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Flatten nested settings to text values by dotted key."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat_params(value, f"{prefix}{key}.")
+            found |= flatten_params(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return found
@@ -291,7 +291,7 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_tracking(folder: Path, about: About, uri: str) -> Tracking:
+def open_tracking(folder: Path, about: RunDescription, uri: str) -> Tracking:
     """Update `tracking.json` with the current facts of a run; its id and start time stay.
 
     The server is recorded before it is contacted, so that `track sync` knows the target of an upload that failed.
@@ -314,7 +314,7 @@ def open_tracking(folder: Path, about: About, uri: str) -> Tracking:
     return found
 
 
-def ship_all(tracking: Tracking, uri: str, tell: Callable[[str], None]) -> list[UploadFailure]:
+def upload_run(tracking: Tracking, uri: str, tell: Callable[[str], None]) -> list[UploadFailure]:
     """Upload a whole run from this process.
 
     Returns:
@@ -336,6 +336,6 @@ def close_killed(folders: Iterable[Path], uri: str) -> None:
         tracking = Tracking.read(folder) if (folder / TRACKING).is_file() else None
         if tracking is None or actual_state(folder)[0] != "killed":
             continue
-        if any(state.uri == address and state.run_id and state.status == "RUNNING" for state in tracking.attachments):
-            with contextlib.suppress(CheckpointError), shipping(folder, patience_s=0.0):
+        if any(state.uri == address and state.run_id and state.status == "RUNNING" for state in tracking.servers):
+            with contextlib.suppress(CheckpointError), upload_lock(folder, patience_s=0.0):
                 RunUpload(tracking, uri, lambda text: None).close()

@@ -13,7 +13,7 @@ import torch
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel")
 
 
-def describe_surroundings(
+def describe_environment(
     device: str, num_threads: int, packages: Sequence[str] = PACKAGES, source: Path | None = None
 ) -> dict[str, str]:
     """Describe the environment of a measurement as text by topic.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-def share_bounds(num_items: int, rank: int, num_processes: int) -> tuple[int, int]:
+def split_bounds(num_items: int, rank: int, num_processes: int) -> tuple[int, int]:
     """Return start and end of the part of `rank`; a remainder is spread over the first ranks, one item each."""
     size, num_larger = divmod(num_items, num_processes)
     start = rank * size + min(rank, num_larger)
@@ -29,7 +29,7 @@ def split_for_rank(inputs: Any, rank: int, num_processes: int, apply_padding: bo
         return {key: split_for_rank(value, rank, num_processes, apply_padding) for key, value in inputs.items()}
     if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(f"a {type(inputs).__name__} cannot be split; pass a list, tuple, tensor or dict of these")
-    start, end = share_bounds(len(inputs), rank, num_processes)
+    start, end = split_bounds(len(inputs), rank, num_processes)
     is_short = end - start < -(-len(inputs) // num_processes)
     last = (end if end > start else len(inputs)) - 1
     repeated = [last] if apply_padding and is_short else []
