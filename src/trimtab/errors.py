@@ -86,7 +86,7 @@ class TraceError(ModelError):
         super().__init__(
             f"no plan for {model}: its training step cannot be traced ({summarize_error(cause)})",
             "train without a plan: `trimtab train` does so by default and halves the micro-batch size when a GPU runs "
-            "out of memory; or set memory.micro_batch and memory.gradient_checkpointing yourself",
+            "out of memory; or set memory.micro_batch and the other keys of memory yourself",
         )
 
 

@@ -183,7 +183,7 @@ import json, resource, sys, threading, time
 import torch
 from trimtab.checkpoint.background import BackgroundWriter
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.store import why_invalid
+from trimtab.checkpoint.store import find_checkpoint_problem
 
 MIB, home = 2**20, sys.argv[1]
 tensors = [torch.ones(1024, 2048).t() for _ in range(5)]  # 8 MiB each, and not contiguous: a file needs a copy
@@ -219,7 +219,7 @@ writer.close()
 
 resource.setrlimit(resource.RLIMIT_AS, (int((pages(0) + 40) * MIB), resource.RLIM_INFINITY))
 save(BackgroundWriter(free_memory=lambda: None), in_background=False)
-assert why_invalid(home) == ""
+assert find_checkpoint_problem(home) == ""
 print(json.dumps(found))
 """
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiny_models import config_of
 from trimtab.model.load import load_model
-from trimtab.model.losses import build_loss
+from trimtab.techniques.chunked_loss import build_task_loss as build_loss
 
 WAYS = {
     "usual": {},

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from trimtab import Engine
 from trimtab.model.blocks import blocks_of
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 KINDS = ["none", "all", "ops", {"every": 2}, {"layers": [-1]}]
 NUM_ROWS = 8

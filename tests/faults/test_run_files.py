@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from fault_stage import status_of
 from test_scenarios import change_a_key, cut_after_the_data, cut_in_half, empty, forget
-from trimtab.commands.resume import load_resumed_recipe
 
 from trimtab.build.resume_rules import find_differences
+from trimtab.build.resumed_recipe import load_resumed_recipe
 from trimtab.checkpoint.export import weight_checksums
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
@@ -123,7 +123,7 @@ def test_a_damaged_recipe_and_no_settings_anywhere(run, caplog):
     load_resumed_recipe(run, None, [])
     assert "recipe.yaml was changed since the run wrote it" in caplog.text
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(RecipeError, match="no state was saved yet"):
+    with pytest.raises(RecipeError, match="there is no checkpoint yet"):
         load_resumed_recipe(run, None, [])
 
 

@@ -294,7 +294,7 @@ def rebuilt(**arguments):
 quick("run.json is empty", AFTER_33, in_status(empty), *rebuilt(**RESUME))
 quick("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
 row("a bit of run.json is flipped", AFTER_33, in_status(change_a_key), *rebuilt(**RESUME))
-NOT_FINISHED = ("holds a run that is not finished (step 33 of 40)", "--resume to go on")
+NOT_FINISHED = ("holds an unfinished run (step 33 of 40)", "--resume to resume it")
 FORGOTTEN = refused(*NOT_FINISHED, omits=("remove the folder",), resume=False)
 quick("run.json is empty, and --resume is forgotten", AFTER_33, in_status(empty), FORGOTTEN)
 MEND = refused("mend or restore one of them")
@@ -391,7 +391,7 @@ quick(
     finishes(
         NO_MODEL,
         f"step-15 could not be written: {NO_SPACE}",
-        "the state after step 20 is not saved, because the best model is not",
+        "step 20 is not saved, because the best model could not be written",
         "the pending model was written to {out}/best",
         at={"12": FILL, "27": "remove {disk}/filler"},
     ),

@@ -10,7 +10,7 @@ from tiny_models import config_of, tokenizer
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.load import load_model
 from trimtab.model.nf4 import Nf4, dequantized, is_nf4
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from trimtab.model.chunked_loss import check_chunked_loss
-from trimtab.model.losses import build_loss
 from trimtab.model.precision import Precision
+from trimtab.techniques.chunked_loss import build_task_loss as build_loss
 
 pytestmark = [
     pytest.mark.gpu,

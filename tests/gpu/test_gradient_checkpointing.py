@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimtab.model.blocks import blocks_of
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import Adapter, LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, newly_initialized
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 LLAMA_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

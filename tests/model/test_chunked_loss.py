@@ -20,8 +20,8 @@ from trimtab.model import linear_cross_entropy
 from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.linear_cross_entropy import Job, chunk_rows, chunked_cross_entropy, logits_bytes
 from trimtab.model.load import load_model
-from trimtab.model.losses import build_loss
 from trimtab.model.precision import Precision
+from trimtab.techniques.chunked_loss import build_task_loss as build_loss
 from trimtab.training.evaluate import Evaluator
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

@@ -14,7 +14,7 @@ from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapt
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, newly_initialized
 from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
 

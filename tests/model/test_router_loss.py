@@ -11,8 +11,8 @@ from trimtab.model import router_loss as router_loss_module
 from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
-from trimtab.model.losses import build_loss
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.chunked_loss import build_task_loss as build_loss
+from trimtab.techniques.recomputation import checkpoint_layers
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.step import window_gradients
 

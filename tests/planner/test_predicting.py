@@ -136,7 +136,10 @@ def test_every_setting_counts():
         ({"precision": "fp7"}, "train.precision: found 'fp7'"),
         ({"loss": "auto"}, "'auto' is decided by a plan"),
         ({"code": "transformers", "adapter": "lora"}, "a plain loop has no adapter"),
-        ({"code": "transformers", "gradient_checkpointing": {"every": 2}}, "gradient checkpointing of some blocks"),
+        (
+            {"code": "transformers", "gradient_checkpointing": {"every": 2}},
+            "a plain loop has no gradient_checkpointing {every: 2}",
+        ),
         ({"code": "transformers", "optimizer": "adafactor"}, "a plain loop has no optimizer adafactor"),
         ({"task": "guess"}, "task: found 'guess'"),
     ],

@@ -11,8 +11,8 @@ from trimtab.runs.tracking_file import RunDescription, Tracking, is_tracked, sen
 
 HOLDER = """
 import pathlib, sys, time
-from trimtab.runs.tracking_file import shipping
-with shipping(pathlib.Path(sys.argv[1]), 0.0):
+from trimtab.runs.tracking_file import upload_lock
+with upload_lock(pathlib.Path(sys.argv[1]), 0.0):
     print("held", flush=True)
     time.sleep(60)
 """

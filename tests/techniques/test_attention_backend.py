@@ -20,7 +20,7 @@ from trimtab.techniques.attention_backend import (
     use_attention,
 )
 from trimtab.techniques.base import Accelerator, Case, Site
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 SMALL = {
     "model_type": "llama",

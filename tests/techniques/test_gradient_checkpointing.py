@@ -17,7 +17,7 @@ from trimtab.errors import RecipeError
 from trimtab.model.blocks import blocks_of
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_model
-from trimtab.techniques.gradient_checkpointing import checkpoint_layers
+from trimtab.techniques.recomputation import checkpoint_layers
 
 KINDS = ["all", "ops", {"every": 2}, {"layers": [0, -1]}]
 TASKS = {"bert": "masked-lm", "roberta": "masked-lm", "gpt2": "causal-lm", "llama": "causal-lm"}

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.schema import AdapterSettings, Recipe
+from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
+from trimtab.techniques.adapter import adapter_settings
 from trimtab.techniques.apply import resume_rule
 
 _PLACE = ("name", "out")  # ignored: a run resumes in its own folder
@@ -102,8 +103,9 @@ def find_differences(before: Recipe, now: Recipe) -> list[Difference]:
 def _dump(recipe: Recipe) -> dict[str, Any]:
     """Dump a recipe; an adapter given as one word becomes the mapping that it is short for."""
     values = recipe.model_dump(mode="json")
-    if recipe.adapter in ("lora", "qlora"):
-        values["adapter"] = AdapterSettings(kind=recipe.adapter).model_dump(mode="json")
+    settings = adapter_settings(recipe)
+    if settings is not None:
+        values["adapter"] = settings.model_dump(mode="json")
     return values
 
 

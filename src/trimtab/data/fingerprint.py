@@ -39,7 +39,7 @@ def fingerprint(parts: Sequence[Any]) -> str:
             tokenizers of transformers (by content, not by folder).
 
     Raises:
-        NoFingerprint: If a part has another type.
+        FingerprintError: If a part has another type.
     """
     digest = hashlib.blake2b(digest_size=20)
     _feed(digest, [*_versions(), *parts])

@@ -33,7 +33,7 @@ class Place:
         rank: Among all processes.
         num_processes: World size.
         local_rank: Among the processes of this host.
-        num_local: Processes on this host.
+        local_world_size: Processes on this host.
         address: Host of the rendezvous; None if torch has to read it from the environment, or for one process.
         port: Port of the rendezvous.
         launcher: "none", "torchrun", "slurm" or "environment".

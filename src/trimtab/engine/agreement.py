@@ -53,7 +53,7 @@ class Agreement:
         """If the next backward exchanges anything, ask first whether a process has aborted.
 
         Raises:
-            OthersGaveUp: One has.
+            WindowAborted: One has.
         """
         if self._stage is not _Stage.OPEN or not self._accumulation.needs_others(weight):
             return
@@ -67,7 +67,7 @@ class Agreement:
         """After the gradients were exchanged, ask whether a process contributed zeros.
 
         Raises:
-            OthersGaveUp: One did.
+            WindowAborted: One did.
         """
         if self._stage is _Stage.EXCHANGING:
             self._stage = _Stage.OPEN

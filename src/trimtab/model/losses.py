@@ -65,8 +65,6 @@ def build_loss(
     *,
     shifts_labels: bool = False,
     label_smoothing: float = 0.0,
-    how: str = "plain",
-    counts_hits: bool = False,
 ) -> Loss:
     """Build the loss of a task.
 
@@ -75,23 +73,13 @@ def build_loss(
             "token-cross-entropy" (one class per position; positions with label -100 are ignored).
         shifts_labels: Whether the logits at position t predict the label at t + 1, as in causal language models.
         label_smoothing: As in `torch.nn.CrossEntropyLoss`; for the two cross-entropies with one class only.
-        how: "plain" computes all logits. "chunked" and "liger" (on a GPU) do not and are for "token-cross-entropy"
-            only; `trimtab.model.chunked_loss.check_chunked_loss` tells whether they support a model.
-        counts_hits: Without logits, count the labels that are the most likely token (`StepLoss.hits`), for the metric
-            token_accuracy.
     """
-    if how not in ("plain", "chunked", "liger"):
-        raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, chunked or liger")
-    if how != "plain" and kind != "token-cross-entropy":
-        raise RecipeError(f"memory.loss: {how} does not support a {kind} loss", "memory.loss: plain, or auto")
     if not 0.0 <= label_smoothing < 1.0:
         raise RecipeError(
             f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to a number from 0 to below 1"
         )
     if kind == "cross-entropy":
         return _ModelLoss(partial(_row_cross_entropy, label_smoothing))
-    if how != "plain":
-        return _HeadLoss(HeadLoss(how, label_smoothing, counts_hits=counts_hits), shifts_labels)
     if kind == "token-cross-entropy":
         return _ModelLoss(partial(_token_cross_entropy, label_smoothing, shifts_labels))
     if kind not in ("binary-cross-entropy", "mse"):
@@ -133,7 +121,7 @@ class _ModelLoss:
         return _with_router_loss(StepLoss(mean, weight, logits.detach()), router_loss(model, outputs))
 
 
-class _HeadLoss:
+class LossWithoutLogits:
     """Token cross-entropy, computed in the output layer without all logits."""
 
     def __init__(self, loss: HeadLoss, shifts_labels: bool) -> None:
@@ -141,6 +129,7 @@ class _HeadLoss:
         self._shifts_labels = shifts_labels
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
+        """Compute the loss of `batch`."""
         _require_labels(batch)
         labels_BL = _next_tokens(batch["labels"]) if self._shifts_labels else batch["labels"]
         total, hits, of_routers = self._loss(model, batch, labels_BL)

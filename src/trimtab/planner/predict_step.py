@@ -13,15 +13,13 @@ from trimtab.planner.memory import Prediction, predict
 from trimtab.planner.recipe_planner import RecipePlanner
 from trimtab.planner.shapes import BatchShape, OneLength, named_task
 from trimtab.planner.target import Target, known_target
-from trimtab.planner.trace.plain_step import OPTIMIZERS, trace_plain_model
+from trimtab.planner.trace.plain_step import trace_plain_model
 from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import loads_kernels
 from trimtab.techniques.base import StepSpec
-from trimtab.techniques.gradient_checkpointing import GradientCheckpointing
-from trimtab.techniques.optimizer_state import default_optimizer
 from trimtab.training.garbage_collection import gc_disabled
 
 _MASKS = ("none", "full", "padded")
@@ -177,17 +175,20 @@ def _plain_step(
 
 
 def _plain_options(recipe: Recipe, target: Target, num_micro: int) -> dict[str, Any]:
-    """The optimizer and the recomputation of a plain loop, which knows no other technique."""
-    optimizer = default_optimizer(recipe, target.accelerator)
-    if optimizer not in OPTIMIZERS:
-        raise RecipeError(f"a plain loop has no optimizer {optimizer}", f"one of {', '.join(OPTIMIZERS)}")
-    recomputed = GradientCheckpointing().asked(recipe)
-    used = [t.key for t in TECHNIQUES if t.off is not None and t.asked(recipe) not in (t.off, "auto")]
-    beyond = [key for key in used if key != GradientCheckpointing.key] + (["micro-batches"] if num_micro > 1 else [])
-    if beyond or recomputed not in ("none", "all"):
-        what = ", ".join(beyond) or "gradient checkpointing of some blocks"
-        raise RecipeError(f"a plain loop has no {what}", 'code="trimtab"')
-    return {"optimizer": optimizer, "recomputes": recomputed == "all"}
+    """The arguments of a plain loop, which knows few techniques."""
+    planner = RecipePlanner(recipe, named_task(recipe), target, OneLength(1))
+    options: dict[str, Any] = {}
+    beyond = ["micro-batches"] if num_micro > 1 else []
+    for technique in TECHNIQUES:
+        value = technique.before or "" if technique.is_open(recipe) else technique.values(planner.case)[0]
+        found = technique.plain_loop(value)
+        if found is None:
+            beyond.append(f"{technique.key} {value}")
+        else:
+            options |= found
+    if beyond:
+        raise RecipeError(f"a plain loop has no {', '.join(beyond)}", 'code="trimtab"')
+    return options
 
 
 def _check_length(model: Any, shape: BatchShape) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import Recipe
 from trimtab.report.compare import Variant
+from trimtab.techniques import TECHNIQUES
 
 
 def build_study(name: str, recipe: Recipe) -> list[Variant]:
@@ -53,14 +54,13 @@ def _methods(recipe: Recipe) -> list[Variant]:
     ]
 
 
-# A study of a technique lists its values; `_of_key` is all that it takes.
 STUDIES: dict[str, Callable[[Recipe], list[Variant]]] = {
     "precisions": _of_key("train.precision", "fp32", "tf32", "bf16", "fp16", "bf16-pure"),
-    "optimizers": _of_key(
-        "train.optimizer",
-        *("adamw", "adam", "adagrad", "sgd", "adafactor", "adamw8bit", "adam8bit", "adagrad8bit", "paged-adamw8bit"),
-    ),
     "accumulation": _accumulation,
-    "checkpointing": _of_key("memory.gradient_checkpointing", "none", "ops", ("every second", {"every": 2}), "all"),
     "methods": _methods,
+    **{
+        technique.study[0]: _of_key(technique.setting, *technique.study[1])
+        for technique in TECHNIQUES
+        if technique.study is not None
+    },
 }

@@ -54,7 +54,7 @@ _NOTHING_PREDICTED: dict[str, Any] = {
 class Plan:
     """The decisions of one run.
 
-    The values of techniques are attributes as well: `plan.gradient_checkpointing`. So are those of the prediction,
+    The values of techniques are attributes as well, by their keys: `plan.loss`. So are those of the prediction,
     such as `plan.predicted_peak_bytes`; these are None where nothing was predicted: on a CPU without a budget.
 
     Attributes:

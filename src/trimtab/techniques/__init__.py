@@ -4,10 +4,10 @@ from trimtab.techniques.adapter import AdapterTechnique
 from trimtab.techniques.attention_backend import AttentionBackend
 from trimtab.techniques.base import Technique
 from trimtab.techniques.chunked_loss import ChunkedLoss
-from trimtab.techniques.gradient_checkpointing import GradientCheckpointing
 from trimtab.techniques.host_embeddings import HostEmbeddings
 from trimtab.techniques.kernels import FusedKernels
 from trimtab.techniques.optimizer_state import OptimizerState
+from trimtab.techniques.recomputation import GradientCheckpointing
 
 TECHNIQUES: list[Technique] = [
     AdapterTechnique(),

@@ -43,6 +43,12 @@ def adapter_settings(recipe: Recipe) -> AdapterSettings | None:
     return None if recipe.adapter == "none" else AdapterSettings(kind=recipe.adapter)
 
 
+def has_4bit_base(recipe: Recipe) -> bool:
+    """Whether the frozen weights of a recipe's model are kept in 4 bits."""
+    settings = adapter_settings(recipe)
+    return settings is not None and settings.kind == "qlora"
+
+
 class AdapterTechnique(Technique):
     """Train low-rank matrices beside frozen weights."""
 

@@ -40,6 +40,7 @@ class AttentionBackend(Technique):
     off = None
     phase = Phase.KERNELS
     before = "torch"
+    study = ("attention", ("torch", "cudnn", "flash", "efficient", "math"))
 
     def values(self, case: Case) -> tuple[str, ...]:
         """CuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""

@@ -265,6 +265,8 @@ class Technique:
         needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
         advice: The value to suggest where memory ran out and nothing was predicted.
         before: What the value was in versions that did not know the technique.
+        study: A comparison that `trimtab compare --study` ships: its name, and the values as the recipe writes them;
+            a value whose name is not its text is given as (name, value).
     """
 
     key: ClassVar[str]
@@ -277,6 +279,7 @@ class Technique:
     needs_prediction: ClassVar[bool] = False
     advice: ClassVar[str | None] = None
     before: ClassVar[str | None] = None
+    study: ClassVar[tuple[str, tuple[Any, ...]] | None] = None
 
     # ------------------------------------------------------------------ which values
 
@@ -383,6 +386,10 @@ class Technique:
         return HostUse()
 
     # ------------------------------------------------------------------ its words and its place in a run's files
+
+    def plain_loop(self, value: str) -> dict[str, Any] | None:
+        """Arguments of `planner.trace.plain_step.trace_plain_model`; None where a plain loop has no such thing."""
+        return {} if value in (self.off, self.before) else None
 
     def describe(self, value: str) -> str:
         """The value in a few words, for the ladder and the log."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model import linear_cross_entropy
-from trimtab.model.chunked_loss import require_liger
+from trimtab.model.chunked_loss import HeadLoss, require_liger
 from trimtab.model.linear_cross_entropy import logits_bytes
-from trimtab.model.losses import Loss, build_loss
+from trimtab.model.losses import Loss, LossWithoutLogits, build_loss
 from trimtab.techniques.base import (
     Accelerator,
     Case,
@@ -74,7 +74,7 @@ class ChunkedLoss(Technique):
 
     def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
         """The same loss without logits."""
-        return loss if value == "plain" else build_loss(**vars(request), how=value)
+        return loss if value == "plain" else build_task_loss(**vars(request), how=value)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
         """Chunks come one after the other and are alike: three are traced, and the second is counted for the others."""
@@ -96,3 +96,30 @@ class ChunkedLoss(Technique):
     def tries_loss_first(self, value: str) -> bool:
         """What a model does after its head is found by running it once."""
         return value != "plain"
+
+
+def build_task_loss(
+    kind: str,
+    *,
+    shifts_labels: bool = False,
+    label_smoothing: float = 0.0,
+    counts_hits: bool = False,
+    how: str = "plain",
+) -> Loss:
+    """The loss of a task, with or without a tensor of all logits.
+
+    Args:
+        kind: See `trimtab.model.losses.build_loss`; so are the next two.
+        shifts_labels: Whether the logits at position t predict the label at t + 1.
+        label_smoothing: As in `torch.nn.CrossEntropyLoss`.
+        counts_hits: Without logits, count the labels that are the most likely token, for the metric token_accuracy.
+        how: "plain" computes all logits; "chunked" and "liger" (on a GPU) do not, for "token-cross-entropy" alone.
+    """
+    if how not in ("plain", "chunked", "liger"):
+        raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, chunked or liger")
+    loss = build_loss(kind, shifts_labels=shifts_labels, label_smoothing=label_smoothing)
+    if how == "plain":
+        return loss
+    if kind != "token-cross-entropy":
+        raise RecipeError(f"memory.loss: {how} does not support a {kind} loss", "memory.loss: plain, or auto")
+    return LossWithoutLogits(HeadLoss(how, label_smoothing, counts_hits=counts_hits), shifts_labels)

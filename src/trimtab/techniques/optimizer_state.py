@@ -10,7 +10,8 @@ from trimtab.hardware.extras import has_package
 from trimtab.optim import build, quantized, stochastic_rounding
 from trimtab.optim.build import PAGED, QUANTIZED
 from trimtab.optim.eight_bit import eight_bit_obstacle, to_eight_bit
-from trimtab.recipe.schema import AdapterSettings, Recipe
+from trimtab.recipe.schema import Recipe
+from trimtab.techniques.adapter import has_4bit_base
 from trimtab.techniques.base import (
     Accelerator,
     Case,
@@ -34,6 +35,10 @@ class OptimizerState(Technique):
     effect = "rounding"
     off = None
     before = "adamw"
+    study = (
+        "optimizers",
+        ("adamw", "adam", "adagrad", "sgd", "adafactor", "adamw8bit", "adam8bit", "adagrad8bit", "paged-adamw8bit"),
+    )
     is_slower_with_each_value = True
 
     def values(self, case: Case) -> tuple[str, ...]:
@@ -116,6 +121,10 @@ class OptimizerState(Technique):
         """Paged state may be moved to the host."""
         return HostUse(pages_state=value.startswith(PAGED))
 
+    def plain_loop(self, value: str) -> dict[str, Any] | None:
+        """Torch's own optimizers."""
+        return {"optimizer": value} if value in ("adamw", "adam", "sgd", "adagrad") else None
+
     def describe(self, value: str) -> str:
         """Its name."""
         return value
@@ -129,6 +138,4 @@ def default_optimizer(recipe: Recipe, accelerator: Accelerator) -> str:
     """The optimizer of a recipe; `auto` is adamw, and with 4-bit weights on a GPU one whose state can be paged."""
     if recipe.train.optimizer != "auto":
         return recipe.train.optimizer
-    adapter = recipe.adapter
-    kind = adapter.kind if isinstance(adapter, AdapterSettings) else adapter
-    return "paged-adamw8bit" if kind == "qlora" and accelerator.is_cuda else "adamw"
+    return "paged-adamw8bit" if has_4bit_base(recipe) and accelerator.is_cuda else "adamw"

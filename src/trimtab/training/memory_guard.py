@@ -13,6 +13,7 @@ from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved
 from trimtab.log import say
 from trimtab.optim.preallocation import preallocate_state
+from trimtab.techniques.apply import memory_advice
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.rehearsal import Peak, Rehearsal
 from trimtab.training.rollback import OutOfMemory, Rollback
@@ -21,10 +22,7 @@ from trimtab.units import format_bytes
 
 T = TypeVar("T")
 
-_CURES = (
-    "a larger memory.budget, memory.gradient_checkpointing: all, memory.loss: chunked, a smaller data.max_length, "
-    "or adapter: lora"
-)
+_CURES = ", ".join(["a larger memory.budget", *memory_advice(), "a smaller data.max_length", "or adapter: lora"])
 
 
 class MemoryGuard:

@@ -35,6 +35,7 @@ class GradientCheckpointing(Technique):
     is_slower_with_each_value = True
     needs_prediction = True
     advice = "all"
+    study = ("checkpointing", ("none", "ops", ("every second", {"every": 2}), "all"))
 
     def values(self, case: Case) -> tuple[str, ...]:
         """Nothing, every second block, all blocks; a model of the user's that recomputes already stays as it is."""
@@ -59,6 +60,10 @@ class GradientCheckpointing(Technique):
         if value == "none" or not num_blocks:
             return None
         return set(chosen_blocks(read_value(value), num_blocks)).__contains__
+
+    def plain_loop(self, value: str) -> dict[str, Any] | None:
+        """Transformers' own switch recomputes all blocks or none."""
+        return {"recomputes": value == "all"} if value in ("none", "all") else None
 
     def describe(self, value: str) -> str:
         """Such as "recompute every 2nd"."""
