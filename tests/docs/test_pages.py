@@ -73,6 +73,32 @@ def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
     assert (folder_of_a_reader / "predicted.csv").read_text().count("\n") == 25
 
 
+@pytest.mark.slow
+def test_the_ladder_of_the_readme_is_what_the_command_prints(monkeypatch):
+    """Plans and memory; how many tokens a second depends on constants that are measured anew now and then."""
+    from trimtab.cli.main import app
+
+    text = (ROOT / "README.md").read_text()
+    command = re.search(r"^trimtab plan .*?^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert command is not None
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "160")
+    done = CliRunner().invoke(app, shlex.split(command.group().removesuffix("```").replace("\\\n", " "))[1:])
+    assert done.exit_code == 0, done.output
+    shown = text[command.end() :].partition("```text\n")[2].partition("```")[0]
+    rows = rungs_of(shown)
+    assert len(rows) > 5
+    printed = dict(rungs_of(done.output))
+    assert [name for name, _ in rows] == list(printed)
+    assert dict(rows) == pytest.approx(printed, rel=0.01)
+
+
+def rungs_of(text: str) -> list[tuple[str, float]]:
+    """The plan and the GiB of every line of a ladder."""
+    found = re.findall(r"^[→ ]+(\S.*?)  +[a-z]\S+\|\S+ +([\d.]+)", text, flags=re.MULTILINE)
+    return [(name, float(number)) for name, number in found]
+
+
 def parts_of_a_loop():
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
