@@ -73,9 +73,9 @@ def trimtab_saving(model, optimizer, loader, scheduler, folder):
     """As the loop of recipes saves."""
     from trimtab import Engine
     from trimtab.checkpoint.background import BackgroundWriter
-    from trimtab.checkpoint.checkpoints_folder import Shelf
+    from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 
-    engine, shelf = Engine(cpu=True), Shelf(folder, keep=KEEP)
+    engine, shelf = Engine(cpu=True), CheckpointsFolder(folder, keep=KEEP)
     block = overhead.with_the_verbs_of_accelerate(engine, *engine.prepare(model, optimizer, loader, scheduler))
     writer = BackgroundWriter(on_saved=lambda _: shelf.tidy())
 
@@ -338,11 +338,11 @@ class TrimtabRecipe:
 
         out = self._work / f"copy-of-{step}"  # going on from a step removes later ones
         shutil.copytree(self._work / str(step), out)
-        find_beginning, go_on = trimtab.run.find_beginning, trimtab.run.go_on
+        find_start_point, go_on = trimtab.run.find_start_point, trimtab.run.go_on
 
         def timed_find(*args):
             self._watch.start()
-            found = find_beginning(*args)
+            found = find_start_point(*args)
             self._watch.stop()
             assert found.checkpoint.name == f"step-{step}", found
             return found
@@ -351,7 +351,7 @@ class TrimtabRecipe:
             self._watch.start()
             return go_on(*args)
 
-        with patch.object(trimtab.run, "find_beginning", timed_find), patch.object(trimtab.run, "go_on", timed_go_on):
+        with patch.object(trimtab.run, "find_start_point", timed_find), patch.object(trimtab.run, "go_on", timed_go_on):
             self._fit(out, stops, self._settings.late, resume=f"step-{step}")
         shutil.rmtree(out)
 

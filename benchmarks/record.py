@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.hardware.environment import describe_environment
 
 
 def machine(device, num_threads, packages):
     """Where and on what a benchmark ran; packages that are not there are left out."""
-    return describe_surroundings(device, num_threads, packages, Path(__file__).parents[1] / "src")
+    return describe_environment(device, num_threads, packages, Path(__file__).parents[1] / "src")
 
 
 def publish(report, text, title, path, save, out=None):

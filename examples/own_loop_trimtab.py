@@ -1,4 +1,4 @@
-"""A small transformer, made from a config, learns whether a sequence holds more ones than twos."""
+"""Train a small transformer from scratch to tell whether a sequence contains more ones than twos."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

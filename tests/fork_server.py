@@ -1,7 +1,7 @@
-"""A process that has imported everything and starts others by a fork, so that a start costs a tenth of a second.
+"""A process that has imported everything and forks others, which makes a start cost a tenth of a second.
 
-It reads one order a line, and answers each with one line; `forked.py` speaks to it. What a child does is a function of
-a module of these tests; it ends as a script of its own would, with that script's exit code.
+It reads one request per line and answers each with one line; `forked.py` is its client. A child runs a function of a
+test module and ends as a script would, with that script's exit code.
 """
 
 import atexit
@@ -44,18 +44,18 @@ def main() -> None:
             children.discard(done)
             answer = os.waitstatus_to_exitcode(status) if done else None
         print(json.dumps(answer), flush=True)
-    for pid in children:  # of a test that failed in the middle
+    for pid in children:  # children of a test that failed
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)
 
 
 def prepare() -> None:
-    """What every child would have to do again: transformers' tables are made when the first model is loaded."""
+    """Do once what every child would repeat: transformers builds its tables when the first model is loaded."""
     with tempfile.TemporaryDirectory() as folder:
         load_model(TinyModels(Path(folder)).folder("bert"), "masked-lm", {}, None)
     gc.collect()
-    gc.freeze()  # else each child would look through, and so copy, everything that was imported
+    gc.freeze()  # otherwise the collector of each child would touch, and so copy, all imported objects
 
 
 def be_child(
@@ -85,7 +85,7 @@ def be_child(
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    # What Python does at its end, but that it does not take everything apart, which takes as long as a whole run here.
+    # Do what the interpreter does at exit, except for its teardown, which takes as long as a whole run here.
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -96,21 +96,21 @@ def be_child(
 
 
 def run_script(path: str, words: list[str]) -> None:
-    """As `python PATH WORDS…` does it."""
+    """Run a script as `python PATH WORDS…` does."""
     sys.argv[:] = [path, *words]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
 
 
 def run_module(module: str, words: list[str]) -> None:
-    """As `python -m MODULE WORDS…` does it."""
+    """Run a module as `python -m MODULE WORDS…` does."""
     sys.argv[:] = [module, *words]
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run_command(words: list[str]) -> None:
-    """As `trimtab WORDS…` does it."""
+    """Run the command line as `trimtab WORDS…` does."""
     sys.argv[:] = ["trimtab", *words]
     trimtab.cli.main.main()
 

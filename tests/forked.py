@@ -1,4 +1,4 @@
-"""Processes for tests, forked from one that has imported everything. Tests get it as the fixture `fork_server`."""
+"""Subprocesses for tests, forked from a process that has imported everything; see the fixture `fork_server`."""
 
 import json
 import os
@@ -34,12 +34,12 @@ class Child:
 
     @property
     def said(self) -> str:
-        """Everything, of a process whose two voices are one."""
+        """The output of a process whose stdout and stderr go to one file."""
         assert self.out_file == self.err_file
         return self.out if self.out_file.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; to a process that has not been waited for, so that the number is still its own."""
+        """Send a signal, unless the process has ended and its id may be reused."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -49,36 +49,36 @@ class Child:
         return self.code
 
     def wait(self, timeout: float = 400) -> int:
-        """The exit code; minus the signal's number if one ended it. The timeout only guards against hanging."""
+        """Wait for the exit code (negative: the signal that ended it); the timeout only guards against hangs."""
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"process {self.pid} does not end: {self._last_words()}")
+                raise AssertionError(f"process {self.pid} does not end: {self._end_of_output()}")
             time.sleep(0.005)
         assert self.code is not None
         return self.code
 
     def wait_until(self, happened: Callable[[], Any], timeout: float = 400) -> None:
-        """Until something can be seen from outside, or the process ends."""
+        """Wait until a condition holds; fail if the process ends before."""
         end = time.monotonic() + timeout
         while not happened():
-            assert self.poll() is None, self._last_words()
-            assert time.monotonic() < end, self._last_words()
+            assert self.poll() is None, self._end_of_output()
+            assert time.monotonic() < end, self._end_of_output()
             time.sleep(0.002)
 
-    def _last_words(self) -> str:
+    def _end_of_output(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in {self.out_file, self.err_file})
 
 
 class ForkServer:
-    """The process that starts the others.
+    """The process that forks the others.
 
     Args:
-        folder: For what its children say.
+        folder: For the output of its children.
     """
 
-    PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT  # it can stand in the place of that module: see `run`
+    PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT  # it can replace the module `subprocess`: see `run`
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,21 +102,21 @@ class ForkServer:
         *,
         environment: dict[str, str] | None = None,
         cwd: Path | None = None,
-        is_one_voice: bool = True,
+        is_one_file: bool = True,
         **arguments: Any,
     ) -> Child:
-        """A new process, with the environment and the import path of this one.
+        """Start a process with the environment and the import path of this one.
 
         Args:
-            function: What it runs, as MODULE:NAME.
-            environment: What is changed in its environment.
-            cwd: Where it runs; by default where this process is.
-            is_one_voice: Both of its outputs go to one file.
-            arguments: Of the function, such as JSON can hold.
+            function: The function it runs, as MODULE:NAME.
+            environment: Changes of its environment.
+            cwd: Its working directory; by default that of this process.
+            is_one_file: Whether stdout and stderr go to one file.
+            arguments: Of the function, as JSON values.
         """
         self._num_children += 1
         out = self._folder / f"said-{self._num_children}"
-        err = out if is_one_voice else out.with_suffix(".err")
+        err = out if is_one_file else out.with_suffix(".err")
         child = {
             "function": function,
             "arguments": arguments,
@@ -129,15 +129,15 @@ class ForkServer:
         return Child(self, self.ask({"do": "start", "child": child}), out, err)
 
     def start_script(self, path: Path, *words: str, **options: Any) -> Child:
-        """As `python PATH WORDS…`."""
+        """Start `python PATH WORDS…`."""
         return self.start("fork_server:run_script", path=str(path), words=words, **options)
 
     def start_command(self, *words: str, **options: Any) -> Child:
-        """As `trimtab WORDS…`."""
-        return self.start("fork_server:run_command", words=words, is_one_voice=False, **options)
+        """Start `trimtab WORDS…`."""
+        return self.start("fork_server:run_command", words=words, is_one_file=False, **options)
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Stands in the place of `subprocess.run` for `python -m MODULE WORDS…` whose two outputs are one text."""
+        """Replace `subprocess.run` for `python -m MODULE WORDS…` with stdout and stderr in one text."""
         assert options == {"stdout": self.PIPE, "stderr": self.STDOUT, "text": True}
         assert command[:2] == [sys.executable, "-m"]
         child = self.start("fork_server:run_module", module=command[2], words=command[3:])

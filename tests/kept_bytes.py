@@ -1,4 +1,4 @@
-"""How much memory a forward leaves behind for backward: every storage that it made and that is still alive."""
+"""Memory that a forward pass keeps for backward: every storage that it allocated and that is still alive."""
 
 import gc
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Births(TorchDispatchMode):
-    """Sees the storages that are made while it is active, and keeps none of them alive."""
+    """Records the storages that are allocated while it is active, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class Births(TorchDispatchMode):
         return result
 
     def alive_bytes(self, but=()) -> int:
-        """Bytes of what was made and is still there, apart from the tensors given."""
+        """Return the bytes of recorded storages that are still alive, except those of the given tensors."""
         spared = {tensor.untyped_storage()._cdata for tensor in but}
         return sum(size for key, (ref, size) in self._made.items() if key not in spared and not ref.expired())
 
 
 def kept_bytes(model: torch.nn.Module, loss_of) -> int:
-    """Bytes alive after `loss_of()` that are neither parameters nor buffers; the graph of its loss holds them."""
+    """Return the bytes alive after `loss_of()` that are neither parameters nor buffers: those that its graph holds."""
     gc.collect()
     with Births() as births:
         loss = loss_of()

@@ -1,4 +1,4 @@
-"""A small disk of its own for a test: full is then really full."""
+"""A small file system for a test, which can really be filled."""
 
 import contextlib
 import shutil
@@ -9,16 +9,16 @@ import pytest
 
 @contextlib.contextmanager
 def mounted(place, size):
-    """A disk at `place`, made for the test, where this user may mount one; the test is skipped where not.
+    """Mount a small disk at `place`; skip the test if this user may not mount.
 
     Args:
-        place: A folder that does not exist.
-        size: As mount writes it, such as 1m.
+        place: A folder that does not exist yet.
+        size: In the syntax of mount, such as 1m.
     """
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("only a user who may mount has a small disk; file-size limits are tested anyway")
+        pytest.skip("this user may not mount a small disk; file-size limits are tested anyway")
     try:
         yield place
     finally:

@@ -1,4 +1,4 @@
-"""Credentials in addresses: found, left out of what is shown, and nothing else changed."""
+"""Credentials in URLs are removed, and nothing else is changed."""
 
 import string
 
@@ -33,7 +33,7 @@ SECRET = "s3cr3t"
         (f"['http://a:{SECRET}@h','http://b:{SECRET}@i']", "['http://h','http://i']"),
     ],
 )
-def test_credentials_are_left_out(address, shown):
+def test_credentials_are_removed(address, shown):
     assert redact(address) == shown
     assert redact(shown) == shown
     assert has_credentials(address)
@@ -57,7 +57,7 @@ def test_credentials_are_left_out(address, shown):
         "a: b",
     ],
 )
-def test_everything_else_stays(text):
+def test_everything_else_is_unchanged(text):
     assert redact(text) == text
     assert not has_credentials(text)
 

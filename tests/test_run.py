@@ -16,7 +16,8 @@ from trimtab import Recipe, fit
 from trimtab.build import run_name
 from trimtab.errors import DataError, ModelError, RecipeError, Stopped, UserError
 from trimtab.recipe.load import load_recipe
-from trimtab.run import look_at_data
+from trimtab.run import report_data
+from trimtab.runs.run_folder import list_runs, read_status
 
 ROWS = reviews(24)
 TEXTS = [{"text": row["text"]} for row in ROWS]
@@ -40,6 +41,12 @@ TASKS = {
         {"text": ["premise", "hypothesis"]},
     ),
     "regress": ("regress", "bert", [{"text": row["text"], "score": i / 24} for i, row in enumerate(ROWS)], {}),
+    "regress-several": (
+        "regress",
+        "bert",
+        [{"text": row["text"], "funny": i / 24, "sad": 1 - i / 24} for i, row in enumerate(ROWS)],
+        {"label": ["funny", "sad"]},
+    ),
     "causal-lm": ("causal-lm", "gpt2", TEXTS, {"max_length": 16}),
     "chat": ("chat", "gpt2", MESSAGES, {}),
     "seq2seq": ("seq2seq", "t5", [{"source": row["text"], "target": row["label"]} for row in ROWS], {}),
@@ -211,7 +218,7 @@ def test_a_run_goes_on_from_another(bert):
 
 
 def test_look_at_data(bert):
-    report = look_at_data(Recipe(model=bert, data={"train": ROWS, "eval": ROWS[:3]}), num_examples=2)
+    report = report_data(Recipe(model=bert, data={"train": ROWS, "eval": ROWS[:3]}), num_examples=2)
     assert report.task == "classify"
     assert len(report.examples) == 2
     assert report.examples[0].text == f"<s>{ROWS[0]['text']}</s>"
@@ -290,17 +297,6 @@ def test_a_run_that_breaks_says_so(bert, capsys, raised, state):
     assert len(lines_of(Path("run"))) == 2
 
 
-def test_regression_on_several_columns_trains_and_predicts(own_folder, tiny):
-    rows = [{"text": f"the film {index}", "funny": index / 8, "sad": 1 - index / 8} for index in range(8)]
-    recipe = Recipe(
-        model=tiny.folder("bert"),
-        task="regress",
-        data={"train": rows, "label": ["funny", "sad"]},
-        limits={"fast_dev_run": True},
-    )
-    assert fit(recipe, progress="quiet").fit.step == 3
-
-
 @pytest.mark.parametrize(
     ("source", "name"),
     [("data/*.csv", "data"), ("data/**/*.jsonl", "data"), ("*.csv", "run"), ("a/reviews.csv[:10]", "reviews")],
@@ -309,11 +305,29 @@ def test_a_run_is_named_after_its_data_and_never_after_a_glob(source, name):
     assert run_name(Recipe(model="x", data={"train": source})) == name
 
 
-def test_smoothing_is_refused_beside_an_own_loss(own_folder, tiny):
-    rows = [{"text": f"the film {index}", "label": index % 2} for index in range(8)]
-    recipe = Recipe(model=tiny.folder("bert"), data={"train": rows}, train={"label_smoothing": 0.1, "max_steps": 1})
+def test_smoothing_is_refused_with_an_own_loss(bert):
+    recipe = Recipe(model=bert, data={"train": ROWS}, train={"label_smoothing": 0.1, "max_steps": 1})
     with pytest.raises(RecipeError, match="label_smoothing"):
-        fit(recipe, loss=lambda outputs, batch: outputs.logits.mean(), progress="quiet")
+        quick(recipe, loss=lambda outputs, batch: outputs.logits.mean())
+
+
+def test_a_run_never_shows_more_steps_than_it_has(bert):
+    """Neither one that is resumed with a shorter recipe, nor one that is resumed from an earlier checkpoint."""
+    settings = {"model": bert, "data": {"train": ROWS}, "out": "run", "checkpoint": {"every": "2 steps", "keep": 9}}
+    quick(Recipe(**settings, train={"max_steps": 6}))
+    seen = []
+
+    class Looks:
+        def on_step(self, state):
+            seen.append(read_status(Path("run"))["step"])
+
+    quick(Recipe(**settings, train={"max_steps": 3}), resume=True)
+    (run,) = list_runs(Path("."))
+    assert (run.step, run.num_steps) == (6, 6)
+    quick(Recipe(**settings, train={"max_steps": 3}), resume="step-2", callbacks=[Looks()])
+    (run,) = list_runs(Path("."))
+    assert max(seen) <= 3  # run.json is written by a thread, up to a second late
+    assert (run.step, run.num_steps) == (3, 3)
 
 
 class Interrupts:
@@ -322,11 +336,10 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_before_any_evaluation_keeps_the_model(own_folder, tiny):
-    rows = [{"text": f"the film {index}", "label": index % 2} for index in range(40)]
-    recipe = Recipe(model=tiny.folder("bert"), data={"train": rows}, train={"max_steps": 9}, out="run")
+def test_an_interrupt_before_any_evaluation_keeps_the_model(bert):
+    recipe = Recipe(model=bert, data={"train": ROWS}, train={"max_steps": 9}, out="run")
     with pytest.raises(Stopped, match="signal SIGINT: saved after step 2; go on with: trimtab resume run") as stopped:
-        fit(recipe, callbacks=[Interrupts()], progress="quiet")
+        quick(recipe, callbacks=[Interrupts()])
     assert stopped.value.code == 75
     assert trimtab.load("run").task_name == "classify"
     assert json.loads(Path("run/best/trimtab.json").read_text())["step"] == 2

@@ -31,7 +31,8 @@ LAYERS = [
     ["report"],
     ["build"],
     ["planner"],
-    ["run", "commands"],
+    ["run"],
+    ["commands"],
     ["cli"],
     ["__main__"],
 ]

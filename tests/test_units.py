@@ -1,4 +1,4 @@
-"""Amounts with units: what is understood, what is refused, and that words come back."""
+"""Amounts with units: accepted syntax, refused syntax, and round trips."""
 
 import math
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from trimtab.errors import RecipeError
 from trimtab.units import (
     Every,
-    bytes_as_words,
+    exact_bytes,
+    exact_seconds,
     format_bytes,
     format_seconds,
     parse_bytes,
     parse_every,
     parse_seconds,
     parse_share,
-    seconds_as_words,
 )
 
 
@@ -45,7 +45,7 @@ def test_what_is_no_size(text):
         parse_bytes(text)
 
 
-def test_a_bare_letter_could_be_two_sizes():
+def test_a_bare_letter_is_ambiguous():
     with pytest.raises(RecipeError, match="'8G' may be 8GiB or 8GB"):
         parse_bytes("8G")
 
@@ -67,8 +67,8 @@ def test_format_bytes(num_bytes, expected):
 
 
 @given(st.integers(min_value=0, max_value=2**60))
-def test_bytes_come_back(num_bytes):
-    assert parse_bytes(bytes_as_words(num_bytes)) == num_bytes
+def test_bytes_round_trip(num_bytes):
+    assert parse_bytes(exact_bytes(num_bytes)) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_is_no_time(text):
 
 
 @pytest.mark.parametrize("parse", [parse_seconds, parse_every])
-def test_a_clock_could_be_two_times(parse):
+def test_a_clock_time_is_ambiguous(parse):
     with pytest.raises(RecipeError, match="'1:30' may be 1h30m or 1m30s"):
         parse("1:30")
 
@@ -128,12 +128,12 @@ def test_format_seconds(seconds, expected):
 
 
 @given(st.one_of(st.integers(0, 10**9).map(float), st.floats(1e-9, 1e9)))
-def test_seconds_come_back(seconds):
-    assert parse_seconds(seconds_as_words(seconds)) == seconds
+def test_seconds_round_trip(seconds):
+    assert parse_seconds(exact_seconds(seconds)) == seconds
 
 
 @given(st.floats(0, 1e9))
-def test_what_is_shown_can_be_read(seconds):
+def test_formatted_seconds_can_be_parsed(seconds):
     shown = parse_seconds(format_seconds(seconds))
     assert shown == pytest.approx(seconds, rel=0.05, abs=0.0501)
 
@@ -188,7 +188,7 @@ def test_what_is_no_interval(text):
         st.floats(1e-6, 1e6).map(lambda x: Every(seconds=x)),
     )
 )
-def test_intervals_come_back(every):
+def test_intervals_round_trip(every):
     assert parse_every(str(every)) == every
 
 

@@ -1,4 +1,4 @@
-"""Tiny models with adapters that do something, and the runs that they would come from."""
+"""Tiny models with adapters that are not zero, and runs with them."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def adapted(base, kind, head=None, spec=None, **options):
 
 
 def shake(adapter, by=0.1):
-    """Move all that trains, as training would."""
+    """Change all trainable parameters, as training would."""
     with torch.no_grad():
         for name, tensor in adapter.tensors().items():
             if tensor.is_floating_point():
@@ -40,3 +40,12 @@ def export_run(folder, model, tok, data, task="classify", **recipe):
 
 def nf4(dtype=torch.float32):
     return {"nf4": Nf4(dtype), "dtype": dtype, "device": "cpu"}
+
+
+def packed_bytes(weight):
+    """Bytes of a quantized weight: codes, scales and tables."""
+    state = weight.quant_state
+    tables = [weight.data, state.absmax, state.code]
+    if state.nested:
+        tables += [state.offset, state.state2.absmax, state.state2.code]
+    return sum(table.untyped_storage().nbytes() for table in tables)

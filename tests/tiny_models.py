@@ -1,4 +1,4 @@
-"""Tiny models of the shapes that people use, and a tokenizer for them, built in memory."""
+"""Configs of tiny models of common architectures, and a tokenizer for them."""
 
 import copy
 import os
@@ -39,6 +39,12 @@ CONFIGS = {
         "encoder": {"model_type": "bert", "max_position_embeddings": 48, **_BERT},
         "decoder": {"model_type": "bert", "max_position_embeddings": 64, **_BERT},
     },
+}
+KINDS = {  # a head that each shape is trained with
+    "bert": "sequence-classification",
+    "roberta": "masked-lm",
+    **dict.fromkeys(("gpt2", "llama"), "causal-lm"),
+    **dict.fromkeys(("t5", "marian", "bart", "encoder-decoder"), "seq2seq-lm"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs that take less than a second: tiny models in folders, as a user has them, and rows that can be learnt."""
+"""Parts of runs that take less than a second: tiny models in folders, and rows that can be learned."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ _KINDS = {
 
 
 def review(index: int) -> dict[str, str]:
-    """A row whose label is told by one word of it; lengths differ."""
+    """A row whose label follows from one of its words; lengths differ."""
     draw = random.Random(index)
     label, words = ("good", GOOD) if index % 2 else ("bad", BAD)
     text = draw.choices(OTHERS, k=draw.randint(1, 8))
@@ -78,7 +78,7 @@ def tiny_config(name: str, **changes) -> dict:
 
 
 class TinyModels:
-    """Makes each model once."""
+    """Builds each model once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -89,7 +89,7 @@ class TinyModels:
 
         Args:
             name: The family.
-            kind: Of the model; by default what such a model is pretrained for, so that a classifier's head is new.
+            kind: Kind of the model; by default what it is pretrained for, and a classification head is new.
             chat: Whether the tokenizer has a chat template.
             head: Settings of the head.
             changes: To its config.
@@ -110,7 +110,7 @@ class TinyModels:
 
 
 class Watch:
-    """Keeps the weights after each step."""
+    """Records the weights after each step."""
 
     def __init__(self):
         self.weights: list[dict[str, torch.Tensor]] = []

@@ -132,7 +132,7 @@ def child() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     import trimtab.run
-    from trimtab.hardware.memory import memory_outside
+    from trimtab.hardware.memory import non_allocator_memory
     from trimtab.units import format_bytes
 
     one = RECIPES[name]
@@ -150,7 +150,7 @@ def child() -> None:
             lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
             last = next(line for line in reversed(lines) if "peak_reserved_bytes" in line)
             torch.cuda.synchronize()
-            outside = memory_outside(torch.device("cuda", 0))
+            outside = non_allocator_memory(torch.device("cuda", 0))
             steps = [line["time"] for line in lines if "loss" in line]
             told |= {
                 "plan": {

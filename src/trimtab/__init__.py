@@ -1,6 +1,6 @@
 """trimtab: fine-tune transformers on the hardware you have.
 
-Nothing heavy is imported here: each public name brings its module when it is first used.
+Importing this package is cheap: each public name imports its module at its first use.
 """
 
 from importlib import import_module
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that owns a public name, the first time it is asked for."""
+    """Import the module that defines a public name, at the first access."""
     if name not in _HOMES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m trimtab` is the command line."""
+"""Run the command line with `python -m trimtab`."""
 
 from trimtab.cli.main import main
 

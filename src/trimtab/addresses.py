@@ -1,33 +1,33 @@
-"""Addresses that may carry credentials: the one place that decides what of them is shown, logged or stored."""
+"""Redaction of credentials in URLs, before they are shown, logged or stored."""
 
 import re
 from urllib.parse import unquote_plus
 
 HIDDEN = "***"
-# A user name is part of the address of a database (the password comes from its own configuration). On the web the text
-# before @ is a token as often as a name, so that all of it is left out.
+# Database URLs need their user name (the password can come from the database's own configuration). In http URLs the
+# text before @ can be a token instead of a name, so all of it is removed.
 _SCHEMES_WITH_USERS = frozenset({"postgresql", "postgres", "mysql", "mssql", "oracle"})
-# Whole words of a parameter's name, and ends of names in which words are joined.
+# Names of secret query parameters: whole words of a name, and endings of a name with its separators removed.
 _SECRET_WORDS = frozenset({"token", "pass", "passwd", "pwd", "secret", "key", "auth", "sig", "signature", "session"})
 _SECRET_ENDS = ("token", "password", "passwd", "secret", "apikey", "accesskey", "credential", "credentials")
-_PUBLIC_NAMES = frozenset({"sslkey"})  # the name of a file
+_PUBLIC_NAMES = frozenset({"sslkey"})  # a file name, not a key
 
-# An address ends at white space, or where the next one begins.
+# A URL ends at white space, or where the next one begins.
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9.\-]*(?:\+\w+)?)://(?P<rest>(?:(?!\w+://)\S)*)")
 _PARAMETER = re.compile(r"(?P<before>[?&#;])(?P<name>[^?&#;=\s]+)=(?P<value>[^?&#;\s]*)")
 
 
 def redact(text: str) -> str:
-    """Leave credentials out of every address in a text.
+    """Remove the credentials from every URL in a text.
 
-    The text before `@` is removed (the address of a database keeps its user name), and the values of parameters such
-    as `token` or `password` become `***`. A text without addresses, or an address without credentials, stays as it is.
+    The text before `@` is removed (database URLs keep the user name), and values of query parameters such as `token`
+    or `password` become `***`. Everything else is unchanged.
     """
     return _ADDRESS.sub(_redacted, text)
 
 
 def has_credentials(address: str) -> bool:
-    """Whether an address has a part that must not be written down."""
+    """Whether a URL contains credentials."""
     return redact(address) != address
 
 
@@ -43,10 +43,10 @@ def _redacted(found: "re.Match[str]") -> str:
 
 
 def _split(rest: str) -> tuple[str, str, str]:
-    """User, host and port; the sign that ends them; what follows.
+    """Split the part of a URL after :// into authority (user, host and port), delimiter and the rest.
 
-    They end at the first / ? or #. A password may have one of these signs that was not escaped: then an @ follows, and
-    what stands before the sign is no host with a port. Too much is hidden where that is not clear.
+    The authority ends at the first / ? or #. A password may contain one of these unescaped: then an @ follows, and the
+    text before the delimiter is not a host with a port. In doubt, more is removed than necessary.
     """
     end = re.search(r"[/?#]", rest)
     if end is None:

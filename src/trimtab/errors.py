@@ -1,45 +1,45 @@
-"""The exceptions of trimtab. Each says what was wrong and what cures it, and knows its exit code.
+"""Exceptions of trimtab and their exit codes.
 
-TrimtabError                  1   anything of ours
-├── UserError                 2   a mistake that the user can mend: what was wrong, and the cure
-│   ├── PrepareError              something that cannot be prepared, or was used before it was
-│   ├── LossError                 a loss that cannot be differentiated, or a weight that makes no sense
-│   ├── CheckpointError           a folder that is no checkpoint of this run, or a value that cannot be saved
-│   ├── RecipeError               a recipe, or a setting of the engine, that is not valid
+TrimtabError                  1   base class of all of them
+├── UserError                 2   a mistake that the user can fix; the message names the problem and the cure
+│   ├── PrepareError              an object that cannot be prepared, or that was used before `prepare`
+│   ├── LossError                 a loss that cannot be differentiated, or an invalid weight of a loss
+│   ├── CheckpointError           a folder that is not a checkpoint of this run, or a value that cannot be saved
+│   ├── RecipeError               an invalid recipe, or an invalid setting of the engine
 │   ├── DataError                 rows, columns or labels that cannot be used
 │   ├── ModelError                a model or tokenizer that cannot be loaded or used
-│   │   └── TraceError            a training step that cannot be traced, so that nothing can be predicted of it
+│   │   └── TraceError            a training step that cannot be traced, so its memory and time are not predicted
 │   └── MissingDependency         an optional package that is not installed
-├── PeerError                 1   another process of the run is gone, hung, or does something else
+├── PeerError                 1   another process of the run died, hangs or executes something else
 ├── LossNotFinite             1   a loss or gradient that is NaN or infinite
-├── DoesNotFit                3   no way to run within the memory given
-└── Stopped                  75   stopped by a signal or a time limit; can be resumed
+├── DoesNotFit                3   the run does not fit into the given memory
+└── Stopped                  75   stopped by a signal or a time limit; the run can be resumed
 """
 
-_LONGEST_LINE = 200  # of other libraries' messages, some of which are essays
+_MAX_LINE_LENGTH = 200  # messages of other libraries can be several pages long
 
 
-def in_one_line(error: Exception) -> str:
-    """The kind of an exception and the first line of its message."""
+def summarize_error(error: Exception) -> str:
+    """Summarize an exception as its class name and the first line of its message."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
-    line = lines[0] if len(lines[0]) <= _LONGEST_LINE else f"{lines[0][:_LONGEST_LINE]} …"
+    line = lines[0] if len(lines[0]) <= _MAX_LINE_LENGTH else f"{lines[0][:_MAX_LINE_LENGTH]} …"
     return f"{type(error).__name__}: {line}"
 
 
 class TrimtabError(Exception):
-    """Base of everything that trimtab raises on purpose."""
+    """Base class of all exceptions that trimtab raises on purpose."""
 
     exit_code = 1
 
 
 class UserError(TrimtabError):
-    """A mistake that the user can mend.
+    """A mistake that the user can fix.
 
     Args:
-        problem: What was wrong, with the value found.
-        cure: The key, call or command that mends it.
+        problem: What is wrong, with the value found.
+        cure: The key, call or command that fixes it.
     """
 
     exit_code = 2
@@ -51,19 +51,19 @@ class UserError(TrimtabError):
 
 
 class PrepareError(UserError):
-    """Something that cannot be prepared, or was used before it was prepared."""
+    """An object that cannot be prepared, or that was used before `prepare`."""
 
 
 class LossError(UserError):
-    """A loss that cannot be differentiated, or a weight that makes no sense."""
+    """A loss that cannot be differentiated, or an invalid weight of a loss."""
 
 
 class CheckpointError(UserError):
-    """A folder that is no checkpoint of this run, or a value that cannot be saved."""
+    """A folder that is not a checkpoint of this run, or a value that cannot be saved."""
 
 
 class RecipeError(UserError):
-    """A recipe, or a setting of the engine, that is not valid."""
+    """An invalid recipe, or an invalid setting of the engine."""
 
 
 class DataError(UserError):
@@ -75,18 +75,18 @@ class ModelError(UserError):
 
 
 class TraceError(ModelError):
-    """A training step that cannot be traced, so that nothing can be predicted of it.
+    """A training step that cannot be traced, so its memory and time are not predicted.
 
     Args:
-        model: The class of the model.
-        cause: What tracing failed with.
+        model: Class name of the model.
+        cause: Exception raised while tracing.
     """
 
     def __init__(self, model: str, cause: Exception) -> None:
         super().__init__(
-            f"no plan can be made for {model}: this step cannot be traced ({in_one_line(cause)})",
-            "train without a plan: trimtab train does so by itself, and halves the micro-batch where a GPU runs out of "
-            "memory; memory.micro_batch and memory.gradient_checkpointing set what a plan would have chosen",
+            f"no plan for {model}: its training step cannot be traced ({summarize_error(cause)})",
+            "train without a plan: `trimtab train` does so by default and halves the micro-batch size when a GPU runs "
+            "out of memory; or set memory.micro_batch and memory.gradient_checkpointing yourself",
         )
 
 
@@ -95,7 +95,7 @@ class MissingDependency(UserError):
 
 
 class PeerError(TrimtabError):
-    """Another process of the run is gone, hung, or does something else."""
+    """Another process of the run died, hangs or executes something else."""
 
 
 class LossNotFinite(TrimtabError):
@@ -103,13 +103,16 @@ class LossNotFinite(TrimtabError):
 
 
 class DoesNotFit(TrimtabError):
-    """No way to run within the memory given."""
+    """The run does not fit into the given memory."""
 
     exit_code = 3
 
 
 class Stopped(TrimtabError, SystemExit):
-    """Stopped by a signal; the run can be resumed. A script that does not catch it ends with its exit code."""
+    """Stopped by a signal or a time limit; the run can be resumed.
+
+    A `SystemExit`, so a script that does not catch it exits with code 75 and without a traceback.
+    """
 
     exit_code = 75
 

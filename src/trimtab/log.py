@@ -1,4 +1,4 @@
-"""The one logger of trimtab. The library speaks through it and never prints."""
+"""The logger of trimtab. The library logs through it and never prints."""
 
 import logging
 import os
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger("trimtab")
-_said: set[str] = set()
+_logged_once: set[str] = set()
 
 
 class _Muted(threading.local):
-    """Whether a thread says nothing at the moment."""
+    """Whether log output of the current thread is suppressed."""
 
     now = False
 
@@ -21,23 +21,23 @@ _muted = _Muted()
 logger.addFilter(lambda _: not _muted.now)
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
-    """Keep a warning of bitsandbytes away from users, who can do nothing with it.
+def _is_not_kernel_warning(record: logging.LogRecord) -> bool:
+    """Drop a warning of bitsandbytes that users cannot act on.
 
-    On CPUs with bf16 instructions it says at every import that it looked in vain for a faster kernel on a hub. PEFT
-    imports it wherever it is installed, so that commands which have no use for it would show that line.
+    On CPUs with bf16 instructions, importing bitsandbytes warns that a faster kernel was not found on the Hub. PEFT
+    imports bitsandbytes wherever it is installed, so unrelated commands would show that warning.
     """
     return "gemm_4bit_forward" not in record.msg if isinstance(record.msg, str) else True
 
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_wanted)
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_not_kernel_warning)
 
 
 def say(message: str) -> None:
-    """Tell the user something worth a line, also where logging was never configured.
+    """Log a message at level INFO, visible even if the application never configured logging.
 
-    Python shows warnings only by default; a plain handler on our own logger makes information visible without
-    touching the root logger. An application that configures logging keeps full control.
+    By default Python shows warnings only. If neither our logger nor the root logger has a handler, a stream handler is
+    added to our logger. An application that configures logging keeps full control.
     """
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
@@ -47,16 +47,16 @@ def say(message: str) -> None:
     logger.info(message)
 
 
-def say_once(message: str) -> None:
-    """Like `say`, but a message that was said before in this process is not repeated."""
-    if message not in _said and not _muted.now:
-        _said.add(message)
+def log_info_once(message: str) -> None:
+    """Log a message with `say` unless this process has logged it before."""
+    if message not in _logged_once and not _muted.now:
+        _logged_once.add(message)
         say(message)
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Suppress this thread's log output inside, during trial runs; `say_once` does not count it as said."""
+def muted() -> Iterator[None]:
+    """Suppress log output of this thread, for trial runs; `log_info_once` does not record suppressed messages."""
     before, _muted.now = _muted.now, True
     try:
         yield
@@ -64,10 +64,10 @@ def unheard() -> Iterator[None]:
         _muted.now = before
 
 
-def speak_only_to_file(rank: int) -> None:
-    """Of several processes one speaks: this one writes to a file of its own, or, where no folder is known, nowhere.
+def log_to_file_only(rank: int) -> None:
+    """Log INFO messages of this process to `$TRIMTAB_LOG_DIR/rank-N.log` only, or nowhere if the variable is not set.
 
-    The folder is that of the environment's TRIMTAB_LOG_DIR. Warnings are shown in any case.
+    For all ranks but the main one. Warnings still go to stderr.
     """
     for before in list(logger.handlers):
         logger.removeHandler(before)
@@ -78,8 +78,8 @@ def speak_only_to_file(rank: int) -> None:
         handler = logging.FileHandler(Path(folder) / f"rank-{rank}.log", delay=True, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger.addHandler(handler)
-    loud = logging.StreamHandler()
-    loud.setLevel(logging.WARNING)
-    logger.addHandler(loud)
+    warnings_handler = logging.StreamHandler()
+    warnings_handler.setLevel(logging.WARNING)
+    logger.addHandler(warnings_handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -1,6 +1,6 @@
-"""Every random number generator of the process as one value: seed it, take it, put it back.
+"""Seed, save and restore all random number generators of the process.
 
-A run resumes bit for bit only if each generator does, so the list lives in this one place.
+A run resumes bit for bit only if every generator is restored, so all of them are listed in this one module.
 """
 
 import hashlib
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 RandomState = dict[str, Any]
-DETERMINISTIC_WORKSPACES = ":4096:8"  # with work memory of one of two sizes cuBLAS gives the same bits every time
+DETERMINISTIC_WORKSPACES = ":4096:8"  # CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and torch (every device) alike."""
+    """Seed the generators of Python, NumPy and torch (on every device)."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def diverge(rank: int) -> None:
-    """Let a process draw other numbers than its peers, which stood at the same state: dropout is not to repeat.
+def seed_by_rank(rank: int) -> None:
+    """Reseed the generators of this process from their common state and its rank, so dropout masks differ by rank.
 
-    The first process goes on as it would alone. What the others draw follows from that state and their rank.
+    Rank 0 keeps its state: it draws the same numbers as a run with one process.
     """
     if rank > 0:
         state = torch.get_rng_state().numpy().tobytes()
@@ -37,7 +37,7 @@ def diverge(rank: int) -> None:
 
 
 def host_random_state() -> RandomState:
-    """The generators of Python, NumPy and torch's CPU: those that samplers and collators draw from."""
+    """Return the state of the Python, NumPy and torch CPU generators, which samplers and collators draw from."""
     state: RandomState = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -45,12 +45,12 @@ def host_random_state() -> RandomState:
 
 
 def random_state() -> RandomState:
-    """Every generator: those of the host and one for each accelerator."""
+    """Return the state of all generators: those of the host and one per accelerator."""
     return host_random_state() | torch_random_state()
 
 
 def torch_random_state() -> RandomState:
-    """The generators of torch alone, on the CPU and on each accelerator: those that a model's own layers draw from."""
+    """Return the state of torch's generators on the CPU and each accelerator, which dropout and the like draw from."""
     state: RandomState = {"torch": torch.get_rng_state()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -63,10 +63,10 @@ def torch_random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Put back what `random_state`, `host_random_state` or `torch_random_state` took.
+    """Restore a state returned by `random_state`, `host_random_state` or `torch_random_state`.
 
-    Accelerators that this machine does not have are left out: a run that moves to another kind of device cannot
-    continue its random numbers there.
+    States of accelerators that this machine does not have are ignored: a run that resumes on another type of device
+    cannot continue the same sequence of random numbers.
     """
     if "python" in state:
         random.setstate(state["python"])
@@ -83,8 +83,8 @@ def restore_random_state(state: RandomState) -> None:
 
 
 @contextmanager
-def host_randomness_kept() -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace: the host's generators are put back at the end."""
+def preserve_host_random_state() -> Iterator[None]:
+    """Restore the host's generators on exit, whatever was drawn from them inside."""
     state = host_random_state()
     try:
         yield
@@ -93,9 +93,9 @@ def host_randomness_kept() -> Iterator[None]:
 
 
 def use_deterministic_kernels() -> None:
-    """From now on only kernels that give the same bits every time, in the whole process; an error where there is none.
+    """Use deterministic kernels only, in the whole process; operations that have none raise an error.
 
-    cuBLAS reads its setting when it is first used.
+    Call it before the first use of cuBLAS, which reads CUBLAS_WORKSPACE_CONFIG once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES)
     torch.use_deterministic_algorithms(True)

@@ -8,15 +8,16 @@ from typing import Any
 
 from trimtab.build import (
     Data,
-    build_companion,
     build_data,
     build_engine,
     build_skeleton,
     build_tokens,
     build_trainer,
+    build_uploader,
 )
+from trimtab.build.resumed_recipe import load_resumed_recipe
+from trimtab.build.start_point import find_start_point
 from trimtab.checkpoint.export import read_facts
-from trimtab.commands.resume import Beginning, find_beginning, go_on, load_settings, recover, same_mirror
 from trimtab.data.metrics import check_own_metrics
 from trimtab.data.report import DataReport, describe_data
 from trimtab.distributed.environment import find_place
@@ -28,14 +29,17 @@ from trimtab.log import say
 from trimtab.model.hub import is_adapter
 from trimtab.planner.resolve import resolve_run
 from trimtab.planner.survey import Survey, survey
-from trimtab.recipe.load import LoadedRecipe, resolved_yaml
+from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.mirror_recovery import mirror_setting, recover
 from trimtab.runs.plan import Plan
-from trimtab.runs.run_folder import Folder, FollowedFolder, RunFolder
+from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder, RunFolder
+from trimtab.runs.start_point import StartPoint
 from trimtab.training.callbacks import check_callbacks
 from trimtab.training.evaluate import OwnMetric
-from trimtab.training.loop import FitResult
 from trimtab.training.progress import build_progress
+from trimtab.training.resume import go_on
+from trimtab.training.run_state import FitResult
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def fit(
     check_callbacks(callbacks)
     check_own_metrics(metrics or {})
     engine = build_engine(recipe, device)
-    beginning = engine.first_decides(lambda: find_beginning(recipe, resume, fresh))
+    beginning = engine.decide_on_main_process(lambda: find_start_point(recipe, resume, fresh))
     run = resolve_run(recipe, engine, beginning.path if beginning.goes_on else None, loss)
     folder = _open_folder(beginning, engine)
     try:
@@ -95,12 +99,12 @@ def fit(
     try:
         for line in run.plan.describe():
             say(line)
-        folder.write_recipe(resolved_yaml(LoadedRecipe(run.asked, origins.origins)))
+        folder.write_recipe(render_resolved_yaml(LoadedRecipe(run.asked, origins.origins)))
         folder.write_text("plan.json", json.dumps(run.plan.as_dict(), indent=1))
         folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_position, trainer.state.step)
         if run.tracked is not None:
             folder.update(model_source=run.tracked.as_dict())
-        folder.track(build_companion(run.recipe, run.plan, run.tokens, engine, folder, trainer.higher_is_better))
+        folder.track(build_uploader(run.recipe, run.plan, run.tokens, engine, folder, trainer.higher_is_better))
         result = trainer.fit()
         engine.wait_for_everyone()
     except BaseException as error:
@@ -143,12 +147,14 @@ def resume(
         options: Those of `fit`.
     """
     engine = Engine(device=options.get("device"))
-    mirror = same_mirror(Path(run))
-    loaded = engine.first_decides(lambda: load_settings(recover(Path(run), out), from_step, sets, mirror))
+    mirror = mirror_setting(Path(run))
+    loaded = engine.decide_on_main_process(
+        lambda: load_resumed_recipe(recover(Path(run), out), from_step, sets, mirror)
+    )
     return fit(loaded, resume=from_step or True, **options)
 
 
-def _open_folder(beginning: Beginning, engine: Engine) -> Folder:
+def _open_folder(beginning: StartPoint, engine: Engine) -> Folder:
     """The run's folder: the first process holds it, the others know where it is."""
     made: list[RunFolder] = []
     place = find_place()
@@ -157,13 +163,13 @@ def _open_folder(beginning: Beginning, engine: Engine) -> Folder:
         made.append(RunFolder(beginning.path, place.job, goes_on=beginning.goes_on, again=place.attempt > 0))
         return made[0].path
 
-    path = engine.first_decides(make)
-    return made[0] if made else FollowedFolder(path)
+    path = engine.decide_on_main_process(make)
+    return made[0] if made else ReadOnlyRunFolder(path)
 
 
 def _tried_out(result: Result, data: Data, folder: Folder) -> Result:
     """The end of a fast_dev_run: the saved model is loaded and used once, then nothing is left behind."""
-    if isinstance(folder, FollowedFolder):
+    if isinstance(folder, ReadOnlyRunFolder):
         return result
     try:
         done = ["train", *(["evaluate"] if result.fit.metrics else []), "save"]
@@ -204,18 +210,18 @@ def plan(
     Raises:
         DoesNotFit: With what the smallest way needs, and what would fit.
     """
-    found = look_at_plans(recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
+    found = survey_plans(recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
     if found.plan is None:
         raise DoesNotFit(found.problem)
     return found.plan
 
 
-def look_at_plans(recipe: Recipe | LoadedRecipe, **asked: Any) -> Survey:
+def survey_plans(recipe: Recipe | LoadedRecipe, **asked: Any) -> Survey:
     """Every plan that is worth a look, with what it takes; `asked` as in `trimtab.build.survey`."""
     return survey(recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe, **asked)
 
 
-def look_at_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataReport:
+def report_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataReport:
     """The data of a recipe as the model would see it."""
     recipe = recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe
     data = build_data(recipe)

@@ -1,6 +1,6 @@
-"""Amounts as people write them ("8GiB", "1h30m", "2%", "500 steps") to numbers and back.
+"""Parse amounts with units ("8GiB", "1h30m", "2%", "500 steps") into numbers, and format numbers as such amounts.
 
-Nonsense, and what could mean two things, is refused with the words that would be understood.
+Invalid and ambiguous text is refused with an error that shows the accepted syntax.
 """
 
 import math
@@ -11,12 +11,12 @@ from fractions import Fraction
 
 from trimtab.errors import RecipeError
 
-BYTES_WORDS = "a size such as 8GiB, 500MB or a number of bytes"
-SECONDS_WORDS = "a length of time such as 90s, 10min, 3h, 1h30m or a number of seconds"
-SHARE_WORDS = "a share between 0 and 1, such as 0.02 or 2%"
-EVERY_WORDS = "an interval such as 500 steps, epoch, 2 epochs or 10min"
+BYTES_SYNTAX = "a size such as 8GiB, 500MB or a number of bytes"
+SECONDS_SYNTAX = "a length of time such as 90s, 10min, 3h, 1h30m or a number of seconds"
+SHARE_SYNTAX = "a share between 0 and 1, such as 0.02 or 2%"
+EVERY_SYNTAX = "an interval such as 500 steps, epoch, 2 epochs or 10min"
 
-_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"  # no exponents: 1e999999999 would be a long wait
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"  # no exponents: Fraction("1e999999999") would not end
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
@@ -30,7 +30,7 @@ _SECONDS = {
 
 @dataclass(frozen=True)
 class Every:
-    """How often something happens: after so many optimizer steps, epochs or seconds. Exactly one of them is set."""
+    """An interval of optimizer steps, epochs or seconds; exactly one of the three is set."""
 
     steps: int | None = None
     epochs: float | None = None
@@ -46,17 +46,17 @@ class Every:
             return f"{self.steps} step{'s' if self.steps != 1 else ''}"
         if self.epochs is not None:
             return "epoch" if self.epochs == 1 else f"{_plain(self.epochs)} epochs"
-        return seconds_as_words(self.seconds or 0.0)
+        return exact_seconds(self.seconds or 0.0)
 
 
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes. GiB is 1024³, GB is 1000³; a bare G is refused because it is used for both.
+    """Parse a number of bytes. GiB is 1024³, GB is 1000³; a bare G is refused because it is used for both.
 
     Args:
-        text: "8GiB", "500 MB", "1024", or a whole number of bytes.
+        text: "8GiB", "500 MB", "1024", or an integer number of bytes.
 
     Raises:
-        RecipeError: It is not a size, or could be two.
+        RecipeError: The text is not a size or is ambiguous.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
@@ -65,27 +65,27 @@ def parse_bytes(text: str | int) -> int:
         size = Fraction(match[1]) * _BYTES[match[2]]
         if match[2] or size.denominator == 1:
             return int(size)
-        raise RecipeError(f"{text!r} is no whole number of bytes", f"write {BYTES_WORDS}")
+        raise RecipeError(f"{text!r} is not a whole number of bytes", f"write {BYTES_SYNTAX}")
     if match and match[2] in set("kmgt"):
         letter = match[2].upper()
-        raise RecipeError(f"{text!r} may be {match[1]}{letter}iB or {match[1]}{letter}B", f"write {BYTES_WORDS}")
-    raise RecipeError(f"{text!r} is not a size", f"write {BYTES_WORDS}")
+        raise RecipeError(f"{text!r} may be {match[1]}{letter}iB or {match[1]}{letter}B", f"write {BYTES_SYNTAX}")
+    raise RecipeError(f"{text!r} is not a size", f"write {BYTES_SYNTAX}")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes for the eye: "8.0 GiB", "512 B"."""
+    """Format bytes for display: "8.0 GiB", "512 B"."""
     sign, size = ("-" if num_bytes < 0 else ""), float(abs(num_bytes))
     if round(size) < 1024:
         return f"{sign}{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
         size /= 1024
-        if round(size, 1) < 1024:  # rounded first, so that nothing is shown as 1024.0 KiB
+        if round(size, 1) < 1024:  # rounded first: never "1024.0 KiB"
             return f"{sign}{size:.1f} {unit}"
     return f"{sign}{size / 1024:.1f} TiB"
 
 
-def bytes_as_words(num_bytes: int) -> str:
-    """Bytes in words that `parse_bytes` reads back without loss."""
+def exact_bytes(num_bytes: int) -> str:
+    """Format bytes such that `parse_bytes` returns exactly the same number."""
     for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if num_bytes and num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
@@ -93,30 +93,30 @@ def bytes_as_words(num_bytes: int) -> str:
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """A length of time in seconds.
+    """Parse a duration into seconds.
 
     Args:
         text: "3h", "10min", "1h30m", "1 h 30 min", "90s", "90", or a number of seconds.
 
     Raises:
-        RecipeError: It is not a length of time, or could be two ("1:30").
+        RecipeError: The text is not a duration, or is ambiguous ("1:30").
     """
     if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < math.inf:
         return float(text)
     words = _lowered(text)
     if re.fullmatch(_NUMBER, words):
         return float(words)
-    _refuse_clock(words, SECONDS_WORDS)
+    _refuse_clock(words, SECONDS_SYNTAX)
     parts = re.findall(rf"({_NUMBER})\s*([a-z]+)\s*", words)
     sizes = [_SECONDS.get(unit, 0) for _, unit in parts]
     whole = re.fullmatch(rf"(?:{_NUMBER}\s*[a-z]+\s*)+", words)
     if not whole or 0 in sizes or sizes != sorted(set(sizes), reverse=True):
-        raise RecipeError(f"{text!r} is not a length of time", f"write {SECONDS_WORDS}")
+        raise RecipeError(f"{text!r} is not a length of time", f"write {SECONDS_SYNTAX}")
     return float(sum(Fraction(amount) * size for (amount, _), size in zip(parts, sizes, strict=True)))
 
 
 def format_seconds(seconds: float) -> str:
-    """Time for the eye, in its two largest units: "1 h 30 min", "42 s", "0.5 s"."""
+    """Format seconds for display in the two largest units: "1 h 30 min", "42 s", "0.5 s"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
@@ -130,8 +130,8 @@ def format_seconds(seconds: float) -> str:
     return _two_units(round(seconds / 3600), 24, ("d", "h"))
 
 
-def seconds_as_words(seconds: float) -> str:
-    """Time in words that `parse_seconds` reads back without loss: "1h30min", "10min", "0.25s"."""
+def exact_seconds(seconds: float) -> str:
+    """Format seconds such that `parse_seconds` returns exactly the same number: "1h30min", "0.25s"."""
     if seconds != int(seconds):
         return f"{_plain(seconds)}s"
     words, rest = "", int(seconds)
@@ -142,10 +142,10 @@ def seconds_as_words(seconds: float) -> str:
 
 
 def parse_share(text: str | float) -> float:
-    """A share of a whole: "2%", "0.02" and 0.02 are the same.
+    """Parse a fraction between 0 and 1; "2%", "0.02" and 0.02 are equal.
 
     Raises:
-        RecipeError: It is not a number, or not between 0 and 1.
+        RecipeError: The text is not a number between 0 and 1.
     """
     share = math.nan
     if isinstance(text, int | float) and not isinstance(text, bool):
@@ -153,18 +153,18 @@ def parse_share(text: str | float) -> float:
     elif match := re.fullmatch(rf"({_NUMBER}(?:e-?[0-9]+)?)\s*(%?)", _lowered(text)):
         share = float(Decimal(match[1]) / (100 if match[2] else 1))
     if not 0 <= share <= 1:
-        raise RecipeError(f"{text!r} is not a share", f"write {SHARE_WORDS}")
+        raise RecipeError(f"{text!r} is not a share", f"write {SHARE_SYNTAX}")
     return share
 
 
 def parse_every(text: str | int) -> Every:
-    """An interval.
+    """Parse an interval.
 
     Args:
-        text: "500 steps", "epoch", "2 epochs", "0.5 epochs", "10min"; a bare number counts steps.
+        text: "500 steps", "epoch", "2 epochs", "0.5 epochs", "10min"; a bare number is a number of steps.
 
     Raises:
-        RecipeError: It is not an interval, or not above 0.
+        RecipeError: The text is not an interval, or the interval is not positive.
     """
     every: Every | None = None
     words = _lowered(text).removeprefix("every ")
@@ -176,31 +176,31 @@ def parse_every(text: str | int) -> Every:
         elif amount >= 1 and amount.is_integer():
             every = Every(steps=int(amount))
         elif amount and not match[2]:
-            raise RecipeError(f"{text!r} is no whole number of steps", f"write {EVERY_WORDS}; or {words} epochs")
+            raise RecipeError(f"{text!r} is not a whole number of steps", f"write {EVERY_SYNTAX}; or {words} epochs")
     elif re.fullmatch(rf"(?:{_NUMBER}\s*(?:{'|'.join(_SECONDS)})\s*)+", words):
         seconds = parse_seconds(words)
         every = Every(seconds=seconds) if seconds else None
-    _refuse_clock(words, EVERY_WORDS)
+    _refuse_clock(words, EVERY_SYNTAX)
     if every is None:
-        raise RecipeError(f"{text!r} is not an interval", f"write {EVERY_WORDS}")
+        raise RecipeError(f"{text!r} is not an interval", f"write {EVERY_SYNTAX}")
     return every
 
 
 def _lowered(text: object) -> str:
-    """The text ready to be matched. Anything but text and numbers becomes nothing, which matches nowhere."""
+    """Normalize text for matching; anything but text and numbers becomes "", which no pattern matches."""
     is_amount = isinstance(text, str | int | float) and not isinstance(text, bool)
     return str(text).strip().lower() if is_amount else ""
 
 
 def _refuse_clock(words: str, allowed: str) -> None:
-    """YAML once read 1:30 as 90, and a clock reads it as an hour and a half: nobody can know."""
+    """Refuse "1:30": YAML 1.1 reads it as 90 (1 min 30 s), a clock as 1 h 30 min."""
     if clock := re.fullmatch(r"([0-9]+):([0-9]{1,2})", words):
         hours, minutes = f"{clock[1]}h{clock[2]}m", f"{clock[1]}m{clock[2]}s"
         raise RecipeError(f"'{words}' may be {hours} or {minutes}", f"write {allowed}")
 
 
 def _plain(amount: float) -> str:
-    """A number without a needless ".0" and without an exponent."""
+    """Format a number without a trailing ".0" and without an exponent."""
     return str(int(amount)) if float(amount).is_integer() else f"{Decimal(repr(float(amount))):f}"
 
 

@@ -18,7 +18,7 @@ def _no_thread_left():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of one MiB of its own, where this user may mount one."""
+    """A separate disk of one MiB, if this user may mount one."""
     with mounted(tmp_path / "disk", "1m") as place:
         yield place
 

@@ -299,7 +299,7 @@ def subclass_node(name):
 )
 def test_a_class_that_is_not_loaded_is_refused_and_not_imported(name):
     assert "this" not in sys.modules
-    with pytest.raises(CheckpointError, match=f"class {name}, which is not loaded"):
+    with pytest.raises(CheckpointError, match=f"class {name}, which is not imported"):
         decode(subclass_node(name), lambda name: torch.ones(1))
     assert "this" not in sys.modules
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,14 @@ import torch
 from tiny_adapters import LABELS as REVIEW_LABELS
 from tiny_adapters import adapted, nf4, shake
 from tiny_models import CONFIGS, TEXTS, batch_of, config_of, same_weights, tokenizer
-from trimtab.checkpoint.export import PatientExport, export_model, read_facts, weights_to_export
+from trimtab.checkpoint.export import (
+    RetryingExport,
+    export_model,
+    find_export_problem,
+    read_facts,
+    weight_checksums,
+    weights_to_export,
+)
 from trimtab.errors import CheckpointError
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter
 from trimtab.model.hub import quiet_transformers
@@ -68,31 +76,22 @@ def test_label_names_facts_and_files(tmp_path):
     assert read_facts(tmp_path) == {}
 
 
-def test_a_newer_one_replaces_it(tmp_path):
-    first, second = classifier(), classifier()
+def test_a_newer_one_replaces_it_and_a_failure_leaves_it(tmp_path, monkeypatch):
+    first, second, tok = classifier(), classifier(), tokenizer()
     assert not same_weights(first, second)
     for step, model in enumerate((first, second)):
-        export_model(tmp_path / "best", model, tokenizer(), card={"step": step})
-    assert read_facts(tmp_path / "best")["step"] == 1
-    assert same_weights(load_model(str(tmp_path / "best"), "sequence-classification", {}, None), second)
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
-
-
-def test_a_failure_leaves_the_older_one(tmp_path, monkeypatch):
-    first = classifier()
-    export_model(tmp_path / "best", first, tokenizer(), card={"step": 0})
-    second, tok = classifier(), tokenizer()
+        export_model(tmp_path / "best", model, tok, card={"step": step})
 
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(type(tok), "save_pretrained", fail)
     with pytest.raises(OSError, match="no space"):
-        export_model(tmp_path / "best", second, tok, card={"step": 1})
+        export_model(tmp_path / "best", first, tok, card={"step": 2})
     monkeypatch.undo()
+    assert read_facts(tmp_path / "best")["step"] == 1
+    assert same_weights(load_model(str(tmp_path / "best"), "sequence-classification", {}, None), second)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    assert read_facts(tmp_path / "best")["step"] == 0
-    assert same_weights(load_model(str(tmp_path / "best"), "sequence-classification", {}, None), first)
 
 
 def test_killed_between_two_renames(tmp_path):
@@ -108,12 +107,12 @@ def test_killed_between_two_renames(tmp_path):
 def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("x")
-    with pytest.raises(CheckpointError, match="holds other files"):
+    with pytest.raises(CheckpointError, match="contains other files"):
         export_model(tmp_path / "photos", classifier(), None, card={})
     assert (tmp_path / "photos" / "cat.jpg").exists()
     with pytest.raises(CheckpointError, match="is a file"):
         export_model(tmp_path / "photos" / "cat.jpg", classifier(), None, card={})
-    with pytest.raises(CheckpointError, match="Linear is no transformers model"):
+    with pytest.raises(CheckpointError, match="Linear is not a transformers model"):
         export_model(tmp_path / "best", torch.nn.Linear(1, 1), None, card={})
 
 
@@ -149,11 +148,44 @@ def test_sampling_settings_of_published_models(tmp_path):
     assert (saved["temperature"], saved["top_p"], saved["do_sample"]) == (0.6, 0.9, True)
 
 
-def test_facts_that_cannot_be_read(tmp_path):
-    export_model(tmp_path / "best", classifier(), None, card={})
-    (tmp_path / "best" / "trimtab.json").write_text("{")
+def test_what_counts_as_damaged(tmp_path, tiny):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder("bert"), folder)
+    weights, known = folder / "model.safetensors", weight_checksums(folder)
+    assert find_export_problem(folder) == find_export_problem(folder, known) == ""
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-20] + bytes([raw[-20] ^ 1]) + raw[-19:])
+    assert find_export_problem(folder) == ""
+    assert "its checksum does not match" in find_export_problem(folder, known)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_export_problem(folder).endswith("model-00002-of-00002.safetensors is missing")
+    assert find_export_problem(tmp_path / "nothing").endswith("nothing is missing")
+    (folder / "trimtab.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_facts(tmp_path / "best")
+        read_facts(folder)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_pending_model_is_the_one_of_its_time(tmp_path, file_size_limit, caplog, name):
+    """Byte for byte, also where weights are tied; what was trained since then is not in it."""
+    caplog.set_level("INFO", logger="trimtab")
+    model, tok = load_model(config_of(name), KINDS.get(name, "seq2seq-lm"), {}, tokenizer()), tokenizer()
+    export_model(tmp_path / "at-once", model, tok, card={"step": 1})
+    patient = RetryingExport(tmp_path / "later", model, tok)
+    with file_size_limit(1000):
+        assert not patient.write({"step": 1})
+        assert not patient.write_pending()
+    assert "it is kept in host memory" in caplog.text
+    assert patient.problem is not None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert patient.write_pending()
+    assert patient.problem is None
+    assert not patient.write_pending()
+    files = [{path.name: path.read_bytes() for path in (tmp_path / one).iterdir()} for one in ("at-once", "later")]
+    assert files[0] == files[1]
 
 
 # ---------------------------------------------------------------------- adapters
@@ -181,6 +213,11 @@ def test_of_an_adapter_the_base_is_never_written(tmp_path, tiny):
     assert facts["head"]["id2label"] == {"0": "bad", "1": "good"}
     assert facts["adapter"]["base_dtype"] == "float32"
     assert facts["adapter"]["nf4"] is None
+    model = load_model(config_of("llama"), "causal-lm", {}, tokenizer())  # a base made from a config has no name
+    add_adapter(model, LoraSpec(rank=2))
+    export_model(tmp_path / "best", model, tokenizer(), card={})
+    facts = read_facts(tmp_path / "best")
+    assert (facts["base"], facts["kind"], facts["head"]) == (None, "causal-lm", {})
 
 
 def test_peft_loads_an_exported_adapter(tmp_path, tiny):
@@ -195,16 +232,6 @@ def test_peft_loads_an_exported_adapter(tmp_path, tiny):
         theirs = PeftModel.from_pretrained(plain, tmp_path / "best").eval()
     batch = batch_of(TEXTS, tok)
     torch.testing.assert_close(theirs(**batch).logits, model.eval()(**batch).logits, rtol=1e-6, atol=1e-6)
-
-
-def test_a_base_made_from_a_config_has_no_name(tmp_path):
-    model = load_model(config_of("llama"), "causal-lm", {}, tokenizer())
-    add_adapter(model, LoraSpec(rank=2))
-    export_model(tmp_path / "best", model, tokenizer(), card={})
-    facts = read_facts(tmp_path / "best")
-    assert facts["base"] is None
-    assert facts["kind"] == "causal-lm"
-    assert facts["head"] == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -226,21 +253,21 @@ def test_how_the_base_was_held(tmp_path, tiny, dtype):
 
 
 def test_of_an_adapter_only_the_adapter_waits(tmp_path, tiny, file_size_limit):
-    """A full disk: the adapter as it was waits in memory, and is what is written when there is room."""
+    """A full disk: a copy of the adapter is kept in memory and written when there is space."""
     from trimtab.inference.load import load
 
     model, tok = adapted(tiny.folder("bert"), "sequence-classification", REVIEW_LABELS)
     model.eval()
-    patient = PatientExport(tmp_path / "best", model, tok)
+    patient = RetryingExport(tmp_path / "best", model, tok)
     batch = batch_of(TEXTS, tok)
     before = model(**batch).logits
     with file_size_limit(1000):
         assert not patient.write({"step": 1})
     assert not (tmp_path / "best").exists()
     shake(adapter_of(model))
-    waiting = {id(tensor): tensor.numel() for tensor in patient._waiting[0].values()}
+    waiting = {id(tensor): tensor.numel() for tensor in patient._pending[0].values()}
     assert sum(waiting.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert patient.write_waiting()
+    assert patient.write_pending()
     loaded = load(tmp_path / "best", device="cpu").model
     torch.testing.assert_close(loaded(**batch).logits, before)
     assert not torch.allclose(model(**batch).logits, before, atol=1e-3)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from trimtab.checkpoint import folder as folder_module
-from trimtab.checkpoint.folder import clear_leftovers, put_back, remove_folder, whole_folder
+from trimtab.checkpoint.folder import atomic_folder, clear_leftovers, remove_folder, restore_interrupted
 from trimtab.errors import CheckpointError
 
 
 def write(target, text):
-    with whole_folder(target, marker="mark", what="thing") as place:
+    with atomic_folder(target, marker="mark", what="thing") as place:
         (place / "mark").write_text(text)
         (place / "inner").mkdir()
         (place / "inner" / "more").write_text(text)
@@ -75,7 +75,7 @@ def test_an_error_leaves_nothing(tmp_path):
     write(tmp_path / "t", "old")
 
     def interrupted():
-        with whole_folder(tmp_path / "t", marker="mark", what="thing") as place:
+        with atomic_folder(tmp_path / "t", marker="mark", what="thing") as place:
             (place / "half").write_text("x")
             raise KeyboardInterrupt
 
@@ -106,9 +106,9 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 def test_folders_of_others_are_refused_unless_told(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "own").touch()
-    with pytest.raises(CheckpointError, match="holds other files, which a thing would replace"):
+    with pytest.raises(CheckpointError, match="contains other files, which the thing would replace"):
         write(tmp_path / "t", "x")
-    with whole_folder(tmp_path / "t", marker=None, what="copy") as place:
+    with atomic_folder(tmp_path / "t", marker=None, what="copy") as place:
         (place / "x").touch()
     assert names(tmp_path / "t") == {"x"}
 
@@ -141,44 +141,31 @@ def test_a_number_that_was_given_again_is_no_owner(tmp_path, monkeypatch):
     """As if the leftover, which has the number of this process, had been there before this process began."""
     path = left(tmp_path, f".t.writing-{os.getpid()}")
     assert clear_leftovers(tmp_path) == []
-    ran_at = folder_module.ran_at
-    monkeypatch.setattr(folder_module, "ran_at", lambda pid, moment: ran_at(pid, moment - 1e6))
+    ran_at = folder_module.was_running_at
+    monkeypatch.setattr(folder_module, "was_running_at", lambda pid, moment: ran_at(pid, moment - 1e6))
     assert clear_leftovers(tmp_path) == [path]
 
 
-def test_what_was_moved_away_comes_back_if_nothing_came_instead(tmp_path):
-    old = left(tmp_path, f".t.outdated-{dead_pid()}", "old")
-    assert put_back(tmp_path / "t")
-    assert (tmp_path / "t" / "mark").read_text() == "old"
-    assert not old.exists()
-    assert not put_back(tmp_path / "t")
-    assert not put_back(tmp_path / "no" / "where")
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_outdated_folder(tmp_path, is_replaced, is_running):
+    """It comes back if nothing replaced it, and is removed otherwise; that of a running process is left alone."""
+    if is_replaced:
+        write(tmp_path / "t", "new")
+    outdated = left(tmp_path, f".t.outdated-{os.getpid() if is_running else dead_pid()}", "old")
+    assert clear_leftovers(tmp_path) == ([outdated] if is_replaced and not is_running else [])
+    assert outdated.exists() == is_running
+    assert (tmp_path / "t").exists() == (is_replaced or not is_running)
+    if not is_running:
+        assert (tmp_path / "t" / "mark").read_text() == ("new" if is_replaced else "old")
+    assert not restore_interrupted(tmp_path / "t")
+    assert not restore_interrupted(tmp_path / "no" / "where")
 
 
-def test_what_was_moved_away_goes_if_something_came_instead(tmp_path):
-    write(tmp_path / "t", "new")
-    left(tmp_path, f".t.outdated-{dead_pid()}", "old")
-    clear_leftovers(tmp_path)
-    assert names(tmp_path) == {"t"}
-    assert (tmp_path / "t" / "mark").read_text() == "new"
-
-
-def test_what_a_living_process_moved_away_is_left_to_it(tmp_path):
-    left(tmp_path, f".t.outdated-{os.getpid()}")
-    assert not put_back(tmp_path / "t")
-    assert clear_leftovers(tmp_path) == []
-
-
-def test_clearing_puts_back_what_is_the_only_one(tmp_path):
-    left(tmp_path, f".t.outdated-{dead_pid()}", "old")
-    assert clear_leftovers(tmp_path) == []
-    assert names(tmp_path) == {"t"}
-
-
-def test_a_name_with_brackets_is_taken_as_it_is(tmp_path):
+def test_a_name_with_brackets_is_no_pattern(tmp_path):
     left(tmp_path, f".run[1].outdated-{dead_pid()}", "old")
-    assert not put_back(tmp_path / "run1")
-    assert put_back(tmp_path / "run[1]")
+    assert not restore_interrupted(tmp_path / "run1")
+    assert restore_interrupted(tmp_path / "run[1]")
 
 
 def test_removing_moves_away_first(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The mirror is a whole copy or an older whole copy; what fails there never reaches the run, and is made up for."""
+"""The mirror is a complete copy, perhaps an older one; a failure never reaches the run, and a later sync repairs it."""
 
 import logging
 import os
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from trimtab.checkpoint import mirror as mirror_module
-from trimtab.checkpoint.checkpoints_folder import Shelf
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.mirror import Mirror, restore
 from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
@@ -23,7 +23,7 @@ class RunOf:
 
     def __init__(self, folder):
         self.folder = folder
-        self.shelf = Shelf(folder / "checkpoints", keep=2)
+        self.shelf = CheckpointsFolder(folder / "checkpoints", keep=2)
         folder.mkdir(exist_ok=True, parents=True)
 
     def save(self, *steps, num_values=8):
@@ -33,7 +33,7 @@ class RunOf:
             self.shelf.tidy()
 
     def export(self, text):
-        with whole_folder(self.folder / "best", marker="trimtab.json", what="model") as place:
+        with atomic_folder(self.folder / "best", marker="trimtab.json", what="model") as place:
             (place / "trimtab.json").write_text(text)
             (place / "nested").mkdir()
             (place / "nested" / "weights").write_text(text)
@@ -55,7 +55,9 @@ def contents(folder):
 
 
 def steps(folder):
-    return [checkpoint.step for checkpoint in Shelf(folder / "checkpoints").checkpoints() if checkpoint.is_valid]
+    return [
+        checkpoint.step for checkpoint in CheckpointsFolder(folder / "checkpoints").checkpoints() if checkpoint.is_valid
+    ]
 
 
 def said(caplog, words):
@@ -115,14 +117,14 @@ def test_the_newest_comes_first_and_the_last_one_there_is_never_removed(run, tmp
     mirror.sync()
     run.save(2, 3, 4)  # the run has removed the only one that the mirror has
     order, there = [], []
-    plain = mirror_module.copy_whole
+    plain = mirror_module.copy_folder_atomically
 
     def watched(source, target, **options):
         there.append(steps(tmp_path / "m"))
         order.append(source.name)
         plain(source, target, **options)
 
-    monkeypatch.setattr(mirror_module, "copy_whole", watched)
+    monkeypatch.setattr(mirror_module, "copy_folder_atomically", watched)
     mirror.sync()
     assert order == ["step-4", "step-3"]
     assert there == [[1], [1, 4]]
@@ -154,7 +156,7 @@ def test_a_damaged_one_is_not_mirrored(run, tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1]
-    assert said(caplog, f"step-2 is not mirrored: {path} was changed") == 1
+    assert said(caplog, f"step-2 is not mirrored: {path} is damaged") == 1
     assert not list((tmp_path / "m" / "checkpoints").glob(".*"))
 
 
@@ -168,7 +170,7 @@ def test_a_full_drive_is_said_once_and_made_up_for(run, small_disk, leave_free, 
     leave_free(6)
     for step in (2, 3, 4):
         run.save(step, num_values=20_000)
-        assert "KiB are needed there and" in mirror.sync()
+        assert "KiB and has " in mirror.sync()
         assert steps(small_disk / "m") == [1]
     assert said(caplog, "is not up to date") == 1
     (small_disk / "filler").unlink()
@@ -176,6 +178,12 @@ def test_a_full_drive_is_said_once_and_made_up_for(run, small_disk, leave_free, 
     assert said(caplog, "is up to date again") == 1
     assert steps(small_disk / "m") == [3, 4]
     assert contents(small_disk / "m") == contents(run.folder)
+
+
+def test_the_full_drive_is_named_and_not_the_run(run, small_disk):
+    (run.folder / "metrics.jsonl").write_bytes(bytes(2_000_000))
+    problem = Mirror(run.folder, small_disk / "m", files=("metrics.jsonl",)).sync()
+    assert problem == f"No space left on device ({small_disk / 'm' / '.metrics.jsonl.mirrored'})"
 
 
 def test_a_drive_that_fills_up_while_it_is_written(run, tmp_path, file_size_limit):
@@ -199,9 +207,9 @@ def test_gone_and_back(run, tmp_path, caplog):
     (tmp_path / "m").rename(tmp_path / "elsewhere")
     run.save(2)
     for again in (mirror, mirror, Mirror(run.folder, tmp_path / "m")):  # also in a process that has just started
-        assert "may be on a drive that is not mounted; mount it, or delete" in again.sync()
+        assert "may be on a drive that is not mounted; mount the drive, or delete" in again.sync()
     assert not (tmp_path / "m").exists()
-    assert said(caplog, "is not up to date: what was there is gone") == 2, "once in each process"
+    assert said(caplog, "is not up to date: its content is gone") == 2, "once in each process"
     (tmp_path / "elsewhere").rename(tmp_path / "m")
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1, 2]
@@ -220,7 +228,7 @@ def test_two_runs_do_not_share_a_mirror(run, tmp_path):
     assert steps(tmp_path / "m") == [1]
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat").touch()
-    assert "holds other files" in Mirror(other.folder, tmp_path / "photos").sync()
+    assert "contains other files" in Mirror(other.folder, tmp_path / "photos").sync()
     assert contents(tmp_path / "photos").keys() == {"cat"}
 
 
@@ -287,7 +295,7 @@ def test_what_never_rests_is_given_up_until_later(run, tmp_path, monkeypatch):
     assert mirror.sync() == ""
 
 
-# ---------------------------------------------------------------------- on a thread of its own
+# ---------------------------------------------------------------------- on another thread
 
 
 def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
@@ -301,10 +309,10 @@ def test_a_slow_drive_holds_up_nobody(run, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
     mirror = Mirror(run.folder, tmp_path / "m")
     run.save(1)
-    mirror.sync_soon()  # returns, though the drive does not go on before this thread tells it
+    mirror.sync_in_background()  # returns, although the drive waits for this thread
     run.save(2)
     for _ in range(5):  # asked for while it is busy: once more will do
-        mirror.sync_soon()
+        mirror.sync_in_background()
     assert not mirror.wait(timeout_s=0.05)
     go.set()
     assert mirror.wait()
@@ -316,26 +324,28 @@ def test_waiting_tells_of_a_failure(run, tmp_path):
     (tmp_path / "m").write_text("a file")
     mirror = Mirror(run.folder, tmp_path / "m")
     assert mirror.wait()
-    mirror.sync_soon()
+    mirror.sync_in_background()
     assert not mirror.wait()
     assert mirror.problem
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_is_not_waited_for(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Mirror, "sync", lambda mirror: sys.exit())  # no Exception: nobody catches it
+    monkeypatch.setattr(
+        Mirror, "sync", lambda mirror: sys.exit()
+    )  # SystemExit, which `except Exception` does not catch
     mirror = Mirror(run.folder, tmp_path / "m")
-    mirror.sync_soon()
+    mirror.sync_in_background()
     assert not mirror.wait()
     monkeypatch.undo()
-    mirror.sync_soon()  # another one
+    mirror.sync_in_background()  # another one
     assert mirror.wait()
 
 
 def test_a_fault_of_ours_reaches_no_run(run, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Mirror, "_prune", lambda *_, **__: 1 / 0)
     mirror = Mirror(run.folder, tmp_path / "m")
-    mirror.sync_soon()
+    mirror.sync_in_background()
     assert not mirror.wait()
     assert "ZeroDivisionError" in mirror.problem
     assert said(caplog, "ZeroDivisionError") == 1
@@ -351,7 +361,7 @@ def test_damaged_ones_stay_behind(run, tmp_path, caplog):
     restore(tmp_path / "m", tmp_path / "new")
     assert steps(tmp_path / "new") == [1]
     os.truncate(tmp_path / "m" / "checkpoints" / "step-1" / "a.safetensors", 5)
-    with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no valid checkpoint"):
         restore(tmp_path / "m", tmp_path / "newer")
-    with pytest.raises(CheckpointError, match="is no mirror of a run"):
+    with pytest.raises(CheckpointError, match="is not the mirror of a run"):
         restore(tmp_path / "new" / "checkpoints", tmp_path / "newest")

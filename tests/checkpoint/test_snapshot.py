@@ -96,16 +96,16 @@ def test_a_container_may_have_less(tmp_path):
     v2 = {"memory.max": "1000\n", "memory.current": "600\n", "memory.stat": "anon 1\ninactive_file 50\n"}
     group(tmp_path / "v2", v2)
     (tmp_path / "v2.own").write_text("0::/\n")
-    assert snapshot_module._free_in_groups(tmp_path / "v2", tmp_path / "v2.own") == [450]
+    assert snapshot_module._free_in_cgroups(tmp_path / "v2", tmp_path / "v2.own") == [450]
     group(tmp_path / "deep" / "user" / "job", v2)
     (tmp_path / "deep.own").write_text("0::/user/job\n")
-    assert snapshot_module._free_in_groups(tmp_path / "deep", tmp_path / "deep.own") == [450]
+    assert snapshot_module._free_in_cgroups(tmp_path / "deep", tmp_path / "deep.own") == [450]
     group(tmp_path / "free", v2 | {"memory.max": "max\n"})
-    assert snapshot_module._free_in_groups(tmp_path / "free", tmp_path / "v2.own") == []
+    assert snapshot_module._free_in_cgroups(tmp_path / "free", tmp_path / "v2.own") == []
     group(tmp_path / "full", v2 | {"memory.current": "5000\n"})
-    assert snapshot_module._free_in_groups(tmp_path / "full", tmp_path / "v2.own") == [0]
+    assert snapshot_module._free_in_cgroups(tmp_path / "full", tmp_path / "v2.own") == [0]
     v1 = {"memory.limit_in_bytes": "900", "memory.usage_in_bytes": "300", "memory.stat": "total_inactive_file 7\n"}
     group(tmp_path / "v1" / "memory" / "docker", v1)
     (tmp_path / "v1.own").write_text("5:cpu:/docker\n4:memory:/docker\n0::/\n")
-    assert snapshot_module._free_in_groups(tmp_path / "v1", tmp_path / "v1.own") == [607]
-    assert snapshot_module._free_in_groups(tmp_path, tmp_path / "missing") == []
+    assert snapshot_module._free_in_cgroups(tmp_path / "v1", tmp_path / "v1.own") == [607]
+    assert snapshot_module._free_in_cgroups(tmp_path, tmp_path / "missing") == []

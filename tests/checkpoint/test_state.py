@@ -100,7 +100,7 @@ def schedulers_of_torch():
 
 
 class Falling:
-    """A callable with a state of its own, which a checkpoint must hold."""
+    """A callable with state, which a checkpoint must contain."""
 
     def __init__(self):
         self.num_calls = 0
@@ -219,7 +219,7 @@ OPTIMIZERS = optimizers_of_torch() | {
     "RMSprop centered": of_all(torch.optim.RMSprop, lr=0.1, centered=True, momentum=0.5),
     "Adagrad started": of_all(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5, lr_decay=0.1),
     "LBFGS with line search": of_all(torch.optim.LBFGS, lr=0.5, line_search_fn="strong_wolfe", history_size=3),
-    "state of its own": of_all(OwnState, lr=0.1),
+    "own state": of_all(OwnState, lr=0.1),
 }
 
 
@@ -362,7 +362,7 @@ def test_state_of_weights_in_channels_last_is_laid_out_like_them(tmp_path):
 
 
 class Counted(torch.nn.Module):
-    """Buffers, a running statistic, and a state beside tensors."""
+    """Buffers, a running statistic, and extra state that is not a tensor."""
 
     def __init__(self):
         super().__init__()

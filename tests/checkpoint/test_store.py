@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import Engine
 from trimtab.checkpoint.codec import encode
-from trimtab.checkpoint.store import StoredCheckpoint, read_manifest, verify, why_invalid, write_checkpoint
+from trimtab.checkpoint.store import StoredCheckpoint, find_checkpoint_problem, read_manifest, verify, write_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.randomness import random_state
 
@@ -114,7 +114,7 @@ def assert_refused(folder, cause, run=None):
     with pytest.raises(CheckpointError, match=cause):
         run.engine.load_state(folder)
     assert run.fingerprint() == before
-    run.train(1)  # the epoch and the window that are open go on
+    run.train(1)  # the open epoch and window continue
 
 
 # ---------------------------------------------------------------------- folders
@@ -129,7 +129,13 @@ def test_a_checkpoint_is_json_and_safetensors(ckpt):
     assert [path.name for path in ckpt.parent.iterdir()] == ["ckpt"]
 
 
-def test_loading_restores_all(ckpt):
+def test_loading_restores_all_and_unpickles_nothing(ckpt, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("pickle was used")
+
+    for name in ("dumps", "loads", "dump", "load", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
     run = Run(1).train(3)
     expected = run.fingerprint()[:2]
     run.train(4)
@@ -137,56 +143,35 @@ def test_loading_restores_all(ckpt):
     assert run.fingerprint()[:2] == expected
 
 
-def test_nothing_is_unpickled(ckpt, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("pickle was used")
-
-    for name in ("dumps", "loads", "dump", "load", "Pickler", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
-    monkeypatch.setattr(torch, "load", refuse)
-    Run(2).engine.load_state(ckpt)
-
-
-def test_parents_are_made_and_an_empty_folder_is_taken(tmp_path, monkeypatch):
+def test_which_folders_are_written(tmp_path, monkeypatch):
     run = Run(1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "a" / "b" / "c", tmp_path / "empty", str(tmp_path / "text"), "relative"):
         assert run.engine.save_state(folder) == str(folder)
         run.engine.load_state(folder)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.tex").write_text("not a checkpoint")
+    with pytest.raises(CheckpointError, match="own contains other files"):
+        run.engine.save_state(tmp_path / "own")
+    assert contents(tmp_path / "own") == {"thesis.tex": b"not a checkpoint"}
 
 
-def test_saving_again_replaces_the_folder_whole(ckpt):
+@pytest.mark.parametrize("through_link", [False, True])
+def test_saving_again_replaces_the_folder_and_keeps_a_link_to_it(ckpt, through_link):
+    target = ckpt.with_name("latest") if through_link else ckpt
+    if through_link:
+        target.symlink_to("ckpt")
     (ckpt / "note.txt").write_text("of the old one")
     old = contents(ckpt)
-    Run(3, num_models=2).engine.save_state(ckpt)
+    Run(3, num_models=2).engine.save_state(target)
     new = contents(ckpt)
     assert "note.txt" not in new
     assert "model_1.safetensors" in new
     assert new["state.json"] != old["state.json"]
-    assert [path.name for path in ckpt.parent.iterdir()] == ["ckpt"]
+    assert target.is_symlink() == through_link
+    assert {path.name for path in ckpt.parent.iterdir()} == {"ckpt", target.name}
     Run(4, num_models=2).engine.load_state(ckpt)
-
-
-def test_a_link_to_a_folder_stays_a_link(ckpt):
-    link = ckpt.with_name("latest")
-    link.symlink_to("ckpt")
-    before = contents(ckpt)
-    Run(3).engine.save_state(link)
-    assert link.is_symlink()
-    assert contents(ckpt) != before
-    assert {path.name for path in ckpt.parent.iterdir()} == {"ckpt", "latest"}
-
-
-def test_files_that_are_no_checkpoint_are_never_replaced(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "thesis.tex").write_text("mine too")
-    before = contents(tmp_path)
-    for name in ("file", "folder"):
-        with pytest.raises(CheckpointError, match=f"{name} (is a file|holds other files)"):
-            Run(1).engine.save_state(tmp_path / name)
-    assert contents(tmp_path) == before
 
 
 class Unsaveable(Counter):
@@ -201,20 +186,16 @@ def test_a_state_that_cannot_be_saved_leaves_the_old_checkpoint(ckpt):
     assert contents(ckpt.parent) == before
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(ckpt, share, file_size_limit):
-    run = Run(3)
-    run.engine.save_state(ckpt)
-    limit = int(share * max(path.stat().st_size for path in ckpt.iterdir()))
-    before = contents(ckpt.parent)
-    with (
-        file_size_limit(limit),
-        pytest.raises(CheckpointError, match=r"ckpt could not be written: File too large\n.*room"),
-    ):
-        run.engine.save_state(ckpt)
-    assert contents(ckpt.parent) == before
+def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(ckpt, file_size_limit):
+    run, before = Run(3).train(3), contents(ckpt.parent)
+    cause = r"ckpt could not be written: File too large\n.*free space"
+    for share in (0.0, 0.5, 0.99):
+        limit = int(share * max(path.stat().st_size for path in ckpt.iterdir()))
+        with file_size_limit(limit), pytest.raises(CheckpointError, match=cause):
+            run.engine.save_state(ckpt)
+        assert contents(ckpt.parent) == before
     Run(4).engine.load_state(ckpt)
-    run.train(1).engine.save_state(ckpt)
+    run.engine.save_state(ckpt)
     assert contents(ckpt.parent) != before
 
 
@@ -239,7 +220,7 @@ def test_a_disk_that_is_full_at_any_point_leaves_the_old_checkpoint(small_disk, 
         failures += 1
         assert contents(ckpt) == before
         assert {path.name for path in small_disk.iterdir()} == {"ckpt", "filler"}
-        assert not why_invalid(ckpt)
+        assert not find_checkpoint_problem(ckpt)
     assert failures > 8
     assert contents(ckpt) != before
     Run(4).engine.load_state(ckpt)
@@ -363,17 +344,17 @@ def transpose(folder):
 
 
 DAMAGE = {
-    "cut weights": (cut("model.safetensors"), r"model\.safetensors was cut off or changed: \d+ bytes instead of \d+"),
-    "no weights": (remove("model.safetensors"), r"not whole: model\.safetensors is missing"),
-    "no state": (remove("state.json"), r"not whole: state\.json is missing"),
-    "no manifest": (remove("trimtab.json"), r"is no checkpoint of trimtab: it holds"),
-    "garbage state": (garble("state.json"), r"state\.json was changed: its checksum is not crc32:"),
+    "cut weights": (cut("model.safetensors"), r"model\.safetensors is damaged: it has \d+ bytes instead of \d+"),
+    "no weights": (remove("model.safetensors"), r"incomplete: model\.safetensors is missing"),
+    "no state": (remove("state.json"), r"incomplete: state\.json is missing"),
+    "no manifest": (remove("trimtab.json"), r"is not a trimtab checkpoint: it contains"),
+    "garbage state": (garble("state.json"), r"state\.json is damaged: its checksum is not crc32:"),
     "signed garbage state": (garble("state.json", signed=True), r"state\.json cannot be read"),
     "signed garbage weights": (garble("model.safetensors", signed=True), r"model\.safetensors cannot be read"),
     "signed garbage optimizer": (garble("optimizer.safetensors", True), r"optimizer\.safetensors cannot be read"),
     "signed garbage random state": (garble("random.safetensors", True), r"random\.safetensors cannot be read"),
     "garbage manifest": (overwrite("trimtab.json", "{not json"), r"trimtab\.json cannot be read"),
-    "manifest of nothing": (overwrite("trimtab.json", "[]"), r"trimtab\.json cannot be read: a JSON object was"),
+    "manifest of nothing": (overwrite("trimtab.json", "[]"), r"trimtab\.json cannot be read: expected a JSON object"),
     "manifest without files": (overwrite("trimtab.json", '{"format": 2}'), r"trimtab\.json lists no files"),
     "deep manifest": (overwrite("trimtab.json", "[" * 100_000), r"trimtab\.json cannot be read"),
     "other format": (edit_manifest(lambda m: m | {"format": 99}), "has checkpoint format 99; this version reads 2"),
@@ -383,11 +364,11 @@ DAMAGE = {
     ),
     "unsigned manifest": (
         lambda folder: overwrite("trimtab.json", (folder / "trimtab.json").read_text().replace("2.", "1."))(folder),
-        r"trimtab\.json was changed: its checksum",
+        r"trimtab\.json is damaged: its checksum",
     ),
     "manifest without checksum": (
         lambda folder: overwrite("trimtab.json", '{"format": 2, "files": {}, "facts": {}}')(folder),
-        r"trimtab\.json was changed",
+        r"trimtab\.json is damaged",
     ),
     "files of numbers": (
         edit_manifest(lambda m: m["files"].update({"state.json": 3})),
@@ -406,41 +387,41 @@ DAMAGE = {
     **{
         f"path {path!r}": (
             edit_manifest(lambda m, path=path: m["files"].update({path: m["files"]["state.json"]})),
-            "outside of the folder",
+            "outside the folder",
         )
         for path in ("../x.json", "/etc/x.json", "a/b.json", "..", ".", "", "a\\b.json", "x\0.json", "./state.json")
     },
-    "link": (linked, r"model\.safetensors is a link"),
+    "link": (linked, r"model\.safetensors is a symbolic link"),
     "folder for a file": (
         lambda folder: ((folder / "model.safetensors").unlink(), (folder / "model.safetensors").mkdir()),
-        r"not whole: model\.safetensors is missing",
+        r"incomplete: model\.safetensors is missing",
     ),
     "listed pickle": (listed("extra.pkl", pickle.dumps({1: 2})), r"lists extra\.pkl, which is neither JSON nor"),
     "listed pickle of another name": (
         listed("model.safetensors", pickle.dumps({1: 2})),
         r"model\.safetensors cannot be read",
     ),
-    "pickle beside": (
+    "extra pickle": (
         lambda folder: (folder / "optimizer.pt").write_bytes(pickle.dumps({1: 2})),
-        r"holds optimizer\.pt, a pickle by its name, which its manifest does not list\n.*do not trust",
+        r"contains optimizer\.pt \(a pickle, by its extension\), which its manifest does not list\n.*do not trust",
     ),
-    "stranger beside": (lambda folder: (folder / "notes").mkdir(), "holds notes, which its manifest does not list"),
-    "state is a list": (edit(lambda s: [s]), r"state\.json cannot be read: a JSON object was expected"),
+    "extra folder": (lambda folder: (folder / "notes").mkdir(), "contains notes, which its manifest does not list"),
+    "state is a list": (edit(lambda s: [s]), r"state\.json cannot be read: expected a JSON object"),
     "part is a number": (edit(lambda s: s | {"model": 3}), "the saved model is damaged"),
     "part is empty": (edit(lambda s: s | {"optimizer": {}}), "the saved optimizer is damaged: KeyError 'kind'"),
-    "weight is a number": (edit(lambda s: s["model"].update({"0.bias": 3})), r"0\.bias is no tensor"),
+    "weight is a number": (edit(lambda s: s["model"].update({"0.bias": 3})), r"0\.bias is not a tensor"),
     "moments are a number": (
         edit(lambda s: s["optimizer"]["state"].update({"0.bias": 3})),
         "the saved optimizer is damaged",
     ),
     "gradient is a number": (
         edit(lambda s: s["optimizer"]["gradients"].update({"0.bias": 3})),
-        r"of 0\.bias is no tensor",
+        r"of 0\.bias is not a tensor",
     ),
-    "no random state": (edit(lambda s: s | {"random": {}}), "holds no random state"),
+    "no random state": (edit(lambda s: s | {"random": {}}), "contains no random state"),
     "no scheduler": (
         edit(lambda s: s.pop("scheduler") and None),
-        "not hold what was prepared here: it is without scheduler",
+        "does not match the prepared objects: missing scheduler",
     ),
     "scheduler of junk": (edit(lambda s: s | {"scheduler": {"$": "pickle", "value": ""}}), "of kind 'pickle'"),
     "loader without place": (
@@ -452,7 +433,7 @@ DAMAGE = {
         r"object \(Counter\) cannot load its state: KeyError 'count'",
     ),
     "other names": (swap, r"model\.safetensors cannot be read: .*weight"),
-    "other shape in the file": (transpose, r"holds 0\.weight as \[3, 4\] instead of \[4, 3\]"),
+    "other shape in the file": (transpose, r"contains 0\.weight as \[3, 4\] instead of \[4, 3\]"),
 }
 
 
@@ -464,15 +445,15 @@ def test_a_damaged_checkpoint_changes_nothing(ckpt, name):
 
 
 def test_folders_that_are_none_of_ours(tmp_path):
-    assert_refused(tmp_path / "missing", "missing is no folder")
+    assert_refused(tmp_path / "missing", "missing is not a folder")
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "empty", "is no checkpoint of trimtab: it is empty")
+    assert_refused(tmp_path / "empty", "is not a trimtab checkpoint: it is empty")
     (tmp_path / "foreign").mkdir()
     for name in ("optimizer.bin", "random_states_0.pkl"):
         (tmp_path / "foreign" / name).write_bytes(pickle.dumps({"a": 1}))
-    assert_refused(tmp_path / "foreign", r"it holds optimizer\.bin, random_states_0\.pkl\n.*never unpickles")
+    assert_refused(tmp_path / "foreign", r"it contains optimizer\.bin, random_states_0\.pkl\n.*never unpickles")
     (tmp_path / "file").write_text("text")
-    assert_refused(tmp_path / "file", "file is no folder")
+    assert_refused(tmp_path / "file", "file is not a folder")
 
 
 # ---------------------------------------------------------------------- checkpoints of another run
@@ -481,9 +462,9 @@ OTHERS = {
     "shapes": ({"width": 5}, r"0\.(weight|bias)'?s? is .*\[4.*\] in the checkpoint and .*\[5"),
     "optimizer": ({"optimizer": torch.optim.NAdam}, "of the optimizer AdamW, not NAdam"),
     "number of groups": ({"num_groups": 2}, "has 1 parameter groups, this one 2"),
-    "number of models": ({"num_models": 2}, "without model_1"),
-    "number of objects": ({"objects": [Counter()]}, "without object_1"),
-    "generators": ({"generator": False}, "the loader has 0 generators of its own, the saved one 1"),
+    "number of models": ({"num_models": 2}, "missing model_1"),
+    "number of objects": ({"objects": [Counter()]}, "missing object_1"),
+    "generators": ({"generator": False}, "the loader has 0 generators, the saved one 1"),
 }
 
 
@@ -495,7 +476,7 @@ def test_a_checkpoint_of_another_run_changes_nothing(ckpt, name):
 
 def test_fewer_objects_than_saved(tmp_path):
     Run(1, num_models=2, objects=[Counter()]).engine.save_state(tmp_path / "ckpt")
-    assert_refused(tmp_path / "ckpt", "it is with model_1, object_1")
+    assert_refused(tmp_path / "ckpt", "unexpected model_1, object_1")
 
 
 def test_other_parameters_in_a_group(tmp_path):
@@ -503,7 +484,9 @@ def test_other_parameters_in_a_group(tmp_path):
     run = Run(2, num_groups=2)
     first, second = run.optimizer.param_groups
     first["params"][0], second["params"][0] = second["params"][0], first["params"][0]
-    assert_refused(tmp_path / "ckpt", r"parameter group 0 differs: it is without 0\.bias; it is with 0\.weight", run)
+    assert_refused(
+        tmp_path / "ckpt", r"parameter group 0 of the checkpoint differs: missing 0\.bias; unexpected 0\.weight", run
+    )
 
 
 def test_another_dtype(tmp_path, ckpt):
@@ -582,27 +565,27 @@ def test_every_bit_of_every_file_counts(small, name, every):
     raw = path.read_bytes()
     for bit in range(0, 8 * len(raw), every):
         flip(path, bit)
-        assert why_invalid(small), f"bit {bit} of {name} was flipped unnoticed"
+        assert find_checkpoint_problem(small), f"bit {bit} of {name} was flipped unnoticed"
         flip(path, bit)
     for length in range(0, len(raw), every):
         path.write_bytes(raw[:length])
-        assert why_invalid(small, checksums=False), f"{name} was cut to {length} bytes unnoticed"
+        assert find_checkpoint_problem(small, checksums=False), f"{name} was cut to {length} bytes unnoticed"
     path.write_bytes(raw + b" ")
-    assert why_invalid(small, checksums=False)
+    assert find_checkpoint_problem(small, checksums=False)
     path.write_bytes(raw)
-    assert why_invalid(small) == ""
+    assert find_checkpoint_problem(small) == ""
 
 
 def test_a_state_is_never_loaded_without_its_checksums(small):
     flip(small / "a.safetensors", 8 * (small / "a.safetensors").stat().st_size - 1)
-    assert why_invalid(small, checksums=False) == ""
-    with pytest.raises(CheckpointError, match=r"a\.safetensors was changed"):
+    assert find_checkpoint_problem(small, checksums=False) == ""
+    with pytest.raises(CheckpointError, match=r"a\.safetensors is damaged"):
         StoredCheckpoint(small)
 
 
 def test_hidden_files_of_the_system_do_no_harm(small):
     (small / ".DS_Store").write_bytes(b"x")
-    assert why_invalid(small) == ""
+    assert find_checkpoint_problem(small) == ""
 
 
 def test_a_file_that_cannot_be_read_is_named(as_somebody):
@@ -610,7 +593,7 @@ def test_a_file_that_cannot_be_read_is_named(as_somebody):
     folder = write_checkpoint(place / "c", {"a": encode({"x": torch.ones(2)})})
     (folder / "a.safetensors").chmod(0o000)
     with unprivileged():
-        assert why_invalid(folder) == f"{folder} cannot be read: Permission denied"
+        assert find_checkpoint_problem(folder) == f"{folder} cannot be read: Permission denied"
 
 
 def test_facts_come_back_as_they_were(tmp_path):
@@ -624,13 +607,10 @@ def test_facts_come_back_as_they_were(tmp_path):
     folder = write_checkpoint(tmp_path / "c", {"a": encode({"x": torch.ones(2)})}, facts)
     for found in (read_manifest(folder).facts, verify(folder).facts, StoredCheckpoint(folder).facts):
         assert repr(found) == repr(facts)
-    assert read_manifest(folder).num_bytes == sum(
-        path.stat().st_size for path in folder.iterdir() if path.name != "trimtab.json"
-    )
 
 
 @pytest.mark.parametrize(
-    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "hold a tensor")]
+    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "contain a tensor")]
 )
 def test_facts_that_are_none(tmp_path, facts, cause):
     with pytest.raises(CheckpointError, match=cause):

@@ -1,4 +1,4 @@
-"""Runs whose recipe has relative paths, looked at from another directory, or moved together with their files."""
+"""Runs whose recipe has relative paths: resumed from another directory, or moved together with their files."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from trimtab.recipe.load import load_recipe
 
 
 def project(folder, tiny, **settings):
-    """A directory with data and a model, and a recipe that names them from there."""
+    """A directory with data, a model, and a recipe that names them by relative paths."""
     folder.mkdir()
     write_csv(folder / "reviews.csv", reviews(60))
     write_csv(folder / "held-out.csv", reviews(12, first=500))
@@ -32,7 +32,7 @@ def project(folder, tiny, **settings):
 
 
 class Kill:
-    """A callback that ends the run without a word, as a kill does for all that is in the folder."""
+    """A callback that ends the run without saving, as a kill does."""
 
     def on_step(self, state):
         if state.step == 4:
@@ -59,18 +59,18 @@ def test_resumed_from_another_directory(own_folder, tiny, monkeypatch, caplog):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     result = trimtab.resume(here / "run", progress="quiet", device="cpu")
-    assert f"goes on from step-2 ({here / 'run'})" in caplog.text
+    assert f"resuming from step-2 ({here / 'run'})" in caplog.text
     assert result.fit.step == 6
     assert weights(here / "run") == weights(here / "whole")
-    assert list(elsewhere.iterdir()) == [], "the mirror is where it was"
+    assert list(elsewhere.iterdir()) == [], "the mirror stays in the directory of the recipe"
     assert (here / "drive" / "here" / "run" / "checkpoints" / "step-6").is_dir()
-    # the same recipe from its own directory is still the recipe of the run
+    # loaded in its own directory, the recipe still is that of the run
     monkeypatch.chdir(here)
     trimtab.fit(load_recipe(Path("recipe.yaml"), {}, ["train.epochs=2"]), resume=True, progress="quiet", device="cpu")
 
 
 def test_moved_with_its_files(own_folder, tiny, monkeypatch, caplog):
-    """As a project that is copied to another machine, under another path."""
+    """Like a project that is copied to another machine under another path."""
     caplog.set_level("INFO", logger="trimtab")
     start(project(own_folder / "here", tiny), monkeypatch)
     there = own_folder / "there"
@@ -78,7 +78,7 @@ def test_moved_with_its_files(own_folder, tiny, monkeypatch, caplog):
     (own_folder / "here").rename(there)
     monkeypatch.chdir(there)
     result = trimtab.resume("run", progress="quiet", device="cpu")
-    assert "goes on from step-2 (run)" in caplog.text
+    assert "resuming from step-2 (run)" in caplog.text
     assert result.fit.step == 6
     assert not (own_folder / "here").exists()
     written = load_recipe(Path("run/recipe.yaml"), {}, []).recipe
@@ -143,7 +143,7 @@ def test_which_sources_are_paths(own_folder, source, found):
     assert recipe.track.experiment == ("run" if source.startswith("*") else None)
 
 
-def test_a_tokenizer_to_train_is_a_word(own_folder):
+def test_the_tokenizer_train_is_not_a_path(own_folder):
     (own_folder / "train").mkdir()
     (own_folder / "tokens").mkdir()
     for word, kept in {"train": "train", "tokens": str(own_folder / "tokens")}.items():

@@ -2,13 +2,11 @@
 
 import json
 import re
-import sys
 
 import pytest
 import yaml
 
 from tiny_runs import reviews, write_csv
-from trimtab.cli.main import main
 
 LLAMA = {
     "model": {
@@ -32,19 +30,9 @@ LLAMA = {
 
 
 @pytest.fixture
-def plan(own_folder, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "240")
+def plan(trimtab, own_folder):
     (own_folder / "recipe.yaml").write_text(yaml.safe_dump(LLAMA))
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trimtab", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return ending.value.code or 0, out, err
-
-    return run
+    return lambda *arguments: trimtab("plan", *arguments)
 
 
 def test_a_ladder_for_a_gpu_that_is_not_here(plan):
@@ -156,7 +144,7 @@ def test_a_model_that_cannot_be_traced_is_a_clear_message(plan, own_folder, mode
     assert code == 2
     assert not out
     problem, cure = (line for line in err.splitlines() if not line.startswith("[transformers]"))
-    assert re.match(r"error: no plan can be made for \w+: this step cannot be traced \(\w+: ", problem)
+    assert re.match(r"error: no plan for \w+: its training step cannot be traced \(\w+: ", problem)
     assert cure.startswith("  cure: train without a plan")
     assert "memory.micro_batch" in cure
 

@@ -1,140 +1,179 @@
-"""Killed, listed, resumed and extended on the command line, as a user does it."""
+"""Resume a named run on the command line and from Python: after a kill, after Ctrl-C, when finished, with changes."""
 
 import json
 import logging
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+import trimtab as library
 from tiny_runs import lines_of, reviews, write_csv
-from trimtab.cli.main import main
 from trimtab.log import logger
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
+
+RUN = Path("runs/reviews/mine")
 
 
 @pytest.fixture
-def trimtab(own_folder, tiny, monkeypatch, capsys, caplog):
-    """Runs a command line in this process, in a folder that holds recipe.yaml and its data."""
-    monkeypatch.setenv("COLUMNS", "200")
+def recipe(own_folder, tiny):
+    """recipe.yaml and its data in the working folder."""
     write_csv(own_folder / "reviews.csv", reviews(100))
-    recipe = {
+    values = {
         "model": tiny.folder("bert"),
         "data": {"train": "reviews.csv"},
         "train": {"epochs": 1, "batch_size": 9, "log_every": 3, "lr": 1e-3},
         "checkpoint": {"every": "4 steps"},
         "evaluate": {"every": "5 steps"},
-        "out": "run",
+        "name": "mine",
     }
-    (own_folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (own_folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return values
 
-    before = list(logger.handlers), logger.level
+
+@pytest.fixture
+def command(recipe, trimtab, caplog):
+    """Run a command; its standard error includes the log."""
 
     def run(*arguments):
         logger.setLevel(logging.INFO)
         caplog.clear()
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return ending.value.code or 0, out, err + caplog.text
+        done = trimtab(*arguments)
+        return done._replace(err=done.err + caplog.text)
 
-    yield run
-    logger.handlers[:], logger.level = before
+    return run
 
 
-def numbers(run: str) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in OF_THE_MOMENT} for line in lines_of(Path(run))]
-
-
-def test_from_a_kill_to_a_longer_run(trimtab, own_folder, fork_server):
-    killed = fork_server.start_command("train", "recipe.yaml", "--quiet", "--set", "train.epochs=2000")
+def status_of(run: Path) -> dict:
     try:
-        killed.wait_until(lambda: json.loads(text(own_folder / "run/run.json") or "{}").get("saved_step", 0) >= 8, 120)
+        return json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):  # not there yet
+        return {}
+
+
+def numbers(run: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(run)]
+
+
+def stop_long_run(fork_server, number: signal.Signals):
+    """Start a run that would take 2,000 epochs, and send it a signal after its second checkpoint."""
+    started = fork_server.start_command("train", "recipe.yaml", "--quiet", "--set", "train.epochs=2000")
+    try:
+        started.wait_until(lambda: status_of(RUN).get("saved_step", 0) >= 8, 120)
     finally:
-        killed.kill()
-    assert killed.wait() == -signal.SIGKILL
-    code, _, err = trimtab("train", "recipe.yaml", "--quiet")
+        started.kill(number)
+    return started.wait(), started.err
+
+
+def test_from_a_kill_to_a_longer_run(command, fork_server):
+    assert stop_long_run(fork_server, signal.SIGKILL)[0] == -signal.SIGKILL
+    code, _, err = command("train", "recipe.yaml", "--quiet")
     assert code == 2
     assert re.search(
-        r"run holds an unfinished run \(step [\d,]+ of 20,000\)\n  cure: --resume to resume it, --fresh", err
+        r"mine holds an unfinished run \(step [\d,]+ of 20,000\)\n  cure: --resume to resume it, --fresh", err
     )
-    code, out, _ = trimtab("checkpoints", "run")
+    code, out, _ = command("checkpoints", RUN)
     assert code == 0
     assert out.count(" valid") == 2
     steps = [int(step) for step in re.findall(r"step-(\d+)", out)]
     newest = max(steps)
-    (own_folder / f"run/checkpoints/step-{newest}/state.json").write_text("{}")
-    assert trimtab("checkpoints", "run")[1].count(" valid") == 1
-    code, out, err = trimtab("resume", "run", "--set", "train.epochs=1", "--set", "train.log_every=5")
+    (RUN / f"checkpoints/step-{newest}/state.json").write_text("{}")
+    assert command("checkpoints", RUN).out.count(" valid") == 1
+    code, out, err = command("resume", RUN, "--set", "train.epochs=1", "--set", "train.log_every=5")
     assert code == 0, err
-    assert f"step-{newest} is passed over" in err
-    assert f"goes on from step-{min(steps)}" in err
-    assert "train.epochs: 2000.0 → 1.0 (counts from here on)" in err
-    assert "train.log_every: 3 → 5 (changes nothing that is computed)" in err
+    assert f"skipping step-{newest}: " in err
+    assert f"resuming from step-{min(steps)}" in err
+    assert "train.epochs: 2000.0 → 1.0 (takes effect from here on)" in err
+    assert "train.log_every: 3 → 5 (does not change results)" in err
 
 
-def text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def test_ctrl_c_prints_the_command_that_resumes(recipe, fork_server):
+    code, err = stop_long_run(fork_server, signal.SIGINT)
+    assert code == 75
+    command = re.search(r"go on with: (trimtab resume \S+)", err)[1]
+    resumed = fork_server.start_command(*command.split()[1:], "--set", "train.epochs=1")
+    assert resumed.wait() == 0, resumed.err
+    assert re.search(rf"resuming from step-\d+ \({RUN}\)", resumed.err)
+    assert status_of(RUN)["state"] == "finished"
+    assert [path.name for path in RUN.parent.iterdir()] == ["mine"]
 
 
-def test_stopped_resumed_extended_replaced(trimtab, own_folder):
-    assert trimtab("train", "recipe.yaml", "--quiet", "--out", "whole")[0] == 0
-    assert trimtab("train", "recipe.yaml", "--quiet", "--resume", "--max-time", "0.001s")[0] == 75
-    status = json.loads(Path("run/run.json").read_text())
-    assert (status["state"], status["step"]) == ("stopped", 1)
-    code, _, err = trimtab("resume", "run", "--set", "train.max_time=null")
+def test_stopped_resumed_extended_replaced(command):
+    assert command("train", "recipe.yaml", "--quiet", "--name", "whole").code == 0
+    whole = numbers(RUN.parent / "whole")
+    assert command("train", "recipe.yaml", "--quiet", "--resume", "--max-time", "0.001s").code == 75
+    assert (status_of(RUN)["state"], status_of(RUN)["step"]) == ("stopped", 1)
+    code, _, err = command("resume", RUN, "--set", "train.max_time=null")
     assert code == 0
-    assert "goes on from step-1 " in err
-    assert numbers("run") == numbers("whole")
-    code, _, err = trimtab("resume", "run", "--set", "train.epochs=2")
+    assert "resuming from step-1 " in err
+    assert numbers(RUN) == whole
+    code, _, err = command("resume", RUN, "--set", "train.epochs=2")
     assert code == 0
     assert "the schedule is stretched over all steps: the learning rate goes from 0 to 0.0005 at step 10" in err
-    assert json.loads(Path("run/run.json").read_text())["num_steps"] == 20
-    rates = [line["lr"] for line in lines_of(Path("run")) if line["step"] > 10 and "lr" in line]
+    assert status_of(RUN)["num_steps"] == 20
+    rates = [line["lr"] for line in lines_of(RUN) if line["step"] > 10 and "lr" in line]
     assert 0.0005 > rates[0] > rates[-1] == 0.0
     assert rates == sorted(rates, reverse=True)
-    # what would make it another run: all such keys at once, before anything is loaded, and the run is as it was
-    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
-    code, _, err = trimtab("resume", "run", "--set", "seed=3", "--set", "train.batch_size=4", "--set", "train.epochs=3")
+    # Keys that must not change are refused all at once, before anything is loaded; the run is unchanged.
+    before = {path: path.stat().st_mtime_ns for path in RUN.rglob("*")}
+    code, _, err = command("resume", RUN, "--set", "seed=3", "--set", "train.batch_size=4", "--set", "train.epochs=3")
     assert code == 2
-    assert "cannot go on with another value of these keys" in err
+    assert "cannot resume with these changes" in err
     assert "train.batch_size: 9 → 4" in err
     assert "seed: 0 → 3" in err
     assert "train.epochs" not in err
     assert "rows to train on" not in err
-    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
-    code, _, err = trimtab("resume", "run", "--from", "step-7")
+    assert {path: path.stat().st_mtime_ns for path in RUN.rglob("*")} == before
+    code, _, err = command("resume", RUN, "--from", "step-7")
     assert code == 2
     assert "has no checkpoint of step 7" in err
-    code, _, err = trimtab("train", "recipe.yaml", "--quiet")
+    code, _, err = command("train", "recipe.yaml", "--quiet")
     assert (code, "holds a finished run (step 20 of 20)" in err) == (2, True)
-    assert trimtab("train", "recipe.yaml", "--quiet", "--fresh")[0] == 0
-    assert numbers("run") == numbers("whole")
-    code, _, err = trimtab("resume", "nowhere")
+    assert command("train", "recipe.yaml", "--quiet", "--fresh").code == 0
+    assert numbers(RUN) == whole
+    code, _, err = command("resume", "nowhere")
     assert (code, "nowhere is no folder" in err) == (2, True)
 
 
+class Stop:
+    """A callback that interrupts the run, as Ctrl-C in a notebook does."""
+
+    def on_step(self, state):
+        if state.step == 5:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_resumed_from_python(recipe, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    with pytest.raises(library.errors.Stopped, match=f"trimtab resume {RUN}"):
+        library.fit(library.Recipe(**recipe), callbacks=[Stop()], progress="quiet", device="cpu")
+    result = library.resume(str(RUN), progress="quiet", device="cpu")
+    assert f"resuming from step-5 ({RUN})" in caplog.text
+    assert "name: " not in caplog.text  # the folder replaces the name, which is not reported as a change
+    assert (result.fit.step, result.folder) == (10, RUN)
+    for change in ("out=elsewhere", "name=other"):
+        with pytest.raises(library.errors.RecipeError, match=r"leave (it|one of them) out"):
+            library.resume(str(RUN), sets=[change], progress="quiet", device="cpu")
+    assert not Path("elsewhere").exists()
+    again = library.resume(str(RUN), sets=["train.epochs=2"], progress="quiet", device="cpu")
+    assert again.fit.step == 20
+
+
 @pytest.mark.parametrize("start", ["forked", pytest.param("started", marks=pytest.mark.slow)])
-def test_the_proof(trimtab, fork_server, monkeypatch, start):
+def test_resume_is_verified(command, fork_server, monkeypatch, start):
     if start == "forked":  # three processes that need not import everything; the kill is a real one
         monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)
-    code, out, err = trimtab("check", "recipe.yaml", "--resume")
+    code, out, err = command("check", "recipe.yaml", "--resume")
     assert code == 0, err
-    assert re.search(r"equal: killed, resumed from step 3, .* all \d\d+ tensors .* all \d+ lines", out)
+    assert re.search(r"equal: killed, resumed from step 3; all \d\d+ tensors .* all \d+ lines", out)
 
 
-def test_a_recipe_that_cannot_be_proven(trimtab, fork_server, monkeypatch):
-    """The mistake is found in another process, and comes as one message all the same."""
+def test_a_mistake_found_while_resume_is_verified(command, fork_server, monkeypatch):
+    """It is found in a subprocess, and printed as one message like any other."""
     monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)
-    code, out, err = trimtab("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
+    code, out, err = command("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
     assert code == 2, out + err
     assert "nothing" in err
     assert "cure: " in err

@@ -17,17 +17,14 @@ import torch
 from tiny_runs import reviews, write_csv
 from trimtab.commands.compare import (
     Protocol,
-    _in_a_process,
-    candidates_of,
-    choose_variants,
+    _run_process,
+    check_variants,
     compare,
     make_folder,
-    read_variants,
-    shortened,
-    split_values,
-    varied,
+    shorten_recipe,
 )
-from trimtab.commands.measure import StepClock, is_out_of_memory, measure
+from trimtab.commands.measure import StepClock, measure
+from trimtab.commands.variants import choose_variants, combine_values, read_variants, split_values
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
@@ -61,27 +58,27 @@ def test_values_are_cut_at_commas_outside_of_brackets():
     assert split_values("") == []
 
 
-def test_varied_is_every_combination():
-    found = varied(["train.precision=fp32,bf16", "memory.micro_batch=auto,4"])
+def test_vary_is_every_combination():
+    found = combine_values(["train.precision=fp32,bf16", "memory.micro_batch=auto,4"])
     assert [variant.name for variant in found] == [
         *("fp32 + micro_batch auto", "fp32 + micro_batch 4", "bf16 + micro_batch auto", "bf16 + micro_batch 4"),
     ]
     assert found[3].changes == {"train.precision": "bf16", "memory.micro_batch": 4}
-    mapped = varied(["memory.gradient_checkpointing=none,{every: 2},{layers: [0, -1]}"])
+    mapped = combine_values(["memory.gradient_checkpointing=none,{every: 2},{layers: [0, -1]}"])
     assert [variant.name for variant in mapped] == ["none", "every: 2", "layers: [0, -1]"]
     assert mapped[2].changes == {"memory.gradient_checkpointing": {"layers": [0, -1]}}
-    assert len({variant.name for variant in varied(["train.precision=bf16,bf16"])}) == 2
+    assert len({variant.name for variant in combine_values(["train.precision=bf16,bf16"])}) == 2
 
 
 @pytest.mark.parametrize("text", ["train.precision", "=a,b", "train.precision=", "train.precision=,"])
 def test_vary_without_values(text):
     with pytest.raises(RecipeError, match="no key with values"):
-        varied([text])
+        combine_values([text])
 
 
 def test_a_key_is_varied_once():
     with pytest.raises(RecipeError, match=r"has train\.lr twice"):
-        varied(["train.lr=1,2", "train.lr=3"])
+        combine_values(["train.lr=1,2", "train.lr=3"])
 
 
 def test_variants_of_a_file(tmp_path):
@@ -92,7 +89,7 @@ def test_variants_of_a_file(tmp_path):
         Variant("small", {"train.precision": "bf16", "memory.gradient_checkpointing": {"every": 2}}),
     ]
     path.write_text("plain: bf16\n")
-    with pytest.raises(RecipeError, match="plain holds 'bf16'"):
+    with pytest.raises(RecipeError, match="plain is 'bf16'"):
         read_variants(path)
     with pytest.raises(RecipeError, match="cannot be read"):
         read_variants(tmp_path / "nowhere.yaml")
@@ -134,7 +131,7 @@ def test_a_measured_run_keeps_and_does_nothing_else():
         "out": "elsewhere",
         "name": "mine",
     }
-    found = shortened(values, 40)
+    found = shorten_recipe(values, 40)
     assert found == {
         "model": "x",
         "data": {"train": "y.csv"},
@@ -152,7 +149,7 @@ def test_a_measured_run_keeps_and_does_nothing_else():
 
 def spec_of(folder, recipe_values, **changes):
     plain = {
-        "recipe": shortened(recipe_values, 12),
+        "recipe": shorten_recipe(recipe_values, 12),
         "run": str(folder / "measured"),
         "device": "cpu",
         "num_steps": 12,
@@ -211,14 +208,6 @@ def test_why_a_run_failed_is_told_in_a_few_words(recipe, own_folder, tiny, monke
     }
 
 
-def test_what_is_out_of_memory():
-    assert is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried …"))
-    assert not is_out_of_memory(RuntimeError("shapes differ"))
-    assert not is_out_of_memory(ValueError("out of memory"))
-
-
 def test_the_clock(monkeypatch):
     moments = iter([10.0, 10.5, 12.0])
     monkeypatch.setattr("trimtab.commands.measure.time.perf_counter", lambda: next(moments))
@@ -243,20 +232,20 @@ def test_the_clock(monkeypatch):
 )
 def test_how_a_process_ended(tmp_path, code, reason):
     timeout = 1.0 if "sleep" in code else 60.0
-    said = _in_a_process([sys.executable, "-c", code], tmp_path / "x.log", Protocol(timeout_s=timeout))
+    said = _run_process([sys.executable, "-c", code], tmp_path / "x.log", timeout)
     assert re.fullmatch(reason, said)
 
 
 def test_a_recipe_that_is_wrong_is_refused_before_anything_starts(recipe, own_folder):
     with pytest.raises(RecipeError, match="did you mean train.precision"):
-        candidates_of(recipe, varied(["train.precison=fp32,bf16"]))
+        check_variants(recipe, combine_values(["train.precison=fp32,bf16"]))
     with pytest.raises(RecipeError, match="nothing to compare"):
-        candidates_of(recipe, [])
+        check_variants(recipe, [])
     with pytest.raises(RecipeError, match="there is no recipe"):
-        candidates_of(own_folder / "nowhere.yaml", varied(["train.lr=1,2"]))
+        check_variants(own_folder / "nowhere.yaml", combine_values(["train.lr=1,2"]))
     with pytest.raises(RecipeError, match="found 'fast'"):
-        candidates_of(recipe, varied(["train.lr=1,2"]), ["train.lr=fast"])
-    one, other = candidates_of(recipe, varied(["train.lr=0.5,fast"]))
+        check_variants(recipe, combine_values(["train.lr=1,2"]), ["train.lr=fast"])
+    one, other = check_variants(recipe, combine_values(["train.lr=0.5,fast"]))
     assert (one.failure, one.recipe["train"]["lr"]) == ("", 0.5)
     assert other.recipe is None
     assert other.failure.startswith("train.lr: found 'fast'")
@@ -272,7 +261,7 @@ def test_variants_run_in_turn_and_failures_are_rows(recipe, own_folder, home, ca
     ]
     with caplog.at_level(logging.INFO, logger="trimtab"):
         base = load_recipe(recipe, {}, ["seed=3"]).recipe
-        candidates = candidates_of(recipe, variants, ["seed=3"])
+        candidates = check_variants(recipe, variants, ["seed=3"])
         found = compare(base, candidates, Protocol(8, 2, device="cpu"), logs=own_folder / "logs")
     said = [record.message for record in caplog.records]
     runs = [line.split(":")[0] for line in said if " run " in line]

@@ -18,7 +18,7 @@ from trimtab.cli.main import main
 from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_to_nf4
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.adapted import load_base
-from trimtab.inference.closeness import computed_in_fp32
+from trimtab.inference.comparison import computed_in_fp32
 from trimtab.inference.load import load
 from trimtab.model.adapters import LoraSpec, adapter_of
 from trimtab.model.hub import quiet_transformers
@@ -263,9 +263,7 @@ def test_two_models_are_never_in_memory_together(qlora, monkeypatch):
 def test_too_far_apart_is_not_written(qlora):
     run, *_ = qlora
     for limits in ({"max_kl": 1e-12}, {"min_agreement": 1.01}):
-        with pytest.raises(
-            ModelError, match="answers otherwise than the adapter: KL .* nothing was written"
-        ) as refused:
+        with pytest.raises(ModelError, match="differs from the adapter: KL .* nothing was written") as refused:
             merge(run, "merged", device="cpu", num_rows=8, **limits)
         assert "--onto dequantized" in refused.value.cure
         assert refused.value.exit_code == 2
@@ -295,7 +293,7 @@ def test_rows_that_are_gone(own_folder, tiny, data):
     assert merge("run", "merged", device="cpu", force=True).closeness is None
     assert read_facts("merged")["merged"]["closeness"] is None
     (Path("run") / "best" / "trimtab.json").unlink()
-    with pytest.raises(RecipeError, match="does not say on which rows it was trained"):
+    with pytest.raises(RecipeError, match="does not name the rows it was trained on"):
         merge("run", "again", device="cpu")
 
 
@@ -304,7 +302,7 @@ def test_rows_without_a_label(own_folder, tiny):
     data = write_jsonl(own_folder / "short.jsonl", [{"text": "a"}] * 4)
     model, tok = adapted(tiny.folder("bert"), "masked-lm")
     export("run", model, tok, data, "masked-lm")
-    with pytest.raises(RecipeError, match="have no label to ask for") as refused:
+    with pytest.raises(RecipeError, match="have no labels to predict") as refused:
         merge("run", "merged", device="cpu", num_rows=1)
     assert "more --rows" in refused.value.cure
 
@@ -358,8 +356,8 @@ def test_from_training_to_predicting(own_folder, tiny, trimtab):
     assert code == 0, err
     code, out, err = trimtab("merge", "run", "merged", "--device", "cpu", "--rows", 4)
     assert code == 0, err
-    assert "on 4 rows (4 answers) KL " in out
-    assert "the same answer in 100.00%" in out
+    assert "on 4 rows (4 predictions): mean KL " in out
+    assert "100.00% of the predictions are equal" in out
     assert "merged (original), in fp32" in out
     assert trimtab("predict", "merged", "--text", "a lovely film", "--device", "cpu")[1] == adapted_label
     code, _, err = trimtab(*train, "--model", "run", "--out", "on")
@@ -369,12 +367,12 @@ def test_from_training_to_predicting(own_folder, tiny, trimtab):
     assert code == 0, err
     code, out, err = trimtab("merge", "run", "never", "--min-agreement", 1.1, "--device", "cpu")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-2].startswith("error: the merged model answers otherwise than the adapter")
+    assert err.splitlines()[-2].startswith("error: the merged model differs from the adapter")
     assert not (own_folder / "never").exists()
 
 
 def test_help_names_the_limits(trimtab, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     text = trimtab("merge", "--help")[1]
-    assert f"{MAX_KL:g} if left out" in text
-    assert f"{MIN_AGREEMENT:g} if left out" in text
+    assert f"Default: {MAX_KL:g}." in text
+    assert f"Default: {MIN_AGREEMENT:g}." in text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from trimtab import Engine
-from trimtab.data.batching import LengthGroupedBatches, cut_rows, epoch_batches, padding_share
+from trimtab.data.batching import LengthGroupedBatches, epoch_batches, padding_share, split_batch
 
 lengths_strategy = st.lists(st.integers(0, 50), max_size=60)
 options_strategy = st.fixed_dictionaries(
@@ -151,13 +151,13 @@ def test_micro_batches_cut_anew(lengths, batch_size, before, after, was_drawn):
     sampler = LengthGroupedBatches(lengths, batch_size, before, seed=1)
     if was_drawn:
         sampler.windows()
-    sampler.recut(after)
+    sampler.set_micro_batch_size(after)
     other = LengthGroupedBatches(lengths, batch_size, after, seed=1)
     assert sampler.windows() == other.windows()
     assert sampler.window_sizes() == other.window_sizes()
     assert len(sampler) == len(other)
     with pytest.raises(ValueError, match="at least 1"):
-        sampler.recut(0)
+        sampler.set_micro_batch_size(0)
 
 
 @pytest.mark.parametrize("micro", [1, 3, 8, 20])
@@ -166,7 +166,7 @@ def test_no_micro_batch_is_larger_than_the_worst(micro, group):
     """In any epoch; and one is as large in most, unless the longest rows come last, in what is left of a batch."""
     sampler = LengthGroupedBatches(LENGTHS[:99], 8, micro, seed=3, group_by_length=group)
     num_rows, longest = min(micro, 8), max(LENGTHS[:99])
-    worst = sampler.worst_rows()
+    worst = sampler.largest_micro_batch()
     assert len(set(worst)) == len(worst) == num_rows
     assert max(LENGTHS[row] for row in worst) == longest
     reached = 0
@@ -180,25 +180,25 @@ def test_no_micro_batch_is_larger_than_the_worst(micro, group):
 
 def test_the_worst_of_few_batches_is_one_of_them():
     sampler = LengthGroupedBatches(LENGTHS, 8, 4, seed=0, limit_batches=3)
-    assert sampler.worst_rows() in list(sampler)
+    assert sampler.largest_micro_batch() in list(sampler)
     size = {tuple(rows): len(rows) * max(LENGTHS[row] for row in rows) for rows in sampler}
-    assert size[tuple(sampler.worst_rows())] == max(size.values())
+    assert size[tuple(sampler.largest_micro_batch())] == max(size.values())
 
 
 def test_the_worst_where_labels_are_padded_too():
     """One row with the longest input and one with the longest labels: no batch is padded further in either."""
     sampler = LengthGroupedBatches([9, 8, 1, 2], 4, 2, seed=0)
-    assert sampler.worst_rows([1, 2, 3, 7]) == [0, 3]
-    sampler.recut(1)
-    assert sampler.worst_rows([1, 4, 3, 7]) == [1]
+    assert sampler.largest_micro_batch([1, 2, 3, 7]) == [0, 3]
+    sampler.set_micro_batch_size(1)
+    assert sampler.largest_micro_batch([1, 4, 3, 7]) == [1]
 
 
 def test_a_batch_in_pieces():
     batch = {"input_ids": torch.arange(15).view(5, 3), "labels": torch.arange(5)}
-    pieces = cut_rows(batch, 2)
+    pieces = split_batch(batch, 2)
     assert [len(piece["labels"]) for piece in pieces] == [2, 2, 1]
     assert torch.equal(torch.cat([piece["input_ids"] for piece in pieces]), batch["input_ids"])
     assert pieces[0]["labels"].data_ptr() == batch["labels"].data_ptr()
-    assert cut_rows(batch, 5)[0] is batch
+    assert split_batch(batch, 5)[0] is batch
     uneven = {"input_ids": torch.ones(4, 2), "bounds": torch.ones(5)}
-    assert cut_rows(uneven, 2) == [uneven]
+    assert split_batch(uneven, 2) == [uneven]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data.rows import RowLocations, concatenate
-from trimtab.data.sources import Rows, _slice_range, load_rows, split_off
+from trimtab.data.sources import Rows, _slice_range, hold_out_rows, load_rows
 from trimtab.data.tasks.build import build_task
 from trimtab.errors import DataError
 
@@ -412,8 +412,8 @@ rows_to_split = st.lists(st.sampled_from("aaaabbc"), min_size=2, max_size=60)
 @given(rows_to_split, st.floats(0.01, 0.99), st.integers(0, 5), st.booleans())
 def test_a_split_is_pure_and_whole(labels, share, seed, by_label):
     rows = Rows({"label": labels, "n": list(range(len(labels)))}, "x")
-    kept, taken = split_off(rows, share, seed, label="label" if by_label else None)
-    again = split_off(rows, share, seed, label="label" if by_label else None)
+    kept, taken = hold_out_rows(rows, share, seed, label="label" if by_label else None)
+    again = hold_out_rows(rows, share, seed, label="label" if by_label else None)
     assert (kept, taken) == again
     assert min(len(kept), len(taken)) >= 1
     assert sorted(kept.columns["n"] + taken.columns["n"]) == rows.columns["n"]
@@ -429,22 +429,22 @@ def test_a_split_is_pure_and_whole(labels, share, seed, by_label):
 
 def test_a_split_by_label_keeps_the_shares():
     labels = ["a"] * 80 + ["b"] * 20
-    _, taken = split_off(Rows({"label": labels}, "x"), 0.1, 0, label="label")
+    _, taken = hold_out_rows(Rows({"label": labels}, "x"), 0.1, 0, label="label")
     assert sorted(taken.columns["label"]) == ["a"] * 8 + ["b"] * 2
     several = Rows({"label": [["a", "b"], ["a", "b"], [], [], [], []]}, "x")
-    kept, taken = split_off(several, 0.5, 0, label="label")
+    kept, taken = hold_out_rows(several, 0.5, 0, label="label")
     assert len(taken) == 3
     assert ["a", "b"] in kept.columns["label"]
 
 
 def test_seeds_choose_other_rows():
     rows = Rows({"n": list(range(100))}, "x")
-    assert len({tuple(split_off(rows, 0.1, seed)[1].columns["n"]) for seed in range(20)}) == 20
+    assert len({tuple(hold_out_rows(rows, 0.1, seed)[1].columns["n"]) for seed in range(20)}) == 20
 
 
 def test_labels_that_stand_once_are_never_split_off(said):
     rows = Rows({"label": [*range(50), 7]}, "x")
-    kept, taken = split_off(rows, 0.2, 0, label="label")
+    kept, taken = hold_out_rows(rows, 0.2, 0, label="label")
     assert taken.columns["label"] == [7]
     assert 7 in kept.columns["label"]
     assert "1 rows held out instead of 10" in said[0]
@@ -453,7 +453,7 @@ def test_labels_that_stand_once_are_never_split_off(said):
 def test_splits_that_cannot_be():
     for rows, share, label in ((1, 0.5, None), (5, 0.0, None), (5, 1.0, None), (5, 0.5, "label")):
         with pytest.raises(DataError):
-            split_off(Rows({"n": list(range(rows))}, "x"), share, 0, label=label)
+            hold_out_rows(Rows({"n": list(range(rows))}, "x"), share, 0, label=label)
 
 
 def test_rows_of_different_lengths_are_refused():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trimtab.data import fingerprint as fingerprint_module
 from trimtab.data import tokens as tokens_module
-from trimtab.data.fingerprint import NoFingerprint, fingerprint
+from trimtab.data.fingerprint import FingerprintError, fingerprint
 from trimtab.data.rows import RowLocations, Rows
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError
@@ -322,5 +322,5 @@ def test_tokenizers_written_in_python():
         def get_vocab(self):
             return {}
 
-    with pytest.raises(NoFingerprint, match="content of the tokenizer .* cannot be read"):
+    with pytest.raises(FingerprintError, match="content of the tokenizer .* cannot be read"):
         fingerprint([Own()])

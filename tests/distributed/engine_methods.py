@@ -89,9 +89,9 @@ def takes_turns(engine, folder):
         engine.set_trigger()
     assert engine.check_trigger()
     assert not engine.check_trigger()
-    assert engine.first_decides(lambda: engine.process_index) == 0
+    assert engine.decide_on_main_process(lambda: engine.process_index) == 0
     with pytest.raises(RecipeError, match="all of us"):
-        engine.first_decides(lambda: fail())
+        engine.decide_on_main_process(lambda: fail())
 
 
 def fail():
@@ -304,7 +304,7 @@ class Said(logging.Handler):
         super().__init__()
         self.lines = []
         self._before = logger.level
-        trimtab.log._said.clear()
+        trimtab.log._logged_once.clear()
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
 

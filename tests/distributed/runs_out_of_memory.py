@@ -106,33 +106,33 @@ def at_each_operation(runs: Runs, stride: int, **sections) -> None:
 
     def experiment(trainer):
         trainer._model.train()
-        trainer._hold.look_ahead(lambda text: None)
-        sampler = trainer._batches.batch_sampler
+        trainer._memory_guard.rehearse(lambda text: None)
+        sampler = trainer.parts.batches.batch_sampler
         planned = sampler.micro_batch_size
         counted = Faults({})
         trimtab.training.loop.window_gradients = counted
-        size, micro_batches = next(trainer._windows())
-        assert not trainer._one_step(micro_batches, size)
+        size, micro_batches = next(trainer._position.windows(trainer.state.step))
+        assert trainer._one_step(micro_batches, size)
         fewest = torch.tensor(counted.num_until_exchanged[0])  # a process with fewer rows may have fewer operations
         dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
         num_operations = int(fewest)
         assert num_operations > 60
-        trainer.find_place()
+        trainer.seek_data()
         before = None
         for number, at in enumerate(range(1, num_operations + 1, stride)):
             trimtab.training.loop.window_gradients = Faults({1: at} if number % 3 in (RANK, 2) else {})
-            windows = trainer._windows()
+            windows = trainer._position.windows(trainer.state.step)
             size, micro_batches = next(windows)
             before = torch.get_rng_state() if before is None else before  # an epoch that begins draws a number
-            assert trainer._one_step(micro_batches, size), at
+            assert not trainer._one_step(micro_batches, size), at
             assert sampler.micro_batch_size == planned // 2
             assert torch.equal(torch.get_rng_state(), before)
             assert all(parameter.grad is None for parameter in trainer._model.parameters())
             windows.close()
-            sampler.recut(planned)
+            sampler.set_micro_batch_size(planned)
         trimtab.training.loop.window_gradients = Faults({})
-        size, micro_batches = next(trainer._windows())
-        assert not trainer._one_step(micro_batches, size)
+        size, micro_batches = next(trainer._position.windows(trainer.state.step))
+        assert trainer._one_step(micro_batches, size)
         raise Enough
 
     fit_of, Trainer.fit = Trainer.fit, experiment

@@ -68,8 +68,8 @@ def test_the_state_is_made_for_the_connected_processes(stand_in, is_early):
     if is_early:
         stand_in()
     num_finders = len(sys.meta_path)
-    accelerate_state.tell_accelerate(PLACE)
-    accelerate_state.tell_accelerate(PLACE)
+    accelerate_state.make_partial_state(PLACE)
+    accelerate_state.make_partial_state(PLACE)
     state = stand_in().PartialState()
     assert (state.num_processes, state.process_index) == (2, 1)
     assert len(sys.meta_path) == num_finders
@@ -81,5 +81,5 @@ def test_a_state_that_knows_one_process_is_told_of(stand_in, caplog, monkeypatch
     with monkeypatch.context() as patch:
         patch.setenv("MASTER_PORT", "1")
         stand_in().PartialState()
-    accelerate_state.tell_accelerate(PLACE)
-    assert "Make the Engine first" in caplog.text
+    accelerate_state.make_partial_state(PLACE)
+    assert "Create the Engine first" in caplog.text

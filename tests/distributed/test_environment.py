@@ -50,7 +50,7 @@ def test_ranks_without_torchrun():
     assert find_place(OPERATOR) == Place(1, 3, 0, 1, "train-master-0", 23456, "environment")
     on_one_host = OPERATOR | {"LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
     assert find_place(on_one_host) == Place(1, 3, 1, 3, "localhost", 23456, "environment")
-    assert find_place(OPERATOR | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).num_local == 2
+    assert find_place(OPERATOR | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).local_world_size == 2
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_srun():
     by_hand = find_place(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "4000"})
     assert (by_hand.address, by_hand.port) == ("head", 4000)
     one_host = without(SRUN, "SLURM_NODEID", "SLURM_STEP_ID", SLURM_STEP_TASKS_PER_NODE="5")
-    assert find_place(one_host).num_local == 5
+    assert find_place(one_host).local_world_size == 5
 
 
 @pytest.mark.parametrize(

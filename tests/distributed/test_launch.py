@@ -17,7 +17,7 @@ from torch.distributed.run import parse_args
 from trimtab.distributed.environment import Machine
 from trimtab.distributed.launch import run as launch_run
 from trimtab.distributed.launch.command import plan_launch
-from trimtab.distributed.launch.file import (
+from trimtab.distributed.launch.launch_file import (
     QUESTIONS,
     LaunchFile,
     launch_file_text,
@@ -223,7 +223,7 @@ def test_processes_are_not_launched_twice(environ, words):
 
 
 def test_the_file_that_config_writes(own_folder, monkeypatch):
-    monkeypatch.setattr("trimtab.distributed.launch.file.inspect_machine", lambda: CPU)
+    monkeypatch.setattr("trimtab.distributed.launch.launch_file.inspect_machine", lambda: CPU)
     asked = []
 
     def answers(*given):
@@ -250,7 +250,7 @@ def test_the_file_that_config_writes(own_folder, monkeypatch):
     with pytest.raises(RecipeError, match="mine.yaml exists"):
         write_launch_file(Path("mine.yaml"), [], answers())
 
-    monkeypatch.setattr("trimtab.distributed.launch.file.inspect_machine", lambda: GPUS)
+    monkeypatch.setattr("trimtab.distributed.launch.launch_file.inspect_machine", lambda: GPUS)
     asked.clear()
     write_launch_file(Path("gpus.yaml"), QUESTIONS, answers(""))
     assert [question for question, _ in asked] == ["Names of all hosts, separated by commas (empty: this host alone)"]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rounding import rounding_error
 from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_losses_metrics_and_weights_agree(runs, name):
     assert len(alone) == len(together) > 3
     for one, other in zip(alone, together, strict=True):
         assert one.keys() == other.keys()
-        for key in one.keys() - OF_THE_MOMENT:
+        for key in one.keys() - VOLATILE_KEYS:
             assert other[key] == pytest.approx(one[key], rel=bound, abs=bound), (key, one)
     evaluations = [line for line in alone if "eval_loss" in line]
     assert evaluations

@@ -17,7 +17,7 @@ def test_own_loop_is_five_lines_away_and_prints_the_same(fork_server):
     lines = [path.read_text().splitlines() for path in (plain, ours)]
     added = [line for line in difflib.ndiff(*lines) if line.startswith("+ ") and line[2:].strip()]
     assert 0 < len(added) <= 5, added
-    running = [fork_server.start_script(path, is_one_voice=False) for path in (plain, ours)]
+    running = [fork_server.start_script(path, is_one_file=False) for path in (plain, ours)]
     for child in running:
         assert child.wait() == 0, child.err
     assert running[0].out == running[1].out
@@ -38,7 +38,7 @@ def test_it_runs_on_two_processes(fork_server):
     """Which the README starts with `trimtab launch`; how that starts scripts is seen in tests/distributed."""
     assert COMMAND in (EXAMPLES.parent / "README.md").read_text()
     path = str(EXAMPLES / "own_loop_trimtab.py")
-    running = start_together(fork_server, "fork_server:run_script", 2, is_one_voice=False, path=path, words=[])
+    running = start_together(fork_server, "fork_server:run_script", 2, is_one_file=False, path=path, words=[])
     for child in running:
         assert child.wait() == 0, [child.err for child in running]
     assert_learnt(running[0].out)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from trimtab.recipe.describe import keys_of
 from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema_keys import keys_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 HEAD = """# The recipe

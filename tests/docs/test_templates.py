@@ -12,7 +12,7 @@ import yaml
 
 from trimtab.cli.main import app
 from trimtab.distributed.environment import Place, find_place
-from trimtab.distributed.launch.file import KEYS, LaunchFile
+from trimtab.distributed.launch.launch_file import KEYS, LaunchFile
 from trimtab.distributed.launch.settings import Machine, resolve_settings
 
 TEMPLATES = Path(__file__).parents[2] / "docs" / "templates"

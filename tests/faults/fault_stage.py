@@ -1,7 +1,10 @@
-"""Starts runs in processes that can be killed, and compares how runs end: bit for bit."""
+"""Starts runs in processes that can be killed, plays scenarios, and compares how runs end: bit for bit."""
 
 import json
 import random
+import shutil
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 
 from forked import Child, ForkServer
 from tiny_runs import lines_of
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 # Everything that has a state takes part: accumulation, warmup, a part that thaws, dropout, early stopping, logs that
 # fall between saves, evaluations that do too, and a last batch that is smaller.
@@ -36,7 +39,7 @@ NUM_STEPS = 40
 
 @dataclass
 class Stage:
-    """What all tests of a worker share: the server, models, rows, and a run that nobody has disturbed."""
+    """What all tests of a worker share: the server, models, rows, and undisturbed runs."""
 
     server: ForkServer
     folder: Path
@@ -44,6 +47,7 @@ class Stage:
     models: dict[str, str] = field(default_factory=dict)
     num_runs: int = 0
     undisturbed: dict[str, Path] = field(default_factory=dict)
+    begun: dict[str, Path] = field(default_factory=dict)
 
     def start(self, function: str, *, environment: dict[str, str] | None = None, **arguments: Any) -> Child:
         """A new process that runs a function of `faulty_runs.py`."""
@@ -71,7 +75,7 @@ class Stage:
         return base
 
     def train(self, recipe: dict[str, Any], **arguments: Any) -> Child:
-        """A process that trains; `faulty_runs.train` tells what it can be told."""
+        """Start a process that trains, with the arguments of `faulty_runs.train`."""
         return self.start("train", recipe=recipe, **arguments)
 
     def train_together(
@@ -80,7 +84,7 @@ class Stage:
         of_rank: dict[int, dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[Child]:
-        """Two processes that train together, started as a cluster starts them; each has notes of its own.
+        """Start two processes that train together, as a cluster starts them; each has its own notes.
 
         Args:
             recipe: Of the run.
@@ -104,18 +108,172 @@ class Stage:
         return started[0].said
 
     def finish(self, recipe: dict[str, Any], **arguments: Any) -> str:
-        """Train until the end, in a process of its own; what it said."""
+        """Train until the end in a subprocess; gives its output."""
         child = self.train(recipe, **arguments)
         assert child.wait() == 0, child.said[-4000:]
         return child.said
 
-    def whole(self, name: str = "standard", **changes: dict[str, Any]) -> Path:
-        """A run with these changes that nobody disturbed; made once."""
-        if name not in self.undisturbed:
+    def whole(self, **changes: Any) -> Path:
+        """A run with these changes that nothing disturbed; made once."""
+        key = json.dumps(changes, sort_keys=True)
+        if key not in self.undisturbed:
             recipe = self.recipe(**changes)
             self.finish(recipe)
-            self.undisturbed[name] = Path(recipe["out"])
-        return self.undisturbed[name]
+            self.undisturbed[key] = Path(recipe["out"])
+        return self.undisturbed[key]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One process of a scenario: how it is started, and what must hold of it.
+
+    Attributes:
+        code: Its exit code.
+        says: Texts in its output; those around " … " are in one line.
+        omits: Texts that are not in its output.
+        from_step: The step it resumes from; None for the newest checkpoint there is, 0 if there is none.
+        save_failure: Text of the save failure in its result; empty for none.
+        keeps_status: Whether a process that is refused leaves run.json unchanged.
+        arguments: Of `faulty_runs.train`. In them and in all texts `Place.fill_in` replaces the names of folders.
+    """
+
+    code: int
+    says: tuple[str, ...] = ()
+    omits: tuple[str, ...] = ()
+    from_step: int | None = None
+    save_failure: str = ""
+    keeps_status: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def finishes(*says: str, omits=(), from_step=None, save_failure="", **arguments: Any) -> Start:
+    return Start(0, says, ("Traceback", *omits), from_step, save_failure, arguments=arguments)
+
+
+def killed(**arguments: Any) -> Start:
+    return Start(-signal.SIGKILL, arguments=arguments)
+
+
+def stopped(*says: str, **arguments: Any) -> Start:
+    return Start(75, says, ("Traceback",), arguments=arguments)
+
+
+def refused(*says: str, omits=(), keeps_status=True, **arguments: Any) -> Start:
+    return Start(2, says, ("Traceback", *omits), keeps_status=keeps_status, arguments=arguments)
+
+
+@dataclass
+class Place:
+    """The folders of a scenario, for the functions that damage or check them between two processes."""
+
+    stage: Stage
+    tmp: Path
+    run: Path
+    notes: Path
+    disk: Path | None = None
+    closed: list[Path] = field(default_factory=list)
+
+    def fill_in(self, text: str) -> str:
+        """Replace `{out}`, `{disk}` and `{tmp}` by the folders."""
+        return text.replace("{out}", str(self.run)).replace("{disk}", str(self.disk)).replace("{tmp}", str(self.tmp))
+
+    def chmod(self, path: Path, mode: int) -> None:
+        """Change permissions until the end of the scenario."""
+        self.closed.append(path)
+        path.chmod(mode)
+
+
+Act = Start | Callable[[Place], Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to a run, one act after the other: processes, and functions that damage or check its folder.
+
+    Attributes:
+        acts: What happens. If a process finishes, the run must end like an undisturbed one.
+        changes: Of the recipe.
+        like: Changes of the recipe of the undisturbed run, if they are others; None compares with none.
+        disk: The size of a small disk `{disk}` for the run.
+        other_disk: The size of a small disk `{disk}` on which the run is not.
+        out: The run's folder, if it is another one.
+    """
+
+    acts: tuple[Act, ...]
+    changes: dict[str, Any] = field(default_factory=dict)
+    like: dict[str, Any] | None = field(default_factory=lambda: SAME)
+    disk: str = ""
+    other_disk: str = ""
+    out: str = ""
+
+
+SAME: dict[str, Any] = {"the changes of the scenario": True}
+
+
+def play(stage: Stage, scenario: Scenario, tmp: Path, disk: Path | None = None) -> None:
+    """Run a scenario and check everything that must hold; a function that returns False fails it."""
+    place = Place(stage, tmp, Path(), stage.folder / f"scenario-{stage.num_runs}", disk)
+    out = place.fill_in(scenario.out or ("{disk}/new/run" if scenario.disk else ""))
+    recipe = stage.recipe(out=Path(out) if out else None, **scenario.changes)
+    place.run = Path(recipe["out"])
+    try:
+        for number, act in enumerate(scenario.acts):
+            if not isinstance(act, Start):
+                assert act(place) is not False, f"act {number} does not hold"
+            elif number == 0 and not out and act.code != 2 and place.fill_in(text := json.dumps(act.arguments)) == text:
+                _copy_begun(place, recipe, act)
+            else:
+                _run_start(place, recipe, act)
+    finally:
+        for path in filter(Path.exists, place.closed):
+            path.chmod(0o755)
+    if scenario.like is not None and any(isinstance(act, Start) and act.code == 0 for act in scenario.acts):
+        whole = stage.whole(**(scenario.changes if scenario.like is SAME else scenario.like))
+        assert_same_end(place.run, whole)
+        assert notes_of(place.notes)["fit"]["stop_reason"] == notes_of(whole)["fit"]["stop_reason"]
+
+
+def _copy_begun(place: Place, recipe: dict[str, Any], act: Start) -> None:
+    """Copy a run that was made once for all scenarios that begin in the same way."""
+    key = json.dumps([{**recipe, "out": ""}, act.arguments], sort_keys=True)
+    if key not in place.stage.begun:
+        run = place.stage.folder / f"begun-{len(place.stage.begun)}"
+        _run_start(Place(place.stage, place.tmp, run, place.notes), {**recipe, "out": str(run)}, act)
+        place.stage.begun[key] = run
+    shutil.copytree(place.stage.begun[key], place.run)
+
+
+def _run_start(place: Place, recipe: dict[str, Any], act: Start) -> None:
+    before = saved_steps(place.run), _status_text(place.run)
+    arguments = json.loads(place.fill_in(json.dumps(act.arguments)))
+    child = place.stage.train(recipe, notes=str(place.notes), **arguments)
+    assert child.wait() == act.code, (act, child.said[-4000:])
+    said = child.said
+    for text in map(place.fill_in, act.says):
+        parts = said.splitlines() if " … " in text else [said]
+        assert any(all(words in part for words in text.split(" … ")) for part in parts), (text, said[-4000:])
+    for text in act.omits:
+        assert text not in said, said[-4000:]
+    if act.code == 2:
+        assert saved_steps(place.run) == before[0]
+        assert _status_text(place.run) == before[1] or not act.keeps_status
+        return
+    step = goes_on_from(said)
+    if act.code == 0 or act.from_step is not None:
+        assert step == (max(before[0], default=0) if act.from_step is None else act.from_step), said[-4000:]
+    steps = steps_by_process(place.notes).get(child.pid, [])
+    assert steps == list(range(step + 1, step + 1 + len(steps)))
+    if act.code == 0:
+        failure = notes_of(place.notes)["fit"]["save_failure"]
+        assert place.fill_in(act.save_failure) in failure if act.save_failure else failure is None
+    if act.code == 75:
+        status = status_of(place.run)
+        assert (status["state"], status["step"]) == ("stopped", saved_steps(place.run)[-1])
+
+
+def _status_text(run: Path) -> str:
+    path = run / "run.json"
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def notes_of(run: Path | str) -> dict[str, Any]:
@@ -123,14 +281,14 @@ def notes_of(run: Path | str) -> dict[str, Any]:
     return json.loads(Path(f"{run}.notes").read_text())
 
 
-def steps_by_process(run: Path | str) -> list[list[int]]:
-    """The steps that each process took which trained in a folder, in the order of the processes."""
+def steps_by_process(run: Path | str) -> dict[int, list[int]]:
+    """The steps of each process that trained in a folder, by process id in the order of their first steps."""
     path = Path(f"{run}.steps")
-    steps: dict[str, list[int]] = {}
+    steps: dict[int, list[int]] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
-        process, step = line.split()
-        steps.setdefault(process, []).append(int(step))
-    return list(steps.values())
+        process, step = map(int, line.split())
+        steps.setdefault(process, []).append(step)
+    return steps
 
 
 def seen_rows(seen: Path | str) -> list[tuple[int, list[list[int]]]]:
@@ -148,7 +306,7 @@ def saved_steps(run: Path | str) -> list[int]:
 def goes_on_from(said: str) -> int:
     """The step after which a process went on; 0 if it says that it began anew."""
     found = [
-        line.split("goes on from step-")[1].split()[0] for line in said.splitlines() if "goes on from step-" in line
+        line.split("resuming from step-")[1].split()[0] for line in said.splitlines() if "resuming from step-" in line
     ]
     assert len(found) <= 1, said
     return int(found[0]) if found else 0
@@ -158,7 +316,7 @@ def assert_went_on(run: Path | str, said: str, at_least: int = 1) -> int:
     """That the last process really went on from a saved state, and took no step before it. Gives its step."""
     step = goes_on_from(said)
     assert step >= at_least, said
-    last = steps_by_process(run)[-1]
+    last = list(steps_by_process(run).values())[-1]
     assert last == list(range(step + 1, step + 1 + len(last))), last
     return step
 
@@ -216,7 +374,7 @@ def _state_without_clocks(checkpoint: Path) -> dict[str, Any]:
 def _lines_without_clocks(run: Path) -> list[dict[str, Any]]:
     lines = lines_of(run)
     assert len(lines) > 5
-    return [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines]
+    return [{key: value for key, value in line.items() if key not in VOLATILE_KEYS} for line in lines]
 
 
 def draw(seed: int) -> random.Random:

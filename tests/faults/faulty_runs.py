@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fork_server import run_command
 from tiny_runs import TinyModels
 from trimtab import Recipe, fit
 from trimtab.data.tokens import TokenDataset
@@ -32,6 +34,7 @@ from trimtab.run import resume as resume_run
 
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.utime", "ctypes.dlsym")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_true_time = time.time
 
 
 def die() -> None:
@@ -71,25 +74,25 @@ class FileEvents:
 
 
 class Watcher:
-    """A callback: notes each step that is taken, and does something at some of them.
+    """A callback that records each step, and does something after some of them.
 
     Args:
         out: The run's folder.
-        steps: The file for the notes.
-        at: For a step words and their arguments, such as "die", "signal SIGTERM", "sleep 0.5", "saved 10" (wait until
-            that state is saved), "there PATH" (wait for that file), "limit 1000" (no file can be longer), "full" (nor
-            can the numbers), "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE"; separated by
-            "; ". "end" instead of a step dies when all steps are done.
+        steps: The file for the steps.
+        at: For a step words and their arguments, separated by "; ": "die", "signal SIGTERM", "sleep 0.5", "saved 10"
+            (wait for that checkpoint), "there PATH" (wait for that file), "limit 1000" (no file can be longer), "full"
+            (nor can the metrics), "chmod 555 FOLDER", "fill FOLDER" (until its disk is full), "remove FILE", "vanish
+            FOLDER", "clock SECONDS" (the time of day jumps). "end" instead of a step dies when all steps are done.
     """
 
-    def __init__(self, out: str, steps: str, at: dict[int | str, str]) -> None:
+    def __init__(self, out: str, steps: str, at: dict[str, str]) -> None:
         self._out = out
         self._steps = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._at = at
 
     def on_step(self, state) -> None:
         os.write(self._steps, f"{os.getpid()} {state.step}\n".encode())
-        for order in filter(None, self._at.get(state.step, "").split("; ")):
+        for order in filter(None, self._at.get(str(state.step), "").split("; ")):
             word, *arguments = order.split()
             getattr(self, f"_{word}")(*arguments)
 
@@ -107,8 +110,7 @@ class Watcher:
         time.sleep(float(seconds))
 
     def _saved(self, step: str) -> None:
-        while not os.path.exists(f"{self._out}/checkpoints/step-{step}"):
-            time.sleep(0.001)
+        self._there(f"{self._out}/checkpoints/step-{step}")
 
     def _there(self, path: str) -> None:
         while not os.path.exists(path):
@@ -124,14 +126,48 @@ class Watcher:
         os.chmod(path, int(mode, 8))
 
     def _fill(self, folder: str) -> None:
-        with open(f"{folder}/filler", "ab", buffering=0) as filler:
-            for size in (4096, 1):
-                with contextlib.suppress(OSError):
-                    while filler.write(bytes(size)) == size:
-                        pass
+        fill(Path(folder))
 
     def _remove(self, path: str) -> None:
         os.remove(path)
+
+    def _vanish(self, folder: str) -> None:
+        shutil.rmtree(folder)
+
+    def _clock(self, seconds: str) -> None:
+        set_clock(float(seconds))
+
+
+class SignalAtOpen:
+    """An audit hook that sends this process SIGTERM once, when a file is about to be opened.
+
+    Args:
+        path: Text that the file's path contains.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if event == "open" and self._path and self._path in str(arguments[0]):
+            self._path = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fill(folder: Path, leave_bytes: int = 0) -> None:
+    """Fill a small disk, except for some bytes."""
+    filler = folder / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (4096, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+    os.truncate(filler, filler.stat().st_size - leave_bytes)
+
+
+def set_clock(seconds: float) -> None:
+    """Shift the time of day of this process; monotonic clocks are not affected."""
+    time.time = lambda: _true_time() + seconds
 
 
 def limit_file_size(num_bytes: int) -> None:
@@ -147,7 +183,7 @@ def be_nobody_special() -> None:
 
 
 class Lengths:
-    """An own metric, the mean length of the rows; dies in an evaluation if told so."""
+    """A custom metric, the mean length of the rows, which can die in an evaluation."""
 
     def __init__(self, dies_at_call: int | None) -> None:
         self._num_calls = 0
@@ -203,15 +239,18 @@ def train(
     fresh: bool = False,
     options: dict | None = None,
     kill: dict | None = None,
+    stop_at_open: str = "",
     dies_in_evaluation: int | None = None,
     at: dict[str, str] | None = None,
+    clock: float = 0.0,
     nobody_special: bool = False,
     loss: dict | None = None,
     measure_at: list[int | str] | None = None,
     waits_for: str = "",
+    output: str = "",
     notes: str = "",
 ) -> None:
-    """Train, and leave beside the run what a test wants to know.
+    """Train as `trimtab train` or `trimtab resume` does, to the same exit codes, and leave notes for the test.
 
     Args:
         recipe: With `out`.
@@ -220,28 +259,33 @@ def train(
         fresh: For `fit`.
         options: For `resume`.
         kill: Arguments of `FileEvents`.
+        stop_at_open: SIGTERM comes when a file is opened whose path contains this text.
         dies_in_evaluation: The evaluation batch in which to die.
         at: What to do after a step, as `Watcher` takes it.
-        nobody_special: Without the powers of root.
-        loss: Arguments of `NotingLoss`, which then takes the place of the task's own.
-        measure_at: What `Measure` takes.
-        waits_for: A file that has to be there before it begins.
-        notes: Where to leave it instead.
+        clock: By how many seconds the time of day is wrong from the start.
+        nobody_special: Without the privileges of root, whom permissions do not stop.
+        loss: Arguments of `NotingLoss`, which then replaces the loss of the task.
+        measure_at: As `Measure` takes it.
+        waits_for: A file that has to exist before training starts.
+        output: A file for stdout and stderr.
+        notes: Path prefix of the notes; by default the run's folder.
     """
     torch.set_num_threads(1)
+    if clock:
+        set_clock(clock)
     out, notes = recipe["out"], notes or recipe["out"]
     while waits_for and not Path(waits_for).exists():
         time.sleep(0.001)
     events = FileEvents(out, **(kill or {}))
     sys.addaudithook(events)
+    sys.addaudithook(SignalAtOpen(stop_at_open))
     if nobody_special:
         be_nobody_special()
-    watcher = Watcher(
-        out, f"{notes}.steps", {int(step) if step.isdigit() else step: what for step, what in (at or {}).items()}
-    )
+    if output:
+        redirect(output, (1, 2))
     measure = Measure(measure_at or [])
     arguments = {
-        "callbacks": [watcher, measure],
+        "callbacks": [Watcher(out, f"{notes}.steps", at or {}), measure],
         "metrics": {"length": Lengths(dies_in_evaluation)},
         "progress": "plain",
         "device": "cpu",
@@ -267,6 +311,17 @@ def train(
         "measured": measure.found,
     }
     Path(f"{notes}.notes").write_text(json.dumps(found))
+
+
+def redirect(path: str, streams: tuple[int, ...]) -> None:
+    for stream in streams:
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+
+
+def command(words: list[str], output: str, also_errors: bool = True) -> None:
+    """Run `trimtab WORDS…` with its output, and by default its errors, in a file."""
+    redirect(output, (1, 2) if also_errors else (1,))
+    run_command(words)
 
 
 class Measure:
@@ -303,25 +358,3 @@ def make_models(root: str, wanted: dict[str, dict], to: str) -> None:
     """Write models, and a file with their folders."""
     models = TinyModels(Path(root))
     Path(to).write_text(json.dumps({name: models.folder(**settings) for name, settings in wanted.items()}))
-
-
-def export_without_room(model: str, kind: str, folder: str) -> None:
-    """Export a model where there is room, and where there is none until its weights are others already."""
-    from trimtab.checkpoint.export import PatientExport, export_model
-    from trimtab.model.load import load_model, load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    trained = load_model(model, kind, {}, tokenizer)
-    export_model(f"{folder}/at-once", trained, tokenizer, card={"step": 1})
-    patient = PatientExport(f"{folder}/waited", trained, tokenizer)
-    limit_file_size(1000)
-    assert not patient.write({"step": 1})
-    assert not patient.write_waiting()
-    limit_file_size(-1)
-    assert patient.problem is not None
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(1.0)
-    assert patient.write_waiting()
-    assert patient.problem is None
-    assert not patient.write_waiting()

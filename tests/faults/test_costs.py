@@ -1,10 +1,10 @@
-"""What a resume costs: no memory that the run did not have before, and no more time the later it comes."""
+"""What a resume costs, and what it refuses: other rows than those of the run."""
 
 import shutil
 import signal
 
 import pytest
-from fault_stage import assert_went_on, notes_of
+from fault_stage import NUM_STEPS, assert_went_on, notes_of
 
 from tiny_runs import reviews, write_csv
 
@@ -25,7 +25,7 @@ def test_a_resumed_run_holds_no_more_tensors(stage):
 
 @pytest.mark.slow
 def test_a_late_resume_reads_no_more_rows_than_an_early_one(stage, tmp_path):
-    """What would take longer the later a run is resumed is to read the rows again that it had before."""
+    """Reading the earlier rows again would take longer the later a run is resumed."""
     late = 30
     num_rows = late + 20
     rows = write_csv(tmp_path / "rows.csv", reviews(num_rows))
@@ -50,3 +50,20 @@ def test_a_late_resume_reads_no_more_rows_than_an_early_one(stage, tmp_path):
         assert assert_went_on(run, said) == step
         num_read[step] = notes_of(run)["measured"]["num_rows_read"]
     assert 0 < num_read[late] == num_read[10]
+
+
+@pytest.mark.slow
+def test_other_rows_are_refused(stage, tmp_path):
+    """The recipe names the same file, but since then its rows have changed, or some were removed."""
+    rows = write_csv(tmp_path / "rows.csv", reviews(88))
+    recipe = stage.recipe(data={"train": str(rows)})
+    stage.finish(recipe)
+    more = {"command": "resume", "options": {"sets": ["train.epochs=5"]}}
+    for others, words in ((reviews(88, first=500), "the training rows are not those"), (reviews(40), "not the same")):
+        write_csv(rows, others)
+        child = stage.train(recipe, **more)
+        assert child.wait() == 2
+        assert words in child.said
+        assert child.said.count("cure: ") == child.said.count("cure: resume with the") == 1
+    write_csv(rows, reviews(88))
+    assert assert_went_on(recipe["out"], stage.finish(recipe, **more)) == NUM_STEPS

@@ -9,7 +9,7 @@ import pytest
 from fault_stage import assert_same_end, goes_on_from, notes_of, saved_steps, seen_rows, status_of, steps_by_process
 
 from tiny_runs import GOOD, lines_of, reviews, write_csv
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 
 BAD_LENGTH = 14  # in tokens: no other row is so long
 BAD_TEXT = " ".join(GOOD * 3)
@@ -50,7 +50,7 @@ def bad_rows(run, step):
 
 def lines_after(run, step):
     return [
-        {key: value for key, value in line.items() if key not in OF_THE_MOMENT}
+        {key: value for key, value in line.items() if key not in VOLATILE_KEYS}
         for line in lines_of(run)
         if line["step"] > step
     ]
@@ -73,14 +73,14 @@ def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
     rows = bad_rows(recipe["out"], bad)
     assert sorted(row["input_ids"] for row in rows) == sorted(order_of_rows(stage, recipe)[bad - 1])
     assert any(BAD_TEXT in row["text"] for row in rows)
-    # no state of the broken model was saved, and the run goes on as the message says
+    # no state of the broken model was saved, and the run resumes as the message says
     assert saved_steps(recipe["out"]) == [5]
-    command = shlex.split(said.split("the last good state is that of step 5: ")[1].splitlines()[0])
+    command = shlex.split(said.split("the last good checkpoint is that of step 5: ")[1].splitlines()[0])
     assert command == ["trimtab", "resume", recipe["out"], "--from", "step-5", "--set", "train.on_nan=skip"]
     options = {"from_step": command[4], "sets": command[6:]}
     said = stage.finish(recipe, command="resume", options=options, loss={"bad_length": BAD_LENGTH})
     assert goes_on_from(said) == 5
-    assert f"step {bad} was not finite and is left out" in said
+    assert f"step {bad} is not finite and was skipped" in said
     assert status_of(recipe["out"])["state"] == "finished"
     assert all(math.isfinite(line["loss"]) for line in lines_after(recipe["out"], bad) if "loss" in line)
 
@@ -94,7 +94,7 @@ def test_skip_leaves_the_step_out(stage, recipe_of):
     said = stage.finish(recipe, loss=loss)
     assert len(bad) == 2
     for step in bad:
-        assert f"step {step} was not finite and is left out; its rows are in {recipe['out']}/bad-rows" in said
+        assert f"step {step} is not finite and was skipped; its rows are in {recipe['out']}/bad-rows" in said
         assert any(BAD_TEXT in row["text"] for row in bad_rows(recipe["out"], step))
     assert notes_of(recipe["out"])["fit"]["step"] == 20
     state = json.loads((Path(recipe["out"]) / "checkpoints" / "step-20" / "state.json").read_text())
@@ -114,10 +114,10 @@ def test_rewind_goes_around_it_once(stage, recipe_of):
     child = stage.train(recipe, loss={"bad_length": BAD_LENGTH, "seen": str(seen)})
     assert child.wait() == 1
     rows = f"{recipe['out']}/bad-rows-step-{first}.jsonl"
-    assert f"step {first} was not finite (its rows are in {rows}): back to step {saved}" in child.said
+    assert f"step {first} is not finite (its rows are in {rows}): rewound to step {saved}" in child.said
     # steps are counted anew from there, rows are not: step 1 after it takes the rows that would have come next
     passed_over = first - saved
-    (steps,) = steps_by_process(recipe["out"])
+    (steps,) = steps_by_process(recipe["out"]).values()
     assert steps == [*range(1, first + 1), *range(saved + 1, second - passed_over + 1)]
     assert [rows for _, rows in seen_rows(seen)] == order_of_rows(stage, recipe)[:second]
     assert f"the gradients of step {second - passed_over} are not finite" in child.said
@@ -136,10 +136,10 @@ def test_killed_before_and_after_a_rewind(stage, recipe_of):
     rewound = stage.train(recipe, at={"11": "saved 10; die"}, loss=loss)
     assert rewound.wait() == -9
     assert goes_on_from(rewound.said) == saved
-    assert f"back to step {saved}" in rewound.said
+    assert f"rewound to step {saved}" in rewound.said
     said = stage.finish(recipe, loss=loss)
     assert goes_on_from(said) == 10
-    assert "was not finite" not in said
+    assert "is not finite" not in said
     assert_same_end(recipe["out"], whole["out"])
 
 
@@ -152,7 +152,7 @@ def test_two_processes_rewind_together(stage, recipe_of):
     seen = [stage.folder / f"rewound-together-{rank}.seen" for rank in range(2)]
     losses = [{"bad_length": BAD_LENGTH, "skip_calls": 1, "seen": str(path)} for path in seen]
     said = stage.finish_together(recipe, {rank: {"loss": loss} for rank, loss in enumerate(losses)})
-    assert f"step {bad} was not finite" in said
+    assert f"step {bad} is not finite" in said
     first, second = (seen_rows(path) for path in seen)
     assert [step for step, _ in first] == [step for step, _ in second]
     together = [sorted([*rows, *others]) for (_, rows), (_, others) in zip(first, second, strict=True)]

@@ -14,7 +14,7 @@ from tiny_models import config_of
 from tiny_runs import lines_of, same_bits
 from trimtab import Recipe, fit
 from trimtab.distributed.group import GroupWorld
-from trimtab.hardware.memory import cap_memory, memory_outside
+from trimtab.hardware.memory import cap_memory, non_allocator_memory
 
 WORDS = ["the", "film", "was", "a", "story", "about", "this", "cast", "very", "long"]
 MIB = 2**20
@@ -31,7 +31,7 @@ class Squeeze:
         if state.step == 1 and self._is_meant:
             torch.cuda.empty_cache()
             device, held = torch.device("cuda", 0), torch.cuda.memory_allocated()
-            outside = memory_outside(device)
+            outside = non_allocator_memory(device)
             cap_memory(device, int(held + (self._peak - held) * 0.6) + 32 * MIB + outside, outside)
 
 

@@ -5,10 +5,11 @@ import gc
 import pytest
 import torch
 
+from tiny_adapters import packed_bytes
 from tiny_models import config_of, tokenizer
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.load import load_model
-from trimtab.model.nf4 import Nf4, dequantized, is_nf4, stored_bytes
+from trimtab.model.nf4 import Nf4, dequantized, is_nf4
 from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 pytestmark = [
@@ -110,7 +111,7 @@ def asked_for():
 
 
 def test_memory_of_an_nf4_base():
-    """What is held afterwards is what `stored_bytes` says; on the way there was room for one block and no more."""
+    """Afterwards codes, scales and tables are held; on the way there was room for one block and no more."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -120,7 +121,7 @@ def test_memory_of_an_nf4_base():
     peak = torch.cuda.max_memory_allocated() - before
     packed = quantized(model)
     shapes = [tuple(module.weight.quant_state.shape) for module in packed.values()]
-    exact = sum(map(stored_bytes, shapes))
+    exact = sum(packed_bytes(module.weight) for module in packed.values())
     rest = sum(p.nbytes for name, p in model.named_parameters() if name.removesuffix(".weight") not in packed)
     assert exact + rest <= held < exact + rest + 2**16  # buffers
     unquantized = 2 * sum(rows * columns for rows, columns in shapes)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.losses import build_loss
 from trimtab.model.precision import Precision
 
@@ -50,7 +50,7 @@ def step_of(model, batch, how, **settings):
 def test_equals_the_plain_way(how, precision, family, settings):
     model, batch = a_model(family, **settings), a_batch()
     Precision(precision, torch.device("cuda")).attach(model)
-    assert check_head(model, batch, how) is None
+    assert check_chunked_loss(model, batch, how) is None
     for smoothing in (0.0, 0.1):
         plain, wanted = step_of(model, batch, "plain", label_smoothing=smoothing)
         found, gradients = step_of(model, batch, how, label_smoothing=smoothing)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from trimtab import DistributedType, Engine
 from trimtab.distributed.ddp import DataParallel
+from trimtab.distributed.world import SoloWorld
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,11 +49,7 @@ def build():
 
 
 def train(precision, connected, watch=False):
-    engine = Engine(precision, gradient_accumulation_steps=2)
-    if not connected:
-        from trimtab.distributed.world import SoloWorld
-
-        engine._world = SoloWorld()
+    engine = Engine(precision, gradient_accumulation_steps=2, world=None if connected else SoloWorld())
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(rows(), batch_size=4))

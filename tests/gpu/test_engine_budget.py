@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trimtab import Engine
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import memory_outside, usually_outside
+from trimtab.hardware.memory import expected_non_allocator_memory, non_allocator_memory
 from trimtab.units import parse_bytes
 
 pytestmark = [
@@ -63,7 +63,7 @@ def train(budget, precision="bf16", allow=(), **shape):
         optimizer.zero_grad()
         losses.append(outputs.loss.item())
     peak = torch.cuda.max_memory_allocated()
-    assert torch.cuda.memory_reserved() + memory_outside(engine.device) <= parse_bytes(budget)
+    assert torch.cuda.memory_reserved() + non_allocator_memory(engine.device) <= parse_bytes(budget)
     return engine._memory_planner.chosen, losses, peak
 
 
@@ -74,7 +74,7 @@ def test_each_budget_is_held_and_foretold(precision, caplog):
     chosen, losses, free = train("60GiB", precision)
     assert chosen.spec["gradient_checkpointing"] == "none"
     assert chosen.allocated_bytes == pytest.approx(free, rel=0.01)
-    outside = usually_outside(with_kernels=False)
+    outside = expected_non_allocator_memory(with_kernels=False)
     peaks = {"none": free}
     for share in (0.85, 0.55):
         chosen, others, peak = train(f"{outside + int(free * share)}B", precision)
@@ -88,7 +88,7 @@ def test_each_budget_is_held_and_foretold(precision, caplog):
 def test_state_of_8_bits_where_it_is_allowed():
     pytest.importorskip("bitsandbytes")
     _, _, free = train("60GiB", length=16)
-    budget = usually_outside(with_kernels=True) + int(free * 0.8)
+    budget = expected_non_allocator_memory(with_kernels=True) + int(free * 0.8)
     chosen, _, peak = train(f"{budget}B", allow=["8bit"], length=16)
     assert chosen.spec["optimizer"] == "AdamW8bit"
     assert chosen.allocated_bytes == pytest.approx(peak, rel=0.01)
@@ -105,7 +105,7 @@ def test_what_lies_on_the_device_already_counts():
 
 def test_what_cannot_fit_is_said_before_anything_runs():
     with pytest.raises(DoesNotFit, match="batch"):
-        train(f"{usually_outside(with_kernels=False) + 160 * MIB}B")
+        train(f"{expected_non_allocator_memory(with_kernels=False) + 160 * MIB}B")
 
 
 def test_beyond_the_budget_the_allocator_refuses():

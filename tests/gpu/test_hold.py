@@ -9,7 +9,7 @@ from tiny_models import config_of
 from tiny_runs import lines_of
 from trimtab import Recipe, fit
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import cap_memory, memory_outside, usually_outside
+from trimtab.hardware.memory import cap_memory, expected_non_allocator_memory, non_allocator_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,7 +68,7 @@ def test_a_budget_leads_to_smaller_micro_batches(tmp_path):
     free = run(tmp_path, "free")
     torch.cuda.empty_cache()
     needed = free.fit.peak_memory_bytes
-    outside = usually_outside(with_kernels=False)
+    outside = expected_non_allocator_memory(with_kernels=False)
     budget = outside + int(needed * 0.55) + 64 * MIB
     held = run(tmp_path, "held", budget, gradient_checkpointing="none")
     assert held.fit.rows_at_once in (8, 16)
@@ -95,7 +95,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_run(tmp_path):
 
     free = run(tmp_path, "free")
     peak = free.fit.peak_memory_bytes
-    outside = memory_outside(torch.device("cuda", torch.cuda.current_device()))
+    outside = non_allocator_memory(torch.device("cuda", torch.cuda.current_device()))
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = {**config_of("bert"), **shape, "vocab_size": 300, "max_position_embeddings": 256}
     recipe = Recipe(
@@ -114,6 +114,6 @@ def test_memory_that_runs_out_in_the_middle_of_a_run(tmp_path):
 
 
 def test_a_budget_that_holds_nothing(tmp_path):
-    outside = memory_outside(torch.device("cuda", torch.cuda.current_device()))
+    outside = non_allocator_memory(torch.device("cuda", torch.cuda.current_device()))
     with pytest.raises(DoesNotFit):
         run(tmp_path, "none", outside + 24 * MIB)

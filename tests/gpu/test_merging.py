@@ -39,7 +39,7 @@ def test_a_base_of_4_bits_is_one_again(tiny, data):
 @pytest.mark.parametrize("has_room", [True, False])
 def test_weights_on_the_host_or_on_the_device(tiny, data, monkeypatch, has_room):
     """Where a model does not fit, each of its modules comes to the device in its turn: the same numbers."""
-    monkeypatch.setattr("trimtab.inference.closeness._has_room", lambda model, device: has_room)
+    monkeypatch.setattr("trimtab.inference.comparison._has_room", lambda model, device: has_room)
     run_of(tiny, data)
     near = merge("run", "bf16", dtype="bf16", device="cuda", num_rows=8).closeness
     on_host = merge("run", "again", dtype="bf16", device="cpu", num_rows=8).closeness

@@ -1,4 +1,4 @@
-"""Known devices are found under the names that people and torch give them; a measurement gives figures of that kind."""
+"""Known devices are found under the names that people and torch use; a measurement has the right units."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.hardware.catalog import CATALOG, GIB, find, identify, measure_device
+from trimtab.hardware.catalog import CATALOG, GIB, find, identify_device, measure_device
 from trimtab.hardware.inventory import take_inventory
 
 GPUS = [device for device in CATALOG.values() if device.name != "cpu"]
@@ -33,7 +33,7 @@ def test_older_cards_have_no_bf16_and_no_flash():
     }
 
 
-def test_rates_of_formats_that_a_device_does_not_have():
+def test_rates_of_unsupported_dtypes():
     t4 = CATALOG["t4"]
     assert t4.rate("tf32") == t4.rate("fp32") == t4.fp32
     assert t4.rate("bf16") == pytest.approx(t4.rate("fp16") / 10)
@@ -74,7 +74,7 @@ def test_names_as_people_type_them(name, short):
 @pytest.mark.parametrize(
     ("name", "offered", "not_offered"), [("rtx-4095", "rtx-4090", "t4"), ("a1000", "a100", "cpu"), ("t40", "t4", "cpu")]
 )
-def test_unknown_names_are_answered_with_close_ones(name, offered, not_offered):
+def test_unknown_names_are_refused_with_similar_ones(name, offered, not_offered):
     with pytest.raises(RecipeError, match=f"no device is known as '{name}'") as error:
         find(name)
     names = error.value.cure.removeprefix("use one of ").split(", ")
@@ -116,7 +116,7 @@ def inventory_of(name, gib):
     ],
 )
 def test_names_as_torch_gives_them(name, gib, short):
-    found = identify(inventory_of(name, gib))
+    found = identify_device(inventory_of(name, gib))
     assert found is not None
     assert found == replace(CATALOG[short], memory_bytes=int(gib * GIB))
 
@@ -134,12 +134,12 @@ def test_names_as_torch_gives_them(name, gib, short):
     ],
 )
 def test_cards_that_only_look_alike_are_unknown(name, gib):
-    assert identify(inventory_of(name, gib)) is None
+    assert identify_device(inventory_of(name, gib)) is None
 
 
 def test_a_cpu_is_identified_with_its_own_memory():
     inventory = take_inventory("cpu")
-    assert identify(inventory) == replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
+    assert identify_device(inventory) == replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
 
 
 def test_measuring_a_cpu_gives_figures_in_the_right_units():
@@ -159,7 +159,7 @@ def test_measuring_a_gpu():
     before = torch.backends.cuda.matmul.fp32_precision
     found = measure_device("cuda")
     assert torch.backends.cuda.matmul.fp32_precision == before
-    known = identify(take_inventory("cuda"))
+    known = identify_device(take_inventory("cuda"))
     if known is None:
         pytest.skip(f"no row for {found.name}")
     for measured, sheet in ((found.fp32, known.fp32), (found.fp16, known.fp16), (found.bandwidth, known.bandwidth)):

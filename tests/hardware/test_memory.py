@@ -1,4 +1,4 @@
-"""Memory figures are real ones, and freed memory stays with the process once that was asked for."""
+"""Memory in use, budgets and allocator settings."""
 
 import platform
 import subprocess
@@ -12,8 +12,8 @@ from trimtab.hardware import memory
 from trimtab.hardware.inventory import find_device, native_precision, take_inventory
 
 
-def test_memory_follows_what_is_held():
-    """In a process of its own: one that has freed memory before may take it from there."""
+def test_memory_in_use_follows_allocations():
+    """In a subprocess: this process may reuse memory that it freed before."""
     code = """
 import torch
 from trimtab.hardware.memory import memory_in_use, peak_memory
@@ -83,12 +83,12 @@ class Gpu:
 CUDA = torch.device("cuda", 0)
 
 
-def test_the_cap_leaves_out_what_is_outside_the_allocator(monkeypatch):
+def test_the_cap_subtracts_memory_outside_of_the_allocator(monkeypatch):
     gpu = Gpu(monkeypatch)
-    assert memory.memory_outside(CUDA) == GIB // 2
+    assert memory.non_allocator_memory(CUDA) == GIB // 2
     memory.cap_memory(CUDA, None)
     assert gpu.fractions == [], "a cap that the user has set stays"
-    cap = memory.cap_memory(CUDA, memory.budget_in_bytes("8GiB", CUDA), memory.memory_outside(CUDA))
+    cap = memory.cap_memory(CUDA, memory.resolve_budget("8GiB", CUDA), memory.non_allocator_memory(CUDA))
     assert gpu.fractions == [(7.5 / 16, CUDA)]
     assert cap.budget_bytes == 8 * GIB
     assert cap.share(2 * GIB) == 0.25
@@ -96,39 +96,39 @@ def test_the_cap_leaves_out_what_is_outside_the_allocator(monkeypatch):
     assert gpu.fractions[1:] == [(1.0, CUDA)], "the cap of a run ends with the next one"
 
 
-def test_what_other_processes_use_is_no_part_of_a_budget(monkeypatch):
+def test_memory_of_other_processes_is_not_part_of_a_budget(monkeypatch):
     Gpu(monkeypatch, outside=5 * GIB)
-    assert memory.memory_outside(CUDA) == GIB
+    assert memory.non_allocator_memory(CUDA) == GIB
 
 
-def test_auto_is_what_is_free(monkeypatch):
+def test_auto_is_the_free_memory(monkeypatch):
     gpu = Gpu(monkeypatch)
-    budget = memory.budget_in_bytes("auto", CUDA)
+    budget = memory.resolve_budget("auto", CUDA)
     assert budget == 16 * GIB
-    memory.cap_memory(CUDA, budget, memory.memory_outside(CUDA))
+    memory.cap_memory(CUDA, budget, memory.non_allocator_memory(CUDA))
     assert gpu.fractions == [(15.5 / 16, CUDA)]
-    assert memory.budget_in_bytes(None, CUDA) is None
+    assert memory.resolve_budget(None, CUDA) is None
 
 
-def test_budgets_that_cannot_be(monkeypatch):
+def test_impossible_budgets(monkeypatch):
     Gpu(monkeypatch)
-    with pytest.raises(RecipeError, match="memory.budget is 24.0 GiB, and cuda:0 has 16.0 GiB") as caught:
+    with pytest.raises(RecipeError, match="memory.budget is 24.0 GiB, but cuda:0 has 16.0 GiB") as caught:
         memory.cap_memory(CUDA, 24 * GIB)
-    assert caught.value.cure == "memory.budget: auto takes what is free; 16GiB is all"
-    with pytest.raises(DoesNotFit, match="the context of cuda:0 alone takes 512.0 MiB"):
+    assert caught.value.cure == "memory.budget: auto for the free memory, or at most 16GiB"
+    with pytest.raises(DoesNotFit, match="the CUDA context of cuda:0 alone takes 512.0 MiB"):
         memory.cap_memory(CUDA, GIB // 4, GIB // 2)
 
 
 def test_a_budget_of_the_cpu():
     cpu = torch.device("cpu")
-    auto, total = memory.budget_in_bytes("auto", cpu), memory.total_memory(cpu)
+    auto, total = memory.resolve_budget("auto", cpu), memory.total_memory(cpu)
     assert memory.memory_in_use(cpu) < auto <= 1.1 * total
-    with pytest.raises(RecipeError, match="and cpu has"):
-        memory.budget_in_bytes("900TiB", cpu)
+    with pytest.raises(RecipeError, match="but cpu has"):
+        memory.resolve_budget("900TiB", cpu)
     assert memory.MemoryCap(cpu).share(5) is None
 
 
-def test_a_passed_budget_is_said_once(caplog):
+def test_an_exceeded_budget_is_reported_once(caplog):
     cap = memory.MemoryCap(torch.device("cpu"), 100)
     with caplog.at_level("INFO", "trimtab"):
         assert [cap.share(in_use) for in_use in (50, 200, 300)] == [0.5, 2.0, 3.0]
@@ -144,9 +144,9 @@ def test_a_passed_budget_is_said_once(caplog):
         (MemoryError(), ""),
     ],
 )  # fmt: skip
-def test_what_was_wanted(error, words):
+def test_the_size_of_a_failed_allocation(error, words):
     assert memory.is_out_of_memory(error)
-    assert memory.wanted_words(error) == words
+    assert memory.describe_failed_allocation(error) == words
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -186,7 +186,7 @@ def test_whether_a_run_has_expandable_segments(monkeypatch, platform, cuda, envi
     assert memory.has_expandable_segments() is has
 
 
-def test_what_the_process_has_set_itself_counts(monkeypatch):
+def test_settings_made_at_run_time_count(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:False")

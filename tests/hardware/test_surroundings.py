@@ -1,11 +1,11 @@
-"""Where something was measured, in words that a reader can check."""
+"""The description of the environment of a measurement."""
 
 import subprocess
 
 import pytest
 import torch
 
-from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.hardware.environment import describe_environment
 
 
 @pytest.fixture
@@ -25,19 +25,19 @@ def repository(tmp_path):
     return tmp_path, git("rev-parse", "--short", "HEAD")
 
 
-def test_what_is_said(repository):
+def test_the_log_message(repository):
     folder, commit = repository
-    found = describe_surroundings("cpu", 3, ("torch", "no-such-package"), folder)
+    found = describe_environment("cpu", 3, ("torch", "no-such-package"), folder)
     assert found["commit"] == commit
     assert f"torch {torch.__version__}" in found["versions"]
     assert "no-such-package" not in found["versions"]
     assert "cores, 3 threads used" in found["hardware"]
     (folder / "file.py").write_text("x = 1")
-    assert describe_surroundings("cpu", 3, (), folder)["commit"] == f"{commit} and changes"
+    assert describe_environment("cpu", 3, (), folder)["commit"] == f"{commit} and changes"
 
 
 def test_the_commit_of_another_repository_is_not_ours(repository):
     folder, _ = repository
     installed = folder / "site-packages"
     installed.mkdir()
-    assert describe_surroundings("cpu", 1, (), installed)["commit"] == "not known"
+    assert describe_environment("cpu", 1, (), installed)["commit"] == "not known"

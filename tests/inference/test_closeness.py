@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tiny_models import CONFIGS, TEXTS, batch_of, config_of, tokenizer
-from trimtab.inference.closeness import Closeness, Questions, computed_in_fp32
+from trimtab.inference.comparison import ModelComparison, OutputDivergence, computed_in_fp32
 from trimtab.model.forward import logits_of, run_model
 from trimtab.model.load import load_model
 
@@ -43,8 +43,8 @@ class Table(torch.nn.Module):
 
 def closeness(task, examples, one, other, per_row=False):
     first, second = Table(one, per_row), Table(other, per_row)
-    questions = Questions(task, examples, first.table.shape[1], CPU)
-    questions.ask_first(first)
+    questions = ModelComparison(task, examples, first.table.shape[1], CPU)
+    questions.record_reference(first)
     return questions.compare(second)
 
 
@@ -77,21 +77,23 @@ def test_classes_and_labels():
     one, other = logs((0.7, 0.3), (0.4, 0.6)), logs((0.7, 0.3), (0.9, 0.1))
     differs = 0.4 * math.log(0.4 / 0.9) + 0.6 * math.log(0.6 / 0.1)
     found = closeness(FakeTask("cross-entropy"), rows([0], [1], labels=[0, 1]), one, other, per_row=True)
-    assert found == Closeness(pytest.approx(differs / 2), pytest.approx(differs), 0.5, 2, 2)
+    assert found == OutputDivergence(pytest.approx(differs / 2), pytest.approx(differs), 0.5, 2, 2)
     # two labels of a row: the first with probability 0.8 and 0.5, the second the same in both
     one, other = [[math.log(0.8 / 0.2), -1.0]], [[math.log(0.4 / 0.6), -1.0]]
     differs = 0.8 * math.log(0.8 / 0.4) + 0.2 * math.log(0.2 / 0.6)
     found = closeness(FakeTask("binary-cross-entropy"), rows([0], labels=[0]), one, other, per_row=True)
-    assert found == Closeness(pytest.approx(differs), pytest.approx(differs), 0.0, 1, 1)
+    assert found == OutputDivergence(pytest.approx(differs), pytest.approx(differs), 0.0, 1, 1)
 
 
 def test_numbers():
     """In units of their spread: predictions 1 and 3 have a standard deviation of 1."""
     task = FakeTask("mse")
     near = closeness(task, rows([0], [1], labels=[0, 0]), [[1.0], [3.0]], [[1.05], [3.0]], per_row=True)
-    assert near == Closeness(pytest.approx(0.05**2 / 4, rel=1e-4), pytest.approx(0.05**2 / 2, rel=1e-4), 1.0, 2, 2)
+    assert near == OutputDivergence(
+        pytest.approx(0.05**2 / 4, rel=1e-4), pytest.approx(0.05**2 / 2, rel=1e-4), 1.0, 2, 2
+    )
     far = closeness(task, rows([0], [1], labels=[0, 0]), [[1.0], [3.0]], [[2.0], [3.0]], per_row=True)
-    assert far == Closeness(pytest.approx(0.25), pytest.approx(0.5), 0.5, 2, 2)
+    assert far == OutputDivergence(pytest.approx(0.25), pytest.approx(0.5), 0.5, 2, 2)
     scaled = closeness(task, rows([0], [1], labels=[0, 0]), [[100.0], [300.0]], [[200.0], [300.0]], per_row=True)
     assert scaled.kl_mean == pytest.approx(0.25)
 
@@ -107,7 +109,7 @@ def test_a_broken_model_is_never_near():
 
 def test_long_rows_are_asked_at_even_distances(monkeypatch):
     """No more is kept than there is room for; a short row is asked everywhere."""
-    monkeypatch.setattr("trimtab.inference.closeness._KEPT_BYTES", 2 * 3 * 4 * 5)  # five answers of three in each row
+    monkeypatch.setattr("trimtab.inference.comparison._KEPT_BYTES", 2 * 3 * 4 * 5)  # five answers of three in each row
     one = torch.zeros(40, 3)
     other = one.clone()
     other[[0, 8, 16, 24, 32], 0] = 1.0  # every eighth token is answered otherwise

@@ -198,7 +198,7 @@ def test_another_base_is_refused(classifier, tiny):
 def test_an_adapter_is_no_model_to_train_from(classifier):
     run, *_ = classifier
     for source in (run, run / "best"):
-        with pytest.raises(ModelError, match="holds an adapter alone") as failure:
+        with pytest.raises(ModelError, match="holds an adapter only") as failure:
             load_model(str(source), "sequence-classification", {}, None)
         assert failure.value.cure == f"merge it first: trimtab merge {source} DIR"
 

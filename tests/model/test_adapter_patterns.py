@@ -1,4 +1,4 @@
-"""Adapters from elsewhere: regular expressions in their config cannot keep anybody waiting, pickles are not run."""
+"""Adapters from untrusted sources: regular expressions have a time limit, pickled code is not executed."""
 
 import json
 import os
@@ -39,38 +39,29 @@ def base(tiny):
 
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
-def test_an_endless_regular_expression_is_refused(adapter_folder, monkeypatch, key):
-    monkeypatch.setattr(adapter_patterns, "_SECONDS", 0.05)
+def test_a_regular_expression_with_catastrophic_backtracking_is_refused(adapter_folder, monkeypatch, key):
+    monkeypatch.setattr(adapter_patterns, "_TIMEOUT_S", 0.05)
     changed(adapter_folder, **{key: {ENDLESS: 8} if key.endswith("_pattern") else ENDLESS})
     with pytest.raises(ModelError, match=rf"adapter_config.json: {key}: the regular expression .* takes too long") as e:
         load(adapter_folder, device="cpu")
     assert '["q_proj", "v_proj"]' in e.value.cure
 
 
-def test_what_would_be_endless_for_pythons_engine_alone_is_matched(adapter_folder):
+def test_a_pattern_that_only_pythons_re_cannot_handle_is_matched(adapter_folder):
     load(changed(adapter_folder, exclude_modules=r"(([\w.])+)+!"), device="cpu")
-
-
-def test_a_layers_pattern_that_is_no_name_is_refused(adapter_folder, tiny):
-    changed(adapter_folder, layers_to_transform=[0], layers_pattern="(l+)+ayers!")
-    with pytest.raises(ModelError, match="layers_pattern is the regular expression"):
-        load_adapter(base(tiny), adapter_folder)
-
-
-def test_a_broken_regular_expression_is_refused(adapter_folder, tiny):
-    with pytest.raises(ModelError, match=r"target_modules: '\(q_proj' is no regular expression"):
-        load_adapter(base(tiny), changed(adapter_folder, target_modules="(q_proj"))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_modules": "(" * 3000 + "a" + ")" * 3000}, "is no regular expression"),
+        ({"target_modules": "(q_proj"}, r"target_modules: '\(q_proj' is not a regular expression"),
+        ({"target_modules": "(" * 3000 + "a" + ")" * 3000}, "is not a regular expression"),
+        ({"layers_to_transform": [0], "layers_pattern": "(l+)+ayers!"}, "layers_pattern is the regular expression"),
         ({"rank_pattern": ["x"]}, "rank_pattern is a list"),
         ({"alpha_pattern": "abc"}, "alpha_pattern is a str"),
     ],
 )
-def test_a_config_that_no_tool_writes(adapter_folder, tiny, changes, words):
+def test_an_invalid_config_is_refused(adapter_folder, tiny, changes, words):
     with pytest.raises(ModelError, match=words):
         load_adapter(base(tiny), changed(adapter_folder, **changes))
 
@@ -79,7 +70,7 @@ def test_a_config_that_no_tool_writes(adapter_folder, tiny, changes, words):
     "pattern",
     [r".*\.(q|v)_proj", r"model\.layers\.\d+\.self_attn\.(?:q_proj|v_proj)", r".*(?<!k)(?<!o)_proj(?<!\w{7})"],
 )
-def test_regular_expressions_that_people_write_mean_what_peft_makes_of_them(adapter_folder, tiny, pattern):
+def test_regular_expressions_match_the_same_modules_as_in_peft(adapter_folder, tiny, pattern):
     plain = load_adapter(base(tiny), adapter_folder)
     model = base(tiny)
     names = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
@@ -88,7 +79,7 @@ def test_regular_expressions_that_people_write_mean_what_peft_makes_of_them(adap
     assert all(torch.equal(found.tensors()[name], tensor) for name, tensor in plain.tensors().items())
 
 
-def test_the_config_that_is_written_again_is_the_one_that_was_read(adapter_folder, tiny, tmp_path):
+def test_saving_keeps_the_regular_expression(adapter_folder, tiny, tmp_path):
     pattern = r".*\.(q|v)_proj"
     load_adapter(base(tiny), changed(adapter_folder, target_modules=pattern)).save(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["target_modules"] == pattern
@@ -107,7 +98,7 @@ class Harmful:
         return os.mkdir, ("it-was-run",)
 
 
-def test_a_pickled_adapter_is_not_run(adapter_folder, own_folder):
+def test_code_in_a_pickled_adapter_is_not_executed(adapter_folder, own_folder):
     (adapter_folder / "adapter_model.safetensors").unlink()
     (adapter_folder / "adapter_model.bin").write_bytes(pickle.dumps({"weight": Harmful()}))
     with pytest.raises(ModelError, match="a pickle that holds more than tensors.*\n.*adapter_model.safetensors") as e:
@@ -145,7 +136,7 @@ def test_a_config_that_is_damaged(adapter_folder, content):
         load(adapter_folder, device="cpu")
 
 
-def test_a_pickled_model_is_not_run(tiny, tmp_path, own_folder):
+def test_code_in_a_pickled_model_is_not_executed(tiny, tmp_path, own_folder):
     folder = tmp_path / "model"
     shutil.copytree(tiny.folder("llama"), folder)
     (folder / "model.safetensors").unlink()

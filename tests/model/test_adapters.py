@@ -1,4 +1,4 @@
-"""Adapters: what is chosen, what trains, that PEFT agrees in loss and gradients, and reads what we write."""
+"""Adapters: selected modules, trainable parameters, agreement with PEFT, saving and loading."""
 
 import copy
 import json
@@ -10,23 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from rounding import assert_same_up_to_rounding
-from tiny_models import TEXTS, batch_of, config_of, tokenizer
+from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import Adapter, LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
-from trimtab.model.load import load_model, newly_initialised
+from trimtab.model.load import load_model, newly_initialized
 from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
-KINDS = {
-    "bert": "sequence-classification",
-    "roberta": "masked-lm",
-    "gpt2": "causal-lm",
-    "llama": "causal-lm",
-    "t5": "seq2seq-lm",
-    "marian": "seq2seq-lm",
-    "bart": "seq2seq-lm",
-    "encoder-decoder": "seq2seq-lm",
-}
 LLAMA_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -45,7 +35,7 @@ def batch(name):
 
 
 def stirred(model):
-    """Weights that train are moved, so that the adapter's product is not zero."""
+    """Change trainable parameters randomly: the adapter's product is not zero then."""
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +61,7 @@ def outcome(model, inputs):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_peft_agrees(name, tmp_path):
+def test_peft_gives_the_same_logits_loss_and_gradients(name, tmp_path):
     """PEFT reads the folder onto the base: same logits, same loss, same gradients of everything that trains."""
     import peft
 
@@ -122,7 +112,7 @@ def test_only_the_adapter_is_written(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_read_again(name, tmp_path):
+def test_save_and_load(name, tmp_path):
     base = plain(name)
     model = copy.deepcopy(base)
     adapter = add_adapter(model, LoraSpec(rank=3, ranks={"*0*": 2}, alphas={"*0*": 9}, trains=[embedding_name(model)]))
@@ -144,7 +134,7 @@ def test_read_again(name, tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_what_peft_wrote(tmp_path):
+def test_load_an_adapter_saved_by_peft(tmp_path):
     import peft
 
     base = plain("llama", tie_word_embeddings=True)
@@ -165,7 +155,7 @@ def test_what_peft_wrote(tmp_path):
     assert_same_up_to_rounding(model(**batch("llama")).logits, again(**batch("llama")).logits, num_roundings=64)
 
 
-def test_weights_of_another_moment(tmp_path):
+def test_save_given_weights(tmp_path):
     """A copy that waited for room on the disk is written in the place of what the model has by then."""
     model = plain("gpt2")
     adapter = add_adapter(model, LoraSpec(rank=2, trains=["transformer.wte"]))
@@ -178,7 +168,7 @@ def test_weights_of_another_moment(tmp_path):
         assert torch.equal(stored["base_model.model." + name.replace(".default", "")], tensor)
 
 
-def test_nothing_changes_before_the_first_step():
+def test_a_new_adapter_does_not_change_outputs():
     base = plain("llama")
     model = copy.deepcopy(base)
     add_adapter(model, LoraSpec(dropout=0.5))
@@ -186,7 +176,7 @@ def test_nothing_changes_before_the_first_step():
     assert torch.equal(model(**batch("llama")).logits, base(**batch("llama")).logits)
 
 
-def test_begins_alike_in_every_format():
+def test_initial_values_do_not_depend_on_the_dtype_of_the_base():
     drawn = []
     for dtype in (torch.float32, torch.bfloat16):
         model = plain("llama").to(dtype)
@@ -198,7 +188,7 @@ def test_begins_alike_in_every_format():
         assert bool(tensor.any()) == ("lora_A" in name)
 
 
-def test_the_spread_is_that_of_peft():
+def test_initial_values_are_distributed_as_in_peft():
     import peft
 
     model, theirs = plain("llama", hidden_size=512), plain("llama", hidden_size=512)
@@ -226,7 +216,7 @@ class TestTargets:
         ]
         assert sorted(self.targets()) == sorted(expected)
 
-    def test_heads_stay_out(self):
+    def test_heads_get_no_adapter(self):
         assert not [name for name in self.targets("encoder-decoder") if "cls" in name]
         assert not [name for name in self.targets("roberta") if "lm_head" in name]
         assert "bert.pooler.dense" in self.targets("bert")
@@ -264,11 +254,11 @@ class TestTargets:
             ({"targets": ["q_prj"]}, "adapter.targets: 'q_prj' matches no module", "q_proj"),
             ({"targets": ["zzz"]}, "matches no module of LlamaForCausalLM", "there are"),
             ({"targets": ["embed_tokens"]}, "a Embedding without linear", "all-linear"),
-            ({"targets": ["lm_head"]}, "lm_head makes the model's output", r"adapter.trains: \[lm_head\]"),
-            ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which trains in full", "name it once"),
+            ({"targets": ["lm_head"]}, "lm_head is the output layer", r"adapter.trains: \[lm_head\]"),
+            ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which is trained in full", "name it either"),
             ({"trains": ["embed_token"]}, "adapter.trains: 'embed_token' matches no module", "embed_tokens"),
-            ({"layers": (0, 2)}, "is no range of the 2 layers", r"\[0, 1\]"),
-            ({"layers": (1, 0)}, "is no range of the 2 layers", r"\[0, 1\]"),
+            ({"layers": (0, 2)}, "is not a range of the 2 layers", r"\[0, 1\]"),
+            ({"layers": (1, 0)}, "is not a range of the 2 layers", r"\[0, 1\]"),
             ({"ranks": {"k_prj": 4}}, "adapter.ranks: 'k_prj' matches no module", "k_proj"),
             ({"targets": ["q_proj"], "alphas": {"k_proj": 4}}, "adapter.alphas: 'k_proj' matches no", "q_proj"),
             ({"rank": 0}, "adapter.rank is 0", "at least 1"),
@@ -286,17 +276,17 @@ class TestTargets:
     def test_twice(self):
         model = plain("llama")
         add_adapter(model, LoraSpec(rank=2))
-        with pytest.raises(RecipeError, match="has an adapter already"):
+        with pytest.raises(RecipeError, match="already has an adapter"):
             add_adapter(model, LoraSpec(rank=2))
 
-    def test_fused_experts_are_said_to_be_left_out(self, caplog):
+    def test_fused_experts_without_adapter_are_reported(self, caplog):
         caplog.set_level(logging.INFO, logger="trimtab")
         config = {**config_of("llama"), "model_type": "mixtral", "num_local_experts": 4}
         model = load_model(config, "causal-lm", {}, tokenizer())
         adapter = add_adapter(model, LoraSpec(rank=2))
         assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-        (said,) = [message for message in caplog.messages if "leaves out" in message]
-        assert "MixtralExperts" in said
+        (line,) = [message for message in caplog.messages if "leaves out" in message]
+        assert "MixtralExperts" in line
 
 
 def test_ranks_and_alphas(tmp_path):
@@ -326,7 +316,7 @@ def test_rslora():
 
 
 class TestWholeModules:
-    """Modules that train in full, beside the adapter."""
+    """Modules that are trained in full."""
 
     def test_no_second_copy(self):
         model = plain("llama")
@@ -353,14 +343,14 @@ class TestWholeModules:
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
         assert_same_up_to_rounding(model(**batch("gpt2")).logits, theirs(**batch("gpt2")).logits, num_roundings=64)
 
-    def test_what_is_new_trains(self, tmp_path):
+    def test_newly_initialized_modules_are_trained_in_full(self, tmp_path):
         """A pooler that the files lack is part of the base, and random."""
         with quiet_transformers():
             load_model(config_of("bert"), "masked-lm", {}, tokenizer()).save_pretrained(tmp_path)
         model = load_model(str(tmp_path), "sequence-classification", {"num_labels": 2}, tokenizer())
         adapter = add_adapter(model, LoraSpec(rank=2))
         assert adapter.trains == ("bert.pooler", "classifier")
-        assert newly_initialised(model) <= trainable(model)
+        assert newly_initialized(model) <= trainable(model)
         assert not [name for name in adapter.targets if "pooler" in name]
         assert adapter.base.name == str(tmp_path)
 
@@ -369,11 +359,11 @@ class TestWholeModules:
         with quiet_transformers():
             load_model(config_of("bert"), "sequence-classification", {}, tokenizer()).save_pretrained(tmp_path)
         model = load_model(str(tmp_path), "masked-lm", {}, tokenizer())
-        with pytest.raises(RecipeError, match="has to train") as refused:
+        with pytest.raises(RecipeError, match="has to be trained") as refused:
             add_adapter(copy.deepcopy(model), LoraSpec(rank=2))
         named = refused.value.cure.rpartition("[")[2].rstrip("]")
         add_adapter(model, LoraSpec(rank=2, trains=[named]))
-        assert newly_initialised(model) <= trainable(model)
+        assert newly_initialized(model) <= trainable(model)
 
     def test_a_whole_head_is_one_module(self):
         head = {"num_labels": 2}
@@ -382,7 +372,7 @@ class TestWholeModules:
 
     @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
     @pytest.mark.parametrize("autocast", [True, False])
-    def test_fp32_beside_a_half_base(self, name, autocast):
+    def test_trainable_parameters_are_fp32_in_a_half_precision_base(self, name, autocast):
         model = plain(name).to(torch.bfloat16)
         add_adapter(model, LoraSpec(rank=2, trains=[embedding_name(model)]))
         assert {model.get_parameter(n).dtype for n in trainable(model)} == {torch.float32}
@@ -399,7 +389,7 @@ class TestWholeModules:
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters() if p.requires_grad)
 
 
-def test_copies_are_apart():
+def test_copies_share_no_memory():
     model = plain("llama")
     adapter = add_adapter(model, LoraSpec(rank=2, trains=["embed_tokens"]))
     stirred(model)
@@ -492,7 +482,7 @@ class TestReading:
         tensors = load_file(folder / "adapter_model.safetensors")
         del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ModelError, match=r"up_proj.lora_A.*not in it"):
+        with pytest.raises(ModelError, match=r"up_proj.lora_A.*missing in it"):
             load_adapter(plain("llama"), folder)
 
 
@@ -506,7 +496,7 @@ class TestNewTokens:
             small.save_pretrained(tmp_path)
         return str(tmp_path)
 
-    def test_whoever_loads_the_base_again_gets_the_same_rows(self, folder):
+    def test_new_rows_are_deterministic(self, folder):
         rows = []
         for seed in (1, 2):
             torch.manual_seed(seed)
@@ -517,14 +507,14 @@ class TestNewTokens:
         assert torch.allclose(rows[0][0][3], model.model.embed_tokens.weight[:290].mean(0))
 
     @pytest.mark.parametrize("trains", [[], ["embed_tokens"]])
-    def test_said_where_they_do_not_train(self, folder, trains, caplog):
+    def test_frozen_new_rows_are_reported(self, folder, trains, caplog):
         caplog.set_level(logging.INFO, logger="trimtab")
         add_adapter(load_model(folder, "causal-lm", {}, tokenizer()), LoraSpec(rank=2, trains=trains))
-        said = [message for message in caplog.messages if "10 new rows" in message]
-        assert len(said) == (not trains)
+        lines = [message for message in caplog.messages if "10 new rows" in message]
+        assert len(lines) == (not trains)
 
 
-def test_half_precision_is_loaded_as_such(tmp_path, caplog):
+def test_load_in_half_precision(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="trimtab")
     with quiet_transformers():
         plain("llama").save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The loss in place of logits: that of the plain way with all its gradients, without a tensor of their size."""
+"""The loss without logits: equal to the plain loss with all gradients, without a tensor of the size of all logits."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import LossError, MissingDependency, RecipeError
 from trimtab.model import linear_cross_entropy
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.linear_cross_entropy import Job, chunk_rows, chunked_cross_entropy, logits_bytes
 from trimtab.model.load import load_model
 from trimtab.model.losses import build_loss
@@ -63,7 +63,7 @@ def token_batch():
 
 
 def both_ways(model, batch, **settings):
-    """(step, gradients) of the plain and of the chunked way."""
+    """(step, gradients) of the plain and of the chunked loss."""
     found = []
     for how in ("plain", "chunked"):
         model.zero_grad(set_to_none=True)
@@ -76,7 +76,7 @@ def both_ways(model, batch, **settings):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of seven tokens of a vocabulary of 300."""
-    monkeypatch.setattr(linear_cross_entropy, "_FEWEST_ROWS", 7)
+    monkeypatch.setattr(linear_cross_entropy, "_MIN_CHUNK_TOKENS", 7)
     monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 1024)
 
 
@@ -104,9 +104,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("name", "kind", "shifts"), MODELS)
-def test_equals_the_plain_way(small_chunks, name, kind, shifts, smoothing):
+def test_equals_the_plain_loss(small_chunks, name, kind, shifts, smoothing):
     model, batch = a_model(name, kind), token_batch()
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, wanted), (chunked, found) = both_ways(model, batch, shifts_labels=shifts, label_smoothing=smoothing)
     assert_same_up_to_rounding(chunked.value, plain.value, num_roundings=16)
     assert int(plain.weight) == int(chunked.weight) > 7
@@ -116,7 +116,7 @@ def test_equals_the_plain_way(small_chunks, name, kind, shifts, smoothing):
     assert not chunked.logits.numel()
 
 
-def test_what_comes_after_the_head_makes_a_difference():
+def test_operations_after_the_head_change_the_loss():
     """Without it the models above would not show that it is done."""
     for name, key, value in (("gemma2", "final_logit_softcapping", None), ("granite", "logits_scaling", 1.0)):
         model, batch = a_model(name), token_batch()
@@ -155,7 +155,7 @@ def test_the_kernel_alone(small_chunks, smoothing, bound, has_bias, at_most):
 
 @pytest.mark.parametrize("trains", ["all", "blocks", "head"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_gradients_only_of_what_trains(small_chunks, name, trains):
+def test_gradients_only_of_trainable_parameters(small_chunks, name, trains):
     """A frozen head, as under an adapter; a trained one on frozen blocks; gpt2's is its embedding as well."""
     model, batch = a_model(name), token_batch()
     head = model.get_output_embeddings().weight
@@ -170,8 +170,8 @@ def test_gradients_only_of_what_trains(small_chunks, name, trains):
 
 
 def test_no_tensor_of_all_logits_is_ever_made(monkeypatch):
-    """Neither in forward nor in backward, nor with a head that trains; the plain way shows that the watch can see."""
-    monkeypatch.setattr(linear_cross_entropy, "_FEWEST_ROWS", 16)
+    """Neither in forward nor in backward, nor with a trainable head; the plain loss shows that the check works."""
+    monkeypatch.setattr(linear_cross_entropy, "_MIN_CHUNK_TOKENS", 16)
     monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 16 * 4 * 5000)
     vocab, rows, length = 5000, 4, 60
     model = load_model({**config_of("llama"), "vocab_size": vocab}, "causal-lm", {}, None)
@@ -218,13 +218,13 @@ def test_evaluation_keeps_no_gradients(small_chunks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart", "gemma2"])
 def test_half_precision_is_about_as_exact_as_plain(small_chunks, name, dtype):
-    """Against fp32: gradients of the head, and those below it, are about as far off as those of the plain way."""
+    """Against fp32: gradients of the head, and those below it, have about the error of those of the plain loss."""
     kind = "seq2seq-lm" if name == "bart" else "causal-lm"
     model, batch = a_model(name, kind), token_batch()
     (_, exact), _ = both_ways(model, batch)
     word = "bf16" if dtype is torch.bfloat16 else "fp16"
     Precision(word, torch.device("cpu")).attach(model)
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, by_plain), (chunked, by_chunks) = both_ways(model, batch)
     assert chunked.value.dtype is torch.float32
     assert abs(float(plain.value.detach() - chunked.value.detach())) < 1e-3
@@ -235,13 +235,13 @@ def test_half_precision_is_about_as_exact_as_plain(small_chunks, name, dtype):
             sum(float((found[name] - exact[name]).square().sum()) for name in parameters) ** 0.5
             for found in (by_chunks, by_plain)
         )
-        # the gradient of the hidden states is rounded twice: as it is made, and times that of the loss
+        # the gradient of the hidden states is rounded twice: when computed, and when multiplied by that of the loss
         assert 0 < ours <= 1.3 * theirs, parameters
 
 
 def test_weights_kept_in_bf16():
     model, batch = a_model("llama").to(torch.bfloat16), token_batch()
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, wanted), (chunked, found) = both_ways(model, batch, shifts_labels=True)
     assert abs(float(plain.value.detach() - chunked.value.detach())) < 2e-3
     for parameter, gradient in wanted.items():
@@ -249,7 +249,7 @@ def test_weights_kept_in_bf16():
         assert float((found[parameter] - gradient).norm()) <= 0.03 * float(gradient.norm())
 
 
-def test_fp16_neither_overflows_nor_loses_the_small(small_chunks):
+def test_fp16_neither_overflows_nor_underflows(small_chunks):
     """A gradient of the weight above 65,504, and a loss scale that comes only in the backward pass."""
     labels = torch.zeros(2000, dtype=torch.long)
     hidden = torch.full((2000, 8), 60.0, requires_grad=True)
@@ -281,7 +281,7 @@ def test_a_factor_is_not_rounded_to_half_precision():
     assert abs(float(third.double().norm() * 3 / whole.double().norm()) - 1) < 3e-4
 
 
-def test_a_batch_without_labels_weighs_nothing():
+def test_a_batch_without_labels_has_weight_0():
     """And every parameter still has a gradient, for which other processes may wait."""
     model, batch = a_model("llama"), token_batch()
     batch["labels"] = torch.full_like(batch["labels"], -100)
@@ -292,7 +292,7 @@ def test_a_batch_without_labels_weighs_nothing():
     assert not any(gradient.any() for gradient in found.values())
 
 
-def test_blocks_that_are_computed_again(small_chunks):
+def test_gradient_checkpointing_of_blocks(small_chunks):
     model, batch = a_model("llama"), token_batch()
     (_, wanted), _ = both_ways(model, batch, shifts_labels=True)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -317,7 +317,7 @@ def test_nothing_is_read_from_the_device():
     assert step.hits.is_meta
 
 
-def test_random_numbers_stay_those_of_the_plain_way():
+def test_random_numbers_are_those_of_the_plain_loss():
     """Trying the model on a short row draws none, and leaves each module in its mode: dropout masks are the same."""
     batch, values = token_batch(), []
     for how in ("plain", "chunked"):
@@ -335,7 +335,7 @@ def test_random_numbers_stay_those_of_the_plain_way():
 def test_evaluation_without_logits(small_chunks):
     """Loss, perplexity and token accuracy as from logits; what needs logits says so."""
     model, batches = a_model("llama"), [token_batch(), token_batch()]
-    with torch.no_grad():  # so that some tokens are foretold right
+    with torch.no_grad():  # some tokens are predicted correctly then
         model.lm_head.weight.copy_(model.get_input_embeddings().weight * 30)
     engine = Engine(cpu=True)
 
@@ -357,7 +357,7 @@ def test_evaluation_without_logits(small_chunks):
 
 
 class Odd(torch.nn.Module):
-    """A model that does something of its own with its logits."""
+    """A model with a custom operation on its logits."""
 
     def __init__(self, odd):
         super().__init__()
@@ -373,37 +373,37 @@ class Odd(torch.nn.Module):
 
 
 ODD = {
-    "does 'relu' with its logits": lambda m, h: m.head(h).relu(),
-    "does '__getitem__' with its logits": lambda m, h: m.head(h)[:, :5],
-    "with a tensor that is none of its buffers": lambda m, h: m.head(h) * m.scale,
+    "applies 'relu' to its logits": lambda m, h: m.head(h).relu(),
+    "applies '__getitem__' to its logits": lambda m, h: m.head(h)[:, :5],
+    "with a tensor that is not one of its buffers": lambda m, h: m.head(h) * m.scale,
     "uses its output layer more than once": lambda m, h: m.head(h) + m.head(h * 2),
     "are not those of its output layer": lambda m, h: functional.linear(h, m.head.weight),
-    "hidden states of shape [1, 4, 8] do not fit labels of shape [1, 5]": lambda m, h: m.head(h[:, 1:]),
+    "hidden states of shape [1, 4, 8] do not match labels of shape [1, 5]": lambda m, h: m.head(h[:, 1:]),
 }
 
 
 @pytest.mark.parametrize("reason", list(ODD))
-def test_a_model_that_does_more_with_its_logits_is_refused(reason):
+def test_unsupported_operations_on_logits_are_refused(reason):
     model, batch = Odd(ODD[reason]), {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None]}
-    assert reason in check_head(model, batch)
+    assert reason in check_chunked_loss(model, batch)
     assert "forward" not in model.head.__dict__
     with pytest.raises(LossError):
         build_loss("token-cross-entropy", how="chunked")(model, batch)
     assert "forward" not in model.head.__dict__
 
 
-def test_a_loss_that_differs_is_found_out():
+def test_check_head_finds_a_different_loss():
     """A model that looks at who calls its head."""
 
     def sly(model, hidden):
         return model.head(hidden if "forward" in model.head.__dict__ else hidden * 3)
 
     batch = {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None]}
-    assert "in place of the logits the loss is" in check_head(Odd(sly), batch)
-    assert check_head(Odd(lambda model, hidden: model.head(hidden)), batch) is None
+    assert "the loss computed in the head is" in check_chunked_loss(Odd(sly), batch)
+    assert check_chunked_loss(Odd(lambda model, hidden: model.head(hidden)), batch) is None
 
 
-def test_shapes_and_formats_of_logits_may_be_asked_for():
+def test_shape_and_dtype_of_logits_can_be_read():
     def curious(model, hidden):
         logits = model.head(hidden)
         assert logits.shape == (*hidden.shape[:2], 300)
@@ -413,20 +413,20 @@ def test_shapes_and_formats_of_logits_may_be_asked_for():
         return 2 * logits.to(torch.float32)
 
     model, batch = Odd(curious), {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None]}
-    assert check_head(model, batch) is None
+    assert check_chunked_loss(model, batch) is None
     (plain, wanted), (chunked, found) = both_ways(model, batch)
     torch.testing.assert_close(plain.value, chunked.value)
     torch.testing.assert_close(found["head.weight"], wanted["head.weight"])
 
 
-def test_heads_that_are_no_plain_linear_map_are_refused():
+def test_heads_that_are_not_plain_linear_modules_are_refused():
     batch = token_batch()
     classifier = load_model(config_of("bert"), "sequence-classification", {"num_labels": 3}, tokenizer())
-    assert "has no output layer" in check_head(classifier, batch)
-    assert "has no output layer" in check_head(torch.nn.Linear(2, 2), batch)
+    assert "has no output layer" in check_chunked_loss(classifier, batch)
+    assert "has no output layer" in check_chunked_loss(torch.nn.Linear(2, 2), batch)
     model = a_model("llama")
     model.lm_head.forward = lambda hidden: functional.linear(hidden, model.lm_head.weight)
-    assert "with a forward of its own" in check_head(model, batch)
+    assert "with a custom forward" in check_chunked_loss(model, batch)
 
     class Adapted(torch.nn.Module):
         def __init__(self, base):
@@ -438,8 +438,8 @@ def test_heads_that_are_no_plain_linear_map_are_refused():
 
     model = a_model("llama")
     model.lm_head = Adapted(model.lm_head)
-    assert "Adapted with a forward of its own" in check_head(model, batch)
-    with pytest.raises(LossError, match="Adapted with a forward"):
+    assert "Adapted with a custom forward" in check_chunked_loss(model, batch)
+    with pytest.raises(LossError, match="Adapted with a custom forward"):
         build_loss("token-cross-entropy", how="chunked")(model, batch)
 
 
@@ -447,27 +447,27 @@ def test_a_head_of_four_bits_is_refused():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = a_model("llama")
     model.lm_head = bitsandbytes.nn.Linear4bit(32, len(model.lm_head.weight), bias=False).to("cpu")
-    assert "Linear4bit with a forward of its own" in check_head(model, token_batch())
+    assert "Linear4bit with a custom forward" in check_chunked_loss(model, token_batch())
 
 
-def test_only_some_logits_kept_is_an_error_as_it_is_plainly():
+def test_logits_to_keep_is_an_error_as_with_the_plain_loss():
     model, batch = a_model("llama"), token_batch() | {"logits_to_keep": 2}
     for how in ("plain", "chunked"):
-        with pytest.raises(LossError, match="do not fit labels"):
+        with pytest.raises(LossError, match="do not match labels"):
             build_loss("token-cross-entropy", how=how)(model, batch)
     assert model(**batch_of(["a cat"])).logits.shape[-1] == len(model.lm_head.weight)
 
 
-def test_a_model_that_changes_its_ways_is_noticed():
+def test_a_model_that_changes_its_operations_is_an_error():
     model, batch = a_model("gemma2"), token_batch()
     loss = build_loss("token-cross-entropy", how="chunked")
     loss(model, batch)
     model.config.final_logit_softcapping = None
-    with pytest.raises(LossError, match="does nothing after its head, where it did div, tanh, mul before"):
+    with pytest.raises(LossError, match="applies nothing to its logits, but applied div, tanh, mul before"):
         loss(model, batch)
 
 
-def test_buffers_are_those_of_now():
+def test_current_buffers_are_used():
     """Moving a model gives it new buffers; one noted at the first call would be stale."""
     model, batch = a_model("bart", "seq2seq-lm"), token_batch()
     (before, _), _ = both_ways(model, batch)
@@ -493,11 +493,11 @@ def test_other_threads_still_get_logits():
     assert seen[0].shape == (1, 5, 300)
 
 
-def test_gradients_can_be_taken_once_and_are_let_go():
+def test_backward_runs_once_and_frees_gradients():
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     total = chunked_cross_entropy(hidden, weight, None, torch.arange(5), Job())[0]
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can be taken once"):
+    with pytest.raises(RuntimeError, match="can run only once"):
         total.backward()
     model, batch = a_model("llama"), token_batch()
     build_loss("token-cross-entropy", how="chunked")(model, batch).value.backward()
@@ -510,7 +510,7 @@ def test_gradients_can_be_taken_once_and_are_let_go():
 def test_settings():
     with pytest.raises(RecipeError, match="'fast' is not known"):
         build_loss("token-cross-entropy", how="fast")
-    with pytest.raises(RecipeError, match="cross-entropy loss is always computed plainly"):
+    with pytest.raises(RecipeError, match="does not support a cross-entropy loss"):
         build_loss("cross-entropy", how="chunked")
     if not torch.cuda.is_available():
         with pytest.raises((RecipeError, MissingDependency), match="liger"):

@@ -1,4 +1,4 @@
-"""Loading: every shape from scratch, every first-hour problem mended and said, every failure with its cure."""
+"""Loading: every model from scratch, common problems fixed and reported, every failure with its cure."""
 
 import json
 import logging
@@ -8,28 +8,18 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tiny_models import CONFIGS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
+from tiny_gguf import write_gguf
+from tiny_models import CONFIGS, KINDS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
 from trimtab.errors import ModelError, RecipeError
+from trimtab.model.config import build_config
 from trimtab.model.hub import explained, quiet_transformers
-from trimtab.model.load import (
-    _config_of,
-    load_model,
-    load_tokenizer,
-    max_positions,
-    newly_initialised,
-    resolve_source,
-)
+from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialized, resolve_source
 
-KINDS = {
-    "bert": ["sequence-classification", "masked-lm"],
-    "roberta": ["sequence-classification", "masked-lm"],
-    "gpt2": ["causal-lm", "sequence-classification"],
-    "llama": ["causal-lm", "sequence-classification"],
-    "t5": ["seq2seq-lm"],
-    "marian": ["seq2seq-lm"],
-    "bart": ["seq2seq-lm"],
-    "encoder-decoder": ["seq2seq-lm"],
-}
+HEADS = [
+    *KINDS.items(),
+    *((name, "sequence-classification") for name in ("roberta", "gpt2", "llama")),
+    ("bert", "masked-lm"),
+]
 LABELS = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
 
 
@@ -55,9 +45,9 @@ def decoder_tokenizer():
     return tok
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds])
+@pytest.mark.parametrize(("name", "kind"), HEADS)
 def test_every_shape_starts_from_scratch(name, kind):
-    """With the tokenizer's sizes and ids, so that the model can take its output, train and write."""
+    """With the tokenizer's sizes and ids: forward, backward and generation work."""
     assert set(KINDS) == set(CONFIGS)
     tok = tokenizer()
     model = load_model(config_of(name), kind, LABELS if kind == "sequence-classification" else {}, tok)
@@ -77,7 +67,7 @@ def test_every_shape_starts_from_scratch(name, kind):
             model.generate(**batch, max_new_tokens=3)
 
 
-def test_head_is_new_and_said_once(tmp_path, said, capfd):
+def test_a_new_head_is_reported_in_one_line(tmp_path, said, capfd):
     saved(tmp_path)
     before = said()
     from transformers.utils import logging as their_logging
@@ -92,9 +82,9 @@ def test_head_is_new_and_said_once(tmp_path, said, capfd):
     (line,) = said()[len(before) :]
     assert "BertForSequenceClassification" in line
     assert " parameters in fp32" in line
-    assert "newly initialised: bert.pooler.dense, classifier" in line
+    assert "newly initialized: bert.pooler.dense, classifier" in line
     assert model.config.id2label == LABELS["id2label"]
-    assert newly_initialised(model) == {
+    assert newly_initialized(model) == {
         *("classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias")
     }
 
@@ -109,7 +99,7 @@ def test_new_head_depends_on_the_seed_alone(tmp_path):
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_base_weights_arrive(tmp_path):
+def test_base_weights_are_loaded(tmp_path):
     original = saved(tmp_path)
     model = load_model(str(tmp_path), "sequence-classification", LABELS, tokenizer())
     assert same_weights(original.bert.encoder, model.bert.encoder)
@@ -130,7 +120,7 @@ def test_head_of_the_same_size_is_kept(tmp_path, said):
     model = load_model(str(tmp_path), "sequence-classification", LABELS, tokenizer())
     assert same_weights(original, model)
     assert said()[-1].endswith("its head is kept")
-    assert not newly_initialised(model)
+    assert not newly_initialized(model)
     other = {"num_labels": 3, "id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}}
     assert load_model(str(tmp_path), "sequence-classification", other, tokenizer()).config.id2label[2] == "z"
     assert "its labels were bad, fair, good and are now x, y, z" in said()[-1]
@@ -162,7 +152,7 @@ def test_no_pad_token(tmp_path, said, name):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-def test_an_end_token_that_pads_still_learns(tmp_path):
+def test_an_end_token_used_for_padding_gets_gradients(tmp_path):
     """transformers gives the embedding of a pad token no gradient, also after the model was saved and loaded."""
     tok = tokenizer()
     tok.pad_token = tok.eos_token
@@ -213,8 +203,8 @@ def test_encoder_decoder_cannot_grow(tmp_path):
     ("name", "limit"),
     [("bert", 64), ("roberta", 64), ("gpt2", 64), ("llama", 64), ("t5", None), ("marian", 64), ("encoder-decoder", 48)],
 )
-def test_max_positions_is_the_longest_that_runs(name, limit):
-    kind = KINDS[name][0]
+def test_max_positions_is_the_longest_input_that_runs(name, limit):
+    kind = KINDS[name]
     model = load_model(config_of(name), kind, {}, tokenizer())
     assert max_positions(model) == max_positions(model.config) == limit
     if limit is None or name == "llama":  # rotary positions have no table that ends
@@ -256,7 +246,7 @@ def test_sources(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json \(it is empty\)"):
         load_tokenizer(str(tmp_path / "empty"))
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="an adapter alone"):
+    with pytest.raises(ModelError, match="an adapter only"):
         resolve_source(str(tmp_path / "empty"))
 
 
@@ -336,15 +326,15 @@ def test_no_head_of_that_kind(tmp_path):
     ],
 )
 def test_settings_that_a_config_class_does_not_declare(model_type, settings):
-    config = _config_of({"model_type": model_type, **settings}, None, "model.config")
+    config = build_config({"model_type": model_type, **settings}, None, "model.config")
     assert {name: getattr(config, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "qwen3_moe", "falcon_mamba", "gemma3_text"])
-def test_the_config_of_a_saved_model_can_be_pasted(name):
+def test_the_config_of_a_saved_model_is_accepted(name):
     with quiet_transformers():
         saved = CONFIG_MAPPING[name]().to_dict() | {"_name_or_path": "elsewhere", "transformers_version": "4.30.0"}
-        config = _config_of(dict(saved), None, "model.config")
+        config = build_config(dict(saved), None, "model.config")
     assert config.to_dict() == CONFIG_MAPPING[name]().to_dict()
     assert config.name_or_path == ""  # an adapter would take it for the name of its base
 
@@ -374,7 +364,7 @@ def test_mistake_inside_an_encoder_decoder():
         load_model(config, "seq2seq-lm", {}, tokenizer())
 
 
-def test_a_config_keeps_what_it_says():
+def test_settings_win_over_the_tokenizer():
     model = load_model(
         config_of("marian") | {"decoder_start_token_id": 0, "vocab_size": 400}, "seq2seq-lm", {}, tokenizer()
     )
@@ -383,7 +373,7 @@ def test_a_config_keeps_what_it_says():
 
 
 @needs_stories
-def test_a_real_model_is_read_right(said):
+def test_a_trained_model_is_loaded_correctly(said):
     """A trained Llama gives a text of its kind a far better loss than chance."""
     tok = load_tokenizer(str(STORIES))
     model = load_model(str(STORIES), "causal-lm", {}, tok)
@@ -410,50 +400,5 @@ def test_gguf(tmp_path):
         model.save_pretrained(tmp_path / "plain")
     assert same_weights(load_model(str(tmp_path / "plain"), "causal-lm", {}, tok), original)
     classifier = load_model(str(path), "sequence-classification", LABELS, tok)
-    assert newly_initialised(classifier) == {"score.weight"}
+    assert newly_initialized(classifier) == {"score.weight"}
     assert same_weights(classifier.model, original.model)
-
-
-def write_gguf(path, model):
-    """A small Llama as a GGUF file, in fp32."""
-    import gguf
-    import numpy
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrst"]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([-float(index) for index in range(len(words))])
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(words) - 259))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    parts |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    parts |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    for layer in range(config.num_hidden_layers):
-        names |= {f"model.layers.{layer}.{ours}": f"blk.{layer}.{theirs}" for ours, theirs in parts.items()}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
-        module = name.removesuffix(".weight")
-        if module not in names:
-            continue
-        values = tensor.numpy()
-        num_heads = heads.get(module.rpartition(".")[2])
-        if num_heads:  # GGUF keeps the halves of a rotation side by side
-            values = values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(f"{names[module]}.weight", numpy.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

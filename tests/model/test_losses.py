@@ -1,4 +1,4 @@
-"""Losses: equal to what the model itself computes, exact means and weights, in fp32, without reading the device."""
+"""Losses: equal to those of transformers, exact means and weights, in fp32, without a host-device sync."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import LossError, RecipeError
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
-from trimtab.model.losses import build_loss, own_loss
+from trimtab.model.losses import build_loss, loss_from_function
 
 TOKEN_MODELS = [
     ("gpt2", "causal-lm", True),
@@ -43,7 +43,7 @@ def token_batch(share_ignored=0.4):
 
 
 @pytest.mark.parametrize(("name", "kind", "shifts"), TOKEN_MODELS)
-def test_equals_the_own_loss_of_a_language_model(name, kind, shifts):
+def test_equals_the_loss_of_transformers_for_language_models(name, kind, shifts):
     model = load_model(config_of(name), kind, {}, tokenizer())
     # With labels in gaps an encoder-decoder hides those positions from itself, as it never does when it writes.
     batch = token_batch(share_ignored=0 if name == "encoder-decoder" else 0.4)
@@ -74,7 +74,7 @@ def test_equals_the_own_loss_of_a_language_model(name, kind, shifts):
         ),
     ],
 )
-def test_equals_the_own_loss_of_a_classifier(name, kind, head, labels):
+def test_equals_the_loss_of_transformers_for_classifiers(name, kind, head, labels):
     model = load_model(config_of(name), "sequence-classification", head, tokenizer())
     batch = {**batch_of(TEXTS), "labels": labels}
     step = build_loss(kind)(model, batch)
@@ -102,7 +102,7 @@ def test_label_smoothing_is_that_of_torch(smoothing):
     assert int(step.weight) == 4
 
 
-def test_means_and_weights_add_up():
+def test_micro_batches_combine_exactly():
     """Whichever way rows are cut into micro-batches, the weighted mean is that of the whole."""
     model = load_model(config_of("gpt2"), "causal-lm", {}, tokenizer())
     batch, loss = token_batch(), build_loss("token-cross-entropy", shifts_labels=True)
@@ -118,7 +118,7 @@ def test_means_and_weights_add_up():
         assert_same_up_to_rounding(mean, whole.value, num_roundings=16)
 
 
-def test_a_batch_without_labels_weighs_nothing():
+def test_a_batch_without_labels_has_weight_0():
     model = Fixed(torch.randn(2, 3, 5))
     step = build_loss("token-cross-entropy")(model, {"labels": torch.full((2, 3), -100)})
     step.value.backward()
@@ -147,7 +147,7 @@ def test_nothing_is_read_from_the_device(kind):
     assert isinstance(step.weight, int) or step.weight.device.type == "meta"
 
 
-def test_no_cache_is_kept_and_the_config_still_wants_one():
+def test_no_key_value_cache_is_made_and_the_config_is_unchanged():
     for name, kind in [("llama", "causal-lm"), ("t5", "seq2seq-lm")]:
         model = load_model(config_of(name), kind, {}, tokenizer())
         seen = []
@@ -158,24 +158,24 @@ def test_no_cache_is_kept_and_the_config_still_wants_one():
 
 
 def test_shapes_that_torch_would_broadcast_are_refused():
-    with pytest.raises(LossError, match=r"\[4, 2\] do not fit labels of shape \[4\]"):
+    with pytest.raises(LossError, match=r"\[4, 2\] do not match labels of shape \[4\]"):
         build_loss("mse")(Fixed(torch.randn(4, 2)), {"labels": torch.randn(4)})
-    with pytest.raises(LossError, match=r"do not fit labels of shape \[4, 1\]"):
+    with pytest.raises(LossError, match=r"do not match labels of shape \[4, 1\]"):
         build_loss("binary-cross-entropy")(Fixed(torch.randn(4, 2)), {"labels": torch.ones(4, 1)})
-    with pytest.raises(LossError, match="do not fit"):
+    with pytest.raises(LossError, match="do not match"):
         build_loss("token-cross-entropy")(Fixed(torch.randn(2, 3, 5)), {"labels": torch.ones(2, 4).long()})
-    with pytest.raises(LossError, match="do not fit"):
+    with pytest.raises(LossError, match="do not match"):
         build_loss("cross-entropy")(Fixed(torch.randn(2, 3)), {"labels": torch.ones(2, 3)})
     with pytest.raises(LossError, match="no labels, only input_ids"):
         build_loss("cross-entropy")(Fixed(torch.randn(2, 3)), {"input_ids": torch.ones(2, 3)})
 
 
-def test_settings_that_mean_nothing_are_refused():
+def test_settings_without_effect_are_refused():
     with pytest.raises(RecipeError, match="'hinge' is not known"):
         build_loss("hinge")
     with pytest.raises(RecipeError, match="label_smoothing 1.5"):
         build_loss("cross-entropy", label_smoothing=1.5)
-    with pytest.raises(RecipeError, match="no meaning for a mse loss"):
+    with pytest.raises(RecipeError, match="no effect on a mse loss"):
         build_loss("mse", label_smoothing=0.1)
 
 
@@ -187,12 +187,12 @@ def test_own_loss():
         log_p = outputs["logits"].log_softmax(-1).gather(1, batch["labels"][:, None]).squeeze(1)
         return -((1 - log_p.exp()) ** 2 * log_p).mean()
 
-    step = own_loss(focal)(Fixed(logits), batch)
+    step = loss_from_function(focal)(Fixed(logits), batch)
     assert step.weight == 4
     assert step.value.requires_grad
     torch.testing.assert_close(step.logits, logits)
-    weighted = own_loss(lambda outputs, batch: (outputs["logits"].mean(), 7))(Fixed(logits), batch)
+    weighted = loss_from_function(lambda outputs, batch: (outputs["logits"].mean(), 7))(Fixed(logits), batch)
     assert weighted.weight == 7
     for wrong in (lambda o, b: 0.5, lambda o, b: o["logits"].mean(1)):
-        with pytest.raises(LossError, match="your loss function gave"):
-            own_loss(wrong)(Fixed(logits), batch)
+        with pytest.raises(LossError, match="your loss function returned"):
+            loss_from_function(wrong)(Fixed(logits), batch)

@@ -1,33 +1,23 @@
-"""A base in 4 bits: what is quantized, how large it is, that gradients are right, and that adapters train on it."""
+"""4-bit base models: which modules are quantized, that gradients are correct, and that adapters train on them."""
 
 import copy
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
-from tiny_models import TEXTS, batch_of, config_of, tokenizer
+from tiny_gguf import write_gguf
+from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import MissingDependency, RecipeError
 from trimtab.model import nf4 as nf4_module
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
-from trimtab.model.load import load_model, newly_initialised
-from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded, stored_bytes
+from trimtab.model.load import load_model, newly_initialized
+from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded
 from trimtab.techniques.gradient_checkpointing import checkpoint_layers
 
 pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
 
-KINDS = {
-    "bert": "sequence-classification",
-    "roberta": "masked-lm",
-    "gpt2": "causal-lm",
-    "llama": "causal-lm",
-    "t5": "seq2seq-lm",
-    "marian": "seq2seq-lm",
-    "bart": "seq2seq-lm",
-    "encoder-decoder": "seq2seq-lm",
-}
 IN_FP32 = Nf4(torch.float32)
 
 
@@ -70,32 +60,9 @@ def saved(name, folder, **settings):
     return plain
 
 
-def packed_bytes(weight):
-    state = weight.quant_state
-    tables = [weight.data, state.absmax, state.code]
-    if state.nested:
-        tables += [state.offset, state.state2.absmax, state.state2.code]
-    return sum(table.untyped_storage().nbytes() for table in tables)
-
-
-@pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("shape", [(64, 64), (48, 32), (1, 2), (3, 5), (129, 257), (256, 16384), (10, 64 * 256)])
-def test_stored_bytes(shape, double_quant):
-    from bitsandbytes.nn import Params4bit
-
-    weight = Params4bit(torch.randn(shape), compress_statistics=double_quant, quant_type="nf4").to("cpu")
-    assert stored_bytes(shape, double_quant) == packed_bytes(weight)
-    assert num_weights(weight) == shape[0] * shape[1]
-
-
-def test_about_half_a_byte():
-    assert stored_bytes((4096, 14336)) / (4096 * 14336) == pytest.approx(0.5159, abs=1e-4)
-    assert stored_bytes((4096, 14336), double_quant=False) / (4096 * 14336) == pytest.approx(0.5625, abs=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [32, 64, 96, 160, 172, 7])
-def test_values_are_near_for_every_width(width, dtype):
+def test_quantization_error_is_small_for_every_width(width, dtype):
     """On the CPU bitsandbytes takes the scales of other blocks where rows are no multiple of 64 wide."""
     weight = torch.randn(40, width) * 0.02
     error = (rounded(weight, Nf4(dtype)).float() - weight).square().mean().sqrt() / weight.std()
@@ -104,7 +71,7 @@ def test_values_are_near_for_every_width(width, dtype):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_from_files(name, tmp_path):
-    """The same modules as from a config, near to the weights in the files; everything else is as it was."""
+    """The same modules as from a config, close to the weights in the files; everything else is unchanged."""
     plain = saved(name, tmp_path)
     model = loaded(str(tmp_path), name, IN_FP32)
     names = quantized_names(model)
@@ -113,7 +80,6 @@ def test_from_files(name, tmp_path):
     for part in names:
         exact, found = matrix(plain.get_submodule(part)), matrix(model.get_submodule(part))
         assert ((found - exact).square().mean().sqrt() / exact.std()) < 0.11, part
-        assert packed_bytes(model.get_submodule(part).weight) == stored_bytes(exact.shape)
     others = {n: p for n, p in model.named_parameters() if n.removesuffix(".weight") not in names}
     assert all(torch.equal(parameter, plain.get_parameter(n)) for n, parameter in others.items())
     twin = plain_twin(model, plain)
@@ -136,7 +102,7 @@ def test_heads_are_not_quantized(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_from_a_config(name, dtype):
-    """Made block by block, it is what a model that is built plainly would be: buffers, ties, formats, spread."""
+    """Buffers, ties, dtypes and standard deviations are those of an unquantized model."""
     torch.manual_seed(1)
     model = loaded(config_of(name), name, Nf4(dtype), dtype=dtype)
     plain = loaded(config_of(name), name, dtype=dtype)
@@ -159,7 +125,7 @@ def test_from_a_config(name, dtype):
         assert values.std().item() == pytest.approx(expected.float().std().item(), rel=0.5, abs=1e-6), key
     with torch.no_grad():
         assert model(**inputs(name)).logits.isfinite().all()
-    assert newly_initialised(model) == newly_initialised(plain)
+    assert newly_initialized(model) == newly_initialized(plain)
 
 
 def test_random_weights_depend_on_the_seed_alone():
@@ -193,7 +159,7 @@ def test_never_the_whole_model_unquantized(monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
-def test_gradients_are_those_of_the_plain_twin(name, checkpointing, tmp_path):
+def test_gradients_are_those_of_the_dequantized_model(name, checkpointing, tmp_path):
     saved(name, tmp_path)
     model = loaded(str(tmp_path), name, IN_FP32)
     twin = plain_twin(model, loaded(str(tmp_path), name))
@@ -253,7 +219,7 @@ def test_half_precision(autocast):
     assert state.dtype is torch.bfloat16
 
 
-def test_what_is_new_stays_whole(tmp_path):
+def test_newly_initialized_modules_are_not_quantized(tmp_path):
     """A pooler that the files lack is random: in 4 bits it could not train."""
     with quiet_transformers():
         load_model(config_of("bert"), "masked-lm", {}, tokenizer()).save_pretrained(tmp_path)
@@ -269,7 +235,7 @@ def test_what_is_new_stays_whole(tmp_path):
     assert model.bert.pooler.dense.weight.grad.any()
 
 
-def test_adapter_goes_to_the_plain_base_and_back(tmp_path):
+def test_an_adapter_fits_the_quantized_and_the_plain_base(tmp_path):
     saved("gpt2", tmp_path / "base")
     model = loaded(str(tmp_path / "base"), "gpt2", IN_FP32)
     adapter = add_adapter(model, LoraSpec(rank=2))
@@ -285,7 +251,7 @@ def test_adapter_goes_to_the_plain_base_and_back(tmp_path):
     torch.testing.assert_close(model(**inputs("gpt2")).logits, twin(**inputs("gpt2")).logits, rtol=1e-3, atol=1e-4)
 
 
-def test_copies_are_apart():
+def test_copies_share_no_memory():
     model = loaded(config_of("llama"), "llama", IN_FP32)
     add_adapter(model, LoraSpec(rank=2))
     copied = copy.deepcopy(model)
@@ -296,7 +262,7 @@ def test_copies_are_apart():
     assert weights[1].module is None  # which would keep the other model alive
 
 
-def test_quantized_weights_cannot_train_in_full():
+def test_quantized_weights_cannot_be_trained_in_full():
     model = loaded(config_of("llama"), "llama", IN_FP32)
     with pytest.raises(RecipeError, match=r"up_proj.weight is in 4 bits"):
         add_adapter(model, LoraSpec(rank=2, trains=["model.layers.0.mlp.up_proj"]))
@@ -304,12 +270,9 @@ def test_quantized_weights_cannot_train_in_full():
 
 def test_gguf(tmp_path):
     pytest.importorskip("gguf")
-    spec = importlib.util.spec_from_file_location("of_loading", Path(__file__).with_name("test_load_model.py"))
-    of_loading = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(of_loading)
     original = load_model({**config_of("llama"), "num_key_value_heads": 2}, "causal-lm", {}, tokenizer())
     path = tmp_path / "tiny.gguf"
-    of_loading.write_gguf(path, original)
+    write_gguf(path, original)
     plain = load_model(str(path), "causal-lm", {}, None)
     model = load_model(str(path), "causal-lm", {}, None, nf4=IN_FP32)
     assert len(quantized_names(model)) == 14
@@ -332,7 +295,7 @@ EXPERTS |= {"intermediate_size": 256, "vocab_size": 300}
         ),
     ],
 )
-def test_experts_that_stay_as_they_are_are_said(caplog, config, name):
+def test_unquantized_experts_are_reported(caplog, config, name):
     """Of experts in one tensor none is quantized: the word "nf4" would promise what is not there."""
     import logging
 
@@ -357,7 +320,7 @@ def test_a_base_that_is_mostly_in_4_bits_needs_no_warning(caplog):
     assert len(caplog.messages) == 1
 
 
-def test_what_is_said(caplog):
+def test_the_log_message(caplog):
     import logging
 
     caplog.set_level(logging.INFO, logger="trimtab")

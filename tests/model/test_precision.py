@@ -1,4 +1,4 @@
-"""The formats in which a model computes and keeps its weights."""
+"""The dtypes of a model's computation and weights."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Small(torch.nn.Module):
         return {"logits": self.norm(self.seen)}
 
 
-def test_pure_keeps_nothing_in_fp32_but_buffers():
+def test_pure_bf16_keeps_only_buffers_in_fp32():
     model = Small()
     model.linear.weight.grad = torch.ones(4, 4)
     Precision("bf16-pure", CPU).attach(model)
@@ -37,7 +37,7 @@ def test_pure_keeps_nothing_in_fp32_but_buffers():
     assert model.norm.weight.grad.dtype is torch.bfloat16
 
 
-def test_mixed_keeps_what_trains_in_fp32_and_the_rest_as_it_is():
+def test_mixed_precision_converts_only_trainable_parameters_to_fp32():
     model = Small().to(torch.bfloat16)
     model.linear.requires_grad_(False)
     Precision("bf16", CPU).attach(model)
@@ -45,7 +45,7 @@ def test_mixed_keeps_what_trains_in_fp32_and_the_rest_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["no", "bf16", "fp16", "bf16-pure"])
-def test_detached_it_is_as_before(name):
+def test_detach_restores_the_forward(name):
     model, x = Small(), torch.randn(2, 4)
     forward = model.forward
     precision = Precision(name, CPU)
@@ -61,11 +61,11 @@ def test_only_fp16_needs_scaling():
     assert Engine("no", cpu=True).compute_dtype is None
 
 
-def test_tf32_is_refused_where_there_is_none():
-    with pytest.raises(RecipeError, match="tf32 is a format of NVIDIA GPUs"):
+def test_tf32_is_refused_without_hardware_support():
+    with pytest.raises(RecipeError, match="tf32 needs an NVIDIA GPU"):
         Precision("tf32", CPU)
 
 
-def test_an_unknown_one_is_refused():
+def test_an_unknown_precision_is_refused():
     with pytest.raises(RecipeError, match="bf16-pure"):
         Precision("fp8", CPU)

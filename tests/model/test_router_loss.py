@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: the auxiliary loss of their routers is part of what is minimised, as in transformers."""
+"""Mixture-of-experts models: the auxiliary router loss is part of the loss, as in transformers."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import LossError
 from trimtab.model import router_loss as router_loss_module
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model
 from trimtab.model.losses import build_loss
@@ -29,7 +29,7 @@ MODELS = {
         **{key: value for key, value in _SMALL.items() if key != "num_attention_heads"},
         "kv_channels": 8,
         "num_local_experts": 4,
-        "aux_loss_coef": 0.5,  # a name of its own
+        "aux_loss_coef": 0.5,  # another name
     },
 }
 _PAIR = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
@@ -63,7 +63,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("how", ["plain", "chunked"])
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_own_loss_of_the_model(name, how):
+def test_equals_the_loss_of_transformers(name, how):
     model, batch = a_model(name), token_batch()
     step = build_loss("token-cross-entropy", shifts_labels=True, how=how)(model, batch)
     ours = gradients_of(model, step.value)
@@ -78,10 +78,10 @@ def test_equals_the_own_loss_of_the_model(name, how):
 
 
 def test_a_head_whose_loss_is_chunked_is_still_recognised():
-    assert check_head(a_model(), token_batch()) is None
+    assert check_chunked_loss(a_model(), token_batch()) is None
 
 
-def test_nothing_is_added_where_the_config_does_not_ask_for_it():
+def test_no_router_loss_unless_the_config_requests_it():
     model, batch = a_model(output_router_logits=False), token_batch()
     step = build_loss("token-cross-entropy", shifts_labels=True)(model, batch)
     assert step.item_mean is None
@@ -98,7 +98,7 @@ def test_gradients_reach_the_routers_through_recomputed_layers(mode):
 
 
 def test_micro_batches_weigh_the_loss_of_routers_by_their_tokens():
-    """It is not additive over rows; what is minimised is its mean over the micro-batches, weighted by tokens."""
+    """It is not additive over rows; the loss is its mean over the micro-batches, weighted by tokens."""
     model = a_model().train()
     parts = [token_batch(TEXTS[:1]), token_batch(TEXTS[1:])]
     num_tokens = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
@@ -128,13 +128,13 @@ def test_metrics_of_an_evaluation_are_those_of_the_tokens():
     assert found[0]["loss"] == pytest.approx(float(model(**token_batch()).loss.detach()), rel=1e-5)
 
 
-def test_a_model_that_gives_its_router_loss_with_labels_alone_is_refused():
+def test_a_model_that_returns_its_router_loss_only_with_labels_is_refused():
     config = {**_PAIR, "model_type": "nllb-moe", "num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
     model = load_model({**config, "output_router_logits": True}, "seq2seq-lm", {}, tokenizer()).eval()
     batch = token_batch()
     batch["decoder_input_ids"] = batch["input_ids"]
     for how in ("plain", "chunked"):
-        with pytest.raises(LossError, match="NllbMoe.* asks for the auxiliary loss .*\n  cure: output_router_"):
+        with pytest.raises(LossError, match="NllbMoe.* requests the auxiliary loss .*\n  cure: output_router_"):
             build_loss("token-cross-entropy", how=how)(model, batch)
     model.config.output_router_logits = False
     assert build_loss("token-cross-entropy")(model, batch).item_mean is None
@@ -145,19 +145,19 @@ def test_a_loss_without_a_known_coefficient_is_refused():
         def forward(self, **inputs):
             return {"logits": torch.zeros(2, 3), "aux_loss": torch.ones(())}
 
-    with pytest.raises(LossError, match="Unknown gives aux_loss, and no coefficient for it in router_aux_loss_coef or"):
+    with pytest.raises(LossError, match="Unknown returns aux_loss, but has no coefficient for it in router_aux_loss"):
         build_loss("cross-entropy")(Unknown(), {"labels": torch.tensor([0, 1])})
 
 
-def test_where_transformers_adds_nothing_that_is_said(monkeypatch):
+def test_a_router_loss_without_effect_is_reported(monkeypatch):
     lines = []
-    monkeypatch.setattr(router_loss_module, "say_once", lines.append)
+    monkeypatch.setattr(router_loss_module, "log_info_once", lines.append)
     config = {"model_type": "mixtral", "output_router_logits": True, **MODELS["mixtral"]}
     model = load_model(config, "sequence-classification", {"num_labels": 2}, tokenizer()).eval()
     batch = {**batch_of(TEXTS), "labels": torch.tensor([0, 1, 0, 1, 1])}
     step = build_loss("cross-entropy")(model, batch)
     torch.testing.assert_close(step.value, model(**batch).loss, rtol=16 * torch.finfo().eps, atol=0)
     assert lines == [
-        "MixtralForSequenceClassification has no auxiliary loss for its routers: output_router_logits changes nothing "
-        "in its training"
+        "MixtralForSequenceClassification has no auxiliary loss for its routers: output_router_logits has no effect on "
+        "its training"
     ]

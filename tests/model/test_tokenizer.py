@@ -1,4 +1,4 @@
-"""Tokenizers that are trained here: lossless, repeatable, with every special token, and kept by a folder."""
+"""Trained tokenizers: lossless, reproducible, with every special token."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_byte_level_is_lossless():
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
-def test_special_tokens_stand_where_models_want_them(kind):
+def test_special_tokens_are_where_models_expect_them(kind):
     tok = train_tokenizer(TEXTS, 300, kind)
     roles = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
     assert None not in [getattr(tok, f"{role}_token_id") for role in roles]
@@ -39,7 +39,7 @@ def test_same_texts_give_the_same_tokenizer(kind):
     assert len(first) > 60
 
 
-def test_wordpiece_has_no_letters_that_cut_a_text():
+def test_wordpiece_does_not_split_at_continuation_pieces():
     """Text that looks like a piece of the vocabulary is text."""
     tok = train_tokenizer(TEXTS * 3, 300, "wordpiece")
     assert tok.tokenize("cat") == ["cat"]
@@ -49,7 +49,7 @@ def test_wordpiece_has_no_letters_that_cut_a_text():
     assert tok.tokenize("Zürich 漢")[-1] == tok.unk_token
 
 
-def test_a_folder_keeps_it(tmp_path):
+def test_a_trained_tokenizer_can_be_saved_and_loaded(tmp_path):
     tok = train_tokenizer(TEXTS, 300)
     with quiet_transformers():
         tok.save_pretrained(tmp_path)

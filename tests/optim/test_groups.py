@@ -1,4 +1,4 @@
-"""Which parameters decay, in models whose names and types differ."""
+"""Which parameters have weight decay, in models with different names and types."""
 
 import re
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tiny_models import KINDS, config_of, tokenizer
 from trimtab.errors import RecipeError
+from trimtab.model.load import load_model
 from trimtab.optim.groups import decay_groups
 
 
@@ -16,25 +18,7 @@ def names_in(model, groups, *, decayed):
 
 
 def tiny(kind):
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-    if kind == "bert":
-        return BertForSequenceClassification(BertConfig(**small, num_attention_heads=2))
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**small, num_attention_heads=2, num_key_value_heads=2))
-    if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16))
-    return T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    return load_model(config_of(kind), KINDS[kind], {}, tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -98,12 +82,12 @@ def test_types_decide_and_not_names():
     ]
 
 
-def test_embeddings_by_choice():
+def test_embeddings_without_decay():
     model = Zoo()
     assert "bias_table.weight" in names_in(model, decay_groups(model, 0.1, decay_embeddings=False), decayed=False)
 
 
-def test_tied_weights_stand_once_and_follow_the_embedding():
+def test_tied_weights_count_once_and_follow_the_embedding():
     model = tiny("gpt2")
     assert model.lm_head.weight is model.transformer.wte.weight
     for decay_embeddings in (True, False):
@@ -127,7 +111,7 @@ def test_quantized_weights_are_never_given_to_an_optimizer():
     assert all(p.is_floating_point() for group in groups for p in group["params"])
 
 
-def test_groups_do_not_depend_on_the_value():
+def test_groups_do_not_depend_on_the_weight_decay():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     sizes = [[len(group["params"]) for group in decay_groups(model, value)] for value in (0.0, 0.1)]
     assert sizes[0] == sizes[1] == [1, 3]
@@ -136,6 +120,6 @@ def test_groups_do_not_depend_on_the_value():
 
 def test_nothing_to_train():
     model = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(RecipeError, match="no parameter of this Linear trains") as caught:
+    with pytest.raises(RecipeError, match="Linear has no trainable parameters") as caught:
         decay_groups(model, 0.1)
     assert "train.freeze" in caught.value.cure

@@ -1,4 +1,4 @@
-"""Optimizers against their formulas in double precision, and what they refuse."""
+"""Optimizers against their formulas in double precision, and the settings that they refuse."""
 
 import pytest
 import torch
@@ -113,22 +113,8 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(name, tmp_path):
         assert torch.equal(ours, theirs)
 
 
-def test_a_parameter_that_unfreezes_later_begins_its_own_count():
-    early, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3), requires_grad=False)
-    optimizer = build_optimizer("adamw", [{"params": [early, late]}], lr=0.1)
-    for _ in range(20):
-        early.grad = torch.ones(3)
-        optimizer.step()
-    assert late not in optimizer.state
-    late.requires_grad_(True)
-    late.grad = torch.full((3,), 1e-3)
-    optimizer.step()
-    # the first step of Adam is lr × sign; its eps of 1e-8 takes a hundred-thousandth from a gradient of 1e-3
-    assert torch.allclose(late, torch.full((3,), -0.1), rtol=2e-5)
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"], ids=["fused", "not fused"])
-def test_adagrad_has_the_bits_of_torch_without_sums_for_what_is_frozen(device, tmp_path):
+def test_adagrad_equals_torch_without_state_of_frozen_parameters(device, tmp_path):
     """One parameter is unfrozen later, and the run is resumed before and after that."""
 
     def build(kind):
@@ -175,6 +161,49 @@ def test_adagrad_has_the_bits_of_torch_without_sums_for_what_is_frozen(device, t
         assert ours[2].state[p]["step"] == theirs[2].state[q]["step"]
 
 
+FORMS = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("adamw8bit", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMS)
+def test_a_parameter_that_unfreezes_later_has_no_state_before_and_its_own_step_count(name, dtype):
+    if "8bit" in name:
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    early, late = (nn.Parameter(torch.zeros(5000, dtype=dtype)) for _ in range(2))
+    late.requires_grad_(False)
+    options = {"lr": 0.125, "rounds_stochastically": dtype is torch.bfloat16}
+    optimizer = build_optimizer(name, [{"params": [early, late]}], **options)
+    for _ in range(20):
+        early.grad = torch.ones_like(early)
+        optimizer.step()
+    assert late not in optimizer.state
+    late.requires_grad_(True)
+    late.grad = torch.full_like(late, 2.0**-10)
+    optimizer.step()
+    assert optimizer.state[late]["step"] == 1
+    # the first step of Adam is lr × sign; its eps of 1e-8 takes a hundred-thousandth from a gradient of 1e-3
+    tolerance = 2e-5 if dtype is torch.float32 else 0.01
+    assert torch.allclose(late.float(), torch.tensor(-0.125), rtol=tolerance)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("sgd", torch.bfloat16), ("adagrad8bit", torch.float32)])
+def test_a_closure(name, dtype):
+    """Of the optimizers with a step of their own."""
+    if "8bit" in name:
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    p = nn.Parameter(torch.ones(5000, dtype=dtype))
+    optimizer = build_optimizer(name, [{"params": [p]}], lr=0.25, rounds_stochastically=dtype is torch.bfloat16)
+
+    def loss():
+        optimizer.zero_grad()
+        value = p.float().square().sum()
+        value.backward()
+        return value
+
+    first = optimizer.step(loss)
+    assert first == 5000
+    assert optimizer.step(loss) < first
+
+
 def test_adagrad_takes_parameters_without_groups():
     p = nn.Parameter(torch.zeros(3))
     optimizer = Adagrad([p], lr=0.5, eps=EPS)
@@ -202,6 +231,7 @@ def test_decay_acts_on_its_group_alone():
         ("adamw", {"momentum": 0.9}, "train.momentum=0.9 has no effect on adamw", "train.optimizer: sgd"),
         ("sgd", {"betas": (0.9, 0.98)}, "train.betas=(0.9, 0.98) has no effect on sgd", "adamw or adam"),
         ("adafactor", {"eps": 1e-6}, "train.eps=1e-06 has no effect on adafactor", "leave train.eps out"),
+        ("paged-adagrad8bit", {"betas": (0.9, 0.98)}, "has no effect on paged-adagrad8bit", "leave train.betas out"),
         ("adamw", {"lr": float("nan")}, "train.lr=nan", "from 0 up"),
         ("adamw", {"lr": -1.0}, "train.lr=-1.0", "from 0 up"),
         ("adamw", {"betas": (0.9, 1.0)}, "train.betas=(0.9, 1.0)", "below 1"),
@@ -223,8 +253,8 @@ def test_betas_may_come_as_a_list():
     assert isinstance(optimizer, torch.optim.SGD)
 
 
-@pytest.mark.parametrize(("lr", "said"), [(5e-5, True), (1e-2, False)])
-def test_adafactor_says_what_its_rate_means(lr, said, caplog):
+@pytest.mark.parametrize(("lr", "is_reported"), [(5e-5, True), (1e-2, False)])
+def test_a_small_learning_rate_of_adafactor_is_reported(lr, is_reported, caplog):
     with caplog.at_level("INFO", logger="trimtab"):
         build_optimizer("adafactor", [{"params": [nn.Parameter(torch.zeros(2))]}], lr=lr)
-    assert ("relative to the size" in caplog.text) is said
+    assert ("relative to the size" in caplog.text) is is_reported

@@ -1,4 +1,4 @@
-"""State that is made before the first step is the state that the first step would make."""
+"""State allocated before the first step equals the state that the first step would allocate."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_steps_have_the_same_bits(name, dtype, device):
                 assert mine == theirs
 
 
-def test_an_optimizer_that_nobody_knows_is_left_alone():
+def test_an_unknown_optimizer_is_not_changed():
     class Own(torch.optim.Optimizer):
         def step(self, closure=None):
             return None

@@ -269,9 +269,9 @@ def test_evaluations_begin_with_what_was_planned(train, monkeypatch):
         return 2, real(planner, spec)[1]
 
     monkeypatch.setattr(RecipePlanner, "evaluation", few)
-    cut = trimtab.training.evaluate.cut_rows
+    cut = trimtab.training.evaluate.split_batch
     monkeypatch.setattr(
-        "trimtab.training.evaluate.cut_rows", lambda batch, rows: sizes.append(rows) or cut(batch, rows)
+        "trimtab.training.evaluate.split_batch", lambda batch, rows: sizes.append(rows) or cut(batch, rows)
     )
     held = train("held", memory={"budget": "auto"})
     assert held.plan.eval_micro_batch == 2
@@ -314,7 +314,7 @@ def test_only_one_process_traces(monkeypatch):
     def others(*parts):
         raise AssertionError("the other processes were asked")
 
-    monkeypatch.setattr("trimtab.engine.engine.find_world", others)
+    monkeypatch.setattr("trimtab.engine.engine.init_world", others)
     assert planner(recipe()).prediction(plain_spec(1, "fp16")).allocated > 0
 
 

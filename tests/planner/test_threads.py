@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trimtab
 from tiny_models import CONFIGS
-from trimtab.log import logger, say, say_once, unheard
+from trimtab.log import log_info_once, logger, muted, say
 from trimtab.model import linear_cross_entropy
 from trimtab.planner.trace.default_dtype import own_default_dtype
 from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
@@ -135,12 +135,12 @@ def test_a_stand_in_acts_on_its_own_thread_alone():
 
 def test_a_muted_thread_mutes_no_other(caplog):
     caplog.set_level(logging.INFO, logger=logger.name)
-    with ThreadPoolExecutor(1) as pool, unheard():
+    with ThreadPoolExecutor(1) as pool, muted():
         say("of a trial run")
-        say_once("of a trial run, once")
-        pool.submit(say_once, "of another thread").result()
-    say_once("of another thread")
-    say_once("of a trial run, once")
+        log_info_once("of a trial run, once")
+        pool.submit(log_info_once, "of another thread").result()
+    log_info_once("of another thread")
+    log_info_once("of a trial run, once")
     assert caplog.messages == ["of another thread", "of a trial run, once"]
 
 

@@ -357,7 +357,7 @@ def _replaced():
         *((quantized, name) for name in ("require_extra", "bitsandbytes_functions")),
         *((quantized.Quantized, name) for name in ("_buffer", "_maps_on", "_call")),
         *((stochastic_rounding, name) for name in ("_kernel_for", "has_fused")),
-        (stochastic_rounding.Chance, "_generator_on"),
+        (stochastic_rounding.RoundingNoise, "_generator_for"),
         *((torch.autocast, name) for name in ("__init__", "__enter__", "__exit__")),
         (torch, "set_rng_state"),
         (linear_cross_entropy, "_sums_half_in_fp32"),

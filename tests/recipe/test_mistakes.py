@@ -1,14 +1,14 @@
-"""What a user reads: one line a mistake, all at once, each with key, value, place, what is allowed, what was meant."""
+"""Error messages of a recipe: one line per mistake, all at once, with key, place, value, allowed values, suggestion."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import RecipeError
-from trimtab.recipe.describe import keys_of
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.mistakes import shown
 from trimtab.recipe.schema import Recipe
+from trimtab.recipe.schema_keys import keys_of
 
 
 def lines_of(**values):
@@ -52,7 +52,7 @@ def test_six_mistakes_are_six_lines(tmp_path):
         "adafactor | adamw8bit | adam8bit | adagrad8bit | paged-adamw8bit | paged-adam8bit | paged-adagrad8bit; "
         "write adamw",
         "  recipe.yaml:8: train.epochs: found 0; allowed: a number above 0",
-        "  recipe.yaml:9: fp16: found true; a word of HF Trainer; write train.precision: fp16",
+        "  recipe.yaml:9: fp16: found true; a key of HF Trainer; write train.precision: fp16",
         "  recipe.yaml:10: adapter: found 'lorra'; allowed: none | lora | qlora, or a mapping with the keys kind, "
         "rank, alpha, dropout, targets, layers, ranks, alphas, trains, rslora; did you mean lora?",
     ]
@@ -67,21 +67,15 @@ def test_mistakes_of_all_origins_come_together(tmp_path):
     assert lines == [
         "the recipe has 7 problems:",
         "  recipe.yaml:3: train.epochs: found 'none'; allowed: a number above 0",
-        "  recipe.yaml:5: train.lr: given twice, first in line 4; keep one of them",
+        "  recipe.yaml:5: train.lr: given twice, first on line 4; keep one of them",
         "  --set: seed: found 'seed' without a value; write --set KEY=VALUE, such as --set train.lr=3e-5",
-        "  data.train: needed, found nothing; allowed: a file, folder, glob or hub name, as text "
+        "  data.train: required, but missing; allowed: a file, folder, glob or hub name, as text "
         "(in Python also a dataset or rows)",
         "  --set: train.max_time: found '1:30', which may be 1h30m or 1m30s; allowed: a length of time such as 90s, "
         "10min, 3h, 1h30m or a number of seconds, or null",
         "  --batch-size: train.batch_size: found 0; allowed: a whole number from 1",
         "  --set: train.wramup: found 3; no such key; did you mean train.warmup?",
     ]
-
-
-def test_nothing_given():
-    with pytest.raises(RecipeError) as caught:
-        Recipe()
-    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == ["model", "data.train"]
 
 
 @pytest.mark.parametrize(
@@ -138,15 +132,14 @@ def test_unknown_keys(values, line):
         ({"train": {"precision": "no"}}, ["write fp32"]),
         ({"train": {"max_steps": -1}}, ["a whole number from 1, or null; write null"]),
         ({"train": {"freeze": "base"}}, ["did you mean train.freeze: {base: always}?"]),
-        ({"train": {"freeze": {"base": "2 stpes"}}}, ["train.freeze.base: found '2 stpes'", "200 steps or 1 epoch"]),
-        ({"train": {"betas": [0.9]}}, ["found [0.9]; allowed: a list of 2"]),
+        ({"train": {"freeze": {"base": "2 stpes"}}}, ["train.freeze.base: found '2 stpes'", "such as 200 steps"]),
         ({"train": {"betas": [0.9, 0.9, 0.9]}}, ["found [0.9, 0.9, 0.9]; allowed: a list of 2"]),
         ({"train": {"betas": [0.9, 2]}}, ["found [0.9, 2]", "a list of 2, each a number from 0 to below 1"]),
         ({"train": 3}, ["train: found 3", "a mapping with the keys epochs, max_steps"]),
         ({"data": "imdb"}, ["data: found 'imdb'", "did you mean data: {train: imdb}?"]),
         ({"task": "text-classification"}, ["write classify"]),
         ({"task": "clasify"}, ["did you mean classify?"]),
-        ({"evaluate": {"metric": "eval_accuracy"}}, ["which is accuracy here"]),
+        ({"evaluate": {"metric": "eval_accuracy"}}, ["which has a prefix: write accuracy"]),
         ({"evaluate": {"every": "no"}}, ["write 1000 epochs"]),
         (
             {"checkpoint": {"best": "accuracy"}, "evaluate": {"metric": "f1"}},
@@ -155,13 +148,16 @@ def test_unknown_keys(values, line):
         ({"early_stopping": True}, ["did you mean early_stopping: {patience: 3}?"]),
         ({"memory": {"budget": "8G"}}, ["found '8G', which may be 8GiB or 8GB", "auto, or a size such as 8GiB"]),
         ({"memory": {"budget": 8}}, ["found 8, which is less than 1.0 MiB: a unit may be missing"]),
-        ({"memory": {"budget": "lots"}}, ["found 'lots', which is not a size"]),
-        ({"memory": {"budget": True}}, ["auto, or a size such as 8GiB"]),
+        ({"memory": {"budget": "lots"}}, ["found 'lots', which is not a size; allowed: auto, or a size such as 8GiB"]),
+        (
+            {"memory": {"padding": "none"}},
+            ["memory.padding: found 'none'; not supported yet in this version; allowed: "],
+        ),
         ({"name": 2024}, ["put text in quotes: '2024'"]),
         ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),
         ({"model": 5}, ["found 5", "a hub name, a folder or a run"]),
-        ({"model": None}, ["needed, found null"]),
-        ({"limits": {"train": 1.0}}, ["which may be one, or all"]),
+        ({"model": None}, ["required, but null"]),
+        ({"limits": {"train": 1.0}}, ["which is ambiguous: 1, or 100%"]),
         ({"train": {"lr": "x" * 500}}, ["found 'xxx", " …; allowed"]),
     ],
 )
@@ -172,38 +168,20 @@ def test_wrong_values(values, parts):
         assert part in line
 
 
-@pytest.mark.parametrize(
-    ("section", "values"),
-    [
-        ("memory", {"padding": "none"}),
-    ],
-)
-def test_what_is_not_there_yet_is_refused(section, values):
-    ((name, value),) = values.items()
-    assert line_of(**{section: values}).startswith(
-        f"{section}.{name}: found {value!r}; not supported yet in this version; allowed: "
-    )
-
-
-def test_the_whole_block_of_another_library_is_answered():
+def test_a_section_of_another_library_is_answered_key_by_key():
     assert lines_of(trainer={"max_epochs": 3, "precision": "16-mixed", "accumulate_grad_batches": 4, "lr": 1}) == [
         "trainer: found {max_epochs: 3, precision: 16-mixed, accumulate_grad_batch …; no such key; did you mean train?",
-        "trainer.max_epochs: found 3; a word of Lightning; write train.epochs: 3",
+        "trainer.max_epochs: found 3; a key of Lightning; write train.epochs: 3",
         "trainer.precision: found '16-mixed'; write fp16",
-        "trainer.accumulate_grad_batches: found 4; a word of Lightning; write train.batch_size: all rows of an "
-        "optimizer step; memory.micro_batch is how many go through at once",
+        "trainer.accumulate_grad_batches: found 4; a key of Lightning; write train.batch_size: rows per "
+        "optimizer step; memory.micro_batch: rows per forward pass",
     ]
 
 
-def test_contradictions_are_told_beside_other_mistakes():
+def test_contradictions_are_reported_with_other_mistakes_unless_one_of_the_two_keys_is_wrong():
     lines = lines_of(train={"momentum": 0.9, "lr": "fast"}, seed=-1)
     assert [line.split(":")[0] for line in lines] == ["train.lr", "seed", "train.momentum"]
-
-
-def test_a_contradiction_with_a_wrong_value_is_not_told():
-    """Nobody knows what stands against what as long as one of the two is wrong."""
-    lines = lines_of(train={"momentum": 0.9, "optimizer": "sdg"})
-    assert [line.split(":")[0] for line in lines] == ["train.optimizer"]
+    assert line_of(train={"momentum": 0.9, "optimizer": "sdg"}).startswith("train.optimizer: ")
 
 
 anything = st.recursive(
@@ -223,7 +201,7 @@ dotted = st.sampled_from([key.dotted for key in keys_of(Recipe)] + ["fp16", "tra
 
 @settings(max_examples=150)
 @given(st.dictionaries(dotted, anything, max_size=4))
-def test_whatever_is_written_the_answer_is_a_recipe_or_a_list_of_mistakes(overrides):
+def test_any_value_gives_a_recipe_or_a_list_of_mistakes(overrides):
     try:
         loaded = load_recipe(None, {"model": "bert", "data.train": "x.csv", **overrides}, [])
     except RecipeError as error:

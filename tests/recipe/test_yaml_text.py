@@ -1,4 +1,4 @@
-"""YAML: scalars as in 1.2, the place of every key, and that what is written is read back."""
+"""YAML: scalars of version 1.2, the place of every key, and that written values are read back."""
 
 import math
 
@@ -88,16 +88,16 @@ def test_anchors_and_merges():
     [
         ("", "r.yaml is empty"),
         ("# only a comment\n", "r.yaml is empty"),
-        ("- a\n- b", "r.yaml does not hold keys with values, but a list"),
-        ("model:bert", "but a single value"),
+        ("- a\n- b", "r.yaml is a list, not a mapping"),
+        ("model:bert", "is a single value, not a mapping"),
         ("train:\n\tlr: 1", "r.yaml:2: a tab"),
         ("a: 1\nb: [1, 2\nc: 3", "r.yaml:3: not valid YAML"),
         ("a: 1\nb:2\n", "r.yaml:2: not valid YAML"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
-        ("a: !!python/object:os.system {}", "r.yaml:1: the tag .*os.system is not used in recipes"),
-        ("a: !!timestamp 2024-01-01", "r.yaml:1: the tag tag:yaml.org,2002:timestamp is not used"),
+        ("a: !!python/object:os.system {}", "r.yaml:1: the tag .*os.system is not supported"),
+        ("a: !!timestamp 2024-01-01", "r.yaml:1: the tag tag:yaml.org,2002:timestamp is not supported"),
         ("a: &a [*a]", "r.yaml:1: a.0 contains itself"),
-        ("? [a]\n: 1", "a key must be one word"),
+        ("? [a]\n: 1", "a key must be a single value"),
         ("a: {<<: 3}", "<< takes a mapping"),
         ("a: *nowhere", "r.yaml:1: not valid YAML: found undefined alias"),
         ("a: \x01", "r.yaml is not valid YAML"),
@@ -164,38 +164,25 @@ def test_how_values_are_written(value, text):
     assert as_yaml(value) == text
 
 
-def test_aliases_do_not_multiply_without_end():
-    """A kilobyte that would be ten billion values."""
-    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
-    with pytest.raises(RecipeError, match=r"r.yaml:\d+: more than 100,000 values, counting what aliases"):
+@pytest.mark.parametrize(("first", "level"), [("[1, 1]", "[{}]"), ("{k: 1}", "{{<<: [{}]}}")])
+def test_the_expansion_of_aliases_is_limited(first, level):
+    """Less than a kilobyte that would expand to a billion values."""
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{n}: &a{n} {level.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 10)]
+    with pytest.raises(RecipeError, match=r"r.yaml:\d+: more than 100,000 values after expanding aliases"):
         read_yaml("\n".join(lines), "r.yaml")
-
-
-def test_merged_aliases_do_not_multiply_without_end():
-    lines = ["a0: &a0 {k: 1}"]
-    lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10)]
-    with pytest.raises(RecipeError, match="more than 100,000 values"):
-        read_yaml("\n".join(lines), "r.yaml")
-
-
-def test_aliases_that_people_write_are_fine():
-    text = "model: {config: &c {a: [1, 2], b: {x: 1}}}\nother: *c\nthird: {<<: *c, b: {y: 2}}\n"
-    found = read_yaml(text, "r.yaml")
-    assert found.values["third"] == {"a": [1, 2], "b": {"y": 2}}
-    assert [key for key in found.places if key.startswith("third.b")] == ["third.b", "third.b.y"]
 
 
 @pytest.mark.parametrize("text", ["key: " + "[" * 20_000, "".join(" " * depth + "a:\n" for depth in range(1200))])
-def test_values_too_deep_inside_of_values(text):
-    with pytest.raises(RecipeError, match=r"r.yaml: values inside of values, too many levels deep"):
+def test_nesting_is_limited(text):
+    with pytest.raises(RecipeError, match="r.yaml: values are nested too deeply"):
         read_yaml(text, "r.yaml")
 
 
 def test_numbers_that_python_cannot_print():
     for number in ("1" * 5000, "0x" + "f" * 5000):
-        with pytest.raises(RecipeError, match=r"r.yaml:2: a number of \d,\d+ digits"):
+        with pytest.raises(RecipeError, match=r"r.yaml:2: an integer of \d,\d+ digits"):
             read_yaml(f"model: bert\nseed: {number}\n", "r.yaml")
-        with pytest.raises(RecipeError, match=r"--set: a number of"):
+        with pytest.raises(RecipeError, match="--set: an integer of"):
             read_value(number)
     assert read_yaml(f"seed: '{'1' * 5000}'", "r.yaml").values["seed"] == "1" * 5000

@@ -190,7 +190,7 @@ def test_files(tmp_path):
     assert (stored["is_complete"], stored["recipe"]) == (False, {"model": "x"})
     page = files[1].read_text()
     assert page.startswith("# A title\n\n")
-    assert "Stopped before every run was done." in page
+    assert "Stopped before all runs were done." in page
     assert "![loss](loss.png)" in page
 
 

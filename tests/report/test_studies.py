@@ -6,7 +6,7 @@ from trimtab.errors import RecipeError
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
-from trimtab.report.studies import STUDIES, study
+from trimtab.report.studies import STUDIES, build_study
 
 PLAIN = {"model": "x", "data": {"train": "y.csv"}, "train": {"batch_size": 32}}
 
@@ -18,7 +18,7 @@ def recipe_of(variant, **changes):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_variant_is_a_valid_recipe(name):
-    variants = study(name, Recipe(**PLAIN))
+    variants = build_study(name, Recipe(**PLAIN))
     recipes = [recipe_of(variant) for variant in variants]
     assert len(variants) > 3
     assert len({variant.name for variant in variants}) == len(variants)
@@ -26,7 +26,7 @@ def test_every_variant_is_a_valid_recipe(name):
 
 
 def test_accumulation_keeps_the_batch():
-    variants = study("accumulation", Recipe(**PLAIN))
+    variants = build_study("accumulation", Recipe(**PLAIN))
     assert [variant.name for variant in variants] == [
         "32 as 1 × 32",
         "32 as 2 × 16",
@@ -37,13 +37,13 @@ def test_accumulation_keeps_the_batch():
     recipes = [recipe_of(variant) for variant in variants]
     assert [recipe.train.batch_size for recipe in recipes] == [32, 32, 32, 32, 4]
     assert [recipe.memory.micro_batch for recipe in recipes] == [32, 16, 8, 4, 4]
-    single = study("accumulation", Recipe(**PLAIN | {"train": {"batch_size": 1}}))
+    single = build_study("accumulation", Recipe(**PLAIN | {"train": {"batch_size": 1}}))
     assert [variant.name for variant in single] == ["1 as 1 × 1"]
 
 
 def test_methods_keep_the_settings_of_the_adapter():
     own = Recipe(**PLAIN, adapter={"kind": "lora", "rank": 4})
-    found = {variant.name: recipe_of(variant) for variant in study("methods", own)}
+    found = {variant.name: recipe_of(variant) for variant in build_study("methods", own)}
     assert list(found) == ["full", "head-only", "lora", "qlora"]
     assert (found["full"].adapter, found["full"].train.freeze) == ("none", {})
     assert found["head-only"].train.freeze == {"base": "always"}
@@ -51,9 +51,9 @@ def test_methods_keep_the_settings_of_the_adapter():
         ("lora", 4),
         ("qlora", 4),
     ]
-    assert recipe_of(study("methods", Recipe(**PLAIN))[3]).adapter == "qlora"
+    assert recipe_of(build_study("methods", Recipe(**PLAIN))[3]).adapter == "qlora"
 
 
 def test_a_study_that_is_not_there():
     with pytest.raises(RecipeError, match="did you mean precisions"):
-        study("precision", Recipe(**PLAIN))
+        build_study("precision", Recipe(**PLAIN))

@@ -37,7 +37,7 @@ class Rows(Dataset):
 
 
 class RowsWithState(Rows):
-    """Map-style data may have a state dict of its own business; its place is still kept by index."""
+    """Map-style data may have a state dict for other purposes; its position is still kept by index."""
 
     def state_dict(self):
         return {"epochs": 3}
@@ -282,7 +282,7 @@ class Run:
 
 
 def assert_resumes(tmp_path, save_after, num_before, **options):
-    """Train with a save on the way; go on from it in objects of another seed; compare. Returns the resumed run."""
+    """Train with a save on the way; resume from it with objects of another seed; compare. Returns the resumed run."""
     whole = Run(seed=1, **options).train(save_after, tmp_path / "ckpt")
     resumed = Run(seed=2, **options)
     assert not torch.equal(resumed.model[0].weight, whole.model[0].weight)
@@ -314,7 +314,7 @@ def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, place, ca
     resumed = assert_resumes(tmp_path, save_after, num_before, loader=loader)
     is_at_boundary = save_after in (NUM_BATCHES, 1.5)
     replays = loader in REPLAYED and not is_at_boundary
-    assert ("is read again" in caplog.text) == replays
+    assert ("are read again" in caplog.text) == replays
     if not replays:  # what was seen before is not even loaded
         num_rows = sum(len(rows) for rows, _, _ in resumed.log)
         read_to_find_the_end = 3 * ("place" in loader and is_at_boundary)
@@ -323,7 +323,7 @@ def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, place, ca
 
 @pytest.mark.parametrize("loader", ["shuffled", "two workers", "stream", "stream with place", "stream of the epoch"])
 def test_saved_with_its_last_batch_an_epoch_is_over(tmp_path, loader):
-    """The next iteration is the next epoch: a loop that counts by whole epochs goes on with that one."""
+    """The next iteration is the next epoch: a loop that counts whole epochs continues with it."""
     Run(seed=1, loader=loader).train(NUM_BATCHES, tmp_path / "ckpt")
     resumed = Run(seed=2, loader=loader)
     resumed.engine.load_state(tmp_path / "ckpt")
@@ -439,7 +439,7 @@ def test_an_evaluation_before_and_during_the_epoch(tmp_path):
 
 
 def test_a_load_that_fails_in_the_middle_of_an_epoch_changes_nothing(tmp_path):
-    """The loop goes on, and the next epoch begins at its beginning."""
+    """The loop continues, and the next epoch starts with its first batch."""
 
     class Refusing(Progress):
         def load_state_dict(self, state):

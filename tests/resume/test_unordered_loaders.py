@@ -52,7 +52,7 @@ def prepared(dataset):
 @pytest.mark.parametrize("kind", [SlowRow, SlowStream])
 def test_a_resumed_run_sees_every_row_once(tmp_path, monkeypatch, kind):
     lines = []
-    monkeypatch.setattr("trimtab.engine.prepared_loader.say_once", lines.append)
+    monkeypatch.setattr("trimtab.engine.prepared_loader.log_info_once", lines.append)
     engine, loader = prepared(kind(slow_row=0, other_row=3))
     seen = []
     for batch in loader:

@@ -1,4 +1,4 @@
-"""One process holds a run's folder; a dead one holds nothing; of many that want it at once exactly one gets it."""
+"""One process holds a run's folder; a dead one holds nothing; of many that want it exactly one gets it."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_a_number_that_was_given_again_holds_nothing(tmp_path):
 
 
 def test_an_earlier_run_of_this_process_holds_nothing(tmp_path):
-    """A notebook whose run ended by an error that nobody caught."""
+    """A notebook whose run ended by an uncaught error."""
     forge(tmp_path)
     with RunLock(tmp_path) as lock:
         assert lock.is_held()
@@ -201,7 +201,7 @@ def test_killed_while_it_replaced_a_stale_lock(tmp_path):
 
 @pytest.mark.parametrize("flock", ["flock", "no flock"])
 def test_of_many_at_once_exactly_one_gets_it(tmp_path, flock):
-    """Where the file system has locks of its own and where it has none; a free folder and a stale lock in turn."""
+    """With and without flock on the file system; a free folder and a stale lock in turn."""
     racers = [python(RACE, tmp_path, flock) for _ in range(4)]
     try:
         for number in range(NUM_ROUNDS):

@@ -13,7 +13,7 @@ import torch
 
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.runs.run_folder import RunFolder, actual_state, check_free, default_folder, list_runs
-from trimtab.runs.tracking_file import About, Tracking
+from trimtab.runs.tracking_file import RunDescription, Tracking
 
 
 def status_of(path):
@@ -61,7 +61,7 @@ def test_small_files_are_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left") as failure:
         folder.write_text("plan.json", "second")
     monkeypatch.undo()
-    assert "make room" in failure.value.cure
+    assert "free space" in failure.value.cure
     assert (folder.path / "plan.json").read_text() == "first"
 
 
@@ -175,7 +175,7 @@ def killed_run(path, num_steps=10, saved_at=6):
 
 
 def note_sent(path, sent):
-    tracking = Tracking(path, About())
+    tracking = Tracking(path, RunDescription())
     tracking.at("http://a").sent = sent
     tracking.write()
 

@@ -15,8 +15,8 @@ from trimtab import Recipe, fit, predict_step_memory
 from trimtab.techniques.attention_backend import (
     _CONTEXTS,
     AttentionBackend,
-    flash_runs,
     has_grouped_heads,
+    supports_flash_attention,
     use_attention,
 )
 from trimtab.techniques.base import Accelerator, Case, Site
@@ -121,11 +121,11 @@ def test_flash_needs_half_precision_and_ampere():
     def on(*capability):
         return Accelerator("cuda", capability)
 
-    assert flash_runs(on(8, 0), torch.bfloat16)
-    assert flash_runs(on(9, 0), torch.float16)
-    assert not flash_runs(on(7, 5), torch.float16)
-    assert not flash_runs(on(9, 0), None)
-    assert not flash_runs(replace(on(9, 0), has_flash=False), torch.bfloat16)
+    assert supports_flash_attention(on(8, 0), torch.bfloat16)
+    assert supports_flash_attention(on(9, 0), torch.float16)
+    assert not supports_flash_attention(on(7, 5), torch.float16)
+    assert not supports_flash_attention(on(9, 0), None)
+    assert not supports_flash_attention(replace(on(9, 0), has_flash=False), torch.bfloat16)
 
 
 # ---------------------------------------------------------------------- the choice of a kernel

@@ -10,8 +10,8 @@ from trimtab.tracking.mlflow.server import (
     ExperimentDeleted,
     MlflowServer,
     Row,
-    mlflow_settings,
-    trouble_of,
+    describe_failure,
+    mlflow_environment,
     valid_key,
 )
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow'
 
 @pytest.fixture
 def local(store):
-    with mlflow_settings():
+    with mlflow_environment():
         yield MlflowServer(f"sqlite:///{store}")
 
 
@@ -45,7 +45,7 @@ def test_an_experiment_that_was_deleted(local):
     local.client.delete_experiment(local.experiment_id("gone"))
     with pytest.raises(ExperimentDeleted) as failure:
         local.experiment_id("gone")
-    assert "track.experiment" in trouble_of(failure.value, local.uri).cure
+    assert "track.experiment" in describe_failure(failure.value, local.uri).cure
 
 
 def test_rows_may_be_sent_twice(local, store, run_id):
@@ -130,7 +130,7 @@ class _Failure(Exception):
     ],
 )
 def test_errors_are_described_in_one_line(error, words):
-    failure = trouble_of(error, "http://h")
+    failure = describe_failure(error, "http://h")
     assert words in str(failure)
     assert "\n" not in str(failure)
     assert failure.is_gone == ("no run" in words)

@@ -17,7 +17,7 @@ from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.classify import classify_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
-from trimtab.run import look_at_data, resume
+from trimtab.run import report_data, resume
 from trimtab.runs.run_folder import read_status
 from trimtab.tracking.mlflow import ranking, registry
 from trimtab.tracking.mlflow.model_folder import quiet_mlflow
@@ -312,7 +312,7 @@ def test_every_way_to_name_it_in_a_recipe(models, tiny, tmp_path):
     source = exported(tmp_path / "one", loud(tiny), CLASSIFIER, "classify")
     models.log(models.run("imdb", "first"), source, register="reviews")
     for model in ("models:/reviews@best", {"name": "best:imdb?metric=accuracy"}):
-        assert look_at_data(recipe_of(model, data)).task == "classify"
+        assert report_data(recipe_of(model, data)).task == "classify"
     with pytest.raises(RecipeError, match="did you mean imdb"):
         fit(recipe_of("best:imbd", data), progress="quiet", device="cpu")
     assert not Path("trained").exists()

@@ -19,11 +19,11 @@ from trimtab import Recipe, fit
 from trimtab.build import sync_run
 from trimtab.errors import TrimtabError
 from trimtab.run import resume
-from trimtab.runs.journal import OF_THE_MOMENT
+from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.runs.run_folder import RunFolder
-from trimtab.runs.tracking_file import About
+from trimtab.runs.tracking_file import RunDescription
 from trimtab.tracking.upload import uploader
-from trimtab.tracking.upload.uploader import MlflowCompanion
+from trimtab.tracking.upload.uploader import MlflowUploader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # mlflow's own use of sqlalchemy
@@ -127,7 +127,7 @@ def test_stopped_and_resumed_it_is_one_run(recipe, number, code, status):
     assert (FOLDER / "metrics.jsonl").read_bytes().startswith(kept)
     assert set(Counter((line["step"], *sorted(line)) for line in lines_of(FOLDER)).values()) == {1}
     expected, found = (
-        [{key: value for key, value in line.items() if key not in OF_THE_MOMENT} for line in lines_of(folder)]
+        [{key: value for key, value in line.items() if key not in VOLATILE_KEYS} for line in lines_of(folder)]
         for folder in (whole.folder, FOLDER)
     )
     assert found == expected
@@ -226,7 +226,7 @@ def test_an_uploader_that_dies_is_reported_and_nothing_waits_for_it(tmp_path, ca
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     folder = RunFolder(tmp_path / "run")
     folder.start({}, 1)
-    upload = MlflowCompanion(folder.path, "sqlite:////proc/nowhere/mlflow.db", About(name="run"), end_s=1.0)
+    upload = MlflowUploader(folder.path, "sqlite:////proc/nowhere/mlflow.db", RunDescription(name="run"), end_s=1.0)
     folder.track(upload)
     os.kill(upload._process.pid, signal.SIGKILL)
     wait_until(lambda: any("the uploader process has died" in line for line in caplog.messages))

@@ -12,15 +12,15 @@ import pytest
 from mlflow_servers import Proxy, acked_of, free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of, wait_until
 
 from small_disk import mounted
-from trimtab.checkpoint.disk_errors import refused_path
+from trimtab.checkpoint.disk_errors import failed_path
 from trimtab.runs.run_folder import RunFolder
-from trimtab.runs.tracking_file import About, Tracking
-from trimtab.tracking.mlflow.server import Row, UploadFailure, mlflow_settings, trouble_of
+from trimtab.runs.tracking_file import RunDescription, Tracking
+from trimtab.tracking.mlflow.server import Row, UploadFailure, describe_failure, mlflow_environment
 from trimtab.tracking.upload import process
 from trimtab.tracking.upload.metric_rows import rows_of
 from trimtab.tracking.upload.process import Backoff, upload_until_over
+from trimtab.tracking.upload.run_upload import _is_higher_better, describe_missing, flatten_params
 from trimtab.tracking.upload.server_history import RowsAhead
-from trimtab.tracking.upload.shipper import _is_higher_better, describe_missing, flat_params
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own use of sqlalchemy
 
@@ -69,7 +69,9 @@ class Run:
         self.folder = RunFolder(path)
         (path / "recipe.yaml").write_text("model: tiny\n")
         self.folder.start({"train": {"lr": 0.1}, "model": "tiny"}, num_steps=1_000)
-        self.about = About(name=path.name, experiment=path.parent.name, params=flat_params({"train": {"lr": 0.1}}))
+        self.about = RunDescription(
+            name=path.name, experiment=path.parent.name, params=flatten_params({"train": {"lr": 0.1}})
+        )
         vars(self.about).update(about)
         self.step = 0
 
@@ -126,7 +128,7 @@ class Run:
 @pytest.fixture
 def make_run(tmp_path, short_waits):
     """Makes runs, with mlflow's settings as in the uploader process."""
-    with mlflow_settings():
+    with mlflow_environment():
         yield lambda uri, name="001", **about: Run(tmp_path / "runs" / "mine" / name, uri, **about)
 
 
@@ -260,7 +262,9 @@ def test_a_resumed_run_is_the_same_run(run, store):
     run.write(20)
     run.end("stopped", stop_reason="SIGTERM").check(store, "KILLED")
     token = run.about.run
-    run.about = About(name="001", experiment="mine", params={"train.lr": "0.2", "new": "1"})  # as a new process has it
+    run.about = RunDescription(
+        name="001", experiment="mine", params={"train.lr": "0.2", "new": "1"}
+    )  # as a new process has it
     run.resume().write_and_wait(20)
     (found,) = runs_on(store)
     assert (found["status"], found["params"]) == ("RUNNING", {"train.lr": "0.1", "new": "1"})
@@ -286,7 +290,7 @@ def test_killed_runs_are_closed_by_their_uploader_or_by_the_next_run(make_run, s
         database.commit()
     for run in (killed, alive):
         tracking = Tracking.read(run.path)
-        tracking.attachments[-1].status = "RUNNING"
+        tracking.servers[-1].status = "RUNNING"
         tracking.write()
     make_run(f"sqlite:///{store}", "next").upload().end()
     statuses = {run["name"]: run["status"] for run in runs_on(store)}
@@ -378,7 +382,7 @@ def test_other_numbers_of_steps_that_are_repeated_are_sent():
     ],
 )
 def test_whether_higher_is_better(metric, about, status, expected):
-    assert _is_higher_better(metric, About(**about), status) is expected
+    assert _is_higher_better(metric, RunDescription(**about), status) is expected
 
 
 def test_rows_of_a_line():
@@ -470,7 +474,7 @@ def test_a_failure_after_the_metrics_is_not_over_with_them(tmp_path, monkeypatch
     monkeypatch.setattr(Parent, "wait", lambda self, seconds: None)
     (tmp_path / "run").mkdir()
     writer = Writer()
-    upload_until_over(tmp_path / "run", "sqlite:///store.db", About(), Parent(is_over=True), writer)
+    upload_until_over(tmp_path / "run", "sqlite:///store.db", RunDescription(), Parent(is_over=True), writer)
     assert writer.lines == [
         "tracking: the disk of sqlite:///store.db is full; training continues, metrics are kept in the run folder",
         "tracking: sqlite:///store.db is back",
@@ -480,13 +484,13 @@ def test_a_failure_after_the_metrics_is_not_over_with_them(tmp_path, monkeypatch
 
 def test_a_full_run_folder_is_named_and_not_the_server(tmp_path):
     with mounted(tmp_path / "disk", "64k") as disk:
-        tracking = Tracking(disk, About())
+        tracking = Tracking(disk, RunDescription())
         tracking.write()
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
         tracking.about.name = "x" * 10_000
         with pytest.raises(OSError, match="No space left") as raised:
             tracking.write()
-    failure = trouble_of(raised.value, "http://server")
+    failure = describe_failure(raised.value, "http://server")
     assert str(failure) == f"No space left on device: {disk}/tracking.json"
     assert failure.recovery == f"{disk}/tracking.json can be written again"
 
@@ -497,6 +501,6 @@ def test_a_full_target_of_a_copy_is_named_and_not_its_source(tmp_path):
     with mounted(tmp_path / "disk", "64k") as disk:
         with pytest.raises(OSError, match="No space left") as raised:
             shutil.copyfile(source, disk / "copy")
-        assert refused_path(raised.value) == str(disk / "copy")
-    assert refused_path(OSError(errno.EACCES, "Permission denied", "one", None, "two")) == "one"
-    assert refused_path(OSError(errno.ENOSPC, "No space left on device")) is None
+        assert failed_path(raised.value) == str(disk / "copy")
+    assert failed_path(OSError(errno.EACCES, "Permission denied", "one", None, "two")) == "one"
+    assert failed_path(OSError(errno.ENOSPC, "No space left on device")) is None

@@ -1,9 +1,8 @@
-"""What a run shows: the words, the ways to show them, and that none of them can disturb the run."""
+"""What a run shows: the text, the displays, and that none of them can disturb the run."""
 
 import builtins
 import io
 import json
-import logging
 import math
 import os
 import pty
@@ -15,16 +14,11 @@ from dataclasses import replace
 import pytest
 
 from trimtab.errors import RecipeError
-from trimtab.training import progress as module
-from trimtab.training.progress import (
-    BarProgress,
-    JsonProgress,
-    PlainProgress,
-    QuietProgress,
-    StepLine,
-    build_progress,
-    step_words,
-)
+from trimtab.training import progress_bar as module
+from trimtab.training.progress import build_progress
+from trimtab.training.progress_bar import BarProgress
+from trimtab.training.progress_lines import JsonProgress, PlainProgress, QuietProgress
+from trimtab.training.progress_text import StepLine, step_text
 
 LINE = StepLine(
     step=40,
@@ -44,8 +38,8 @@ def show_all(progress):
     progress.start(300, start_step=20)
     progress.note("[CLS] is no markup")
     progress.step(LINE)
-    progress.eval_progress(1, 4)
-    progress.eval_progress(2, None)
+    progress.eval_progress(1)
+    progress.eval_progress(2)
     progress.evaluation({"accuracy": 0.9123, "loss": 0.31}, 40, improved=True)
     progress.evaluation({"accuracy": math.nan}, 60, improved=False)
     progress.finish("finished after 300 steps")
@@ -53,7 +47,7 @@ def show_all(progress):
 
 def test_the_one_format():
     numbers = "epoch 0.42 · loss 0.531 · lr 4.2e-05 · norm 1.3 · 5,210 tokens/s · 1.2 GiB · skipped 0"
-    assert step_words(LINE, 300) == f"step 40/300 · {numbers} · 2 min left"
+    assert step_text(LINE, 300) == f"step 40/300 · {numbers} · 2 min left"
 
 
 @pytest.mark.parametrize(
@@ -77,20 +71,18 @@ def test_the_one_format():
     ],
 )
 def test_numbers_in_words(change, words):
-    assert words in step_words(replace(LINE, **change), 300)
+    assert words in step_text(replace(LINE, **change), 300)
 
 
-@pytest.mark.parametrize("seconds_left", [None, math.inf, math.nan])
-def test_what_is_not_known_is_left_out(seconds_left):
-    words = step_words(replace(LINE, grad_norm=None, seconds_left=seconds_left), None)
-    assert words == "step 40 · epoch 0.42 · loss 0.531 · lr 4.2e-05 · 5,210 tokens/s · 1.2 GiB · skipped 0"
+def test_a_norm_that_is_not_known_is_omitted():
+    assert "norm" not in step_text(replace(LINE, grad_norm=None), 300)
 
 
 def test_plain(capsys):
     show_all(build_progress("plain"))
     assert capsys.readouterr().out.splitlines() == [
         "[CLS] is no markup",
-        step_words(LINE, 300),
+        step_text(LINE, 300),
         "evaluation at step 40 · accuracy 0.912 · loss 0.310 · best so far",
         "evaluation at step 60 · accuracy nan",
         "finished after 300 steps",
@@ -174,7 +166,8 @@ def fresh_python(code, **arguments):
 PREAMBLE = """
 import sys, time
 from dataclasses import replace
-from trimtab.training.progress import StepLine, build_progress
+from trimtab.training.progress import build_progress
+from trimtab.training.progress_text import StepLine
 line = StepLine(1, 0.1, 0.5, 1e-5, 1.0, 100.0, 2**30, None, 0, 60.0)
 """
 
@@ -235,7 +228,7 @@ def test_a_bar_is_drawn_at_most_ten_times_a_second(screen, monkeypatch):
     bar.start(10_000)
     for number in range(10_000):  # ten seconds
         now[0] += 0.001
-        (bar.step(LINE) if number % 3 else bar.eval_progress(number, None))
+        (bar.step(LINE) if number % 3 else bar.eval_progress(number))
     assert 20 <= screen.frames <= 100
     bar.finish("")
     assert not screen.is_open
@@ -244,11 +237,11 @@ def test_a_bar_is_drawn_at_most_ten_times_a_second(screen, monkeypatch):
 def test_a_step_between_two_frames_composes_nothing(screen, monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
     bar = BarProgress()
-    bar.start(None)
+    bar.start(9)
     with monkeypatch.context() as between:
         between.setattr(BarProgress, "_frame", lambda bar: pytest.fail("a frame was composed before it was due"))
         bar.step(LINE)
-        bar.eval_progress(1, None)
+        bar.eval_progress(1)
     bar.finish("")
 
 
@@ -320,16 +313,6 @@ def test_a_run_that_dies_gives_the_cursor_back():
     assert returncode == 1
     assert "ZeroDivisionError" in shown
     assert shown.rstrip().endswith("\x1b[?25h")
-
-
-def test_log_handlers_are_given_back(monkeypatch):
-    old, new, other = io.StringIO(), io.StringIO(), io.StringIO()
-    handlers = [logging.StreamHandler(old), logging.StreamHandler(other)]
-    monkeypatch.setattr(module.logger, "handlers", handlers)
-    module._move_handlers(old, new)
-    assert [handler.stream for handler in handlers] == [new, other]
-    module._move_handlers(new, old)
-    assert [handler.stream for handler in handlers] == [old, other]
 
 
 class FakeHandle:

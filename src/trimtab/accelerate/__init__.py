@@ -1,8 +1,8 @@
-"""Accelerate's names, for scripts that change nothing but their import lines.
+"""Drop-in replacement for Accelerate: scripts change only their import lines.
 
-`from accelerate import …` becomes `from trimtab.accelerate import …`, and so do `accelerate.utils`, `accelerate.state`,
-`accelerate.logging` and the other modules that scripts import from: they all are this module. docs/accelerate.md lists
-every verb and argument, and what is different.
+`from accelerate import …` becomes `from trimtab.accelerate import …`. The submodules that scripts import from, such as
+`accelerate.utils`, `accelerate.state` and `accelerate.logging`, are aliases of this module. docs/accelerate.md lists
+every verb and argument, and the differences.
 """
 
 import sys
@@ -21,10 +21,9 @@ from trimtab.accelerate.configuration import (
     ProjectConfiguration,
 )
 from trimtab.accelerate.drop_in import Accelerator
-from trimtab.accelerate.latest import AcceleratorState, GradientState, PartialState
-from trimtab.accelerate.launching import notebook_launcher
 from trimtab.accelerate.loaders import prepare_data_loader, skip_first_batches
 from trimtab.accelerate.logger import MultiProcessAdapter, get_logger
+from trimtab.accelerate.notebook import notebook_launcher
 from trimtab.accelerate.operations import (
     DistributedOperationException,
     broadcast,
@@ -37,10 +36,9 @@ from trimtab.accelerate.operations import (
     pad_across_processes,
     reduce,
     send_to_device,
-    synchronize_rng_state,
-    synchronize_rng_states,
 )
-from trimtab.accelerate.seeding import set_seed
+from trimtab.accelerate.random_state import set_seed, synchronize_rng_state, synchronize_rng_states
+from trimtab.accelerate.shared_state import AcceleratorState, GradientState, PartialState
 from trimtab.distributed.world import DistributedType
 from trimtab.engine.dispatched_loader import DispatchedLoader as DataLoaderDispatcher
 from trimtab.engine.prepared_loader import PreparedLoader as DataLoaderShard
@@ -91,20 +89,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Questions such as `is_xpu_available` are answered by Accelerate; other names there are not, and why."""
+    """Take functions such as `is_xpu_available` from Accelerate; raise an error with a cure for any other name."""
     if name.startswith("__"):
         raise AttributeError(name)
-    if f"{__name__}.{name}" in sys.modules:  # `trimtab.accelerate.utils`, which is this module
+    if f"{__name__}.{name}" in sys.modules:  # such as `trimtab.accelerate.utils`, an alias of this module
         return sys.modules[f"{__name__}.{name}"]
     if find_spec("accelerate") is not None:
         theirs = import_module("accelerate.utils")
         if name.startswith("is_") and hasattr(theirs, name):
             return getattr(theirs, name)
-    # `from … import NAME` shows the words of an ImportError alone; `hasattr` understands an AttributeError alone
+    # `from … import NAME` shows the message of an ImportError only; `hasattr` needs an AttributeError
     is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if is_import else AttributeError)(
-        f"trimtab.accelerate has no {name}\n  cure: what does not train can still come from Accelerate itself "
-        f"(pip install accelerate); docs/accelerate.md lists what is here"
+        f"trimtab.accelerate has no {name}\n  cure: import it from accelerate itself if it does not train "
+        "(pip install accelerate); docs/accelerate.md lists the names here"
     )
 
 

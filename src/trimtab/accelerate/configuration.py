@@ -1,4 +1,4 @@
-"""Settings objects under Accelerate's names, for machines where Accelerate is not installed; its own work as well."""
+"""Accelerate's settings objects, for machines without Accelerate; those of Accelerate itself work as well."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """Where windows of accumulation end."""
+    """Where accumulation windows end."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -33,7 +33,7 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Where trackers write."""
+    """The folder that trackers write to."""
 
     project_dir: str | Path | None = None
     logging_dir: str | Path | None = None
@@ -48,7 +48,7 @@ class ProjectConfiguration:
 
 @dataclass
 class GradScalerKwargs:
-    """Loss scaling of fp16."""
+    """Loss scaling for fp16."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -59,7 +59,7 @@ class GradScalerKwargs:
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """How models are connected."""
+    """Options of data parallelism."""
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -74,7 +74,7 @@ class DistributedDataParallelKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """How long processes wait for each other."""
+    """Options of the process group."""
 
     backend: str | None = "nccl"
     init_method: str | None = None
@@ -83,7 +83,7 @@ class InitProcessGroupKwargs:
 
 @dataclass
 class ProfileKwargs:
-    """Torch's profiler, as `accelerator.profile` builds it."""
+    """Options of torch's profiler for `accelerator.profile`."""
 
     activities: list[str] | None = None
     schedule_option: dict[str, int] | None = None
@@ -96,7 +96,7 @@ class ProfileKwargs:
     output_trace_dir: str | None = None
 
     def build(self) -> Any:
-        """The profiler."""
+        """Return the profiler."""
         from torch.profiler import ProfilerActivity, profile, schedule
 
         names = {activity.name.lower(): activity for activity in ProfilerActivity.__members__.values()}

@@ -1,4 +1,4 @@
-"""`Accelerator`: an engine with Accelerate's defaults, for scripts that change nothing but their import line."""
+"""`Accelerator`: an engine with Accelerate's defaults, for scripts that change only their import line."""
 
 import os
 from collections.abc import Sequence
@@ -8,22 +8,25 @@ from typing import Any
 
 import torch
 
-from trimtab.accelerate.latest import is_set, remember
+from trimtab.accelerate.shared_state import is_set, remember
 from trimtab.engine.engine import Engine
 from trimtab.engine.loss_scaler import Scaler
 from trimtab.engine.prepared_loader import PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer
 from trimtab.errors import RecipeError
 
+_SAVE_MEMORY = "leave it out; Engine(memory_budget=…) saves memory instead"
+_DATA_PARALLEL = "leave it out: processes are data parallel only"
+_COMPILE = "leave it out, and call torch.compile(model) before prepare"
 _CURES = {
-    "deepspeed_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",
-    "deepspeed_plugins": "leave it out; Engine(memory_budget=…) is what saves memory here",
-    "fsdp_plugin": "leave it out; Engine(memory_budget=…) is what saves memory here",
-    "megatron_lm_plugin": "leave it out: processes are data parallel only",
-    "torch_tp_plugin": "leave it out: processes are data parallel only",
-    "parallelism_config": "leave it out: processes are data parallel only",
-    "dynamo_backend": "leave it out, and torch.compile(model) before prepare",
-    "dynamo_plugin": "leave it out, and torch.compile(model) before prepare",
+    "deepspeed_plugin": _SAVE_MEMORY,
+    "deepspeed_plugins": _SAVE_MEMORY,
+    "fsdp_plugin": _SAVE_MEMORY,
+    "megatron_lm_plugin": _DATA_PARALLEL,
+    "torch_tp_plugin": _DATA_PARALLEL,
+    "parallelism_config": _DATA_PARALLEL,
+    "dynamo_backend": _COMPILE,
+    "dynamo_plugin": _COMPILE,
 }
 _LAUNCHED_WITH = {
     "ACCELERATE_USE_DEEPSPEED": "accelerate launch without --use_deepspeed",
@@ -36,33 +39,15 @@ _LAUNCHED_WITH = {
 class Accelerator(Engine):
     """An engine that behaves as Accelerate's `Accelerator`, on any number of processes.
 
-    A loader's batch is that of one process, and schedules step once for each process; the last batches of an epoch are
-    filled up with its first rows; a window of accumulation that an epoch cuts short is divided by the full length; all
-    processes draw the same random numbers after the same seed. `trimtab.Engine` has the same verbs and other defaults.
+    The batch size of a loader is that of one process, and schedulers step once per process; the last batches of an
+    epoch are padded with its first rows; an accumulation window that is shorter because its epoch ends is divided by
+    the full length; all processes draw the same random numbers after the same seed. `trimtab.Engine` has the same verbs
+    and other defaults.
 
-    Args:
-        device_placement: Whether `prepare` moves models and batches to the device.
-        split_batches: Whether a loader's batch is that of all processes together.
-        mixed_precision: "no", "fp16" or "bf16"; what `accelerate launch` was told if left out.
-        gradient_accumulation_steps: Micro-batches for each optimizer step.
-        cpu: Compute on the CPU.
-        dataloader_config: A DataLoaderConfiguration.
-        deepspeed_plugin: Refused, as are all plugins below that change where parameters are.
-        fsdp_plugin: Refused.
-        torch_tp_plugin: Refused.
-        megatron_lm_plugin: Refused.
-        rng_types: ["generator"], which is always so, or None.
-        log_with: See `Engine`.
-        project_dir: See `Engine`.
-        project_config: See `Engine`.
-        gradient_accumulation_plugin: A GradientAccumulationPlugin.
-        step_scheduler_with_optimizer: See `Engine`.
-        kwargs_handlers: See `Engine`.
-        dynamo_backend: Refused, unless "no".
-        dynamo_plugin: Refused.
-        deepspeed_plugins: Refused.
-        parallelism_config: Refused.
-        options: Those of `Engine` that Accelerate does not have: device, seed, find_unused_parameters, memory_budget.
+    The arguments are Accelerate's, see `Engine` for their meaning. Plugins for other kinds of parallelism, dynamo
+    backends but "no", and rng_types but ["generator"] raise an error. `mixed_precision` and
+    `gradient_accumulation_steps` default to what `accelerate launch` was given. `options` are arguments of `Engine`
+    that Accelerate does not have: device, seed, find_unused_parameters, memory_budget.
     """
 
     _as_accelerate = True
@@ -105,11 +90,11 @@ class Accelerator(Engine):
         if rng_types is not None and {str(getattr(kind, "value", kind)) for kind in rng_types} - {"generator"}:
             raise RecipeError(
                 f"rng_types={list(rng_types)} is not supported",
-                'leave it out; synchronize_rng_states(["torch"]) where processes should draw alike',
+                'leave it out, and call synchronize_rng_states(["torch"]) where processes should draw the same numbers',
             )
         if gradient_accumulation_plugin is None:
-            told = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-            gradient_accumulation_steps = gradient_accumulation_steps if told is None else int(told)
+            launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+            gradient_accumulation_steps = gradient_accumulation_steps if launched is None else int(launched)
         super().__init__(
             _precision(mixed_precision),
             gradient_accumulation_steps,
@@ -129,19 +114,19 @@ class Accelerator(Engine):
 
     @property
     def scaler(self) -> Scaler | None:  # type: ignore[override]
-        """Loss scaling of fp16; None in other precisions. `.grad` contains true gradients after every backward."""
+        """The loss scaler for fp16; None in other precisions. `.grad` is unscaled after every backward."""
         return self._scaler if self._scaler.is_scaling else None
 
-    # What follows takes arguments that Accelerate has and the engine has not.
+    # The methods below have arguments that Accelerate has and the engine has not.
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model; with `evaluation_mode` it is not connected to those of other processes."""
+        """Prepare one model; `evaluation_mode` requires a model without trainable parameters."""
         if evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
             raise RecipeError(
-                "prepare_model(evaluation_mode=True) is not supported for a model that trains",
-                "model.requires_grad_(False) first: a model that does not train is not connected",
+                "prepare_model(evaluation_mode=True) is not supported for a model with trainable parameters",
+                "model.requires_grad_(False) first: a frozen model is not wrapped in data parallelism",
             )
         prepared: torch.nn.Module = self.prepare(model, device_placement=_listed(device_placement))
         return prepared
@@ -151,7 +136,7 @@ class Accelerator(Engine):
     ) -> PreparedLoader:
         """Prepare one loader."""
         if slice_fn_for_dispatch is not None:
-            raise RecipeError("slice_fn_for_dispatch is not supported", "leave it out: rows of tensors are divided")
+            raise RecipeError("slice_fn_for_dispatch is not supported", "leave it out: tensors are divided by rows")
         prepared: PreparedLoader = self.prepare(loader, device_placement=_listed(device_placement))
         return prepared
 
@@ -160,18 +145,18 @@ class Accelerator(Engine):
         return super().prepare_optimizer(optimizer)
 
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
-        """Write the state to a folder, without the gradients of a window of accumulation that has begun.
+        """Write the state to a folder, without the gradients of an open accumulation window.
 
-        A script that saves in every n-th batch goes back to the start of the window with `skip_first_batches`.
+        A script that saves in every n-th batch returns to the start of the window with `skip_first_batches`.
         """
         if output_dir is None:
             raise RecipeError("save_state() without a folder is not supported", "accelerator.save_state(a folder)")
         _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
-        with self._gradients.window_set_aside():  # Accelerate saves no gradients, and scripts count on that
+        with self._gradients.window_set_aside():  # Accelerate saves no gradients, and scripts rely on that
             return super().save_state(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
-        """Restore what `save_state` wrote."""
+        """Load what `save_state` wrote."""
         if input_dir is None:
             raise RecipeError("load_state() without a folder is not supported", "accelerator.load_state(a folder)")
         _refuse_unless(not load_kwargs, "load_state(load_kwargs=…)", "leave it out")
@@ -184,7 +169,7 @@ class Accelerator(Engine):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights to one file of safetensors."""
+        """Write a model's weights to one safetensors file."""
         _refuse_unless(max_shard_size == "10GB", f"save_model(max_shard_size={max_shard_size!r})", "leave it out")
         cure = "accelerator.save(accelerator.get_state_dict(model), a file)"
         _refuse_unless(safe_serialization, "save_model(safe_serialization=False)", cure)
@@ -193,18 +178,18 @@ class Accelerator(Engine):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
     ) -> torch.nn.Module:
-        """The model as it was given; what torch.compile made of it only if asked for."""
+        """Return the model without wrappers; with `keep_torch_compile`, with that of torch.compile."""
         if keep_torch_compile and "_orig_mod" in model._modules:
             return model
         return super().unwrap_model(model, keep_fp32_wrapper)
 
     def autocast(self, enabled: Any = True, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """A context in which operations run in the engine's precision; an AutocastKwargs can switch it off."""
+        """Return an autocast context in the engine's precision; an AutocastKwargs can disable it."""
         handler = autocast_handler if autocast_handler is not None else enabled
         return super().autocast(bool(getattr(handler, "enabled", handler)))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name."""
+        """Return the tracker with that name."""
         _refuse_unless(not unwrap, "get_tracker(unwrap=True)", "mlflow.MlflowClient() with the run's id")
         return super().get_tracker(name)
 
@@ -219,7 +204,7 @@ def _refuse_unless(is_usual: bool, what: str, cure: str) -> None:
 
 
 def _precision(asked: Any) -> str:
-    """The argument, or what `accelerate launch` wrote into the environment."""
+    """Return the argument, or the value that `accelerate launch` wrote into the environment."""
     value = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if asked is None else getattr(asked, "value", asked)
     if value == "fp8":
         raise RecipeError('mixed_precision="fp8" is not supported', 'mixed_precision="bf16"')
@@ -227,7 +212,7 @@ def _precision(asked: Any) -> str:
 
 
 def _refuse(**settings: Any) -> None:
-    """No setting is ignored in silence: one that this engine cannot have is refused by name."""
+    """Raise an error for a setting that the engine does not support: no setting is ignored silently."""
     for name, value in settings.items():
         if value is not None:
             raise RecipeError(f"{name} is not supported", _CURES[name])
@@ -236,4 +221,4 @@ def _refuse(**settings: Any) -> None:
             raise RecipeError(f"{name}={os.environ[name]} is not supported", cure)
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if dynamo.lower() != "no":
-        raise RecipeError(f"ACCELERATE_DYNAMO_BACKEND={dynamo} is not supported", _CURES["dynamo_backend"])
+        raise RecipeError(f"ACCELERATE_DYNAMO_BACKEND={dynamo} is not supported", _COMPILE)

@@ -1,13 +1,13 @@
-"""Loaders prepared without an engine, and batches passed over."""
+"""`prepare_data_loader` and `skip_first_batches` without an engine."""
 
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from trimtab.accelerate.latest import PartialState
+from trimtab.accelerate.shared_state import PartialState
+from trimtab.engine.loader_setup import prepare_loader
 from trimtab.engine.placement import placement_for
-from trimtab.engine.prepare_loader import prepare_loader
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import PrepareError
@@ -30,7 +30,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """A loader that gives this process its batches, as `Accelerator.prepare` does it."""
+    """Return a loader that delivers this process's batches, as `Accelerator.prepare` does."""
     state = PartialState()
     own = (state.num_processes, state.process_index)
     asked = (
@@ -65,7 +65,7 @@ def prepare_data_loader(
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> PreparedLoader:
-    """A loader whose next iteration begins after `num_batches` batches."""
+    """Make the next iteration of a loader start after `num_batches` batches."""
     loader = dataloader if isinstance(dataloader, PreparedLoader) else prepare_data_loader(dataloader)
     loader.start_at(num_batches)
     return loader

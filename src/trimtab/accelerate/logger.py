@@ -1,22 +1,22 @@
-"""A logger for scripts on several processes: the main process speaks, unless a call says otherwise."""
+"""A logger for several processes: only the main process logs by default."""
 
 import logging
 import os
 from typing import Any
 
-from trimtab.accelerate.latest import PartialState
+from trimtab.accelerate.shared_state import PartialState
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls take `main_process_only` (True if left out) and `in_order`: one process after the other."""
+    """A logger whose calls accept `main_process_only` (default True) and `in_order` (one process after the other)."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log, where this process should."""
+        """Log on the processes that the call selects."""
         only_main = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        kwargs.setdefault("stacklevel", 2)  # the line of the caller, not this one
+        kwargs.setdefault("stacklevel", 2)  # report the line of the caller
         state = PartialState()
         if in_order:
             for rank in range(state.num_processes):
@@ -27,15 +27,15 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             self.logger.log(level, msg, *args, **kwargs)
 
     def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
-        """A warning that is not repeated."""
-        said = self.__dict__.setdefault("_said", set())
-        if msg not in said:
-            said.add(msg)
+        """Log a warning once per message."""
+        logged = self.__dict__.setdefault("_logged", set())
+        if msg not in logged:
+            logged.add(msg)
             self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of that name, for several processes."""
+    """Return the logger of that name, for several processes."""
     log_level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if log_level is not None:

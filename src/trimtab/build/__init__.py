@@ -7,14 +7,14 @@ from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.build.paths import with_absolute_paths, with_moved_paths
 from trimtab.build.plan import build_plan
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
-from trimtab.build.tracking import build_companion, sync_run
+from trimtab.build.tracking import build_uploader, sync_run
 from trimtab.build.training import build_trainer
 
 __all__ = [
     "Data",
     "Loaded",
     "Tokens",
-    "build_companion",
+    "build_uploader",
     "build_data",
     "build_engine",
     "build_freezing",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.build.parts import Data, Loaded, Tokens
-from trimtab.data.sources import Rows, load_rows, split_off
+from trimtab.data.sources import Rows, hold_out_rows, load_rows
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.data.tokens import TokenDataset, cached
@@ -38,7 +38,7 @@ def build_data(recipe: Recipe) -> Data:
     held_out = None if held_out is None else task.usable(held_out)
     if held_out is None and settings.eval_share > 0:
         label = task.columns.get("label") if task.name == "classify" else None
-        train, held_out = split_off(
+        train, held_out = hold_out_rows(
             train, settings.eval_share, recipe.seed, label=label if isinstance(label, str) else None
         )
         say(f"no eval data given: {len(held_out):,} of {len(train) + len(held_out):,} rows are held out (data.eval)")

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 
 from trimtab.build.parts import Data, Tokens
-from trimtab.data.fingerprint import NoFingerprint, fingerprint
+from trimtab.build.resume_rules import flat
+from trimtab.data.fingerprint import FingerprintError, fingerprint
 from trimtab.data.tasks.base import Task
-from trimtab.distributed.ddp import leave_out
+from trimtab.distributed.ddp import ignore_parameters
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.hardware.inventory import find_device, native_precision
-from trimtab.hardware.memory import budget_in_bytes, keep_freed_memory, prefer_expandable_segments
+from trimtab.hardware.memory import keep_freed_memory, prefer_expandable_segments, resolve_budget
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.randomness import use_deterministic_kernels
-from trimtab.recipe.resume_rules import flat
 from trimtab.recipe.schema import Recipe
 
 
@@ -27,7 +27,7 @@ def build_engine(recipe: Recipe, device: str | None) -> Engine:
         keep_freed_memory()
     elif found.type == "cuda":
         prefer_expandable_segments()
-    budget_in_bytes(recipe.memory.budget, found)  # more than there is is refused before anything is loaded
+    resolve_budget(recipe.memory.budget, found)  # more than there is is refused before anything is loaded
     if recipe.train.deterministic:
         use_deterministic_kernels()
     wanted = recipe.train.precision
@@ -41,7 +41,7 @@ def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine
         return
     engine.require_same("recipe", flat(recipe.model_dump(mode="json")))
     found: dict[str, Any] = {"rows": len(tokens.train), "tokens": int(sum(tokens.train.lengths))}
-    with suppress(NoFingerprint):
+    with suppress(FingerprintError):
         found |= {"data.train": fingerprint([data.train]), "data.eval": fingerprint([data.eval])}
     engine.require_same("data", found)
 
@@ -66,4 +66,4 @@ def leave_out_unused(
         model.train(was_training).zero_grad(set_to_none=True)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trains[name])
-    leave_out(model, unused)
+    ignore_parameters(model, unused)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from trimtab.build.parts import Loaded, Tokens
-from trimtab.checkpoint.checkpoints_folder import Shelf
-from trimtab.checkpoint.export import PatientExport
-from trimtab.checkpoint.mirror import Mirror, mirror_of
+from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
+from trimtab.checkpoint.export import RetryingExport
+from trimtab.checkpoint.mirror import Mirror, find_mirror
 from trimtab.data.tokens import TokenDataset
 from trimtab.engine.engine import Engine
 from trimtab.errors import CheckpointError
@@ -19,17 +19,17 @@ from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import CHECKPOINTS, Folder
+from trimtab.runs.tracking_file import TRACKING
 from trimtab.techniques.optimizer_state import OptimizerState
-from trimtab.tracking.upload.attachment import TRACKING
 from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
-from trimtab.training.loop import Keeper
+from trimtab.training.run_writer import RunWriter
 from trimtab.training.stopping import Best
 
 # tracking.json before the numbers: what it says is sent is then in them
 _MIRRORED = ("recipe.yaml", "plan.json", "run.json", TRACKING, "metrics.jsonl")
 
 
-class BestKeeper:
+class BestModelWriter:
     """Writes the best model as a plain Hugging Face folder, and the numbers into the run's journal."""
 
     def __init__(
@@ -37,7 +37,7 @@ class BestKeeper:
     ) -> None:
         self._folder, self._loaded, self._card, self._best = folder, loaded, card, best
         self._tokens = tokens
-        self._export = PatientExport(folder.best, engine.unwrap_model(loaded.model), loaded.tokenizer)
+        self._export = RetryingExport(folder.best, engine.unwrap_model(loaded.model), loaded.tokenizer)
         self._facts: dict[str, Any] = {}
 
     @property
@@ -45,7 +45,7 @@ class BestKeeper:
         """Why the best model is not written yet."""
         return self._export.problem
 
-    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
+    def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
         """Write the model beside the one before, then take its place."""
         value = metrics.get(self._best.metric)
         self._facts = {
@@ -56,9 +56,9 @@ class BestKeeper:
         }
         return self._written(self._export.write({**self._card, "step": step, "metrics": metrics}))
 
-    def write_waiting(self) -> str | None:
+    def write_pending(self) -> str | None:
         """Try again to write a model for which there was no room."""
-        return self._written(self._export.write_waiting())
+        return self._written(self._export.write_pending())
 
     def _written(self, is_written: bool) -> str | None:
         if not is_written:
@@ -78,7 +78,7 @@ class BestKeeper:
         """The best model so far is gone."""
         self._folder.update(best_metric=None, best_step=None, best_files=None)
 
-    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+    def write_bad_rows(self, step: int, rows: list[int]) -> str:
         """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
         lines = []
         for row in rows:
@@ -95,7 +95,7 @@ class BestKeeper:
         return str(self._folder.path / name)
 
 
-class NoKeeper:
+class NoModelWriter:
     """Of several processes one writes; the others keep nothing."""
 
     def __init__(self, folder: Folder) -> None:
@@ -103,11 +103,11 @@ class NoKeeper:
 
     problem: CheckpointError | None = None
 
-    def keep_best(self, step: int, metrics: dict[str, float]) -> str | None:
+    def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
         """Where the first process writes it."""
         return str(self._folder.best)
 
-    def write_waiting(self) -> str | None:
+    def write_pending(self) -> str | None:
         """The first process does that."""
         return None
 
@@ -121,18 +121,18 @@ class NoKeeper:
     def forget_best(self) -> None:
         """The first process does that."""
 
-    def keep_bad_rows(self, step: int, rows: list[int]) -> str:
+    def write_bad_rows(self, step: int, rows: list[int]) -> str:
         """Where the first process writes them."""
         return str(self._folder.path / f"bad-rows-step-{step}.jsonl")
 
 
-def build_keeper(
+def build_run_writer(
     folder: Folder, engine: Engine, loaded: Loaded, tokens: Tokens, card: dict[str, Any], best: Best
-) -> Keeper:
+) -> RunWriter:
     """What keeps the best model; of several processes only the first one does."""
     if not engine.is_main_process:
-        return NoKeeper(folder)
-    return BestKeeper(folder, engine, loaded, tokens.train, card, best)
+        return NoModelWriter(folder)
+    return BestModelWriter(folder, engine, loaded, tokens.train, card, best)
 
 
 def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Recipe) -> Checkpoints | NoCheckpoints:
@@ -144,18 +144,18 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
     if settings.mirror is not None and engine.is_main_process:
         # experiment and name: several runs share a drive
         place = Path(settings.mirror, *folder.path.absolute().parts[-2:])
-        known = mirror_of(folder.path)  # of a run that came back from its mirror to another place
+        known = find_mirror(folder.path)  # of a run that came back from its mirror to another place
         if known is not None and Path(settings.mirror).absolute() in known.parents:
             place = known
         mirror = Mirror(folder.path, place, files=_MIRRORED)
-    shelf = Shelf(folder.path / CHECKPOINTS, keep=settings.keep)
+    shelf = CheckpointsFolder(folder.path / CHECKPOINTS, keep=settings.keep)
     settings_asked = asked.model_dump(mode="json")
     return Checkpoints(
         engine,
         shelf,
         mirror,
         on_saved=lambda step: folder.update(saved_step=step),
-        facts=lambda: {"settings": settings_asked, "run": folder.facts_for_state()},
+        facts=lambda: {"settings": settings_asked, "run": folder.facts_for_checkpoint()},
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.build.data import run_name
-from trimtab.data.sources import absolute_source, is_here
+from trimtab.data.sources import is_here, make_source_absolute
 from trimtab.recipe.schema import ModelSettings, Recipe
 from trimtab.tracking.mlflow.uri import with_sqlite_file
 
@@ -15,7 +15,7 @@ _Change = Callable[[str], str]
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """A recipe in which every path of this machine is absolute; names on the hub or on a server stay as they are."""
-    changed = _with_paths(recipe, source=absolute_source, model=_absolute_if_here, folder=_absolute)
+    changed = _with_paths(recipe, source=make_source_absolute, model=_absolute_if_here, folder=_absolute)
     name = run_name(recipe)
     if run_name(changed) != name:  # of a pattern such as *.csv, which has no name of its own
         changed = changed.model_copy(update={"track": changed.track.model_copy(update={"experiment": name})})

@@ -14,7 +14,7 @@ from trimtab.errors import UserError
 from trimtab.model.load import check_config, load_config, load_tokenizer
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.tracking.mlflow.registry import is_on_server
+from trimtab.tracking.mlflow.registry import is_tracked_model
 
 
 def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
@@ -33,7 +33,7 @@ def _in_model(recipe: Recipe) -> Iterator[Mistake]:
     trust = {"trust_remote_code": model.trust_remote_code}
     if model.config is not None:
         yield from _problem("model.config", check_config, model.config)
-    elif model.name is not None and is_on_server(model.name):
+    elif model.name is not None and is_tracked_model(model.name):
         yield from _problem(key, find_tracked_model, recipe)
     elif model.name is not None:
         found = list(_problem(key, load_config, model.name, **trust))

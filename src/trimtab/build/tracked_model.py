@@ -5,7 +5,7 @@ from pathlib import Path
 from trimtab.log import say
 from trimtab.recipe.schema import ModelSettings, Recipe
 from trimtab.runs.run_folder import find_run
-from trimtab.tracking.mlflow.registry import TrackedModel, fetch_model, find_model, is_on_server
+from trimtab.tracking.mlflow.registry import TrackedModel, fetch_model, find_model, is_tracked_model
 from trimtab.tracking.mlflow.uri import RUNS, default_uri, local_uri, sqlite_file, store_root
 
 MODEL_SOURCE = "model_source"  # in run.json
@@ -19,7 +19,7 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
         run: The folder of a run that goes on: it stays with the model that it began with.
     """
     name = _name(recipe)
-    if name is None or not is_on_server(name):
+    if name is None or not is_tracked_model(name):
         return None
     uri = server_of(recipe)
     before = ((find_run(run) if run is not None else None) or {}).get("model_source")

@@ -10,23 +10,23 @@ from trimtab.build.data import run_name
 from trimtab.build.parts import Tokens
 from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError, TrimtabError, UserError
-from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.hardware.environment import describe_environment
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
-from trimtab.runs.run_folder import Folder, FollowedFolder, find_run, is_own_loop, read_status
+from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder, find_run, is_own_loop, read_status
+from trimtab.runs.tracking_file import RunDescription, Tracking, upload_lock
 from trimtab.tracking.mlflow.origin_tags import origin_tags
-from trimtab.tracking.mlflow.server import mlflow_settings, trouble_of
+from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
 from trimtab.tracking.mlflow.uri import tracking_uri
-from trimtab.tracking.upload.attachment import About, Tracking, shipping
-from trimtab.tracking.upload.shipper import flat_params, ship_all
-from trimtab.tracking.upload.uploader import Companion, MlflowCompanion, NoCompanion
+from trimtab.tracking.upload.run_upload import flatten_params, upload_run
+from trimtab.tracking.upload.uploader import MlflowUploader, NoUploader, Uploader
 
 
-def build_companion(
+def build_uploader(
     recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, is_more_better: bool
-) -> Companion:
+) -> Uploader:
     """What brings a run's numbers to its tracking server; of several processes only the first one has one.
 
     Args:
@@ -38,21 +38,21 @@ def build_companion(
         is_more_better: The direction of the metric that chooses the best model.
     """
     uri = tracking_uri(recipe.track.uri, folder.path)
-    if uri is None or recipe.limits.fast_dev_run or isinstance(folder, FollowedFolder):
-        return NoCompanion()
+    if uri is None or recipe.limits.fast_dev_run or isinstance(folder, ReadOnlyRunFolder):
+        return NoUploader()
     about = _about(recipe, folder.path)
     about.tags |= _facts(plan, tokens, engine)
     about.metric, about.higher_is_better = plan.metric, is_more_better
-    return MlflowCompanion(folder.path, uri, about)
+    return MlflowUploader(folder.path, uri, about)
 
 
-def _about(recipe: Recipe, folder: Path) -> About:
+def _about(recipe: Recipe, folder: Path) -> RunDescription:
     known = (read_status(folder) or {}).get("id")  # so that a folder which has lost tracking.json finds its run again
-    return About(
+    return RunDescription(
         **({} if known is None else {"run": known}),
         name=folder.absolute().name,
         experiment=run_name(recipe),
-        params=flat_params(recipe.model_dump(mode="json")),
+        params=flatten_params(recipe.model_dump(mode="json")),
         tags=origin_tags(folder),
         log_model=recipe.track.log_model,
         register=recipe.track.register_as,
@@ -61,14 +61,14 @@ def _about(recipe: Recipe, folder: Path) -> About:
 
 def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
     """Hardware, versions, data, and what was predicted."""
-    found = describe_surroundings(str(engine.device), torch.get_num_threads())
+    found = describe_environment(str(engine.device), torch.get_num_threads())
     facts = {
         "trimtab.hardware": found["hardware"],
         "trimtab.versions": f"trimtab {__version__}, {found['versions']}",
-        "trimtab.data.train": tokens.train.likeness(),
+        "trimtab.data.train": tokens.train.content_digest(),
     }
     if tokens.eval is not None:
-        facts["trimtab.data.eval"] = tokens.eval.likeness()
+        facts["trimtab.data.eval"] = tokens.eval.content_digest()
     facts |= {f"trimtab.plan.{key}": text for key, text in plan.texts.items()}
     predicted = {name: value for name, value in plan.as_dict().items() if name.startswith("predicted_")}
     return facts | {f"trimtab.{name}": str(value) for name, value in predicted.items() if value}
@@ -92,18 +92,18 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     if status is None:
         raise RecipeError(f"{folder} is no run", "pass a run's folder; trimtab runs lists them")
     recipe = None if is_own_loop(status) else load_recipe(folder / "recipe.yaml", {}, []).recipe
-    with mlflow_settings(), shipping(folder, patience_s=5.0):
+    with mlflow_environment(), upload_lock(folder, patience_s=5.0):
         tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))
         place = folder if recipe is not None else folder.absolute().parent  # loops have one store for all projects
         uri = _server_of(tracking, recipe, place) if to is None else tracking_uri(to, place)
         if uri is None:
             raise RecipeError(f"{folder} is not tracked", "name a server: --to http://…, or --to local")
         try:
-            troubles = ship_all(tracking, uri, say)
+            troubles = upload_run(tracking, uri, say)
         except TrimtabError:
             raise
         except Exception as error:
-            trouble = trouble_of(error, uri)
+            trouble = describe_failure(error, uri)
             if trouble.cure:
                 raise UserError(trouble.words, trouble.cure) from error
             raise TrimtabError(str(trouble)) from error
@@ -113,12 +113,12 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     return f"{folder} is on {at.uri}: experiment {at.experiment}, run {at.run_id}, {at.status}"
 
 
-def _about_before(recipe: Recipe | None, folder: Path) -> About:
+def _about_before(recipe: Recipe | None, folder: Path) -> RunDescription:
     """Of a run that was not tracked when it was trained: what its folder still tells."""
     status = find_run(folder) or {}
     if recipe is None:  # a loop of the user's own: ROOT/PROJECT/NAME
         path = folder.absolute()
-        about = About(run=status["id"], name=path.name, experiment=path.parent.name, tags=origin_tags(folder))
+        about = RunDescription(run=status["id"], name=path.name, experiment=path.parent.name, tags=origin_tags(folder))
     else:
         about = _about(recipe, folder)
     about.started_ms = int(status.get("started", 0) * 1000)
@@ -129,7 +129,7 @@ def _about_before(recipe: Recipe | None, folder: Path) -> About:
 def _server_of(tracking: Tracking, recipe: Recipe | None, place: Path) -> str | None:
     """The server that a run went to last; its password, if it has one, is that of the environment's address."""
     of_recipe = tracking_uri("local" if recipe is None else recipe.track.uri, place)
-    if not tracking.attachments:
+    if not tracking.servers:
         return of_recipe
-    last = tracking.attachments[-1].uri
+    last = tracking.servers[-1].uri
     return of_recipe if of_recipe is not None and redact(of_recipe) == last else last

@@ -7,27 +7,28 @@ from typing import Any
 from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
 from trimtab.build.optimizer import optimizer_of
-from trimtab.build.outputs import build_checkpoints, build_keeper, checkpoint_bytes
+from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.errors import RecipeError
-from trimtab.hardware.memory import budget_in_bytes, cap_memory, memory_outside, usually_outside
-from trimtab.log import say_once
-from trimtab.model.losses import Loss, own_loss
+from trimtab.hardware.memory import cap_memory, expected_non_allocator_memory, non_allocator_memory, resolve_budget
+from trimtab.log import log_info_once
+from trimtab.model.losses import Loss, loss_from_function
 from trimtab.optim.schedules import build_schedule
 from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
-from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of
+from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of, wrap_step
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
-from trimtab.training.loop import Schedule, Trainer
-from trimtab.training.memory_guard import Hold
-from trimtab.training.progress import Progress
+from trimtab.training.loop import Trainer
+from trimtab.training.memory_guard import MemoryGuard
+from trimtab.training.progress_lines import Progress
 from trimtab.training.stopping import Best, EarlyStopping
+from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutputs, TrainingParts
 from trimtab.units import Every, parse_every, parse_seconds
 
 
@@ -51,12 +52,12 @@ def build_trainer(
     recipe, engine, plan, task, freezing = run.recipe, run.engine, run.plan, run.data.task, run.freezing
     settings, tokens, spec = recipe.train, run.tokens, run.plan.spec
     own_metrics = metrics or {}
-    budget = budget_in_bytes(recipe.memory.budget, engine.device)
-    outside = usually_outside(loads_kernels(spec))
+    budget = resolve_budget(recipe.memory.budget, engine.device)
+    outside = expected_non_allocator_memory(loads_kernels(spec))
     # what is outside the allocator now grows with the first steps
-    cap = cap_memory(engine.device, budget, max(outside, memory_outside(engine.device)))
+    cap = cap_memory(engine.device, budget, max(outside, non_allocator_memory(engine.device)))
     train_loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
-    engine.will_train(freezing.released_later())
+    engine.include_frozen_parameters(freezing.released_later())
     leave_out_unused(run.loaded.model, freezing, train_loss, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(run.loaded.model)
@@ -67,7 +68,7 @@ def build_trainer(
     )
     batches = train_batches(recipe, tokens, plan.global_micro_batch)
     collate = change_collate(EpochCollate(task, batches), spec)
-    loader = make_loader(tokens.train, batches, collate, engine.device)
+    loader = make_loader(tokens.train, batches, collate)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
     card = {
@@ -78,31 +79,22 @@ def build_trainer(
         "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
     evaluator = _build_evaluator(run, own_metrics)
-    hold = Hold(
-        engine,
-        model,
-        optimizer,
-        train_loss,
-        loader,
+    parts = TrainingParts(engine, model, optimizer, scheduler, loader, train_loss, partial(wrap_step, spec))
+    memory_guard = MemoryGuard(
+        parts,
         evaluator=evaluator,
         released_later=freezing.released_later(),
         max_grad_norm=settings.max_grad_norm,
         cap=cap,
-        looks_ahead=cap.budget_bytes is not None or engine.device.type != "cpu",
+        rehearses=cap.budget_bytes is not None or engine.device.type != "cpu",
         # on a CPU the peak that is measured is the process's, so that of all that it takes was predicted
         predicted_peak_bytes=plan.predicted_total_bytes if engine.device.type == "cpu" else plan.predicted_peak_bytes,
     )
-    engine.register_for_checkpointing(*states_of(model, spec))
     checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
-    return Trainer(
-        engine,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        train_loss,
-        Schedule(
+    trainer = Trainer(
+        parts,
+        LoopSettings(
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             evaluate_every=_evaluation_interval(recipe),
@@ -114,16 +106,13 @@ def build_trainer(
             max_grad_norm=settings.max_grad_norm,
             on_nan=settings.on_nan,
         ),
-        evaluator=evaluator,
-        best=best,
-        early_stopping=_build_stopping(recipe, plan, own_metrics),
+        ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
+        RunOutputs(build_run_writer(folder, engine, run.loaded, tokens, card, best), checkpoints, progress, callbacks),
         freezing=freezing,
-        hold=hold,
-        keeper=build_keeper(folder, engine, run.loaded, tokens, card, best),
-        checkpoints=checkpoints,
-        progress=progress,
-        callbacks=callbacks,
+        memory_guard=memory_guard,
     )
+    engine.register_for_checkpointing(*states_of(model, spec))
+    return trainer
 
 
 def _build_loss(
@@ -136,7 +125,7 @@ def _build_loss(
             f"train.label_smoothing is {label_smoothing}, which a loss of your own does not know",
             "smooth in your function and leave the key out",
         )
-    return own_loss(own)
+    return loss_from_function(own)
 
 
 def _evaluation_interval(recipe: Recipe) -> Every:
@@ -153,9 +142,9 @@ def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> 
     collate = change_collate(task.collate, plan.spec)
     if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
         batches = train_batches(recipe, tokens, plan.global_micro_batch)
-        loader = make_loader(tokens.train, batches, collate, engine.device)
+        loader = make_loader(tokens.train, batches, collate)
     elif tokens.eval is not None:
-        loader = eval_loader(recipe, collate, tokens.eval, plan, engine.device)
+        loader = eval_loader(recipe, collate, tokens.eval, plan)
     else:
         return None
     # held-out loss and perplexity are those of the true labels, whatever training smooths; own metrics read logits
@@ -189,5 +178,7 @@ def _rises(metric: str, own_metrics: Mapping[str, OwnMetric], recipe: Recipe) ->
     stopping = recipe.early_stopping
     if stopping is not None and stopping.mode is not None and stopping.metric in (None, metric):
         return stopping.mode == "max"
-    say_once(f"more of your metric {metric} counts as better; if less is, set higher_is_better = False on its function")
+    log_info_once(
+        f"more of your metric {metric} counts as better; if less is, set higher_is_better = False on its function"
+    )
     return True

@@ -1,6 +1,6 @@
-"""Saves while the training goes on: a snapshot on the training thread, the writing on another.
+"""Asynchronous saves: a snapshot is taken on the training thread and written to disk on another.
 
-Where host memory cannot hold a snapshot, the state is written at once instead, piece by piece.
+Where host memory cannot hold a snapshot, the state is written synchronously instead, in pieces.
 """
 
 import os
@@ -12,47 +12,42 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.codec import Encoded
-from trimtab.checkpoint.snapshot import Snapshots, free_host_bytes
-from trimtab.checkpoint.store import EncodedPart, write_checkpoint
+from trimtab.checkpoint.snapshot import CopiedPart, Snapshots, free_host_bytes
+from trimtab.checkpoint.store import write_checkpoint
 from trimtab.errors import CheckpointError
+from trimtab.hardware.memory import is_out_of_memory
 from trimtab.log import say
 from trimtab.units import format_bytes, format_seconds
 
-_SHARE_OF_FREE_MEMORY = 0.75  # the rest is for the page cache, through which the files go, and for everybody else
+_SHARE_OF_FREE_MEMORY = 0.75  # the rest is left to the page cache, through which files are written, and to others
 
 
 class BackgroundWriter:
-    """Writes checkpoints, one at a time. A save that fails does not stop the run: it is told, and the next one tries.
+    """Writes checkpoints, one at a time. A failed save is logged and does not stop the run; the next save tries again.
 
     Attributes:
-        failure: Why the last save that ended failed; None if it did not.
-        last_seconds: How long the last save took that succeeded, from the snapshot until it was in its place;
-            None before the first.
-        last_blocked_seconds: For how much of the last call of `save` the training stood still.
+        failure: Why the last completed save failed; None if it succeeded.
+        last_seconds: Duration of the last successful save, from the snapshot until the folder was in place; None before
+            the first.
 
     Args:
-        on_saved: Called with the folder after each save that succeeded, on the thread that wrote it.
-        on_failure: Called with the error of each save that failed, on the thread that wrote it.
-        free_memory: How many bytes of host memory are free; None if nobody can tell.
-        snapshots: What takes the snapshots.
+        on_saved: Called with the folder after each successful save, on the thread that wrote it.
+        free_memory: Returns the free host memory in bytes, or None if it is unknown.
     """
 
     def __init__(
         self,
         *,
         on_saved: Callable[[Path], None] | None = None,
-        on_failure: Callable[[CheckpointError], None] | None = None,
         free_memory: Callable[[], int | None] = free_host_bytes,
-        snapshots: Snapshots | None = None,
     ) -> None:
         self.failure: CheckpointError | None = None
         self.last_seconds: float | None = None
-        self.last_blocked_seconds: float | None = None
-        self._on_saved, self._on_failure = on_saved, on_failure
+        self._on_saved = on_saved
         self._free_memory = free_memory
-        self._snapshots = snapshots or Snapshots()
+        self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
-        self._has_said_waited = self._has_said_foreground = False
+        self._has_reported_wait = self._has_reported_foreground = False
 
     @property
     def is_writing(self) -> bool:
@@ -65,40 +60,39 @@ class BackgroundWriter:
         parts: Mapping[str, Encoded],
         facts: Mapping[str, Any] | None = None,
     ) -> CheckpointError | None:
-        """Save `parts` as they are now. A save that is still being written is waited for first.
+        """Save the current values of `parts`, after waiting for a save that is still being written.
 
         Args:
-            folder: Where to.
-            parts: What `encode_parts` gave; its tensors may change as soon as this returns.
-            facts: What `write_checkpoint` takes.
+            folder: The checkpoint's folder.
+            parts: The result of `encode_parts`; its tensors may change as soon as this returns.
+            facts: As for `write_checkpoint`.
 
         Returns:
-            Why the save before this one failed, or, where this one was written at once, this one. None if all is well.
+            Why the previous save failed, or this one if it was written synchronously; None without a failure.
         """
         began = time.monotonic()
         has_to_wait = self.is_writing
-        before = self.wait()
+        failure = self.wait()
         if has_to_wait:
-            self._say_waited(time.monotonic() - began)
+            self._report_wait(time.monotonic() - began)
         facts, started = deepcopy(dict(facts or {})), time.monotonic()
         snapshot = self._snapshot(parts)
         if snapshot is None:
-            self._write(Path(folder), parts, facts, started, _nothing_to_wait_for)
-            before = self.failure
-        else:
-            copied, ready = snapshot
-            arguments = (Path(folder), copied, facts, started, ready)
-            # no daemon: a program that ends, even by an error, ends after its last save
-            self._thread = threading.Thread(target=self._write, args=arguments, name="trimtab-checkpoint")
-            self._thread.start()
-        self.last_blocked_seconds = time.monotonic() - began
-        return before
+            self._write(Path(folder), parts, facts, started)
+            return self.failure
+        copied, wait_for_copies = snapshot
+        # not a daemon thread: the interpreter waits for the last save, even if the program ends by an exception
+        self._thread = threading.Thread(
+            target=self._write, args=(Path(folder), copied, facts, started, wait_for_copies), name="trimtab-checkpoint"
+        )
+        self._thread.start()
+        return failure
 
     def wait(self) -> CheckpointError | None:
-        """Wait until nothing is being written.
+        """Wait until no save is being written.
 
         Returns:
-            Why the last save failed; None if it did not.
+            Why the last save failed; None if it succeeded.
         """
         if self._thread is not None:
             self._thread.join()
@@ -106,71 +100,64 @@ class BackgroundWriter:
         return self.failure
 
     def close(self) -> CheckpointError | None:
-        """Wait, and give the host memory back.
+        """Wait, and free the host memory.
 
         Returns:
-            What `wait` does.
+            As `wait`.
         """
         failure = self.wait()
         self._snapshots.drop()
         return failure
 
-    def _say_waited(self, seconds: float) -> None:
-        if not self._has_said_waited:
+    def _report_wait(self, seconds: float) -> None:
+        if not self._has_reported_wait:
             say(
-                "a save was due while the one before was still being written, and the training waited "
-                f"{format_seconds(seconds)} for it, as it will each time: saving less often costs less"
+                f"training waited {format_seconds(seconds)} for the previous checkpoint to be written, and will again: "
+                "increase checkpoint.every to save less often"
             )
-        self._has_said_waited = True
+        self._has_reported_wait = True
 
-    def _snapshot(self, parts: Mapping[str, Encoded]) -> Any:
-        """Copies and what to wait for; None if there is no memory for them."""
+    def _snapshot(self, parts: Mapping[str, Encoded]) -> tuple[dict[str, CopiedPart], Callable[[], None]] | None:
+        """Take a snapshot; None if host memory does not suffice."""
         missing, free = self._snapshots.num_bytes_missing(parts), self._free_memory()
         if missing <= 0 or free is None or missing <= free * _SHARE_OF_FREE_MEMORY:
             try:
                 return self._snapshots.take(parts)
-            except (MemoryError, RuntimeError) as error:  # torch has no error of its own for host memory
-                if not _is_about_memory(error):
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
                     raise
         self._snapshots.drop()
-        if not self._has_said_foreground:
+        if not self._has_reported_foreground:
             say(
                 f"a snapshot needs {format_bytes(missing)} of host memory, which is not free: checkpoints are written "
-                "in the foreground, and the training waits for them"
+                "synchronously, and training waits for each"
             )
-        self._has_said_foreground = True
+        self._has_reported_foreground = True
         return None
 
     def _write(
         self,
         folder: Path,
-        parts: Mapping[str, EncodedPart],
+        parts: Mapping[str, Encoded | CopiedPart],
         facts: Mapping[str, Any],
         started: float,
-        ready: Callable[[], None],
+        wait_for_copies: Callable[[], None] | None = None,
     ) -> None:
         try:
-            ready()
+            if wait_for_copies is not None:
+                wait_for_copies()
             write_checkpoint(folder, parts, facts)
         except Exception as error:
             self.failure = _as_checkpoint_error(folder, error)
-            say(f"a save failed, and the training goes on: {self.failure.problem}. {self.failure.cure}")
-            self._tell(self._on_failure, self.failure)
+            say(f"saving a checkpoint failed, training continues: {self.failure.problem}. {self.failure.cure}")
             return
         self.last_seconds = time.monotonic() - started
         self.failure = None
-        self._tell(self._on_saved, folder)
-
-    def _tell(self, callback: Callable[[Any], None] | None, value: Any) -> None:
         try:
-            if callback is not None:
-                callback(value)
-        except Exception as error:  # what comes after a save must not undo it
-            say(f"after a save: {type(error).__name__} {error}")
-
-
-def _nothing_to_wait_for() -> None:
-    """The state is there already."""
+            if self._on_saved is not None:
+                self._on_saved(folder)
+        except Exception as error:  # the checkpoint is written, whatever the callback does
+            say(f"after saving a checkpoint: {type(error).__name__} {error}")
 
 
 def _as_checkpoint_error(folder: Path, error: Exception) -> CheckpointError:
@@ -179,9 +166,3 @@ def _as_checkpoint_error(folder: Path, error: Exception) -> CheckpointError:
     wrapped = CheckpointError(f"{folder} could not be written: {type(error).__name__} {error}", "see the log")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _is_about_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(
-        words in str(error).lower() for words in ("allocate memory", "out of memory", "alloc_cpu", "not enough memory")
-    )

@@ -1,15 +1,15 @@
-"""The folder `checkpoints/` of a run: what is there, which one to go on from, which ones to remove."""
+"""The folder `checkpoints/` of a run: lists its checkpoints, opens the newest valid one, and removes old ones."""
 
 import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import clear_leftovers, remove_folder
-from trimtab.checkpoint.store import StoredCheckpoint, read_manifest, why_invalid
+from trimtab.checkpoint.folder import remove_folder
+from trimtab.checkpoint.store import StoredCheckpoint, find_checkpoint_problem, read_manifest
 from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.units import format_bytes
@@ -20,13 +20,13 @@ _Identity = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a run, as far as its manifest tells.
+    """One checkpoint of a run, as described by its manifest.
 
     Attributes:
         step: The step after which it was saved.
         path: Its folder.
-        num_bytes: What it takes on the disk.
-        facts: What was said of it when it was saved.
+        num_bytes: Its size on disk.
+        facts: The facts that were saved with it; empty if it is not valid.
         problem: Why it is not valid; empty if it is.
     """
 
@@ -38,7 +38,7 @@ class Checkpoint:
 
     @property
     def is_valid(self) -> bool:
-        """Whether a run can go on from it."""
+        """Whether a run can resume from it."""
         return not self.problem
 
     @property
@@ -48,127 +48,78 @@ class Checkpoint:
         return metrics if isinstance(metrics, dict) else {}
 
 
-@dataclass(frozen=True)
-class DiskRoom:
-    """Whether a disk has room for the checkpoints of a run.
-
-    Attributes:
-        folder: Where they go.
-        num_checkpoints: How many are there at once, the one that is being written among them.
-        free_bytes: What is free.
-        needed_bytes: What those take that are still to come.
-    """
-
-    folder: Path
-    num_checkpoints: int
-    free_bytes: int
-    needed_bytes: int
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether all of them fit."""
-        return self.needed_bytes <= self.free_bytes
-
-    @property
-    def shortage(self) -> str:
-        """What to tell the user before the run; empty if there is enough."""
-        if self.is_enough:
-            return ""
-        return (
-            f"{self.folder} has {format_bytes(self.free_bytes)} free, and {self.num_checkpoints} checkpoints need "
-            f"{format_bytes(self.needed_bytes)}: make room, or set checkpoint.keep lower"
-        )
-
-
-def disk_room(folder: str | os.PathLike[str], checkpoint_bytes: int, keep: int, held_bytes: int = 0) -> DiskRoom:
-    """Look whether there is room for `keep` checkpoints and the one that is being written.
+class CheckpointsFolder:
+    """The checkpoints of a run, in folders named `step-N`.
 
     Args:
-        folder: Where they go; it need not exist yet.
-        checkpoint_bytes: The size of one.
-        keep: How many are kept.
-        held_bytes: What checkpoints that are there take now; they count as room.
-    """
-    place = Path(folder).resolve()
-    while not place.exists():
-        place = place.parent
-    needed = max(0, (keep + 1) * checkpoint_bytes - held_bytes)
-    return DiskRoom(Path(folder), keep + 1, shutil.disk_usage(place).free, needed)
-
-
-class Shelf:
-    """The checkpoints of a run, in folders named after their steps.
-
-    Args:
-        folder: Where they are; it need not exist yet.
-        keep: How many of the newest valid ones `tidy` leaves, at least one.
+        folder: Their folder; it need not exist yet.
+        keep: How many of the newest valid checkpoints `tidy` keeps, at least one.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
-        self._damaged: dict[_Identity, str] = {}  # what was found by checksum, which is not computed every time
+        self._damaged: dict[_Identity, str] = {}  # problems found by checksum, which later listings do not compute
 
     def place(self, step: int) -> Path:
-        """Where the checkpoint of a step belongs."""
+        """Return the folder for the checkpoint of a step."""
         return self.folder / f"step-{step}"
 
     def checkpoints(self, *, checksums: bool = False) -> list[Checkpoint]:
-        """All of them, the oldest first.
+        """List all checkpoints, oldest first.
 
         Args:
-            checksums: Whether to read every file; else damage shows only where it changed a size.
+            checksums: Read every file; otherwise only damage that changed the size of a file is found.
         """
-        return [self._look(step, path, checksums) for step, path in self._steps()]
+        return [self._inspect(step, path, checksums) for step, path in self._steps()]
 
-    def newest(self, *, checksums: bool = True) -> Checkpoint | None:
-        """The newest valid one; newer ones that are not valid are named. None if there is none."""
-        for step, path in reversed(self._steps()):
-            found = self._look(step, path, checksums)
-            if found.is_valid:
-                return found
-            say(f"{path.name} is passed over: {found.problem}")
-        return None
+    def newest(self) -> Checkpoint | None:
+        """Return the newest valid checkpoint, verified by checksum; newer invalid ones are logged. None without one."""
+        stored = self.open()
+        if stored is None:
+            return None
+        path = stored.folder
+        return Checkpoint(int(path.name.removeprefix("step-")), path, _num_bytes(path), stored.facts)
 
     def open(self, step: int | None = None) -> StoredCheckpoint | None:
-        """Open a checkpoint to load from it; every file is verified once.
+        """Open a checkpoint for loading; every file is verified once.
 
         Args:
-            step: Which one; None takes the newest valid one, and names newer ones that are not.
+            step: Its step; None opens the newest valid one, and logs newer invalid ones.
 
         Returns:
-            The checkpoint, or None if none is valid and no step was asked for.
+            The checkpoint; None if no step was given and none is valid.
 
         Raises:
-            CheckpointError: The one that was asked for is not there or not valid.
+            CheckpointError: The checkpoint of the given step does not exist or is not valid.
         """
         steps = self._steps()
         if step is not None:
             path = dict(steps).get(step)
             if path is None:
-                there = ", ".join(path.name for _, path in steps) or "none"
-                raise CheckpointError(f"{self.folder} has no checkpoint of step {step}", f"there are: {there}")
-            self._refuse_renamed(step, path)
+                existing = ", ".join(path.name for _, path in steps) or "none"
+                raise CheckpointError(f"{self.folder} has no checkpoint of step {step}", f"choose one of: {existing}")
+            _refuse_renamed(step, path)
             return StoredCheckpoint(path)
         for number, path in reversed(steps):
             try:
-                self._refuse_renamed(number, path)
+                _refuse_renamed(number, path)
                 return StoredCheckpoint(path)
             except CheckpointError as error:
                 self._damaged[_identity(path)] = error.problem
-                say(f"{path.name} is passed over: {error.problem}")
+                say(f"skipping {path.name}: {error.problem}")
         return None
 
     def tidy(self, best: int | None = None) -> list[int]:
-        """Remove what is not kept: the newest valid ones and the best stay, of the others none.
+        """Remove all checkpoints but the newest valid ones and the best.
 
-        A checkpoint that is not valid goes as soon as a newer valid one is there. What cannot be removed is named.
+        An invalid checkpoint is removed once a newer valid one exists. Failures to remove are logged.
 
         Args:
-            best: The step of the best one, which is never removed.
+            best: The step of the best checkpoint, which is never removed.
 
         Returns:
-            The steps that were removed.
+            The steps of the removed checkpoints.
         """
         found = self.checkpoints()
         valid = [checkpoint.step for checkpoint in found if checkpoint.is_valid]
@@ -178,25 +129,30 @@ class Shelf:
         return self._remove(c for c in found if c.step not in kept and c.step < valid[-1])
 
     def drop_after(self, step: int) -> list[int]:
-        """Remove the checkpoints of later steps, because the run goes another way from `step` on.
+        """Remove the checkpoints of later steps, because the run repeats these steps.
 
         Returns:
-            The steps that were removed.
+            The steps of the removed checkpoints.
         """
         return self._remove(checkpoint for checkpoint in self.checkpoints() if checkpoint.step > step)
 
-    def clear_leftovers(self) -> list[Path]:
-        """Remove what killed writers left; to be called when the run's folder is held.
+    def disk_shortage(self, checkpoint_bytes: int) -> str:
+        """Describe why the disk is too small for `keep` checkpoints and one being written; empty if it is not.
 
-        Returns:
-            What was removed.
+        Args:
+            checkpoint_bytes: The size of one checkpoint. Existing checkpoints count as free space.
         """
-        return clear_leftovers(self.folder)
-
-    def room_for(self, checkpoint_bytes: int) -> DiskRoom:
-        """Whether the disk has room for all checkpoints that are kept, and the one that is being written."""
+        existing = self.folder.resolve()
+        while not existing.exists():
+            existing = existing.parent
         held = sum(checkpoint.num_bytes for checkpoint in self.checkpoints())
-        return disk_room(self.folder, checkpoint_bytes, self.keep, held)
+        needed, free = max(0, (self.keep + 1) * checkpoint_bytes - held), shutil.disk_usage(existing).free
+        if needed <= free:
+            return ""
+        return (
+            f"{self.folder} has {format_bytes(free)} free, but {self.keep + 1} checkpoints need "
+            f"{format_bytes(needed)}: free space on that disk, or lower checkpoint.keep"
+        )
 
     def _steps(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
@@ -208,23 +164,18 @@ class Shelf:
             raise CheckpointError(f"{self.folder} cannot be read: {error.strerror or error}", cure) from error
         return sorted((int(match[1]), path) for match, path in matches if match is not None and path.is_dir())
 
-    def _look(self, step: int, path: Path, checksums: bool) -> Checkpoint:
+    def _inspect(self, step: int, path: Path, checksums: bool) -> Checkpoint:
         num_bytes = _num_bytes(path)
-        problem = self._damaged.get(_identity(path), "") or why_invalid(path, checksums=checksums)
+        problem = self._damaged.get(_identity(path), "") or find_checkpoint_problem(path, checksums=checksums)
         if problem:
             if checksums:
                 self._damaged[_identity(path)] = problem
             return Checkpoint(step, path, num_bytes, problem=problem)
         try:
-            self._refuse_renamed(step, path)
+            _refuse_renamed(step, path)
             return Checkpoint(step, path, num_bytes, read_manifest(path).facts)
         except CheckpointError as error:
-            return replace(Checkpoint(step, path, num_bytes), problem=error.problem)
-
-    def _refuse_renamed(self, step: int, path: Path) -> None:
-        saved = read_manifest(path).facts.get("step", step)
-        if saved != step:
-            raise CheckpointError(f"{path} was saved at step {saved}", f"give it its name again: step-{saved}")
+            return Checkpoint(step, path, num_bytes, problem=error.problem)
 
     def _remove(self, checkpoints: Iterable[Checkpoint]) -> list[int]:
         removed = []
@@ -237,8 +188,14 @@ class Shelf:
         return removed
 
 
+def _refuse_renamed(step: int, path: Path) -> None:
+    saved = read_manifest(path).facts.get("step", step)
+    if saved != step:
+        raise CheckpointError(f"{path} was saved at step {saved}", f"rename it to step-{saved}")
+
+
 def _identity(path: Path) -> _Identity:
-    """Tells a folder from one that took its place."""
+    """Return a value that changes if another folder replaces this one."""
     try:
         stat = path.stat()
     except OSError:
@@ -251,6 +208,6 @@ def _num_bytes(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.lstat().st_size
-        except OSError:  # gone in between
+        except OSError:  # removed meanwhile
             continue
     return total

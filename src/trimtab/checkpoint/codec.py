@@ -1,10 +1,10 @@
-"""State as JSON and tensors, with every type kept: what is read back is what was written, or it is an error.
+"""Typed encoding of state as JSON and tensors: decoding returns exactly what was encoded, or raises.
 
-`encode` turns any nesting of plain values into a JSON tree plus named tensors; `decode` turns them back. Nothing is
-pickled, so reading a checkpoint runs no code of it; nothing is coerced, so tuples stay tuples, integer keys stay
-integers and infinities survive. A value that has no faithful form is refused with its path.
+`encode` turns any nesting of plain values into a JSON tree and named tensors; `decode` turns them back. Nothing is
+pickled, so reading a checkpoint runs no code from it. Nothing is coerced: tuples stay tuples, integer keys stay
+integers, infinities survive. A value without an exact encoding is refused, and the error names its path.
 
-JSON's own types stand for themselves; every other value is an object whose "$" names its kind.
+JSON's own types represent themselves; every other value is an object whose key "$" names its kind.
 """
 
 import base64
@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from trimtab.checkpoint.tensor_file import WRITABLE_DTYPES
 from trimtab.errors import CheckpointError
 
 Tree = Any
 _KIND = "$"
-_MAX_JSON_BITS = 64  # Python refuses to write or read very long decimal numbers
+_MAX_JSON_BITS = 64  # Python refuses to convert very long integers to and from decimal text
 
 
 @dataclass
@@ -34,51 +35,65 @@ class Encoded:
 
 
 def encode(value: Any) -> Encoded:
-    """Turn `value` into a JSON tree and tensors; storages that several tensors share are written once."""
+    """Encode a value; a storage that several tensors share is written once."""
     encoder = _Encoder()
     try:
-        tree = encoder.tree_of(value, "")
+        tree = encoder.encode(value, "")
     except RecursionError:
-        raise CheckpointError("the state contains itself, or is nested too deeply", "keep plain values in it") from None
+        raise CheckpointError(
+            "the state contains itself, or is nested too deeply", "store plain values in it"
+        ) from None
     return Encoded(tree, encoder.tensors_by_name())
 
 
 def decode(tree: Tree, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Turn a tree back into the value that was encoded.
+    """Decode a tree into the value that was encoded.
 
     Args:
-        tree: What `encode` gave, through JSON.
-        tensor: Gives the tensor of a name. Each is copied into memory of its own, aligned as torch aligns it: the
-            alignment of a mapped file can change the last bit of a sum.
+        tree: The tree that `encode` returned, after a round trip through JSON.
+        tensor: Returns the tensor of a name. Each tensor is copied into new memory with torch's alignment, because the
+            alignment of a memory-mapped file can change the last bit of a sum.
     """
-    return _Decoder(tensor).value_of(tree)
+    return _Decoder(tensor).decode(tree)
 
 
 def entries(tree: Tree) -> dict[Any, Tree]:
-    """The trees in a saved dict by their keys, so that its values can be decoded one at a time."""
+    """Return the trees in an encoded dict by key, which allows decoding the values one at a time."""
     if isinstance(tree, dict) and _KIND not in tree:
         return tree
     if isinstance(tree, dict) and tree[_KIND] == "dict":
-        return {decode(key, _no_tensor): item for key, item in tree["pairs"]}
-    raise TypeError(f"{str(tree)[:40]!r} stands where a dict was saved")
+        return {decode(key, _refuse_tensor): item for key, item in tree["pairs"]}
+    raise TypeError(f"expected an encoded dict, found {str(tree)[:40]!r}")
 
 
-def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"the tensor {name!r} is the key of a saved dict", "use numbers or text as keys")
+def _refuse_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"the tensor {name!r} is the key of an encoded dict", "use numbers or text as keys")
 
 
-def tensor_forms(tree: Tree) -> Iterator[tuple[str, list[int] | None]]:
-    """The name of every tensor that a tree refers to, and the shape it was written in, where the tree knows it."""
+def is_tensor(tree: Tree) -> bool:
+    """Whether a tree represents one tensor, of any kind."""
+    return isinstance(tree, dict) and tree.get(_KIND) in ("tensor", "sparse", "subclass")
+
+
+def dtype_and_shape(tree: Tree) -> tuple[str, list[int]] | None:
+    """Return the dtype and shape of an encoded plain tensor without reading it; None for any other value."""
+    if isinstance(tree, dict) and tree.get(_KIND) == "tensor":
+        return tree["dtype"], tree["shape"]
+    return None
+
+
+def stored_shapes(tree: Tree) -> Iterator[tuple[str, list[int] | None]]:
+    """Yield the name of every tensor that a tree refers to, with its shape in the file if the tree determines it."""
     if isinstance(tree, dict) and tree.get(_KIND) == "tensor":
         yield tree["name"], None if "view" in tree else tree["shape"]
     elif isinstance(tree, dict | list):
         for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensor_forms(item)
+            yield from stored_shapes(item)
 
 
 @dataclass
 class _View:
-    """One tensor as it was met: its storage, how it looks into it, and the node of the tree that stands for it."""
+    """One occurrence of a tensor in the value, and the tree node that represents it."""
 
     name: str
     tensor: torch.Tensor
@@ -89,7 +104,7 @@ class _Encoder:
     def __init__(self) -> None:
         self._views: dict[tuple[str, int], list[_View]] = {}  # by storage
 
-    def tree_of(self, value: Any, path: str) -> Tree:
+    def encode(self, value: Any, path: str) -> Tree:
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -100,7 +115,7 @@ class _Encoder:
         if kind is list:
             return self._items(value, path)
         if kind is dict and all(type(key) is str and not key.startswith(_KIND) for key in value):
-            return {key: self.tree_of(item, _below(path, key)) for key, item in value.items()}
+            return {key: self.encode(item, _below(path, key)) for key, item in value.items()}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if kind in _SEQUENCES:
@@ -115,40 +130,31 @@ class _Encoder:
         return self._scalar(value, path)
 
     def _items(self, values: list[Any], path: str) -> list[Tree]:
-        return [self.tree_of(item, _below(path, index)) for index, item in enumerate(values)]
+        return [self.encode(item, _below(path, index)) for index, item in enumerate(values)]
 
     def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Tree]:
         return [
-            [self.tree_of(key, _below(path, "key")), self.tree_of(item, _below(path, key))]
-            for key, item in value.items()
+            [self.encode(key, _below(path, "key")), self.encode(item, _below(path, key))] for key, item in value.items()
         ]
 
     def _scalar(self, value: Any, path: str) -> Tree:
         kind = type(value)
+        if kind in _SCALARS:
+            name, to_text = _SCALARS[kind]
+            return {_KIND: name, "value": to_text(value)}
         if kind is complex:
-            return {
-                _KIND: "complex",
-                "value": [self.tree_of(value.real, path), self.tree_of(value.imag, path)],
-            }
-        if kind in (bytes, bytearray):
-            return {_KIND: kind.__name__, "value": base64.b64encode(bytes(value)).decode()}
-        if kind is torch.dtype:
-            return {_KIND: "dtype", "value": _name_of(value)}
-        if kind is torch.device:
-            return {_KIND: "device", "value": str(value)}
-        if kind is type(pathlib.Path()):
-            return {_KIND: "path", "value": str(value)}
+            return {_KIND: "complex", "value": [self.encode(value.real, path), self.encode(value.imag, path)]}
         if _is_plain_numpy(value):
             return {
                 _KIND: "numpy",
                 "dtype": value.dtype.str,
                 "shape": list(value.shape),
                 "scalar": kind is not sys.modules["numpy"].ndarray,
-                "value": base64.b64encode(value.tobytes()).decode(),
+                "value": _to_base64(value.tobytes()),
             }
         raise CheckpointError(
             f"the value at {path or 'the top'!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved",
-            "keep numbers, text, tensors and containers of these in a state_dict; functions and objects are not state",
+            "store only numbers, text, tensors and containers of these in a state_dict, no functions or other objects",
         )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
@@ -157,15 +163,16 @@ class _Encoder:
             return {
                 _KIND: "subclass",
                 "class": f"{type(tensor).__module__}:{type(tensor).__qualname__}",
-                "parts": {name: self.tree_of(getattr(tensor, name), _below(path, name)) for name in names},
-                "context": self.tree_of(context, path),
-                "shape": self.tree_of(list(tensor.shape), path),
-                "stride": self.tree_of(list(tensor.stride()), path),
+                "parts": {name: self.encode(getattr(tensor, name), _below(path, name)) for name in names},
+                "context": self.encode(context, path),
+                "shape": self.encode(list(tensor.shape), path),
+                "stride": self.encode(list(tensor.stride()), path),
             }
-        unfit = _why_unfit(tensor)
-        if unfit:
+        problem = _tensor_problem(tensor)
+        if problem:
             raise CheckpointError(
-                f"the tensor at {path or 'the top'!r} {unfit}, so it cannot be saved", "keep plain tensors in the state"
+                f"the tensor at {path or 'the top'!r} {problem}, so it cannot be saved",
+                "store only plain tensors in the state",
             )
         tensor = tensor.detach()
         if tensor.layout is torch.sparse_coo:
@@ -176,80 +183,64 @@ class _Encoder:
                 "shape": list(tensor.shape),
                 "coalesced": tensor.is_coalesced(),
             }
-        tensor = tensor.resolve_conj().resolve_neg()  # a conjugate is a flag on a view, which bytes do not have
-        node: dict[str, Any] = {_KIND: "tensor", "dtype": _name_of(tensor.dtype), "shape": list(tensor.shape)}
+        tensor = tensor.resolve_conj().resolve_neg()  # conjugation is a lazy flag that the bytes do not contain
+        node: dict[str, Any] = {_KIND: "tensor", "dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         storage = tensor.untyped_storage()
-        # storages are told apart by address; empty ones have none, so their object is
+        # storages are identified by address; empty ones have none, so each counts as a separate storage
         key = (str(tensor.device), storage.data_ptr() or -id(storage) - len(self._views))
         self._views.setdefault(key, []).append(_View(path or "value", tensor, node))
         return node
 
     def tensors_by_name(self) -> dict[str, torch.Tensor]:
+        """Name the tensors to write and complete the nodes that refer to them.
+
+        A storage is written as one tensor if all its views are equal, else as the bytes that the views span.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for views in self._views.values():
             first = views[0]
             name = _unused(first.name, tensors)
-            has_name_for_dtype = first.tensor.dtype not in _WRITTEN_AS_BYTES
-            if has_name_for_dtype and all(_same_view(first.tensor, view.tensor) for view in views):
+            if first.tensor.dtype in WRITABLE_DTYPES and all(_same_view(first.tensor, view.tensor) for view in views):
                 tensors[name] = first.tensor
                 for view in views:
                     view.node["name"] = name
                 continue
-            begin, flat = _bytes_spanned([view.tensor for view in views])
-            tensors[name] = flat
+            begin, tensors[name] = _bytes_spanned([view.tensor for view in views])
             for view in views:
-                view.node.update(name=name, view=_view_of(view.tensor, begin))
+                offset = view.tensor.storage_offset() - begin // view.tensor.element_size()
+                view.node.update(name=name, view={"stride": list(view.tensor.stride()), "offset": offset})
         return tensors
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def is_tensor(tree: Tree) -> bool:
-    """Whether a tree stands for one tensor, of any kind."""
-    return isinstance(tree, dict) and tree.get(_KIND) in ("tensor", "sparse", "subclass")
-
-
-def tensor_form(tree: Tree) -> tuple[str, list[int]] | None:
-    """The dtype and shape of a plain tensor in a tree, known without reading it; None for any other value."""
-    if isinstance(tree, dict) and tree.get(_KIND) == "tensor":
-        return tree["dtype"], tree["shape"]
-    return None
-
-
 def _below(path: str, key: Any) -> str:
-    """The path of an item; keys that have no short text are named by their type."""
-    step = str(key) if type(key) in (str, bool) or _is_short(key) else type(key).__name__
+    """Return the path of an item; a key without short text is represented by its type."""
+    is_short = type(key) in (str, bool) or (type(key) is int and key.bit_length() <= _MAX_JSON_BITS)
+    step = str(key) if is_short else type(key).__name__
     return f"{path}.{step}" if path else step
 
 
-def _is_short(key: Any) -> bool:
-    return type(key) is int and key.bit_length() <= _MAX_JSON_BITS
-
-
 def _is_plain_numpy(value: Any) -> bool:
-    """Whether this is an array of numbers or one such number; matrices, masked and mapped arrays are more than that."""
+    """Whether this is an array of numbers or a NumPy number; matrices, masked and memory-mapped arrays are not."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
         return False
     return type(value).__module__ == "numpy" and value.dtype.kind in "biufc"
 
 
-def _why_unfit(tensor: torch.Tensor) -> str:
+def _tensor_problem(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, which has no __tensor_flatten__"
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         return f"has the layout {tensor.layout}"
     if tensor.device.type == "meta":
         return "has no data (it is on the meta device)"
-    if tensor.dtype not in _WRITTEN_BY_NAME | _WRITTEN_AS_BYTES:
+    if tensor.dtype not in WRITABLE_DTYPES | _WRITTEN_AS_BYTES:
         return f"has the dtype {tensor.dtype}"
     return ""
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:
-    """A name that no tensor has yet, and that the file can hold: in UTF-8, and not the name of its own header."""
+    """Return a name that no tensor has yet and that the file can contain: UTF-8, and not safetensors' own key."""
     name = name.encode(errors="replace").decode()
     candidate, number = name, 1
     while candidate in taken or candidate == "__metadata__":
@@ -258,8 +249,8 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    looks = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (a, b)]
-    return looks[0] == looks[1]
+    views = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (a, b)]
+    return views[0] == views[1]
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -271,31 +262,33 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _bytes_spanned(tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """The part of a storage that several tensors look into, as bytes, and where it begins."""
+    """Return the range of a storage that several tensors view: its offset in bytes, and the bytes."""
     ranges = [_byte_range(tensor) for tensor in tensors]
-    # whole 16 bytes, so that the range can be seen in elements of any size
+    # multiples of 16 bytes, so that elements of any size can view the range
     begin, end = min(r[0] for r in ranges) // 16 * 16, -(-max(r[1] for r in ranges) // 16) * 16
-    # memory that came from outside can be known to torch as several storages of one address
+    # torch can know memory from outside, such as NumPy's, as several storages with one address
     storage = max((tensor.untyped_storage() for tensor in tensors), key=lambda storage: storage.nbytes())
     whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage)
     spanned = whole[begin:end]
     return begin, torch.nn.functional.pad(spanned, (0, end - begin - spanned.numel()))
 
 
-def _view_of(tensor: torch.Tensor, begin: int) -> dict[str, Any]:
-    return {
-        "stride": list(tensor.stride()),
-        "offset": tensor.storage_offset() - begin // tensor.element_size(),
-    }
+def _to_base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode()
 
 
-_WRITTEN_BY_NAME = {
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-}
-# safetensors has no names for these, or not in every version, or another idea of their shape
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is not a dtype")
+    return dtype
+
+
+# safetensors has no name for these dtypes, or not in every version, or defines their shape differently
 _WRITTEN_AS_BYTES = {
     *(torch.complex32, torch.complex128, torch.float4_e2m1fn_x2),
     *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
@@ -303,7 +296,23 @@ _WRITTEN_AS_BYTES = {
 _SEQUENCES: dict[Any, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "ordereddict", Counter: "counter"}
 _FACTORIES: dict[Any, str | None] = {dict: "dict", list: "list", int: "int", float: "float", None: None}
-_BUILD = {name: kind for kind, name in {**_SEQUENCES, **_MAPPINGS}.items()}
+_SCALARS: dict[Any, tuple[str, Callable[[Any], str]]] = {
+    bytes: ("bytes", _to_base64),
+    bytearray: ("bytearray", _to_base64),
+    torch.dtype: ("dtype", _dtype_name),
+    torch.device: ("device", str),
+    type(pathlib.Path()): ("path", str),
+}
+_SCALAR_OF: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "dtype": _dtype_of,
+    "device": torch.device,
+    "path": pathlib.Path,
+}
+_CONTAINER_OF = {name: kind for kind, name in {**_SEQUENCES, **_MAPPINGS}.items()}
 _FACTORY_OF = {name: kind for kind, name in _FACTORIES.items()}
 
 
@@ -312,19 +321,19 @@ class _Decoder:
         self._load = tensor
         self._loaded: dict[str, torch.Tensor] = {}
 
-    def value_of(self, tree: Tree) -> Any:
+    def decode(self, tree: Tree) -> Any:
         if isinstance(tree, list):
-            return [self.value_of(item) for item in tree]
+            return [self.decode(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
         if _KIND not in tree:
-            return {key: self.value_of(item) for key, item in tree.items()}
+            return {key: self.decode(item) for key, item in tree.items()}
         kind = tree[_KIND]
         try:
             return self._special(kind, tree)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise CheckpointError(
-                f"a saved value of kind {kind!r} cannot be read ({error})", "take an older checkpoint"
+                f"a saved value of kind {kind!r} cannot be read ({error})", "load an older checkpoint"
             ) from error
 
     def _special(self, kind: str, tree: dict[str, Any]) -> Any:
@@ -333,20 +342,28 @@ class _Decoder:
         if kind == "subclass":
             return self._subclass(tree)
         if kind == "sparse":
-            parts = (self.value_of(tree["indices"]), self.value_of(tree["values"]), tree["shape"])
+            parts = (self.decode(tree["indices"]), self.decode(tree["values"]), tree["shape"])
             return torch.sparse_coo_tensor(*parts, is_coalesced=tree["coalesced"], check_invariants=True)
-        if kind in _BUILD and "items" in tree:
-            return _BUILD[kind](self.value_of(tree["items"]))
-        if kind in _BUILD:
-            return _BUILD[kind](self._pairs(tree))
+        if kind in _CONTAINER_OF:
+            return _CONTAINER_OF[kind](self.decode(tree["items"]) if "items" in tree else self._pairs(tree))
         if kind == "defaultdict":
             return defaultdict(_FACTORY_OF[tree["factory"]], self._pairs(tree))
         if kind == "deque":
-            return deque(self.value_of(tree["items"]), tree["maxlen"])
-        return _scalar_of(kind, tree, self)
+            return deque(self.decode(tree["items"]), tree["maxlen"])
+        if kind in _SCALAR_OF:
+            return _SCALAR_OF[kind](tree["value"])
+        if kind == "complex":
+            return complex(self.decode(tree["value"][0]), self.decode(tree["value"][1]))
+        if kind == "numpy":
+            import numpy
+
+            raw = numpy.frombuffer(base64.b64decode(tree["value"]), dtype=numpy.dtype(tree["dtype"]))
+            array = raw.reshape(tree["shape"])
+            return array[()] if tree["scalar"] else array.copy()
+        raise CheckpointError(f"a saved value is of kind {kind!r}, which this version does not know", "upgrade trimtab")
 
     def _pairs(self, tree: dict[str, Any]) -> dict[Any, Any]:
-        return {self.value_of(key): self.value_of(item) for key, item in tree["pairs"]}
+        return {self.decode(key): self.decode(item) for key, item in tree["pairs"]}
 
     def _tensor(self, tree: dict[str, Any]) -> torch.Tensor:
         name = tree["name"]
@@ -361,48 +378,17 @@ class _Decoder:
 
     def _subclass(self, tree: dict[str, Any]) -> torch.Tensor:
         module, _, qualname = tree["class"].partition(":")
-        # Only classes that the program has loaded by itself: a checkpoint must not import anything.
+        # Only classes that the program has imported itself: a checkpoint must not trigger an import.
         kind: Any = sys.modules.get(module)
         for part in qualname.split("."):
             kind = getattr(kind, part, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
             raise CheckpointError(
-                f"the checkpoint holds a tensor of class {tree['class']}, which is not loaded here",
+                f"the checkpoint contains a tensor of class {tree['class']}, which is not imported here",
                 f"import {module.partition('.')[0]} and prepare the same model and optimizer before load_state",
             )
-        parts = {name: self.value_of(part) for name, part in tree["parts"].items()}
-        context = self.value_of(tree["context"])
+        parts = {name: self.decode(part) for name, part in tree["parts"].items()}
+        context = self.decode(tree["context"])
         size, stride = torch.Size(tree["shape"]), tuple(tree["stride"])
         value: torch.Tensor = kind.__tensor_unflatten__(parts, context, size, stride)
         return value
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
-    return dtype
-
-
-def _scalar_of(kind: str, tree: dict[str, Any], decoder: _Decoder) -> Any:
-    value = tree["value"]
-    if kind == "int":
-        return int(value, 16)
-    if kind == "float":
-        return float(value)
-    if kind == "complex":
-        return complex(decoder.value_of(value[0]), decoder.value_of(value[1]))
-    if kind in ("bytes", "bytearray"):
-        return (bytes if kind == "bytes" else bytearray)(base64.b64decode(value))
-    if kind == "dtype":
-        return _dtype_of(value)
-    if kind == "device":
-        return torch.device(value)
-    if kind == "path":
-        return pathlib.Path(value)
-    if kind == "numpy":
-        import numpy
-
-        array = numpy.frombuffer(base64.b64decode(value), dtype=numpy.dtype(tree["dtype"])).reshape(tree["shape"])
-        return array[()] if tree["scalar"] else array.copy()
-    raise CheckpointError(f"a saved value is of kind {kind!r}, which this version does not know", "upgrade trimtab")

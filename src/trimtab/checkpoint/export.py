@@ -1,6 +1,6 @@
-"""Hands a trained model over as a plain Hugging Face folder, with a `trimtab.json` of facts about it.
+"""Exports a trained model as a plain Hugging Face folder, with facts about it in `trimtab.json`.
 
-Of a model with an adapter the adapter alone is written, as a plain PEFT folder: its base stays where it came from.
+For a model with an adapter only the adapter is written, as a plain PEFT folder that refers to its base.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab import __version__
-from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.tensor_file import checksum_of
 from trimtab.errors import CheckpointError
 from trimtab.log import say
@@ -34,25 +34,25 @@ def export_model(
     card: Mapping[str, Any],
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write a model so that `AutoModelFor….from_pretrained(folder)` loads it; an older export there is replaced.
+    """Write a model for `AutoModelFor….from_pretrained(folder)`; an older export in the folder is replaced.
 
-    Of a model with an adapter only the adapter is written, so that `PeftModel.from_pretrained(base, folder)` loads it.
+    For a model with an adapter only the adapter is written, for `PeftModel.from_pretrained(base, folder)`.
 
     Args:
-        folder: Where to.
-        model: A transformers model; its config carries the label names.
+        folder: The folder to write.
+        model: A transformers model; its config contains the label names.
         tokenizer: Its tokenizer, or None.
-        card: Facts for `trimtab.json`: task, metrics, step, recipe and the like.
-        weights: To be written in the place of those that the model has now: what `weights_to_export` gave.
+        card: Facts for `trimtab.json`, such as task, metrics, step and recipe.
+        weights: Weights to write instead of the model's current ones, with the names of `weights_to_export`.
 
     Returns:
         The folder.
     """
-    bare = _bare(model)
+    bare = _unwrap(model)
     adapter = adapter_of(bare)
     about = {"trimtab": __version__, **card, **({} if adapter is None else _facts_of_adapter(bare, adapter))}
     facts = json.dumps(_plain(about), indent=1, ensure_ascii=False, allow_nan=False)
-    with whole_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
+    with atomic_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
         if adapter is not None:
             adapter.save(place, weights)
         else:
@@ -65,15 +65,15 @@ def export_model(
 
 
 def weights_to_export(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that an export of `model` writes, by name: its own tensors, not copies."""
-    bare = _bare(model)
+    """Return the tensors that an export of `model` writes, by name; they are not copied."""
+    bare = _unwrap(model)
     adapter = adapter_of(bare)
     weights: dict[str, torch.Tensor] = bare.state_dict() if adapter is None else adapter.tensors()
     return weights
 
 
 def _facts_of_adapter(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """What is needed to load an adapter again, beside what PEFT's own file says."""
+    """Return what is needed to load an adapter in addition to PEFT's own file."""
     kind, config = _kind_of(model), model.config
     return {
         "base": adapter.base.name,
@@ -85,23 +85,23 @@ def _facts_of_adapter(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def _facts_of_base(model: Any) -> dict[str, Any]:
-    """How the base was held while the adapter trained: in which dtype, and how it was quantized."""
+    """Return the dtype and the quantization of the base while the adapter was trained."""
     quantized = [m for m in model.modules() if getattr(m._parameters.get("weight"), "quant_state", None) is not None]
     of_quantized = {id(p) for module in quantized for p in module.parameters()}
     num_weights: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point() and not parameter.requires_grad and id(parameter) not in of_quantized:
             num_weights[parameter.dtype] += parameter.numel()
-    held_in = num_weights.most_common(1)[0][0] if num_weights else torch.float32
+    base_dtype = num_weights.most_common(1)[0][0] if num_weights else torch.float32
     nf4 = None
     if quantized:
         first: Any = quantized[0]
-        held_in = held_in if num_weights else first.compute_dtype
-        nf4 = {"compute_dtype": _name_of(first.compute_dtype), "double_quant": bool(first.weight.quant_state.nested)}
-    return {"base_dtype": _name_of(held_in), "nf4": nf4}
+        base_dtype = base_dtype if num_weights else first.compute_dtype
+        nf4 = {"compute_dtype": _dtype_name(first.compute_dtype), "double_quant": bool(first.weight.quant_state.nested)}
+    return {"base_dtype": _dtype_name(base_dtype), "nf4": nf4}
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -114,50 +114,50 @@ def _kind_of(model: Any) -> str:
     return "seq2seq-lm" if getattr(model.config, "is_encoder_decoder", False) else "causal-lm"
 
 
-class PatientExport:
-    """Exports models to one folder. A model for which there is no room waits in host memory, and the run goes on.
+class RetryingExport:
+    """Exports a model to a folder repeatedly. If a write fails, a copy is kept in host memory and written later.
 
     Attributes:
-        problem: Why a model waits; None if none does.
+        problem: Why a model is pending; None if none is.
 
     Args:
-        folder: Where to.
-        model: A transformers model, whose weights change. Of one with an adapter only the adapter waits.
+        folder: The folder to write.
+        model: A transformers model, whose weights change. If it has an adapter, only the adapter is copied.
         tokenizer: Its tokenizer, or None.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: torch.nn.Module, tokenizer: Any) -> None:
         self.problem: CheckpointError | None = None
         self._folder, self._model, self._tokenizer = Path(folder), model, tokenizer
-        self._waiting: tuple[dict[str, torch.Tensor], Mapping[str, Any]] | None = None
+        self._pending: tuple[dict[str, torch.Tensor], Mapping[str, Any]] | None = None
 
     def write(self, card: Mapping[str, Any]) -> bool:
-        """Write the model as it is now, or let it wait; one that waited before is given up for it.
+        """Write the model with its current weights, or keep a copy of them; an older pending model is discarded.
 
         Returns:
-            Whether it is written.
+            Whether it was written.
         """
-        self._waiting = None
+        self._pending = None
         if self._export(card, None):
             return True
-        self._waiting = _copied(weights_to_export(self._model)), card
+        self._pending = _copy_to_host(weights_to_export(self._model)), card
         if self.problem is not None:
-            say(f"{self.problem.problem}: it waits in memory, and the training goes on. {self.problem.cure}")
+            say(f"{self.problem.problem}: it is kept in host memory, training continues. {self.problem.cure}")
         return False
 
-    def write_waiting(self) -> bool:
-        """Try again.
+    def write_pending(self) -> bool:
+        """Try again to write a pending model.
 
         Returns:
-            Whether a model waited and is written now.
+            Whether a model was pending and is written now.
         """
-        if self._waiting is None:
+        if self._pending is None:
             return False
-        weights, card = self._waiting
+        weights, card = self._pending
         if not self._export(card, weights):
             return False
-        say(f"the model that waited is in {self._folder} now")
-        self._waiting = None
+        say(f"the pending model was written to {self._folder}")
+        self._pending = None
         return True
 
     def _export(self, card: Mapping[str, Any], weights: dict[str, torch.Tensor] | None) -> bool:
@@ -168,14 +168,14 @@ class PatientExport:
         except (OSError, SafetensorError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             problem = f"the model could not be written to {self._folder}: {why}"
-            self.problem = CheckpointError(problem, "make room on that disk, or make the folder writable")
+            self.problem = CheckpointError(problem, "free space on that disk, or make the folder writable")
             return False
         self.problem = None
         return True
 
 
-def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the host; weights that are one tensor under two names stay one."""
+def _copy_to_host(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy weights to the host; tied weights stay tied."""
     copies: dict[Any, torch.Tensor] = {}
     copied = {}
     for name, tensor in weights.items():
@@ -187,17 +187,17 @@ def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def weight_checksums(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """The checksum of every file of weights in an exported folder, by name."""
+    """Compute the checksum of every weight file in an exported folder, by name."""
     return {path.name: checksum_of(path) for path in sorted(Path(folder).glob(f"*{_WEIGHTS}"))}
 
 
-def why_damaged(folder: str | os.PathLike[str], checksums: Mapping[str, str] | None = None) -> str:
-    """What is wrong with the weights of an exported model, in words; empty if nothing is.
+def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, str] | None = None) -> str:
+    """Return the problem with the weight files of an exported model; empty if there is none.
 
     Args:
-        folder: Where `export_model` wrote it.
-        checksums: What `weight_checksums` gave then. Without them a file that was cut off or lost is still found, a
-            changed value is not.
+        folder: The folder that `export_model` wrote.
+        checksums: The result of `weight_checksums` at that time. Without it, truncated and missing files are still
+            detected, changed values are not.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -214,14 +214,14 @@ def why_damaged(folder: str | os.PathLike[str], checksums: Mapping[str, str] | N
             with safe_open(path, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            return f"{path} was cut off or changed: {error}"
+            return f"{path} is damaged: {error}"
         if checksums is not None and checksum_of(path) != checksums.get(name):
-            return f"{path} was changed: its checksum is another one"
+            return f"{path} is damaged: its checksum does not match"
     return ""
 
 
 def _shards_of(folder: Path) -> set[str]:
-    """The files among which the weights of a large model are divided, where its index names them."""
+    """Return the names of the weight files of a sharded model according to its index; empty without an index."""
     try:
         index = json.loads((folder / f"model{_WEIGHTS}.index.json").read_text(encoding="utf-8"))
         return set(index["weight_map"].values())
@@ -230,7 +230,7 @@ def _shards_of(folder: Path) -> set[str]:
 
 
 def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The facts that `export_model` wrote into a folder; empty for a folder of somebody else."""
+    """Read the facts that `export_model` wrote into a folder; empty for any other folder."""
     path = Path(folder) / FACTS
     if not path.is_file():
         return {}
@@ -243,21 +243,21 @@ def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _bare(model: torch.nn.Module) -> Any:
-    """The model itself, out of what torch.compile or DDP wrapped around it."""
+def _unwrap(model: torch.nn.Module) -> Any:
+    """Return the model inside the wrappers of torch.compile and DDP."""
     inner: Any = model
     while not hasattr(inner, "save_pretrained"):
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
         if inner is None:
             raise CheckpointError(
-                f"{type(model).__name__} is no transformers model and cannot be written as a Hugging Face folder",
+                f"{type(model).__name__} is not a transformers model and cannot be exported as a Hugging Face folder",
                 "save its state_dict, or build it as a transformers.PreTrainedModel",
             )
     return inner
 
 
 def _mend_generation_config(model: Any) -> None:
-    """Some published models have sampling settings without `do_sample`, which transformers refuses to save."""
+    """Set `do_sample` where a published model has sampling settings without it, which transformers refuses to save."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return
@@ -268,7 +268,7 @@ def _mend_generation_config(model: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: numbers that are not finite become text, other objects their text."""
+    """Convert a value to JSON types; numbers that are not finite and unknown objects become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,4 +1,8 @@
-"""A folder that appears whole or not at all: written beside its place, synced to disk, renamed into it."""
+"""Atomic replacement of a folder: write to a temporary folder next to it, sync that to disk, then rename it.
+
+A temporary folder is named `.NAME.STATE-PID`. The state is `writing` (not complete yet), `outdated` (the folder that
+was replaced) or `removing`; the process id tells whether its writer is still running.
+"""
 
 import ctypes
 import errno
@@ -9,147 +13,147 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trimtab.checkpoint.process_identity import ran_at
+from trimtab.checkpoint.process_identity import was_running_at
 from trimtab.errors import CheckpointError
 
-_BESIDE = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|outdated|removing)-(?P<pid>\d+)")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<state>writing|outdated|removing)-(?P<pid>\d+)")
 
 
 @contextmanager
-def whole_folder(folder: str | os.PathLike[str], *, marker: str | None, what: str) -> Iterator[Path]:
-    """A place to write into; at the end it takes the place of `folder`, and on an error nothing has changed.
+def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: str) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `folder` on exit; on an error `folder` is left unchanged.
 
     Args:
-        folder: Where it should be in the end. An older one of ours is replaced.
-        marker: The file that tells a folder of ours; one with other files and without it is left alone. None replaces
-            whatever folder is there.
-        what: What is written, for messages.
+        folder: The final path.
+        marker: The file that identifies a folder written by trimtab. A non-empty folder without it is never replaced.
+            None replaces any folder.
+        what: The kind of content, for error messages.
     """
-    target = Path(folder).resolve()  # behind a link, so that the link stays one
-    put_back(target)
+    target = Path(folder).resolve()  # write through a symbolic link, do not replace the link
+    restore_interrupted(target)
     _refuse_foreign(target, marker, what)
-    beside = _beside(target, "writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    temporary = _temporary(target, "writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        yield beside
-        _sync(beside)
-        _swap_in(beside, target)
+        yield temporary
+        # Sync before the rename: a power cut must never show the new name with empty files.
+        for path in [*temporary.rglob("*"), temporary]:
+            sync_path(path)
+        _replace(target, temporary)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that a kill in the middle leaves no half of it under its name."""
-    aside = _beside(folder, "removing")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    shutil.rmtree(aside)
+    """Remove a folder; if the process is killed meanwhile, nothing partial is left under its name."""
+    temporary = _temporary(folder, "removing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
 
 
-def put_back(target: Path) -> bool:
-    """Give a folder its name again if a writer was killed after it had moved the old one away and before the new came.
+def restore_interrupted(target: Path) -> bool:
+    """Restore a folder whose writer was killed after it renamed the old folder and before it renamed the new one.
 
     Returns:
-        Whether there was one.
+        Whether a folder was restored.
     """
     if target.exists() or not target.parent.is_dir():
         return False
-    for outdated in sorted(target.parent.glob(f".{_escaped(target.name)}.outdated-*")):
+    for outdated in _outdated(target):
         with suppress(OSError):
-            if not _is_being_used(outdated):
+            if not _is_in_use(outdated):
                 outdated.rename(target)
                 return True
     return False
 
 
 def clear_leftovers(parent: Path) -> list[Path]:
-    """Remove what killed writers left beside their places; what a living one of this machine writes is left alone.
+    """Remove the temporary folders of killed processes in `parent`; those of running local processes are kept.
 
     Returns:
-        What was removed.
+        The folders that were removed.
     """
     removed = []
     for path in sorted(parent.glob(".*-*")):
-        match = _BESIDE.fullmatch(path.name)
+        match = _TEMPORARY.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
             continue
-        with suppress(OSError):  # gone by itself, or not ours to remove
-            if _is_being_used(path) or (match["state"] == "outdated" and put_back(parent / match["name"])):
+        with suppress(OSError):  # removed by another process meanwhile, or no permission
+            if _is_in_use(path) or (match["state"] == "outdated" and restore_interrupted(parent / match["name"])):
                 continue
             shutil.rmtree(path)
             removed.append(path)
     return removed
 
 
-def _is_being_used(beside: Path) -> bool:
-    """Whether the process that made it still runs: one that began later has only got the same number."""
-    match = _BESIDE.fullmatch(beside.name)
-    return match is not None and ran_at(int(match["pid"]), beside.stat().st_ctime)  # a rename changes that time only
-
-
 def sync_path(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Call fsync on a file, or on a folder to make its directory entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # some network file systems have no such thing for folders, and need none
+        # some network file systems do not support fsync on folders, and do not need it
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
             raise
     finally:
         os.close(descriptor)
 
 
-def _beside(target: Path, state: str) -> Path:
+def _temporary(target: Path, state: str) -> Path:
     return target.with_name(f".{target.name}.{state}-{os.getpid()}")
 
 
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
+def _outdated(target: Path) -> list[Path]:
+    escaped = re.sub(r"([*?\[])", r"[\1]", target.name)
+    return sorted(target.parent.glob(f".{escaped}.outdated-*"))
+
+
+def _is_in_use(temporary: Path) -> bool:
+    """Whether the process that created a temporary folder still runs; a later process can have the same id."""
+    match = _TEMPORARY.fullmatch(temporary.name)
+    # a rename sets ctime and no other time
+    return match is not None and was_running_at(int(match["pid"]), temporary.stat().st_ctime)
 
 
 def _refuse_foreign(target: Path, marker: str | None, what: str) -> None:
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file, so no {what} can be written there", "name a folder")
+        raise CheckpointError(f"{target} is a file, so no {what} can be written there", "choose a folder")
     if marker is not None and target.exists() and not (target / marker).exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} holds other files, which a {what} would replace", "name a folder of its own")
+        raise CheckpointError(
+            f"{target} contains other files, which the {what} would replace", "choose a new or empty folder"
+        )
 
 
-def _sync(folder: Path) -> None:
-    """Bring everything in a folder to the disk, so that a rename never shows files that a power cut would empty."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_path(path)
-
-
-def _swap_in(beside: Path, target: Path) -> None:
-    outdated = _beside(target, "outdated")
+def _replace(target: Path, temporary: Path) -> None:
+    outdated = _temporary(target, "outdated")
     if not target.exists():
-        beside.rename(target)
-    elif _exchange(beside, target):
-        outdated = beside
+        temporary.rename(target)
+    elif _exchange(temporary, target):
+        outdated = temporary
     else:
         shutil.rmtree(outdated, ignore_errors=True)
         target.rename(outdated)
         try:
-            beside.rename(target)
+            temporary.rename(target)
         except BaseException:
             outdated.rename(target)
             raise
-    sync_path(target.parent)  # the names reach the disk before anything older leaves it
-    with suppress(OSError):  # the folder around may be new as well; not everyone may read the one above that
+    sync_path(target.parent)  # make the new name durable before the old folder is removed
+    with suppress(OSError):  # the parent can be new as well; its own parent need not be readable
         sync_path(target.parent.parent)
-    # also what writers before this one left when they were killed
-    for left in [outdated, *target.parent.glob(f".{_escaped(target.name)}.outdated-*")]:
-        shutil.rmtree(left, ignore_errors=True)
+    # also remove what killed writers left
+    for path in [outdated, *_outdated(target)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders trade names in one step, where the system and the file system can: there is never none."""
+    """Swap the names of two folders atomically, where the operating system and the file system support it."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    working_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
-    return bool(renameat2(working_folder, os.fsencode(one), working_folder, os.fsencode(other), exchange) == 0)
+    at_fdcwd, rename_exchange = -100, 2  # constants of Linux
+    return bool(renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)

@@ -1,4 +1,4 @@
-"""Tells whether a process that left its number somewhere is still running, or its number now belongs to another."""
+"""Identity of a process, which distinguishes it from a later process with the same id."""
 
 import os
 import socket
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_CLOCK_SLACK_S = 2.0  # the boot time is kept in whole seconds, and clocks are set
+_CLOCK_TOLERANCE_S = 2.0  # the boot time has a resolution of one second, and clocks are adjusted
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process as others can recognise it: numbers are reused, so the moment at which it began belongs to it.
+    """A process, identified by its start time in addition to its id, because ids are reused.
 
     Attributes:
-        pid: Its number.
-        host: The machine that it runs on.
-        began: When it began, as text that only compares equal to itself; empty where the system does not tell.
+        pid: Its process id.
+        host: The name of its machine.
+        began: Its start time as text that is only compared for equality; empty where the system does not report it.
     """
 
     pid: int
@@ -27,24 +27,24 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether it belongs to this machine, so that `is_running` can tell."""
+        """Whether it belongs to this machine, which `is_running` requires."""
         return self.host == socket.gethostname()
 
     def is_running(self) -> bool:
-        """Whether it still runs on this machine; a number that another process has taken over does not count."""
+        """Whether it still runs on this machine; another process with the same id does not count."""
         if not is_running(self.pid):
             return False
         began = _began(self.pid)
-        return not self.began or not began or self.began == began  # in doubt it runs
+        return not self.began or not began or self.began == began  # assume that it runs if the start time is unknown
 
 
 def this_process() -> Process:
-    """The process that asks."""
+    """Return the current process."""
     return Process(os.getpid(), socket.gethostname(), _began(os.getpid()))
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this number runs here. One that was killed and waits for its parent does not."""
+    """Whether a process with this id runs on this machine; a zombie does not count."""
     stat = _stat(pid)
     if stat:
         return stat[0] not in "ZX"
@@ -54,20 +54,20 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is there, and not ours
+    except OSError:  # it belongs to another user
         return True
     return True
 
 
-def ran_at(pid: int, moment: float) -> bool:
-    """Whether the process that has this number now runs, and did so at a moment in seconds since 1970."""
+def was_running_at(pid: int, time_s: float) -> bool:
+    """Whether the process with this id runs now and already ran at a time, in seconds since the epoch."""
     if not is_running(pid):
         return False
     stat = _stat(pid)
     if not stat:
-        return True  # the system does not say since when
+        return True  # the system does not report start times
     began = _boot_time() + int(stat[19]) / os.sysconf("SC_CLK_TCK")
-    return began <= moment + _CLOCK_SLACK_S
+    return began <= time_s + _CLOCK_TOLERANCE_S
 
 
 def _began(pid: int) -> str:
@@ -75,13 +75,13 @@ def _began(pid: int) -> str:
     if stat:
         return f"{_boot_id()} {stat[19]}"
     if sys.platform == "darwin":
-        told = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-        return told.stdout.strip()
+        listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        return listed.stdout.strip()
     return ""
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty where there is none. The name before may hold anything."""
+    """Return the fields of /proc/PID/stat after the process name, which can contain any character; else nothing."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""The state of a run in parts: each can be captured, checked against the objects that are there, and applied.
+"""The training state in parts, each of which can be captured, checked against the current objects, and applied.
 
-All parts are read and checked before the first is applied, so that a checkpoint of another run changes nothing. Tensors
-are copied into the memory that is there (never swapped in), so that dtype, device, sharing and alignment stay.
+All parts are read and checked before the first is applied, so a checkpoint of another run changes nothing. Tensors are
+copied into existing memory (never replaced), which preserves dtype, device, sharing and alignment.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -10,46 +10,46 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from trimtab.checkpoint.codec import Encoded, Tree, decode, encode, entries, is_tensor, tensor_form
-from trimtab.checkpoint.frozen_base import FrozenBase, different_from, frozen_parameters, left_out
-from trimtab.checkpoint.store import StoredCheckpoint, TensorReader, write_checkpoint
+from trimtab.checkpoint.codec import Encoded, Tree, decode, dtype_and_shape, encode, entries, is_tensor
+from trimtab.checkpoint.frozen_base import FrozenBase, find_changed, frozen_parameters, unsaved_parameters
+from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.errors import CheckpointError
-from trimtab.optim.quantized import allocate_state, wait_for_paged
-from trimtab.randomness import diverge, random_state, restore_random_state
+from trimtab.optim.quantized import allocate_state, sync_paged_state
+from trimtab.randomness import random_state, restore_random_state, seed_by_rank
 
 TensorSource = Callable[[str], torch.Tensor]
 
 
 class Part(Protocol):
-    """One part of the state of a run."""
+    """One part of the training state."""
 
     name: str
 
     def capture(self) -> Any:
-        """The state now, as plain values and tensors."""
+        """Return the current state as plain values and tensors."""
 
     def check(self, tree: Tree) -> None:
-        """Raise if a saved state does not belong to the objects that are there; change nothing."""
+        """Raise if a saved state does not match the current objects; change nothing."""
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Restore a saved state."""
 
 
 class ModelPart:
-    """The weights of a model that train, and its persistent buffers. A frozen base is recognised, never written.
+    """The trainable parameters of a model and its persistent buffers; of a frozen base only fingerprints are saved.
 
     Args:
         name: The part's name.
         model: The model.
-        also: Frozen parameters that are written all the same: those that begin to train later, if a run may go back to
-            a state from before that.
-        base: What was frozen when the model was prepared. With it, parameters that have changed since then are written
-            although they do not train now; without it, all that do not train are left out.
+        also: Frozen parameters that are saved nevertheless: those that will train later, because a run may return to a
+            checkpoint from before that.
+        base: What was frozen when the model was prepared. With it, frozen parameters that have changed since then are
+            saved; without it, no frozen parameter is.
     """
 
-    # no module can have this name, because names hold no dots
-    _LEFT_OUT = ".frozen"
+    _UNSAVED = ".frozen"  # cannot collide with a module, whose name contains no dot
 
     def __init__(
         self,
@@ -65,35 +65,35 @@ class ModelPart:
         self._base = base
 
     def capture(self) -> Any:
-        """The state dict without what is frozen, of which only a likeness is kept; tied weights are written once."""
-        known = left_out(self._model, self._also, self._base)
+        """Return the state dict without unchanged frozen parameters, and their fingerprints."""
+        unsaved = unsaved_parameters(self._model, self._also, self._base)
         state: dict[str, Any] = {
-            key: value for key, value in self._model.state_dict().items() if not _belongs_to(key, known)
+            key: value for key, value in self._model.state_dict().items() if not _belongs_to(key, unsaved)
         }
-        if known:
-            state[self._LEFT_OUT] = {name: likeness.as_list() for name, likeness in known.items()}
+        if unsaved:
+            state[self._UNSAVED] = {name: fingerprint.as_list() for name, fingerprint in unsaved.items()}
         return state
 
     def check(self, tree: Tree) -> None:
-        """Names, shapes and dtypes have to be the same, and the frozen base has to be the one of the run."""
+        """Names, shapes and dtypes must be equal, and the frozen base must be that of the checkpoint."""
         saved = dict(entries(tree))
-        known = entries(saved.pop(self._LEFT_OUT, {}))
+        unsaved = entries(saved.pop(self._UNSAVED, {}))
         current = self._model.state_dict()
-        missing = sorted(key for key in current.keys() - saved.keys() if not _belongs_to(key, known))
+        missing = sorted(key for key in current.keys() - saved.keys() if not _belongs_to(key, unsaved))
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        unknown = sorted((saved.keys() - current.keys()) | (known.keys() - parameters))
-        if missing or unknown:
+        unexpected = sorted((saved.keys() - current.keys()) | (unsaved.keys() - parameters))
+        if missing or unexpected:
             raise CheckpointError(
-                f"the checkpoint is of another model: {_listed('without', missing)}{_listed('with', unknown)}",
+                f"the checkpoint does not match the model: {_difference(missing, unexpected)}",
                 "build the model from the same config, with the same adapters",
             )
-        self._check_frozen(known)
+        self._check_frozen(unsaved)
         for key, value in current.items():
             if key not in saved or not isinstance(value, torch.Tensor):
                 continue
             if not is_tensor(saved[key]):
-                raise CheckpointError(f"{key} is no tensor in the checkpoint", "take an older checkpoint")
-            form = tensor_form(saved[key])
+                raise CheckpointError(f"{key} is not a tensor in the checkpoint", "load an older checkpoint")
+            form = dtype_and_shape(saved[key])
             here = (str(value.dtype).removeprefix("torch."), list(value.shape))
             if form is not None and form != here:
                 raise CheckpointError(
@@ -101,59 +101,63 @@ class ModelPart:
                     "build the model from the same config, in the same dtype",
                 )
 
-    def _check_frozen(self, known: Mapping[str, Tree]) -> None:
-        """What the checkpoint leaves out has to be frozen here, too, and to be the same."""
+    def _check_frozen(self, unsaved: Mapping[str, Tree]) -> None:
+        """Parameters that the checkpoint does not contain must be frozen and have the same values here."""
         frozen = frozen_parameters(self._model)
-        training = sorted(known.keys() - frozen.keys())
-        if training:
+        trainable = sorted(unsaved.keys() - frozen.keys())
+        if trainable:
+            more = f", and {len(trainable) - 1} more like it" if len(trainable) > 1 else ""
             raise CheckpointError(
-                f"the checkpoint does not hold {training[0]}, which was frozen when it was saved and trains here"
-                + (f"; so it is with {len(training) - 1} more" if len(training) > 1 else ""),
+                f"the checkpoint does not contain {trainable[0]}, which was frozen when it was saved and is trainable "
+                f"here{more}",
                 "freeze the same parameters as in the run that was saved",
             )
-        different = different_from(known, {name: frozen[name] for name in known})
-        if different:
-            name = next(iter(different))
-            forms = [f"{form[0]} {form[1]}" for form in (known[name], different[name].as_list())]
-            how = f"is {forms[0]} there and {forms[1]} here" if forms[0] != forms[1] else "has other values"
+        changed = find_changed(unsaved, {name: frozen[name] for name in unsaved})
+        if changed:
+            name = next(iter(changed))
+            then, now = (f"{form[0]} {form[1]}" for form in (unsaved[name], changed[name].as_list()))
+            how = f"is {then} there and {now} here" if then != now else "has other values"
             raise CheckpointError(
-                f"the frozen base is not the one of the checkpoint: {len(different)} of {len(known)} frozen parameters "
-                f"differ, and {name} {how}",
-                "load the model that the run began with, in the same precision",
+                f"the frozen base is not that of the checkpoint: {len(changed)} of {len(unsaved)} frozen parameters "
+                f"differ, such as {name}, which {how}",
+                "load the model that the run started with, in the same precision",
             )
 
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
-        """Copy tensor by tensor into the weights that are there."""
+        """Copy the saved tensors one by one into the model's."""
         extra, trees = {}, entries(tree)
         for key, value in self._model.state_dict().items():
             if key not in trees:
-                continue  # frozen, and the same
+                continue  # frozen, with the same values
             saved = decode(trees[key], tensor)
             if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
                 value.copy_(saved)
             else:
                 extra[key] = saved
-        if extra:  # what modules keep beside tensors, through their set_extra_state
+        if extra:  # what modules return from get_extra_state
             self._model.load_state_dict(extra, strict=False)
 
 
 def _belongs_to(key: str, names: Container[str]) -> bool:
-    """Whether a key of a state dict is one of these parameters, or something that goes with one (its quantization)."""
+    """Whether a key of a state dict is one of these parameters or belongs to one, such as its quantization scales."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
 
 
 class OptimizerPart:
-    """The state of an optimizer, keyed by the names of its parameters, and the gradients that wait for its step."""
+    """The state of an optimizer, keyed by parameter names, and the gradients accumulated for its next step."""
 
-    # how a step is computed belongs to the optimizer that is there, not to the one that was saved
+    # how a step is computed is a property of the current optimizer, not of the saved one
     _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> None:
         self.name = name
         self._optimizer = optimizer
         self._models = models
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _names(self) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -165,32 +169,27 @@ class OptimizerPart:
         return names
 
     def capture(self) -> Any:
-        """Options of each group, and the state of each parameter; in the middle of a window, also its gradient."""
-        wait_for_paged(self._optimizer)
-        names = self._names()
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [names[id(p)] for p in group["params"]],
-            }
-            for group in self._optimizer.param_groups
-        ]
-        for group in groups:
-            for key in self._IMPLEMENTATION:
-                group.pop(key, None)
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state = self._optimizer.state
+        """Return the options of each group and the state and gradient of each parameter."""
+        sync_paged_state(self._optimizer)
+        names, parameters, state = self._names(), self._parameters(), self._optimizer.state
+        left_out = ("params", *self._IMPLEMENTATION)
         return {
             "kind": type(self._optimizer).__qualname__,
-            "groups": groups,
-            "shapes": {names[id(p)]: list(p.shape) for p in held},
-            "state": {names[id(p)]: dict(state[p]) for p in held if p in state},
+            "groups": [
+                {
+                    **{key: value for key, value in group.items() if key not in left_out},
+                    "params": [names[id(p)] for p in group["params"]],
+                }
+                for group in self._optimizer.param_groups
+            ],
+            "shapes": {names[id(p)]: list(p.shape) for p in parameters},
+            "state": {names[id(p)]: dict(state[p]) for p in parameters if p in state},
             "own": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
-            "gradients": {names[id(p)]: p.grad for p in held if p.grad is not None},
+            "gradients": {names[id(p)]: p.grad for p in parameters if p.grad is not None},
         }
 
     def check(self, tree: Tree) -> None:
-        """The same kind of optimizer over the same parameters in the same groups."""
+        """It must be the same kind of optimizer, with the same parameters in the same groups."""
         kind = type(self._optimizer).__qualname__
         if tree["kind"] != kind:
             raise CheckpointError(
@@ -206,18 +205,18 @@ class OptimizerPart:
             )
         for index, (ours, theirs) in enumerate(zip(here, saved, strict=True)):
             if ours != theirs:
-                missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
                 raise CheckpointError(
-                    f"parameter group {index} differs: {_listed('without', missing)}{_listed('with', unknown)}",
-                    "give the optimizer the same parameters as in the run that was saved",
+                    f"parameter group {index} of the checkpoint differs: "
+                    f"{_difference(sorted(ours - theirs), sorted(theirs - ours))}",
+                    "pass the same parameters to the optimizer as in the run that was saved",
                 )
         for values in entries(tree["state"]).values():
             entries(values)
         for name, gradient in entries(tree["gradients"]).items():
             if not is_tensor(gradient):
-                raise CheckpointError(f"the gradient of {name} is no tensor", "take an older checkpoint")
+                raise CheckpointError(f"the gradient of {name} is not a tensor", "load an older checkpoint")
         shapes = entries(tree["shapes"])
-        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+        for parameter in self._parameters():
             name = names[id(parameter)]
             if shapes[name] != list(parameter.shape):
                 raise CheckpointError(
@@ -227,14 +226,13 @@ class OptimizerPart:
 
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
-        """Restore options, and copy the state of each parameter into memory of the optimizer's own, or shaped like it.
+        """Restore the options, and copy the state of each parameter into existing or newly allocated memory.
 
-        Parameters without saved state get none: it is made with their first gradient.
+        The state of a parameter without saved state is removed; its first gradient creates it.
         """
         names, states, gradients = self._names(), entries(tree["state"]), entries(tree["gradients"])
-        wait_for_paged(self._optimizer)
-        held = (p for group in self._optimizer.param_groups for p in group["params"])
-        allocate_state(self._optimizer, [p for p in held if names[id(p)] in states])
+        sync_paged_state(self._optimizer)
+        allocate_state(self._optimizer, [p for p in self._parameters() if names[id(p)] in states])
         for group, saved in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             for key, value in entries(saved).items():
                 if key != "params":
@@ -256,74 +254,65 @@ class OptimizerPart:
         for key in [key for key in state if key not in values]:
             del state[key]
         for key, value in values.items():
-            home = parameter if key != "step" or on_device else torch.empty(0)
-            _assign(state, key, decode(value, tensor), home)
+            # "step" is on the CPU, except for optimizers that compute the whole step on the device
+            like = parameter if key != "step" or on_device else torch.empty(0)
+            _assign(state, key, decode(value, tensor), like)
 
 
 def _apply_gradient(parameter: torch.Tensor, saved: torch.Tensor | None) -> None:
     if saved is None:
         parameter.grad = None
     elif saved.layout is torch.strided:
-        place = {"grad": parameter.grad}
-        _assign(place, "grad", saved, parameter)
-        parameter.grad = place["grad"]
+        holder = {"grad": parameter.grad}
+        _assign(holder, "grad", saved, parameter)
+        parameter.grad = holder["grad"]
     else:
         parameter.grad = saved.to(parameter.device)
 
 
-def _assign(place: dict[str, Any], key: str, value: Any, home: torch.Tensor | None = None) -> None:
-    """Put a value into a dict; a tensor goes into the memory that is there, or into new memory laid out like `home`."""
-    existing: Any = place.get(key)
-    if not isinstance(value, torch.Tensor):
-        place[key] = value if home is None else _moved(value, home.device)
-    elif type(existing) is type(value) and existing.shape == value.shape and existing.dtype == value.dtype:
-        existing.copy_(value)
-    elif home is not None and type(value) is torch.Tensor and value.shape == home.shape:
-        place[key] = torch.empty_like(home, dtype=value.dtype, requires_grad=False).copy_(value)
-    else:
-        place[key] = value if home is None else value.to(home.device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """`value` with the tensors in it on `device`, as LBFGS keeps them in lists."""
+def _assign(target: dict[str, Any], key: str, value: Any, like: torch.Tensor | None = None) -> None:
+    """Set a dict entry; a tensor is copied into the existing one, or into new memory with the layout of `like`."""
+    existing: Any = target.get(key)
     if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value
+        if type(existing) is type(value) and existing.shape == value.shape and existing.dtype == value.dtype:
+            existing.copy_(value)
+            return
+        if like is not None and type(value) is torch.Tensor and value.shape == like.shape:
+            target[key] = torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
+            return
+    # LBFGS keeps tensors in lists
+    target[key] = value if like is None else tree_map_only(torch.Tensor, lambda t: t.to(like.device), value)
 
 
 class StatefulPart:
-    """Anything with `state_dict` and `load_state_dict`: schedulers, loaders, the user's own objects."""
+    """Any object with `state_dict` and `load_state_dict`: schedulers, loaders, objects of the user."""
 
     def __init__(self, name: str, owner: Any) -> None:
         self.name = name
         self._owner = owner
 
     def capture(self) -> Any:
-        """What the object says its state is."""
+        """Return the object's state dict."""
         return self._owner.state_dict()
 
     def check(self, tree: Tree) -> None:
-        """Only the object itself can tell, when it loads."""
+        """Check nothing: only the object itself can, when it loads."""
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
-        """Let the object load."""
+        """Let the object load its state dict."""
         state = decode(tree, tensor)
         try:
             self._owner.load_state_dict(state)
-        except CheckpointError:  # an object of ours, which knows the cure
+        except CheckpointError:  # raised by an object of trimtab, with a cure
             raise
-        except Exception as error:  # whatever an object of the user's may raise
+        except Exception as error:  # an object of the user can raise anything
             raise CheckpointError(
                 f"{self.name} ({type(self._owner).__name__}) cannot load its state: {type(error).__name__} {error}",
                 "prepare and register the same objects, in the same order, as in the run that was saved",
             ) from error
 
     def undo_point(self) -> Callable[[], None]:
-        """A function that brings the object back to its state of now."""
+        """Return a function that restores the object's current state."""
         if hasattr(type(self._owner), "undo_point"):
             undo: Callable[[], None] = self._owner.undo_point()
             return undo
@@ -333,112 +322,92 @@ class StatefulPart:
 
 
 class RandomPart:
-    """Every random number generator of every process.
+    """All random number generators of all ranks.
 
     Args:
-        rank: This process among them.
+        rank: The rank of this process.
     """
 
     name = "random"
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self.of_all: list[Any] | None = None  # what the processes exchanged before a save
+        self.of_all: list[Any] | None = None  # the generators of all ranks, gathered before a save
 
     def capture(self) -> Any:
-        """All generators, of every process that was asked."""
+        """Return the generators of every rank, or of this process if none were gathered."""
         return self.of_all or [random_state()]
 
     def check(self, tree: Tree) -> None:
-        """Generators fit any run; those of the host are always there."""
+        """The generators of the host must be there; those of other devices may differ."""
         if not isinstance(tree, list) or not tree or not {"python", "torch"} <= entries(tree[0]).keys():
-            raise CheckpointError("the checkpoint holds no random state", "take an older checkpoint")
+            raise CheckpointError("the checkpoint contains no random state", "load an older checkpoint")
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
-        """Put all generators back; a process that was not there when the state was saved gets numbers of its own."""
+        """Restore all generators; a rank that did not exist when the state was saved gets different numbers."""
         restore_random_state(decode(tree[min(self._rank, len(tree) - 1)], tensor))
         if self._rank >= len(tree):
-            diverge(self._rank)
+            seed_by_rank(self._rank)
 
 
-def _listed(word: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"it is {word} {shown}; "
-
-
-def save_parts(folder: str | Path, parts: Sequence[Part], facts: Mapping[str, Any] | None = None) -> Path:
-    """Write every part to a folder, with facts for those who look for a checkpoint without loading it."""
-    return write_checkpoint(folder, encode_parts(parts), facts)
+def _difference(missing: list[str], unexpected: list[str]) -> str:
+    """Describe which names a checkpoint lacks and which it has in addition."""
+    words = []
+    for word, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            words.append(f"{word} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else ""))
+    return "; ".join(words)
 
 
 def encode_parts(parts: Sequence[Part]) -> dict[str, Encoded]:
-    """The state of every part now, by name; its tensors are the living ones, not copies."""
-    return {part.name: _encoded(part) for part in parts}
-
-
-def num_bytes_of_parts(parts: Sequence[Part]) -> int:
-    """How large a checkpoint of these parts is now, but for a little JSON."""
-    tensors = [tensor for part in encode_parts(parts).values() for tensor in part.tensors.values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _encoded(part: Part) -> Encoded:
-    try:
-        return encode(part.capture())
-    except CheckpointError as error:
-        raise CheckpointError(f"{part.name}: {error.problem}", error.cure) from error
-
-
-def load_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> None:
-    """Restore every part from a folder, or change nothing.
-
-    Parts that can refuse only while loading come first in `parts`, those that are checked beforehand last.
-    """
-    apply_parts(checked_parts(folder, parts), parts)
+    """Encode the current state of every part, by name; its tensors are the live ones, not copies."""
+    encoded = {}
+    for part in parts:
+        try:
+            encoded[part.name] = encode(part.capture())
+        except CheckpointError as error:
+            raise CheckpointError(f"{part.name}: {error.problem}", error.cure) from error
+    return encoded
 
 
 def checked_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> StoredCheckpoint:
-    """A checkpoint that was found to fit the parts that are there; nothing is changed.
+    """Open a checkpoint and check that it matches the current parts; nothing is changed.
 
     Args:
-        folder: Where it is, or the checkpoint as it was opened: its files were verified then.
-        parts: What it should fit.
+        folder: Its folder, or an opened checkpoint, whose files are verified already.
+        parts: The current parts.
     """
     stored = folder if isinstance(folder, StoredCheckpoint) else StoredCheckpoint(folder)
-    expected, found = [part.name for part in parts], list(stored.trees)
-    if set(expected) != set(found):
-        missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    expected, found = {part.name for part in parts}, set(stored.trees)
+    if expected != found:
         raise CheckpointError(
-            f"{stored.folder} does not hold what was prepared here: "
-            f"{_listed('without', missing)}{_listed('with', unknown)}",
+            f"{stored.folder} does not match the prepared objects: "
+            f"{_difference(sorted(expected - found), sorted(found - expected))}",
             "prepare and register the same objects, in the same order, as in the run that was saved",
         )
     for part in parts:
-        _check(part, stored.trees[part.name], stored.tensor_reader(part.name))
+        tree = stored.trees[part.name]
+        try:
+            stored.tensor_reader(part.name).check(tree)
+            part.check(tree)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the saved {part.name} is damaged: {type(error).__name__} {error}", "load an older checkpoint"
+            ) from error
     return stored
 
 
 def apply_parts(stored: StoredCheckpoint, parts: Sequence[Part]) -> None:
-    """Restore every part from a checkpoint that was checked."""
-    readers = {part.name: stored.tensor_reader(part.name) for part in parts}
+    """Restore every part from a checked checkpoint, or change nothing.
+
+    Parts that can fail only while they load come first in `parts`, those that were checked completely last.
+    """
     undo = [part.undo_point() for part in parts if isinstance(part, StatefulPart)]
     try:
         for part in parts:
-            part.apply(stored.trees[part.name], readers[part.name])
+            part.apply(stored.trees[part.name], stored.tensor_reader(part.name))
     except BaseException:
-        for bring_back in undo:
-            with suppress(CheckpointError):  # an object that refuses its own state, too, is left to itself
-                bring_back()
+        for restore in undo:
+            with suppress(CheckpointError):  # an object that cannot load its own previous state is not restored
+                restore()
         raise
-
-
-def _check(part: Part, tree: Tree, reader: TensorReader) -> None:
-    try:
-        reader.check(tree)
-        part.check(tree)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"the saved {part.name} is damaged: {type(error).__name__} {error}", "take an older checkpoint"
-        ) from error

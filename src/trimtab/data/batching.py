@@ -144,7 +144,7 @@ class LengthGroupedBatches:
         self._sizes = [len(window) for window in self._drawn[1]]
         self._num_micro_batches = sum(self._sizes)
 
-    def recut(self, micro_batch_size: int) -> None:
+    def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Split the same batches into micro-batches of another size, from the next iteration on."""
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
@@ -153,7 +153,7 @@ class LengthGroupedBatches:
             epoch, windows = self._drawn
             self._keep(epoch, [[row for micro_batch in window for row in micro_batch] for window in windows])
 
-    def worst_rows(self, other_lengths: Sequence[int] | None = None) -> list[int]:
+    def largest_micro_batch(self, other_lengths: Sequence[int] | None = None) -> list[int]:
         """Return the rows of a micro-batch that needs as much memory as any of the run.
 
         In every epoch some micro-batch contains the longest row and is padded to it. The longest rows together have at
@@ -195,7 +195,7 @@ class LengthGroupedBatches:
         return self._num_micro_batches
 
 
-def cut_rows(batch: Batch, num_rows: int) -> list[Batch]:
+def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
     """Split a collated batch into views of at most `num_rows` rows; padding is not removed.
 
     Args:

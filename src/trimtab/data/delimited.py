@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.rows import RowLocations, Rows
 from trimtab.errors import DataError
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)", re.ASCII)  # 007 is an identifier, not a number
 _FLOAT = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
@@ -47,7 +47,7 @@ def parse_csv(text: str, name: str, bad: BadRows) -> Rows:
     header = next((line for line in lines.lines if line.strip()), "")
     delimiter = "," if "," in header else ";" if ";" in header else "\t" if "\t" in header else ","
     if delimiter != ",":
-        say_once(f"the csv file is delimited by {'semicolons' if delimiter == ';' else 'tabs'}")
+        log_info_once(f"the csv file is delimited by {'semicolons' if delimiter == ';' else 'tabs'}")
     # After a header such as "text, label", rows have spaces after commas too.
     spaced = delimiter != "\t" and all(part.startswith(" ") for part in header.split(delimiter)[1:])
     return _rows_of(_records(lines, name, bad, delimiter, spaced), name, bad)

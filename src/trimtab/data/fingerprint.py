@@ -27,7 +27,7 @@ _NOT_CONTENT = {"name_or_path", "init_kwargs", "init_inputs", "deprecation_warni
 _NOT_CONTENT |= {"_tokenizer", "_should_update_post_processor", "_processor_class", "_in_target_context_manager"}
 
 
-class NoFingerprint(TypeError):
+class FingerprintError(TypeError):
     """The content of a value cannot be digested."""
 
 
@@ -87,7 +87,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif hasattr(value, "item") and getattr(value, "shape", None) == ():
         _feed(digest, ["scalar", type(value).__name__, value.item()])  # a NumPy scalar
     else:
-        raise NoFingerprint(f"a {type(value).__name__} cannot be digested")
+        raise FingerprintError(f"a {type(value).__name__} cannot be digested")
 
 
 def _feed_bytes(digest: Any, tag: bytes, content: bytes) -> None:
@@ -124,7 +124,7 @@ def _tokenizer_content(tokenizer: Any) -> list[Any]:
         content.pop("padding", None)
         return [kind, settings, json.dumps(content, sort_keys=True)]
     if not kind.startswith("transformers."):
-        raise NoFingerprint(f"the content of the tokenizer {kind} cannot be read")
+        raise FingerprintError(f"the content of the tokenizer {kind} cannot be read")
     return [kind, settings, tokenizer.get_vocab(), _vocabulary_files(tokenizer)]
 
 

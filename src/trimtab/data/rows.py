@@ -124,7 +124,7 @@ def concatenate(parts: Sequence[Rows], origin: str) -> Rows:
     return Rows(columns, origin, first.label_names, RowLocations(tuple(names), which, numbers))
 
 
-def split_off(rows: Rows, share: float, seed: int, *, label: str | None = None) -> tuple[Rows, Rows]:
+def hold_out_rows(rows: Rows, share: float, seed: int, *, label: str | None = None) -> tuple[Rows, Rows]:
     """Split rows into training and held-out rows, as a pure function of the seed; both keep the order of the rows.
 
     Args:

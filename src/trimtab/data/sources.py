@@ -13,11 +13,11 @@ from trimtab.data import hub
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.delimited import convert_numbers
 from trimtab.data.files import file_format, from_objects, read_file, require_format
-from trimtab.data.rows import RowLocations, Rows, concatenate, split_off
+from trimtab.data.rows import RowLocations, Rows, concatenate, hold_out_rows
 from trimtab.errors import DataError
 from trimtab.log import say
 
-__all__ = ["Rows", "check_source", "load_rows", "split_off"]
+__all__ = ["Rows", "check_source", "load_rows", "hold_out_rows"]
 
 _SLICE = re.compile(r"(?P<base>.+)\[(?P<start>[^\[\]:]*):(?P<stop>[^\[\]:]*)\]")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w.+-]+))?")
@@ -95,7 +95,7 @@ def is_here(text: str) -> bool:
     )
 
 
-def absolute_source(text: str) -> str:
+def make_source_absolute(text: str) -> str:
     """Make the path of a local source absolute; other sources are returned unchanged."""
     base = _split_slice(text)[0]
     return f"{Path(base).expanduser().absolute()}{text[len(base) :]}" if is_here(text) else text

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from trimtab.data.fingerprint import NoFingerprint, fingerprint
+from trimtab.data.fingerprint import FingerprintError, fingerprint
 from trimtab.errors import DataError
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 
 _FORMAT = "2"
 _SEQUENCES = (list, tuple, array)
@@ -121,7 +121,7 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
         at = self.offsets["input_ids"]
         return [end - start for start, end in zip(at, at[1:], strict=False)]
 
-    def likeness(self) -> str:
+    def content_digest(self) -> str:
         """Return a digest of all lengths and of up to 127 whole examples, cheap enough for every start of a run."""
         crc = zlib.crc32(bytes(self.offsets["input_ids"]))
         for row in range(0, len(self), max(1, len(self) // _NUM_EXAMPLES_DIGESTED)):
@@ -224,8 +224,8 @@ def cached(key_parts: Sequence[Any], build: Callable[[], TokenDataset]) -> Token
         return build()
     try:
         key = fingerprint(key_parts)
-    except NoFingerprint as error:
-        say_once(f"tokens are not cached: {error}")
+    except FingerprintError as error:
+        log_info_once(f"tokens are not cached: {error}")
         return build()
     path = Path(folder).expanduser() / "tokens" / key[:2] / f"{key}.safetensors"
     if os.path.isfile(path):  # also False if the folder is not readable
@@ -241,5 +241,5 @@ def cached(key_parts: Sequence[Any], build: Callable[[], TokenDataset]) -> Token
         dataset.save(path)
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        say_once(f"tokens are not cached in {path.parents[2]}: {why}; set TRIMTAB_CACHE to another folder")
+        log_info_once(f"tokens are not cached in {path.parents[2]}: {why}; set TRIMTAB_CACHE to another folder")
     return dataset

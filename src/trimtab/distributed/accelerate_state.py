@@ -1,9 +1,9 @@
-"""Lets Accelerate's functions see the processes that the engine has connected.
+"""Makes Accelerate's own functions see the process group that the engine has created on CPUs.
 
-`accelerate.utils.gather_object` and its like ask Accelerate's `PartialState`, one object for the whole process, made at
-its first use. On GPUs it finds torch's process group by itself. On CPUs it looks for one only if it is made with
-cpu=True, as `Accelerator(cpu=True)` does; made by one of those functions it takes its process for the only one. So it
-is made here, as soon as both Accelerate and the process group are there.
+`accelerate.utils.gather_object` and similar functions read Accelerate's `PartialState`, a singleton made at its first
+use. On GPUs it finds torch's process group. On CPUs it looks for one only if it is made with cpu=True, as
+`Accelerator(cpu=True)` does; made by one of those functions it assumes a single process. This module therefore makes
+the singleton as soon as both Accelerate is imported and the process group exists.
 """
 
 import importlib.abc
@@ -25,8 +25,8 @@ from trimtab.log import logger
 _MODULE = "accelerate.state"
 
 
-def tell_accelerate(place: Place) -> None:
-    """Let Accelerate know of the CPU processes that are connected: now, or when it is imported."""
+def make_partial_state(place: Place) -> None:
+    """Make Accelerate's `PartialState` for the CPU process group, now or when Accelerate is imported."""
     if _MODULE in sys.modules:
         _make_state(sys.modules[_MODULE], place)
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -35,32 +35,32 @@ def tell_accelerate(place: Place) -> None:
 
 def _make_state(module: ModuleType, place: Place) -> None:
     partial_state: Any = getattr(module, "PartialState", None)
-    if partial_state is None:  # another version, or it is being imported at this moment
+    if partial_state is None:  # an unknown version of Accelerate, or a module that is only partly imported
         return
     if not getattr(partial_state, "_shared_state", None):
-        with _as_accelerate_reads(place):
+        with _launch_variables(place):
             partial_state(cpu=True)
-    known = partial_state().num_processes
-    if known != dist.get_world_size():
+    num_processes = partial_state().num_processes
+    if num_processes != dist.get_world_size():
         logger.warning(
-            "Accelerate's PartialState was made for %d process before the Engine connected %d: functions of "
-            "accelerate.utils, such as gather_object, see one process only. Make the Engine first.",
-            known,
+            "Accelerate's PartialState was created for %d process before the Engine connected %d: functions of "
+            "accelerate.utils, such as gather_object, use one process only. Create the Engine first.",
+            num_processes,
             dist.get_world_size(),
         )
 
 
 @contextmanager
-def _as_accelerate_reads(place: Place) -> Iterator[None]:
-    """Variables that Accelerate reads, whatever started the processes; what it changes in them is taken back."""
+def _launch_variables(place: Place) -> Iterator[None]:
+    """Set the environment variables that Accelerate reads, whichever launcher started the processes; restore them."""
     before = dict(os.environ)
     os.environ |= {
         "RANK": str(dist.get_rank()),
         "WORLD_SIZE": str(dist.get_world_size()),
         "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.num_local),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost"),
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # where it is not set, Accelerate sets torch's threads
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # if unset, Accelerate changes the number of torch threads
     }
     try:
         yield
@@ -71,7 +71,7 @@ def _as_accelerate_reads(place: Place) -> Iterator[None]:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Calls a function with Accelerate's module once that has been imported, and is gone then."""
+    """Import hook that calls a function with Accelerate's module after its import, once."""
 
     def __init__(self, call: Callable[[ModuleType], None]) -> None:
         self._call = call
@@ -80,7 +80,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module as the other finders find it, loaded by this one."""
+        """Return the spec that the other finders give, with this object as its loader."""
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -90,12 +90,12 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The loader's own."""
+        """Create the module with its original loader."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The loader's own, and the call."""
+        """Execute the module with its original loader, then call the function."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)

@@ -22,7 +22,7 @@ def require_same(world: World, what: str, facts: Mapping[str, Any], cure: str = 
     """
     if world.num_processes == 1:
         return
-    facts_by_rank = world.objects_of_all(dict(facts))
+    facts_by_rank = world.all_gather_object(dict(facts))
     problems = []
     for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
         values = [repr(facts.get(name)) for facts in facts_by_rank]

@@ -59,10 +59,10 @@ class DataParallel(DistributedDataParallel):
         rebuilds_buckets = not (self._options.find_unused_parameters or self._options.static_graph)
         if rebuilds_buckets:
             self._rebuild_buckets()
-        self.can_give_up = rebuilds_buckets and not has_statistics
+        self.can_abandon_backward = rebuilds_buckets and not has_statistics
         self._awaits_backward = False
         self._num_forwards = 0  # since the last all-reduce of gradients
-        self.has_own_gradients = False  # a forward since then ran under no_sync
+        self.has_unsynced_gradients = False  # a forward since then ran under no_sync
         self._was_shared = False  # that all-reduce was for several forwards
         self._is_checked = False
 
@@ -90,7 +90,7 @@ class DataParallel(DistributedDataParallel):
                 raise
             return getattr(super().__getattr__("module"), name)
 
-    def follow_what_trains(self) -> None:
+    def rewrap_if_trainable_changed(self) -> None:
         """Wrap the model again if `requires_grad` of a parameter has changed, which has to happen on all ranks."""
         if self._trainable != _is_trainable(self.module):
             is_synced = self.require_backward_grad_sync
@@ -100,10 +100,10 @@ class DataParallel(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model."""
         if torch.is_grad_enabled():
-            self.follow_what_trains()
+            self.rewrap_if_trainable_changed()
             self._awaits_backward = self.require_backward_grad_sync
             self._num_forwards += 1
-            self.has_own_gradients |= not self.require_backward_grad_sync
+            self.has_unsynced_gradients |= not self.require_backward_grad_sync
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # some forwards contain collectives, for batch norms for example
@@ -117,7 +117,7 @@ class DataParallel(DistributedDataParallel):
         ignored = self.parameters_to_ignore
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
 
-    def answer_with_nothing(self, loss: torch.Tensor) -> None:
+    def contribute_zero_gradients(self, loss: torch.Tensor) -> None:
         """Contribute zero gradients, if the other ranks wait for those of this rank.
 
         Args:
@@ -134,7 +134,7 @@ class DataParallel(DistributedDataParallel):
         self._awaits_backward = False
 
     @contextmanager
-    def exchanging_in_backward(self) -> Iterator[None]:
+    def sync_in_backward(self) -> Iterator[None]:
         """A context for a backward that averages gradients although its forward ran under `no_sync`."""
         before = self.require_backward_grad_sync, self.require_forward_param_sync
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -145,11 +145,11 @@ class DataParallel(DistributedDataParallel):
         finally:
             self.require_backward_grad_sync, self.require_forward_param_sync = before
 
-    def begin_exchange(self) -> None:
-        """Note which gradients are ready before a backward, for `give_up_exchange`."""
+    def mark_backward_start(self) -> None:
+        """Note which gradients are ready before a backward, for `fill_missing_gradients`."""
         self._ready_before = self.reducer.get_backward_stats()
 
-    def give_up_exchange(self) -> None:
+    def fill_missing_gradients(self) -> None:
         """After a failed backward, contribute zeros for the gradients it did not reach: other ranks wait for them."""
         if self._awaits_backward:
             ready_times = zip(self._ready_before, self.reducer.get_backward_stats(), strict=True)
@@ -158,16 +158,16 @@ class DataParallel(DistributedDataParallel):
             if missing:
                 _Zero.apply(*missing).backward()  # type: ignore[no-untyped-call]
 
-    def start_over(self) -> None:
+    def reset_reducer(self) -> None:
         """Reset the reducer after every rank has abandoned its accumulation window."""
         self.zero_grad(set_to_none=True)  # gradients are views that would keep the old buckets allocated
         self.reducer._reset_state()
         self._rebuild_buckets()
         self._awaits_backward = False
         self._num_forwards = 0
-        self.has_own_gradients = False
+        self.has_unsynced_gradients = False
 
-    def backward_done(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> None:
+    def check_after_backward(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> None:
         """Check after a backward that every synced parameter got a gradient, if the loss depends on this model.
 
         Without one, torch would raise at the next forward, without the name of the parameter.
@@ -189,7 +189,7 @@ class DataParallel(DistributedDataParallel):
             return  # the loss belongs to another model
         self._awaits_backward, self._is_checked = False, True
         self._was_shared, self._num_forwards = self._num_forwards > 1, 0
-        self.has_own_gradients = False
+        self.has_unsynced_gradients = False
         if self._options.find_unused_parameters or self._options.static_graph:
             return
         if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
@@ -213,7 +213,7 @@ class DataParallel(DistributedDataParallel):
         return not own.isdisjoint(_leaves_of(loss))
 
 
-def leave_out(model: torch.nn.Module, names: list[str]) -> None:
+def ignore_parameters(model: torch.nn.Module, names: list[str]) -> None:
     """Exclude these parameters, which never get a gradient, from the averaging of gradients."""
     if names:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]

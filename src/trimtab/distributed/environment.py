@@ -44,7 +44,7 @@ class Place:
     rank: int
     num_processes: int
     local_rank: int
-    num_local: int
+    local_world_size: int
     address: str | None
     port: int | None
     launcher: str
@@ -111,7 +111,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place:
     return SINGLE_PROCESS
 
 
-def started_again() -> str | None:
+def restarted_job_id() -> str | None:
     """Return the id of this job if the launcher has restarted it."""
     place = find_place()
     return place.job if place.attempt > 0 else None
@@ -151,11 +151,11 @@ def _read_local_rank(given: Mapping[str, str], rank: int, num_processes: int) ->
             f"LOCAL_RANK={local_rank} is set, but LOCAL_WORLD_SIZE is not",
             "set LOCAL_WORLD_SIZE to the number of processes on this host",
         )
-    num_local = _number(given, "LOCAL_WORLD_SIZE", _RANKS_CURE, default=num_processes, low=1)
-    if local_rank >= num_local or local_rank > rank or num_local > num_processes:
-        local = f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={num_local}"
+    local_world_size = _number(given, "LOCAL_WORLD_SIZE", _RANKS_CURE, default=num_processes, low=1)
+    if local_rank >= local_world_size or local_rank > rank or local_world_size > num_processes:
+        local = f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size}"
         raise RecipeError(f"{local} contradict RANK={rank} and WORLD_SIZE={num_processes}", _RANKS_CURE)
-    return local_rank, num_local
+    return local_rank, local_world_size
 
 
 def _from_srun(given: Mapping[str, str]) -> Place:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trimtab.distributed.ddp import DataParallel, DataParallelOptions
 from trimtab.distributed.health.monitor import Monitor
-from trimtab.distributed.row_shares import split_for_rank
+from trimtab.distributed.rank_split import split_for_rank
 from trimtab.distributed.world import DistributedType, Number, World, check_reduction, concatenated, map_tensors
 from trimtab.errors import RecipeError
 
@@ -48,10 +48,10 @@ class GroupWorld(World):
 
     def gather(self, value: T) -> T:
         """Concatenate each tensor of `value` over the ranks."""
-        gathered: T = concatenated(self.gather_each(value))
+        gathered: T = concatenated(self.gather_per_rank(value))
         return gathered
 
-    def gather_each(self, value: T) -> list[T]:
+    def gather_per_rank(self, value: T) -> list[T]:
         """Return `value` of every rank, in rank order."""
         received: list[list[torch.Tensor]] = []  # for each tensor in `value`, that of every rank
         with self.exchanging("gather"):
@@ -88,17 +88,17 @@ class GroupWorld(World):
 
     def gather_object(self, value: Any) -> list[Any]:
         """Return one element per rank; lists are joined into one list."""
-        gathered = self.objects_of_all(value)
+        gathered = self.all_gather_object(value)
         return [item for part in gathered for item in part] if isinstance(value, list) else gathered
 
-    def objects_of_all(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
         gathered: list[Any] = [None] * self.num_processes
         with self.exchanging("gather_object"):
             dist.all_gather_object(gathered, value)
         return gathered
 
-    def object_of_first(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Broadcast the picklable `value` of rank 0."""
         holder = [value]
         with self.exchanging("broadcast"):

@@ -1,4 +1,4 @@
-"""The processes as scripts written for Accelerate ask for them: plain facts, and the verbs that need no engine."""
+"""Properties and methods about the processes of a run, shared by `Engine` and by Accelerate's `PartialState`."""
 
 import functools
 from collections.abc import Callable
@@ -13,20 +13,96 @@ from trimtab.distributed.world import DistributedType, World
 T = TypeVar("T")
 
 
-class ProcessState:
-    """What `engine.state`, `PartialState()` and `AcceleratorState()` give.
+class ProcessInterface:
+    """What a script asks about its processes; a subclass provides `_world`."""
+
+    __slots__ = ()
+    _world: World
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._world.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process has rank 0."""
+        return self._world.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this process has local rank 0 on its host."""
+        return self._world.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this process has the highest rank."""
+        return self._world.process_index == self._world.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Block until all processes have called this method."""
+        self._world.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context whose body runs on the main process before it runs on the other processes."""
+        return self._world.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context whose body runs on the first process of each host before the others of that host."""
+        return self._world.main_process_first(local=True)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Return a context that yields this process's share of a list, tuple, dict, tensor or dataset."""
+        return nullcontext(self._world.split(inputs, apply_padding))
+
+    def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """Decorate a function to run on the main process only; elsewhere it returns None."""
+        return _run_if(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """Decorate a function to run on the first process of each host only."""
+        return _run_if(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
+        """Decorate a function to run on the last process only."""
+        return _run_if(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on the process with that rank only; without a function, return a decorator."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _run_if(lambda: self._world.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate a function to run on the process with that local rank; without a function, return a decorator."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _run_if(lambda: self._world.local_process_index == local_process_index, function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Call `print` on the first process of each host only."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201
+
+
+class ProcessState(ProcessInterface):
+    """The object behind `engine.state`, `PartialState()` and `AcceleratorState()`.
 
     Args:
-        world: The processes.
-        device: Where this process computes.
-        mixed_precision: The engine's; "no" where there is none.
+        world: The processes of the run.
+        device: The device of this process.
+        mixed_precision: The precision of the engine; "no" without an engine.
     """
 
-    __slots__ = ("__dict__", "_world")  # facts alone are in `__dict__`: states that say the same compare equal by it
+    # `_world` is a slot so that `__dict__` contains values only: scripts compare states by `__dict__`.
+    __slots__ = ("__dict__", "_world")
 
-    # processes are data parallel, and nothing else
+    # Accelerate's names for kinds of parallelism that do not exist here.
     deepspeed_plugin = fsdp_plugin = parallelism_config = dynamo_plugin = None
     is_fsdp2 = fork_launched = False
+    initialized = True
 
     def __init__(self, world: World, device: torch.device, mixed_precision: str = "no") -> None:
         self._world = world
@@ -52,91 +128,19 @@ class ProcessState:
 
     @property
     def world(self) -> World:
-        """The processes."""
+        """The processes of the run."""
         return self._world
 
-    @property
-    def initialized(self) -> bool:
-        """Always: there is nothing to be set up first."""
-        return True
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its host."""
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
-        return self.process_index == self.num_processes - 1
-
-    def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
-        self._world.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """A context in which the main process goes first."""
-        return self._world.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A context in which the first process of each host goes first."""
-        return self._world.main_process_first(local=True)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """A context that gives this process its share of a list, tuple, dict or tensor."""
-        return nullcontext(self._world.split(inputs, apply_padding))
-
-    def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """A decorator: the function runs on the main process only, elsewhere it returns None."""
-        return run_if(lambda: self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """A decorator: the function runs on the first process of each host only."""
-        return run_if(lambda: self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """A decorator: the function runs on the last process only."""
-        return run_if(lambda: self.is_last_process, function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """A decorator, with or without the function: it runs on the process of that index only."""
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        return run_if(lambda: self.process_index == process_index, function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """A decorator, with or without the function: it runs on that process of each host only."""
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return run_if(lambda: self.local_process_index == local_process_index, function)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on the first process of each host only."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201
-
     def destroy_process_group(self, group: Any = None) -> None:
-        """Nothing to do: the processes part when the program ends."""
+        """Do nothing: the process group is destroyed when the program ends."""
 
     @staticmethod
     def _reset_state(*args: Any, **kwargs: Any) -> None:
-        """Nothing to do: no setting is shared between engines."""
+        """Do nothing: engines share no state."""
 
 
-def run_if(condition: Callable[[], bool], function: Callable[..., T]) -> Callable[..., T | None]:
-    """The function, which runs where the condition holds when it is called, and elsewhere returns None."""
+def _run_if(condition: Callable[[], bool], function: Callable[..., T]) -> Callable[..., T | None]:
+    """Wrap a function so that each call evaluates the condition and returns None where it is false."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> T | None:

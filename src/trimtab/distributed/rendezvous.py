@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import trimtab
-from trimtab.distributed.accelerate_state import tell_accelerate
+from trimtab.distributed.accelerate_state import make_partial_state
 from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.distributed.environment import Place
@@ -23,12 +23,12 @@ from trimtab.distributed.health.monitor import Monitor, PeerMonitor
 from trimtab.distributed.health.peers import Timeouts
 from trimtab.distributed.world import World
 from trimtab.errors import RecipeError
-from trimtab.log import speak_only_to_file
+from trimtab.log import log_to_file_only
 
 _monitor: PeerMonitor | None = None  # one per process, like torch's default process group
 
 
-def find_world(
+def init_world(
     place: Place,
     device: torch.device,
     options: DataParallelOptions | None = None,
@@ -53,7 +53,7 @@ def find_world(
     if is_new:
         require_same(world, "versions", _versions())
     if device.type == "cpu" and world.num_processes > 1:
-        tell_accelerate(place)
+        make_partial_state(place)
     return world
 
 
@@ -91,7 +91,7 @@ def _shared_monitor(place: Place, timeout_s: float) -> PeerMonitor:
     global _monitor
     if _monitor is None:
         if dist.get_rank() > 0:
-            speak_only_to_file(dist.get_rank())
+            log_to_file_only(dist.get_rank())
         store = c10d.PrefixStore(f"trimtab/{place.attempt}", _open_store(place))
         _monitor = PeerMonitor(store, dist.get_rank(), dist.get_world_size(), Timeouts(busy_s=timeout_s))
         _monitor.start()

@@ -52,7 +52,7 @@ class World:
         """Concatenate each tensor of `value` over the ranks, along the first dimension; a scalar counts as one row."""
         return value
 
-    def gather_each(self, value: T) -> list[T]:
+    def gather_per_rank(self, value: T) -> list[T]:
         """Return `value` of every rank, in rank order. Tensors may differ in length."""
         return [value]
 
@@ -60,11 +60,11 @@ class World:
         """Return one element per rank; lists are joined into one list."""
         return value if isinstance(value, list) else [value]
 
-    def objects_of_all(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
         return [value]
 
-    def object_of_first(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Broadcast the picklable `value` of rank 0."""
         return value
 
@@ -119,7 +119,7 @@ def check_reduction(reduction: str) -> None:
         raise RecipeError(f"reduction={reduction!r} is unknown", 'use "sum", "mean", "max" or "none"')
 
 
-def of_same_kind(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Build a mapping of the same type (such as a model output) from `items`; a dict if that type does not allow it."""
     if type(mapping) is dict:
         return items
@@ -134,7 +134,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return of_same_kind(value, {key: map_tensors(function, item) for key, item in value.items()})
+        return rebuild_mapping(value, {key: map_tensors(function, item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, list | tuple):
@@ -155,7 +155,7 @@ def concatenated(parts: list[Any]) -> Any:
                 "call engine.pad_across_processes(tensor, dim=1) first",
             ) from error
     if isinstance(first, Mapping):
-        return of_same_kind(first, {key: concatenated([part[key] for part in parts]) for key in first})
+        return rebuild_mapping(first, {key: concatenated([part[key] for part in parts]) for key in first})
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(concatenated(list(items)) for items in zip(*parts, strict=True)))
     if isinstance(first, list | tuple):

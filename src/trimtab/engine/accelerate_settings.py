@@ -1,6 +1,6 @@
-"""Settings that Accelerate's constructor takes as objects, read by their fields: what they mean here, or why not.
+"""Reads the settings objects of Accelerate's constructor by their fields.
 
-Accelerate itself is not needed. A setting that would change something which the engine cannot do is refused by name.
+Accelerate itself is not needed. A setting that the engine cannot honour raises an error with its name.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from typing import Any
 
 from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.engine.accumulation import WindowRules
-from trimtab.engine.loss_scaler import LossScaler
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import RecipeError
 
@@ -19,7 +18,7 @@ _SCALER_FIELDS = ("init_scale", "growth_factor", "backoff_factor", "growth_inter
 
 @dataclass(frozen=True)
 class Handlers:
-    """What the objects in `kwargs_handlers` ask for."""
+    """The settings in `kwargs_handlers`."""
 
     scaler: dict[str, Any]
     profile: Any = None
@@ -28,7 +27,7 @@ class Handlers:
 
 
 def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) -> Handlers:
-    """GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of InitProcessGroupKwargs."""
+    """Read GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of InitProcessGroupKwargs."""
     scaler: dict[str, Any] = {}
     profile = None
     options = DataParallelOptions(find_unused_parameters=find_unused_parameters)
@@ -36,19 +35,19 @@ def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) 
     for handler in handlers or ():
         if all(hasattr(handler, name) for name in _SCALER_FIELDS):
             if not getattr(handler, "enabled", True):
-                raise RecipeError("GradScalerKwargs(enabled=False) is not supported", 'use mixed_precision="bf16"')
+                raise RecipeError("GradScalerKwargs(enabled=False) is not supported", 'mixed_precision="bf16"')
             scaler = {name: getattr(handler, name) for name in _SCALER_FIELDS}
         elif hasattr(handler, "build") and hasattr(handler, "activities"):
             profile = handler
         elif type(handler).__name__ == "DistributedDataParallelKwargs":
             options = _data_parallel(handler, find_unused_parameters)
         elif type(handler).__name__ == "InitProcessGroupKwargs":
-            _refuse_unless_usual(handler, backend=(None, "nccl", "gloo"), init_method=(None,))
+            _require_defaults(handler, backend=(None, "nccl", "gloo"), init_method=(None,))
             timeout_s = None if handler.timeout is None else handler.timeout.total_seconds()
         else:
             raise RecipeError(
-                f"kwargs_handlers holds a {type(handler).__name__}, which is not supported",
-                "GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and InitProcessGroupKwargs are",
+                f"kwargs_handlers contains a {type(handler).__name__}, which is not supported",
+                "use GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs or InitProcessGroupKwargs",
             )
     return Handlers(scaler, profile, options, timeout_s)
 
@@ -56,8 +55,8 @@ def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) 
 def _data_parallel(handler: Any, find_unused_parameters: bool) -> DataParallelOptions:
     if str(getattr(handler, "comm_hook", "no")).lower() not in ("no", "ddpcommunicationhooktype.no"):
         raise RecipeError("DistributedDataParallelKwargs.comm_hook is not supported", "leave it out")
-    # buckets are always views, and buffers are sent around where they change; who asks for the usual gets it
-    _refuse_unless_usual(handler, dim=(0,), broadcast_buffers=(True,), check_reduction=(False,), comm_wrapper=("no",))
+    # gradients are always views of buckets, and buffers that change are always broadcast
+    _require_defaults(handler, dim=(0,), broadcast_buffers=(True,), check_reduction=(False,), comm_wrapper=("no",))
     return DataParallelOptions(
         bucket_cap_mb=handler.bucket_cap_mb,
         find_unused_parameters=find_unused_parameters or handler.find_unused_parameters,
@@ -65,28 +64,28 @@ def _data_parallel(handler: Any, find_unused_parameters: bool) -> DataParallelOp
     )
 
 
-def _refuse_unless_usual(handler: Any, **usual: tuple[Any, ...]) -> None:
-    """No setting is ignored in silence: one that would change something here is refused by name."""
-    for name, allowed in usual.items():
+def _require_defaults(handler: Any, **defaults: tuple[Any, ...]) -> None:
+    """Raise an error for a field with another value than those allowed: no setting is ignored silently."""
+    for name, allowed in defaults.items():
         value = getattr(handler, name, allowed[0])
         if value not in allowed and getattr(value, "value", value) not in allowed:
             raise RecipeError(f"{type(handler).__name__}.{name}={value!r} is not supported", "leave it out")
 
 
 def loader_rules(config: Any, split_batches: bool | None, as_accelerate: bool = False) -> LoaderRules:
-    """How loaders are shared among processes, from the argument and a DataLoaderConfiguration.
+    """Return how loaders are shared among processes.
 
-    A DataLoaderConfiguration means what it means in Accelerate: unless it says split_batches=True, every process takes
-    batches of its own. Without one, and without the argument, the engine's batches are those of all processes.
+    A DataLoaderConfiguration has Accelerate's meaning: without split_batches=True every process takes its own batches.
+    Without one, and without the argument, the batch size of the engine counts the rows of all processes.
 
     Args:
         config: A DataLoaderConfiguration, or None.
-        split_batches: The argument, which counts more.
-        as_accelerate: Share batches out as Accelerate does it, with its defaults.
+        split_batches: The argument of the engine; takes precedence over `config`.
+        as_accelerate: Whether batches are shared as in Accelerate, with its defaults.
     """
     if config is not None and not hasattr(config, "split_batches"):
         raise RecipeError(
-            f"dataloader_config is a {type(config).__name__}, where a DataLoaderConfiguration is expected",
+            f"dataloader_config is a {type(config).__name__}, not a DataLoaderConfiguration",
             "dataloader_config=DataLoaderConfiguration(split_batches=…)",
         )
     if split_batches is None:
@@ -103,11 +102,13 @@ def loader_rules(config: Any, split_batches: bool | None, as_accelerate: bool = 
 
 
 def accumulation_rules(steps: int, plugin: Any, as_accelerate: bool = False) -> tuple[int, WindowRules]:
-    """The window's length, from the argument or from a GradientAccumulationPlugin, and where windows end."""
+    """Return the length of a window, from the argument or from a GradientAccumulationPlugin, and its rules."""
     if plugin is None:
         return steps, WindowRules(divides_by_num_steps=as_accelerate)
     if steps != 1:
-        raise RecipeError("gradient_accumulation_steps and gradient_accumulation_plugin are both given", "pass one")
+        raise RecipeError(
+            "gradient_accumulation_steps and gradient_accumulation_plugin are both given", "leave one of them out"
+        )
     rules = WindowRules(
         ends_with_epoch=bool(getattr(plugin, "sync_with_dataloader", True)),
         exchanges_each=bool(getattr(plugin, "sync_each_batch", False)),
@@ -117,27 +118,22 @@ def accumulation_rules(steps: int, plugin: Any, as_accelerate: bool = False) -> 
 
 
 def project_folder(folder: str | Path | None, config: Any) -> Path | None:
-    """Where trackers write, from the argument or from a ProjectConfiguration."""
+    """Return the folder that trackers write to, from the argument or from a ProjectConfiguration."""
     if getattr(config, "automatic_checkpoint_naming", False):
         raise RecipeError(
             "project_config.automatic_checkpoint_naming=True is not supported", "pass a folder to save_state"
         )
     if config is not None:
-        _refuse_unless_usual(config, iteration=(0,), save_on_each_node=(False,))
+        _require_defaults(config, iteration=(0,), save_on_each_node=(False,))
     if getattr(config, "total_limit", None) is not None:
-        raise RecipeError("project_config.total_limit is not supported", "remove old folders of save_state yourself")
+        raise RecipeError("project_config.total_limit is not supported", "delete old folders of save_state yourself")
     chosen = folder if folder is not None else getattr(config, "project_dir", None)
     logs = getattr(config, "logging_dir", None)
     if logs is not None and Path(logs) != Path(chosen or logs):
         raise RecipeError(
-            f"project_config.logging_dir={str(logs)!r} is another folder than project_dir={str(chosen)!r}, and "
-            "trackers write to one",
+            f"project_config.logging_dir={str(logs)!r} is another folder than project_dir={str(chosen)!r}: all "
+            "trackers write to one folder",
             "leave logging_dir out",
         )
     chosen = chosen if chosen is not None else logs
     return None if chosen is None else Path(chosen)
-
-
-def make_scaler(handlers: Handlers, num_processes: int) -> LossScaler:
-    """Loss scaling with the constants asked for."""
-    return LossScaler(**handlers.scaler, num_processes=num_processes)

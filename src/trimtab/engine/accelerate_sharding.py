@@ -1,6 +1,6 @@
-"""Batches shared out as Accelerate does it: parts of equal size, and the epoch's first rows fill up what is missing.
+"""Accelerate's way to share batches: parts of equal size, padded with the first rows of the epoch.
 
-`trimtab.accelerate.Accelerator` uses it, so that a script written for Accelerate sees the batches it saw there. The
+`trimtab.accelerate.Accelerator` uses it, so that a script written for Accelerate gets the same batches as there. The
 engine's own sharding takes each row once instead (`sharding.py`).
 """
 
@@ -11,17 +11,17 @@ from trimtab.errors import PrepareError
 
 
 class AccelerateSharding:
-    """Parts of equal size.
+    """Gives every process parts of equal size.
 
     Args:
-        rank: Of this process.
-        num_processes: All of them.
-        splits: Each batch is divided; else each process takes a whole batch of a group.
-        is_even: Fill up the last part with the epoch's first rows; else some processes have less, or no batch. It may
-            be changed between two epochs. Batches that were loaded already are always filled up.
+        rank: The rank of this process.
+        num_processes: The number of processes.
+        splits: Whether each batch is divided; else each process takes a whole batch of a group.
+        is_even: Whether the last part is padded with the first rows of the epoch; else some processes have fewer rows,
+            or no batch. May be changed between two epochs. Loaded batches are always padded.
         batch_size: Of the loader; None where batches differ in size.
-        drop_last: Leave out what would have to be filled up.
-        dispatches: The last batch of an epoch is divided into equal parts before it is filled up.
+        drop_last: Whether parts that would need padding are left out.
+        dispatches: Whether the last batch of an epoch is divided into equal parts before it is padded.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AccelerateSharding:
         if splits and (batch_size is None or batch_size % num_processes):
             raise PrepareError(
                 f"split_batches=True: batch_size={batch_size} cannot be divided into {num_processes} equal parts",
-                f"a batch size that is a multiple of {num_processes}, or trimtab.Engine, which divides any",
+                f"use a batch size that is a multiple of {num_processes}, or trimtab.Engine, which divides any",
             )
         self.num_processes = num_processes
         self.group_size = 1 if splits else num_processes
@@ -50,14 +50,14 @@ class AccelerateSharding:
         self._dispatches = dispatches
 
     def num_shares(self, num_batches: int) -> int:
-        """One of each group; of a last, short one it depends."""
+        """Return one per full group; a short last group depends on the settings and the rank."""
         num_full, num_left = divmod(num_batches, self.group_size)
         if not num_left or self._drop_last:
             return num_full
         return num_full + (self.is_even or self._rank < num_left)
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """This process's part of batches of indices."""
+        """Return this process's part of index batches."""
         sizes: list[int | None] = [len(batch) if hasattr(batch, "__len__") else None for batch in group]
         if self._part_size is None or not self._are_regular(sizes):
             return self._share_whole(group, first, sizes)
@@ -71,7 +71,7 @@ class AccelerateSharding:
         return self._shard(rows[start : start + self._part_size], num_real, self._part_size)
 
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
-        """The same for batches that were loaded."""
+        """Return this process's part of loaded batches."""
         sizes = [count_rows(batch) for batch in group]
         is_complete = len(group) == self.group_size and all(size == self._batch_size for size in sizes)
         if None in sizes or self._part_size is None or (is_complete and self.group_size > 1):
@@ -94,25 +94,25 @@ class AccelerateSharding:
         return all(size == self._batch_size for size in before) and last is not None and last <= (self._batch_size or 0)
 
     def _share_whole(self, group: list[Any], first: list[Any], sizes: list[int | None]) -> Shard:
-        """Whole batches, whatever their sizes: the epoch's first batches stand where a last group has none."""
+        """Return a whole batch of any size; the first batches of the epoch pad a short last group."""
         num_missing = self.group_size - len(group)
         if num_missing and self._drop_last:
             return self._missing()
         counted = tuple(size or 1 for size in sizes) + (0,) * num_missing
         if self._rank < len(group):
-            return Shard(group[self._rank], counted, self._rank, counted[self._rank], counts_alike=True)
+            return Shard(group[self._rank], counted, self._rank, counted[self._rank], has_equal_weight=True)
         if not self.is_even:
             return self._missing()
-        stand_in = first[(self._rank - len(group)) % len(first)]
-        return Shard(stand_in, counted, self._rank, _num_rows(stand_in), counts_alike=True)
+        padding = first[(self._rank - len(group)) % len(first)]
+        return Shard(padding, counted, self._rank, _num_rows(padding), has_equal_weight=True)
 
     def _shard(self, content: Any, num_real: int, part_size: int) -> Shard:
-        """A part, with what each process has of the rows that do not only fill it up."""
+        """Return a part, with the number of rows of each process that are not padding."""
         starts = [rank * part_size for rank in range(self.num_processes)]
         rows_of_all = tuple(min(max(num_real - start, 0), part_size) for start in starts)
         if isinstance(content, list) and not content:
             return self._missing()
-        return Shard(content, rows_of_all, self._rank, part_size, counts_alike=True)
+        return Shard(content, rows_of_all, self._rank, part_size, has_equal_weight=True)
 
     def _missing(self) -> Shard:
         return Shard(MISSING, (0,) * self.num_processes, self._rank)
@@ -123,11 +123,11 @@ def _joined(batches: list[Any]) -> Any:
         return joined_rows(batches)
     except RuntimeError as error:
         raise PrepareError(
-            f"batches of an epoch's end are divided anew, and cannot be joined: {error}",
+            f"the last batches of an epoch are divided again, and cannot be joined: {error}",
             "pad all rows to one length, DataLoader(drop_last=True), or trimtab.Engine, which keeps batches whole",
         ) from error
 
 
 def _num_rows(batch: Any) -> int:
-    """Rows of a batch that was loaded, or of a list of indices; 1 where that is not known."""
+    """Return the rows of a loaded batch or of a list of indices; 1 where they cannot be counted."""
     return count_rows(batch) or (len(batch) if isinstance(batch, list) else 1)

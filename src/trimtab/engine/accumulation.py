@@ -1,10 +1,10 @@
-"""Gradient accumulation that never changes the gradient: which micro-batch ends a window, and how much each one weighs.
+"""Exact gradient accumulation: which micro-batch ends a window, and the weight of each micro-batch.
 
-Micro-batch i of a window contributes loss × wᵢ / E to the gradients, where E is the window's expected total weight. If
-the true total W turns out to be another, the gradients are multiplied by E / W at the window's end: `correction`.
+Micro-batch i of a window contributes loss × wᵢ / E to the gradients, where E is the expected total weight of a window.
+If the actual total W differs, the gradients are multiplied by E / W at the end of the window: `correction`.
 
 With several processes E and W are totals over all of them. Their gradients are averaged, which divides by the number of
-processes P: weights are multiplied by P. Without weights each process counts by its share of the rows of a batch.
+processes P, so weights are multiplied by P. Without weights a process counts by its share of the rows of a batch.
 """
 
 import math
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from trimtab.distributed.ddp import DataParallel
 from trimtab.distributed.world import SoloWorld, World
+from trimtab.engine.prepared_loader import ActiveLoaders
 from trimtab.errors import LossError, RecipeError
 
 Weight = float | torch.Tensor
@@ -22,13 +24,13 @@ Weight = float | torch.Tensor
 
 @dataclass(frozen=True)
 class WindowRules:
-    """What Accelerate's GradientAccumulationPlugin can say, and what Accelerate does by itself.
+    """Where windows end and how they are normalized: the choices of Accelerate's GradientAccumulationPlugin.
 
     Args:
-        ends_with_epoch: The last batch of an epoch ends a window; else it goes on in the next epoch.
-        exchanges_each: Processes exchange gradients in every micro-batch, not only where a window ends.
-        divides_by_num_steps: A window that an epoch's end cuts short is divided by the length of a full one, as
-            Accelerate does it; else by its own. Losses that come with a weight are exact either way.
+        ends_with_epoch: Whether the last batch of an epoch ends a window; else the window continues in the next epoch.
+        exchanges_each: Whether processes exchange gradients in every micro-batch, not only where a window ends.
+        divides_by_num_steps: Whether a window that is shorter because its epoch ends is divided by the length of a
+            full one, as in Accelerate; else by its own length. Losses with a weight are exact either way.
     """
 
     ends_with_epoch: bool = True
@@ -42,7 +44,7 @@ class Accumulation:
     Args:
         num_steps: Micro-batches in a full window.
         world: The processes that share a batch.
-        rules: Where windows end, and what they are divided by.
+        rules: Where windows end and how they are normalized.
     """
 
     def __init__(self, num_steps: int, world: World | None = None, rules: WindowRules | None = None) -> None:
@@ -52,22 +54,23 @@ class Accumulation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the current window and the reference weight."""
-        self.window = 0  # counts windows
-        self.sync = True  # the current micro-batch ends its window: optimizer, schedule and zero_grad act
-        self.inside = False  # within `accumulate`
+        """Discard the current window and the expected weight."""
+        # `state_dict` uses the names of some of these attributes as keys of a checkpoint.
+        self.window = 0  # number of windows begun
+        self.sync = True  # the current micro-batch ends its window: optimizer, scheduler and zero_grad act
+        self.inside = False  # inside an `accumulate` context
         self._num_opened = 0
         self._window_length = self.num_steps
-        self._awaits_backward = False  # a micro-batch was opened and no backward was seen yet
-        self._counted = False  # the weight of the current micro-batch is in the total
+        self._awaits_backward = False  # a micro-batch was opened and its backward has not run yet
+        self._counted = False  # the total contains the weight of the current micro-batch
         self._stepped = True
-        self._alone = False  # the window is this one micro-batch: its mean is the whole
+        self._alone = False  # the window has one micro-batch, whose mean needs no weight
         self._row_share = 1.0
         self._total: Weight = 0.0
-        self._total_of_all: Weight = 0.0  # the same over all processes, as of the last correction
-        self._expected: Weight | None = None  # E for weighted losses, fixed by the first one
+        self._total_of_all: Weight = 0.0  # the total over all processes, as of the last correction
+        self._expected: Weight | None = None  # E for weighted losses, set by the first of them
         self._weighted: bool | None = None
-        self._owed: tuple[Weight, torch.device] | None = None  # what the other processes wait for
+        self._pending: tuple[Weight, torch.device] | None = None  # a sum over processes that the others wait for
 
     @property
     def num_steps(self) -> int:
@@ -77,16 +80,16 @@ class Accumulation:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RecipeError(f"gradient_accumulation_steps={value!r} is not possible", "a whole number from 1 up")
+            raise RecipeError(f"gradient_accumulation_steps={value!r} is not valid", "use an integer from 1 up")
         self._num_steps = value
 
     def open_micro_batch(self, num_remaining: int | None, is_last: bool, row_share: float = 1.0) -> None:
-        """A micro-batch inside `accumulate` begins.
+        """Begin a micro-batch inside `accumulate`.
 
         Args:
-            num_remaining: Batches that the epoch still has after this one, or None where that is not known.
-            is_last: This is the last micro-batch of its epoch.
-            row_share: This process's rows of the micro-batch, as a multiple of what each process has on average.
+            num_remaining: Batches of the epoch after this one; None where this is unknown.
+            is_last: Whether this is the last micro-batch of its epoch.
+            row_share: This process's rows of the micro-batch divided by the average of all processes.
         """
         self._row_share = row_share
         if not self.rules.ends_with_epoch:
@@ -99,7 +102,7 @@ class Accumulation:
         self.sync = is_last or self._num_opened >= self.num_steps
 
     def open_plain(self, row_share: float = 1.0) -> None:
-        """A backward that belongs to no `accumulate`: the loop decides by itself when to step."""
+        """Begin a backward outside `accumulate`: the loop itself decides when to step."""
         self.sync = True
         self._row_share = row_share
         self._counted = False
@@ -112,23 +115,23 @@ class Accumulation:
         self._total, self._weighted, self._stepped = 0.0, None, False
 
     def belongs_to_micro_batch(self) -> bool:
-        """Whether a backward that comes now belongs to a micro-batch that `accumulate` opened."""
+        """Return whether the next backward belongs to a micro-batch that `accumulate` opened."""
         belongs = self.inside or self._awaits_backward
         self._awaits_backward = False
         return belongs
 
     @property
     def is_open_in_plain_loop(self) -> bool:
-        """Whether backwards outside `accumulate` wait for a step."""
+        """Whether gradients of backwards outside `accumulate` wait for a step."""
         return not self.inside and not self._stepped and self._num_opened == 0
 
     @property
     def is_waiting_for_step(self) -> bool:
-        """Whether a window has begun whose gradients no optimizer has used."""
+        """Whether a window has begun whose gradients no optimizer has used yet."""
         return not self._stepped
 
     def step_taken(self) -> None:
-        """An optimizer has stepped: a plain loop's next backward begins a new window."""
+        """Note an optimizer step: the next backward of a plain loop begins a new window."""
         self._stepped = True
 
     @property
@@ -137,11 +140,11 @@ class Accumulation:
         return self.sync or self.rules.exchanges_each
 
     def needs_others(self, weight: Weight | None) -> bool:
-        """Whether the backward that comes now exchanges something with other processes."""
+        """Return whether the next backward exchanges anything with other processes."""
         return self.sync or (weight is not None and self._expected is None)
 
-    def share(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor | None:
-        """What a micro-batch contributes: its loss times its share of the window, or None if that is nothing at all."""
+    def contribution(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor | None:
+        """Return the loss times the micro-batch's share of the window, or None where the share is zero."""
         weighted = weight is not None
         if self._weighted is not None and self._weighted is not weighted:
             raise LossError(
@@ -159,44 +162,44 @@ class Accumulation:
             return share if is_whole else share / self._window_length
         num_processes = self._world.num_processes
         if num_processes > 1 and (self._alone or self._expected is None):
-            self._owed = 0.0, loss.device  # should even a single number find no room
-        weight = _checked(weight, loss.device) if self._row_share else 0.0
+            self._pending = 0.0, loss.device  # in case allocating the weight itself runs out of memory
+        weight = _checked_weight(weight, loss.device) if self._row_share else 0.0
         if self._alone:
             if num_processes == 1:
-                return _nothing_if_weightless(loss, weight)
-            total = self._summed(weight, loss.device)
-            return _nothing_if_weightless(loss * _ratio(weight, total, num_processes), weight)
+                return _none_if_weightless(loss, weight)
+            total = self._sum_over_processes(weight, loss.device)
+            return _none_if_weightless(loss * _ratio(weight, total, num_processes), weight)
         if self._expected is None:
-            self._expected = _first_expectation(self._summed(weight, loss.device), self.num_steps)
+            self._expected = _initial_expectation(self._sum_over_processes(weight, loss.device), self.num_steps)
         elif isinstance(self._expected, torch.Tensor) and self._expected.device != loss.device:
-            self._expected = self._expected.to(loss.device)  # from a checkpoint: a host number divides in other bits
+            # loaded from a checkpoint; as a host number it would round differently in the division
+            self._expected = self._expected.to(loss.device)
         self._count(weight)
-        return _nothing_if_weightless(loss * (weight * num_processes / self._expected), weight)
+        return _none_if_weightless(loss * (weight * num_processes / self._expected), weight)
 
-    def _summed(self, weight: Weight, device: torch.device) -> Weight:
-        """The sum over the processes."""
-        self._owed = weight, device
+    def _sum_over_processes(self, weight: Weight, device: torch.device) -> Weight:
+        self._pending = weight, device
         total = self._world.total(weight, device)
-        self._owed = None
+        self._pending = None
         return total
 
-    def settle(self) -> None:
-        """Take part in a sum that the other processes wait for, if this one has failed just before it."""
-        if self._owed is not None:
-            self._summed(*self._owed)
+    def finish_pending_sum(self) -> None:
+        """Take part in a sum that the other processes wait for, if this process failed just before it."""
+        if self._pending is not None:
+            self._sum_over_processes(*self._pending)
 
     def _count(self, weight: Weight) -> None:
-        """Several losses of one micro-batch share its weight: the first one counts."""
+        """Add a weight to the total once per micro-batch: several losses of one micro-batch share its weight."""
         if not self._counted:
             self._total = self._total + weight
             self._counted = True
 
     def correction(self, in_plain_loop: bool, device: torch.device) -> Weight | None:
-        """The factor that makes the window's gradients true, or None where they are so already.
+        """Return the factor that normalizes the gradients of a window, or None where it is 1.
 
         Args:
-            in_plain_loop: The loop decides by itself when a window ends.
-            device: Where the loss was computed.
+            in_plain_loop: Whether the loop itself decides when a window ends.
+            device: The device of the loss.
         """
         if self._alone:
             return None
@@ -210,74 +213,106 @@ class Accumulation:
         self._total_of_all = total
         if isinstance(total, torch.Tensor) or isinstance(self._expected, torch.Tensor):
             total = torch.as_tensor(total)
-            return torch.where(total > 0, self._expected / total, torch.ones_like(total))  # of nothing: zero anyway
+            return torch.where(total > 0, self._expected / total, torch.ones_like(total))  # total 0: gradients are 0
         if total == self._expected or total == 0:
             return None
         return self._expected / total
 
     def state_dict(self) -> dict[str, Any]:
-        """The reference weight, which must survive a resume for the same rounding, and the open window.
+        """Return the open window, and the expected weight: a resumed run needs it for the same rounding.
 
-        It is the same on every process, so that any number of processes can load it.
+        The state is the same on every process, so any number of processes can load it.
         """
         names = ("sync", "_num_opened", "_window_length", "_stepped", "_expected", "_weighted")
         is_sum = self._weighted and self._world.num_processes > 1
         return {name: getattr(self, name) for name in names} | {"_total": self._total_of_all if is_sum else self._total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
         self._total_of_all = self._total
         if self._weighted and self._world.process_index > 0:
-            self._total = self._total * 0  # the first process counts what all have seen; it must not count twice
+            self._total = self._total * 0  # the total of all processes is counted once, by rank 0
 
     def abandon_window(self) -> None:
-        """The open window has not begun; the reference weight stays."""
+        """Reset to the state before the open window began; keep the expected weight."""
         self.sync = self._stepped = True
         self._num_opened, self._window_length = 0, self.num_steps
         self._total = self._total_of_all = 0.0
 
     def undo_point(self) -> Callable[[], None]:
-        """A function that takes `load_state_dict` back: what a process counted on its own is in no state dict."""
+        """Return a function that undoes `load_state_dict`; a state dict lacks the counts of this process."""
         before = dict(vars(self))
         return lambda: vars(self).update(before)
 
 
-def _checked(weight: Weight, device: torch.device) -> Weight:
-    """A weight as a number where the host can know it, else as a scalar on the device of the loss."""
+class MicroBatch:
+    """The context of `Engine.accumulate`: one micro-batch.
+
+    A class, because a generator costs more than the rest of the engine's step.
+    """
+
+    __slots__ = ("_accumulation", "_connected", "_exchanged", "_loaders")
+
+    def __init__(self, accumulation: Accumulation, loaders: ActiveLoaders, connected: list[DataParallel]) -> None:
+        self._accumulation = accumulation
+        self._loaders = loaders
+        self._connected = connected
+        self._exchanged: list[DataParallel] = []
+
+    def __enter__(self) -> None:
+        loader = self._loaders.innermost
+        if loader is None:
+            self._accumulation.open_micro_batch(None, False)
+        else:
+            self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch, loader.row_share)
+        self._accumulation.inside = True
+        # models inside an outer no_sync are left alone: they exchange no gradients, even where a window ends
+        self._exchanged = [model for model in self._connected if model.require_backward_grad_sync]
+        for model in self._exchanged:
+            model.require_backward_grad_sync = self._accumulation.exchanges
+
+    def __exit__(self, *exception: object) -> None:
+        self._accumulation.inside = False
+        for model in self._exchanged:
+            model.require_backward_grad_sync = True
+
+
+def _checked_weight(weight: Weight, device: torch.device) -> Weight:
+    """Return a CPU weight as a number, another one as a scalar on the device of the loss, without a sync."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise LossError(
-                f"weight has shape {tuple(weight.shape)}, but one number is needed: the rows or tokens of the loss",
-                "for example weight=(labels != -100).sum()",
+                f"weight has shape {tuple(weight.shape)}, but must be one number: the rows or tokens in the loss",
+                "weight=(labels != -100).sum()",
             )
         if weight.device.type != "cpu":
             return weight.detach().reshape(()).to(device=device, dtype=torch.float32)
     number = float(weight)
     if not math.isfinite(number) or number < 0:
         raise LossError(
-            f"weight={number} is not possible", "the number of rows or tokens that the mean loss stands for"
+            f"weight={number} is not valid", "pass the number of rows or tokens in the mean loss, such as len(labels)"
         )
     return number
 
 
-def _nothing_if_weightless(contribution: torch.Tensor, weight: Weight) -> torch.Tensor | None:
-    """A micro-batch without labels may have a NaN loss, and contributes nothing. No host read for device weights."""
+def _none_if_weightless(contribution: torch.Tensor, weight: Weight) -> torch.Tensor | None:
+    """Drop the loss of a micro-batch without labels, which may be NaN; device weights need no host-device sync."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, contribution, torch.zeros_like(contribution))
     return contribution if weight > 0 else None
 
 
 def _ratio(weight: Weight, total: Weight, num_processes: int) -> Weight:
-    """The factor of a window's only micro-batch; nothing where no process has anything."""
+    """Return the factor of a window's only micro-batch; 0 where no process has a weight."""
     if isinstance(total, torch.Tensor):
         return weight * num_processes / total.clamp(min=torch.finfo(total.dtype).tiny)
     return weight * num_processes / total if total else 0.0
 
 
-def _first_expectation(weight: Weight, num_steps: int) -> Weight:
-    """E is only a reference, so the first micro-batch times the window's length is as good as any."""
+def _initial_expectation(weight: Weight, num_steps: int) -> Weight:
+    """Return E, here the first weight times the length of a window: any value works, `correction` divides it out."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, weight * num_steps, torch.full_like(weight, num_steps))
     return weight * num_steps if weight > 0 else float(num_steps)

@@ -1,7 +1,7 @@
-"""Processes end a window of gradients together, or not at all.
+"""Lets all processes end an accumulation window, or none.
 
-Running out of memory is an event of one host. The others hear of it where they need that process the next time: before
-the first numbers of a window are exchanged, or after its gradients were, for which it then answers with zeros.
+Out of memory is an event of one process. The others learn of it at their next exchange with that process: before the
+first values of a window are exchanged, or after its gradients were, to which the failed process contributes zeros.
 """
 
 from collections.abc import Iterator
@@ -13,92 +13,90 @@ from trimtab.distributed.world import World
 from trimtab.engine.accumulation import Accumulation, Weight
 
 
-class OthersGaveUp(Exception):
-    """Another process cannot end this window; nothing has been changed by it yet but gradients."""
+class WindowAborted(Exception):
+    """Another process has aborted this window; so far it has changed gradients only."""
 
 
 class _Stage(Enum):
-    """How far processes have agreed that a window's gradients are there."""
-
-    NONE = 0  # not asked for
-    SOUGHT = 1
-    EXCHANGING = 2  # gradients are on their way
-    REACHED = 3
-    REFUSED = 4  # by another process
+    OFF = 0  # no agreement was asked for
+    OPEN = 1  # any process may abort
+    EXCHANGING = 2  # gradients are being exchanged
+    DONE = 3  # all processes have the gradients: too late to abort
+    ABORTED = 4  # by another process
 
 
 class Agreement:
-    """What the processes of a run know of each other's window.
+    """The agreement of all processes on whether the current window ends.
 
     Args:
         world: The processes.
-        connected: The models whose gradients they exchange; it grows as models are prepared.
+        connected: The models whose gradients they exchange; the list grows as models are prepared.
         accumulation: The current window.
     """
 
     def __init__(self, world: World, connected: list[DataParallel], accumulation: Accumulation) -> None:
         self._world, self._connected, self._accumulation = world, connected, accumulation
-        self._stage = _Stage.NONE
+        self._stage = _Stage.OFF
 
     @contextmanager
-    def sought(self) -> Iterator[None]:
-        """A context for one window that processes end together, or not at all; where it fails, `give_up` comes next."""
-        self._stage = _Stage.NONE
+    def required(self) -> Iterator[None]:
+        """Make one window end on all processes or on none; after an exception inside, call `abort`."""
+        self._stage = _Stage.OFF
         for model in self._connected:
-            model.follow_what_trains()
-        can_give_up = bool(self._connected) and all(model.can_give_up for model in self._connected)
-        self._stage = _Stage.SOUGHT if can_give_up else _Stage.NONE
+            model.rewrap_if_trainable_changed()
+        can_abort = bool(self._connected) and all(model.can_abandon_backward for model in self._connected)
+        self._stage = _Stage.OPEN if can_abort else _Stage.OFF
         yield
-        self._stage = _Stage.NONE
+        self._stage = _Stage.OFF
 
     def before_backward(self, weight: Weight | None) -> None:
-        """A backward comes. If it needs the others, ask whether all are there.
+        """If the next backward exchanges anything, ask first whether a process has aborted.
 
         Raises:
-            OthersGaveUp: One is not.
+            OthersGaveUp: One has.
         """
-        if self._stage is not _Stage.SOUGHT or not self._accumulation.needs_others(weight):
+        if self._stage is not _Stage.OPEN or not self._accumulation.needs_others(weight):
             return
         self._ask()
         if self._accumulation.sync:
             self._stage = _Stage.EXCHANGING
             for model in self._connected:
-                model.begin_exchange()
+                model.mark_backward_start()
 
     def after_exchange(self) -> None:
-        """Gradients were exchanged here: ask whether they were everywhere.
+        """After the gradients were exchanged, ask whether a process contributed zeros.
 
         Raises:
-            OthersGaveUp: One process answered with zeros.
+            OthersGaveUp: One did.
         """
         if self._stage is _Stage.EXCHANGING:
-            self._stage = _Stage.SOUGHT
+            self._stage = _Stage.OPEN
             self._ask()
-            self._stage = _Stage.REACHED
+            self._stage = _Stage.DONE
 
     def _ask(self) -> None:
         if self._world.anyone(False):
-            self._stage = _Stage.REFUSED
-            raise OthersGaveUp
+            self._stage = _Stage.ABORTED
+            raise WindowAborted
 
-    def give_up(self) -> bool:
-        """This process cannot end the window that it is in, or has heard that another cannot.
+    def abort(self) -> bool:
+        """Abort the current window, after an error here or after `WindowAborted`.
 
         Returns:
-            Whether all give up: not where the window's gradients had been exchanged, or where the models do not allow
-            it.
+            Whether all processes abort it. False if its gradients were already exchanged, or if the models do not
+            support it.
         """
-        stage, self._stage = self._stage, _Stage.NONE
-        if stage in (_Stage.NONE, _Stage.REACHED):
+        stage, self._stage = self._stage, _Stage.OFF
+        if stage in (_Stage.OFF, _Stage.DONE):
             return False
-        if stage is not _Stage.REFUSED:
-            self._accumulation.settle()
+        if stage is not _Stage.ABORTED:
+            self._accumulation.finish_pending_sum()
             if stage is _Stage.EXCHANGING:
                 with self._world.exchanging("backward"):
                     for model in self._connected:
-                        model.give_up_exchange()
+                        model.fill_missing_gradients()
             self._world.anyone(True)
         with self._world.exchanging("start over"):
             for model in self._connected:
-                model.start_over()
+                model.reset_reducer()
         return True

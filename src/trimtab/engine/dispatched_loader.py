@@ -1,6 +1,6 @@
-"""A prepared loader of which only the first process reads the data, and sends the others their part.
+"""A prepared loader whose data only the main process reads; the other processes receive their part from it.
 
-For data that is costly to read, that only one process can read, or that comes in another order each time it is read.
+For data that is expensive to read, that only one process can read, or whose order differs each time it is read.
 """
 
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trimtab.engine.prepared_loader import PreparedLoader
+from trimtab.engine.prepared_loader import PreparedLoader, copy_loader
 
 
 class DispatchedLoader(PreparedLoader):
-    """A prepared loader whose batches come from the first process."""
+    """A prepared loader whose batches come from the main process."""
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A copy that is read batch by batch; on the other processes it never starts a worker."""
-        source = self._copy_of(loader)
+        """Return a copy without index batches; on the other processes it never starts a worker."""
+        source = copy_loader(loader, self._placement.pins_memory)
         if self._world.process_index > 0:
             object.__setattr__(source, "persistent_workers", False)
             object.__setattr__(source, "num_workers", 0)
@@ -26,6 +26,6 @@ class DispatchedLoader(PreparedLoader):
         return super()._iterate() if self._world.process_index == 0 else iter(())
 
     def _read_group(self, batches: Iterator[Any]) -> list[Any]:
-        group = self._world.object_of_first(super()._read_group(batches))
+        group = self._world.broadcast_object(super()._read_group(batches))
         self._first_group = self._first_group or group
         return group

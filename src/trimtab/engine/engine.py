@@ -1,93 +1,99 @@
-"""Door 1: the engine for a loop of your own. It has Accelerate's verbs and hands each to the part that knows it."""
+"""`Engine`: the facade for training loops of your own, with the verbs of Accelerate's `Accelerator`.
 
-import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+Each verb delegates to one part: `PreparedParts` (prepare), `Accumulation` and `Gradients` (the step), `SavedState`
+(checkpoints), `World` and `Collectives` (processes), `TrackerGroup` (tracking).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
 from trimtab.checkpoint.codec import Encoded
-from trimtab.checkpoint.collective import capture_together, load_together, save_together
-from trimtab.checkpoint.frozen_base import FrozenBase
-from trimtab.checkpoint.state import (
-    ModelPart,
-    OptimizerPart,
-    Part,
-    RandomPart,
-    StatefulPart,
-)
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallel
 from trimtab.distributed.environment import find_place
-from trimtab.distributed.process_state import run_if
-from trimtab.distributed.rendezvous import find_world
+from trimtab.distributed.process_state import ProcessInterface, ProcessState
+from trimtab.distributed.rendezvous import init_world
 from trimtab.distributed.world import DistributedType, World
-from trimtab.engine.accelerate_settings import (
-    accumulation_rules,
-    loader_rules,
-    make_scaler,
-    project_folder,
-    read_handlers,
-)
-from trimtab.engine.accelerate_verbs import AccelerateVerbs
-from trimtab.engine.accumulation import Accumulation
-from trimtab.engine.gradients import Gradients
-from trimtab.engine.loss_scaler import NoScaler, Scaler
+from trimtab.engine.accelerate_settings import accumulation_rules, loader_rules, project_folder, read_handlers
+from trimtab.engine.accelerate_verbs import UNSUPPORTED, GradientState, join_uneven_inputs, save_object
+from trimtab.engine.accumulation import Accumulation, MicroBatch
+from trimtab.engine.collectives import Collectives
+from trimtab.engine.gradients import Gradients, checked_loss
+from trimtab.engine.loss_scaler import LossScaler, NoScaler, Scaler
 from trimtab.engine.memory_budget import MemoryPlanner, planner_for
-from trimtab.engine.placement import placement_for
-from trimtab.engine.prepare_loader import prepare_loader
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
-from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler, optimizers_of
-from trimtab.errors import LossError, PrepareError, RecipeError, UserError
+from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler
+from trimtab.engine.prepared_parts import PreparedParts, check_parts, unwrap
+from trimtab.engine.saved_state import SavedState
+from trimtab.engine.tracker_group import TrackerGroup
+from trimtab.errors import PrepareError
 from trimtab.hardware.inventory import find_device, native_precision
-from trimtab.log import say_once
+from trimtab.hardware.memory import release_cached_memory
 from trimtab.model.precision import Precision
-from trimtab.optim.build import rounds_stochastically
-from trimtab.randomness import diverge, set_seed
-from trimtab.tracking.trackers import build_trackers, set_up
+from trimtab.randomness import random_state, restore_random_state, set_seed
+from trimtab.tracking.trackers import Tracker, build_trackers
 
 T = TypeVar("T")
 
 
-class Engine(AccelerateVerbs):
-    """Runs a training loop of your own: placement, mixed precision, exact accumulation, state.
+class Engine(ProcessInterface):
+    """Runs your own training loop with device placement, mixed precision, exact accumulation and checkpoints.
 
-    Nothing is global: engines with different settings live side by side in one process.
+    Engines share no global state: several with different settings can exist in one process.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16"; the two always mean mixed, with fp32 weights. Also "bf16-pure" (give it
-            an optimizer that rounds stochastically), "tf32", which is a setting of the whole process, and "auto": what
-            the device does natively.
-        gradient_accumulation_steps: Micro-batches for each optimizer step inside `accumulate`.
-        device: Where to compute; None finds an accelerator, else takes the CPU.
-        seed: Seeds every random number generator, if given.
+        mixed_precision: "no", "fp16" or "bf16" (mixed precision with fp32 weights); "bf16-pure", which needs an
+            optimizer with stochastic rounding; "tf32", which is a process-wide setting; or "auto", the fastest dtype
+            that the device supports natively.
+        gradient_accumulation_steps: Micro-batches per optimizer step inside `accumulate`.
+        device: The device to compute on; None uses an accelerator if there is one, else the CPU.
+        seed: Seeds all random number generators, if given.
         cpu: The same as device="cpu".
         device_placement: Whether `prepare` moves models and batches to the device.
-        step_scheduler_with_optimizer: Whether a prepared scheduler waits for real optimizer steps.
-        log_with: "mlflow", "journal", an object with start, log and finish, or a list of these; None tracks nothing.
-        project_dir: Where trackers write.
-        split_batches: Whether a loader's batch size is that of all processes together, which it is if left out. False
-            is Accelerate's meaning: every process takes whole batches, and schedules step once for each process.
-        find_unused_parameters: Let several processes train a model of which parts take no part in the loss.
-        dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields. It means what it means there:
-            unless it says split_batches=True, every process takes whole batches.
-        gradient_accumulation_plugin: Accelerate's, in the place of gradient_accumulation_steps.
+        step_scheduler_with_optimizer: Whether a prepared scheduler steps only after an optimizer step.
+        log_with: "mlflow", "journal", an object with start, log and finish, or a list of these; None disables tracking.
+        project_dir: The folder that trackers write to.
+        split_batches: Whether the batch size of a loader counts the rows of all processes; True by default. With
+            False, as in Accelerate, every process takes whole batches and schedulers step once per process.
+        find_unused_parameters: Allow parameters that do not contribute to the loss, when several processes train.
+        dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields. It has Accelerate's meaning:
+            without split_batches=True every process takes whole batches.
+        gradient_accumulation_plugin: Accelerate's plugin, instead of gradient_accumulation_steps.
         project_config: Accelerate's ProjectConfiguration, for its project_dir.
         kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of
             InitProcessGroupKwargs.
-        memory_budget: What the process may use of the device, such as "8GiB"; "auto" is what is free. `prepare`, given
-            model, optimizer and loader, predicts the step, recomputes blocks in backward where it has to, and says so.
-        memory_allow: What may be chosen for its sake although it changes results a little: "8bit", the optimizer's
+        memory_budget: The device memory that the process may use, such as "8GiB"; "auto" uses the free memory. When
+            `prepare` gets model, optimizer and loader, it predicts the memory of a step, enables gradient
+            checkpointing if needed, and logs what it chose.
+        memory_allow: Techniques that the budget may use although they change results slightly: "8bit" for optimizer
             state in 8 bits.
-        world: The processes that train together; None finds them from the environment variables of the launcher.
-        memory_planner: Adapts parts to the memory in `prepare`; None takes the planner of `memory_budget`.
+        world: The processes that train together; None finds them from the launcher's environment variables.
+        memory_planner: Adapts parts to the memory in `prepare`; None uses the planner for `memory_budget`.
     """
 
-    _as_accelerate = False  # batches, windows and random numbers exactly as Accelerate has them; see trimtab.accelerate
+    # True in `trimtab.accelerate.Accelerator`: batches, windows and random numbers exactly as in Accelerate.
+    _as_accelerate = False
+
+    # Accelerate's names for kinds of parallelism that do not exist here.
+    deepspeed_plugin = parallelism_config = None
+    is_fsdp2 = is_composable_parallelism_enabled = False
+    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
+    use_stateful_dataloader = True  # every prepared loader has a state_dict
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    _scaler: Scaler
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Store the arguments: an engine is pickled by them."""
+        engine = super().__new__(cls)
+        engine._arguments = args, kwargs
+        return engine
 
     def __init__(
         self,
@@ -112,67 +118,70 @@ class Engine(AccelerateVerbs):
         world: World | None = None,
         memory_planner: MemoryPlanner | None = None,
     ) -> None:
-        self._loader_rules = loader_rules(dataloader_config, split_batches, self._as_accelerate)
-        self._dataloader_config = dataloader_config
         handlers = read_handlers(kwargs_handlers, find_unused_parameters)
         place = find_place()
-        self.device = find_device("cpu" if cpu else device, place.local_device)
-        self.project_dir = project_folder(project_dir, project_config)
-        self.trackers = build_trackers(log_with, self.project_dir)
-        self._world = world or find_world(place, self.device, handlers.data_parallel, handlers.timeout_s)
-        if mixed_precision == "auto":
-            mixed_precision = native_precision(self.device).replace("fp32", "no")
-        self._precision = Precision(mixed_precision, self.device)
-        self._scaler: Scaler = NoScaler()
-        if self._precision.needs_loss_scaling:
-            self._scaler = make_scaler(handlers, self._world.num_processes)
+        device = find_device("cpu" if cpu else device, place.local_device)
+        rules = loader_rules(dataloader_config, split_batches, self._as_accelerate)
         num_steps, window_rules = accumulation_rules(
             gradient_accumulation_steps, gradient_accumulation_plugin, self._as_accelerate
         )
-        self._accumulation = Accumulation(num_steps, self._world, window_rules)
-        self._gradients = Gradients(self._accumulation, self._scaler, self._world)
-        self._place = placement_for(self.device if device_placement else torch.device("cpu"))
-        self._moves_models = device_placement
-        self._follow_optimizer = step_scheduler_with_optimizer
-        self._active_loaders = ActiveLoaders()
-        if memory_planner is not None and memory_budget is not None:
-            raise RecipeError("memory_budget and memory_planner were both given", "leave one of them out")
-        self._memory_planner = memory_planner or planner_for(memory_budget, memory_allow, self.device)
-        self._models: list[torch.nn.Module] = []
-        self._train_later: list[torch.nn.Parameter] = []
-        self._frozen: list[FrozenBase] = []  # of each model, what did not train when it came
-        self._optimizers: list[PreparedOptimizer] = []
-        self._loaders: list[PreparedLoader] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._registered: list[Any] = []
-        self._profile_handler = handlers.profile
-        self._trigger = False
-        self._last_norm: torch.Tensor | None = None
+        self.device = device
+        self.project_dir = self.logging_dir = project_folder(project_dir, project_config)
+        self._dataloader_config, self._profile_handler = dataloader_config, handlers.profile
+        trackers = build_trackers(log_with, self.project_dir)
+        world = world or init_world(place, device, handlers.data_parallel, handlers.timeout_s)
+        if mixed_precision == "auto":
+            mixed_precision = native_precision(device).replace("fp32", "no")
+        self._world = world
+        self._trackers = TrackerGroup(trackers, self.is_main_process)
+        self._precision = precision = Precision(mixed_precision, device)
+        self._scaler = NoScaler()
+        if precision.needs_loss_scaling:
+            self._scaler = LossScaler(**handlers.scaler, num_processes=world.num_processes)
+        self._accumulation = accumulation = Accumulation(num_steps, world, window_rules)
+        self._gradients = gradients = Gradients(accumulation, self._scaler, world)
+        self._active_loaders = loaders = ActiveLoaders()
+        self._collectives = Collectives(world, loaders, device)
+        self._memory_planner = planner_for(memory_budget, memory_allow, device, memory_planner)
+        follows = step_scheduler_with_optimizer
+        self._prepared = PreparedParts(
+            world, device, device_placement, precision, accumulation, gradients, loaders, rules, follows
+        )
+        self._models = self._prepared.models  # the same list: `backward` looks into it in every micro-batch
+        self._saved_state = SavedState(world, self._prepared, self._scaler)
+        self.state = ProcessState(world, device, precision.name)
+        self.gradient_state = GradientState(accumulation, loaders)
         if seed is not None:
             set_seed(seed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle an engine by its arguments, without prepared parts and process group."""
+        return _rebuild, (type(self), *self._arguments)
+
+    if not TYPE_CHECKING:  # else mypy would accept every misspelt attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Report what to use instead of an unsupported name of Accelerate's."""
+            if name in UNSUPPORTED:
+                raise AttributeError(f"{name} is not supported\n  cure: {UNSUPPORTED[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------ prepare
 
     def prepare(self, *parts: Any, device_placement: list[bool] | None = None) -> Any:
-        """Make models, optimizers, loaders and schedulers ready for the loop.
+        """Prepare models, optimizers, loaders and schedulers for the loop.
 
         Args:
             parts: Any number of them, in any order.
-            device_placement: For each part, whether it may be moved; None follows the engine.
+            device_placement: For each part, whether it is moved to the device; None uses the engine's setting.
 
         Returns:
-            The prepared parts in the order given; a single part comes back alone.
+            The prepared parts in the order given; a single part is returned alone.
         """
-        kinds = [_kind_of(part, position) for position, part in enumerate(parts)]
-        moves = device_placement or [self._moves_models] * len(parts)
-        if len(moves) != len(parts):
-            raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one for each part")
-        parts = self._memory_planner.fit_to_budget(self, parts, self._loader_rules.splits)
-        prepared: list[Any] = list(parts)
-        # schedulers last: they look for the optimizers that they drive
-        for position in sorted(range(len(parts)), key=lambda i: kinds[i] == "scheduler"):
-            prepare_one = getattr(self, f"_prepare_{kinds[position]}")
-            prepared[position] = prepare_one(parts[position], moves[position])
+        moves = device_placement or [self._prepared.moves] * len(parts)
+        check_parts(parts, moves)
+        parts = self._memory_planner.fit_to_budget(self, parts, self._prepared.loader_rules.splits)
+        prepared = self._prepared.prepare(parts, moves)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -182,164 +191,136 @@ class Engine(AccelerateVerbs):
 
     def prepare_data_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
         """Prepare one loader."""
-        return self._prepare_loader(loader, self._moves_models)
+        return self._prepared.prepare_loader(loader, self._prepared.moves)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Prepare one optimizer."""
-        return self._prepare_optimizer(optimizer, self._moves_models)
+        return self._prepared.prepare_optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Prepare one scheduler."""
-        return self._prepare_scheduler(scheduler, self._moves_models)
+        return self._prepared.prepare_scheduler(scheduler)
 
-    def _prepare_model(self, model: torch.nn.Module, move: bool) -> torch.nn.Module:
-        if any(model is known for known in self._models):
-            return model
-        if move and not _placed_by_its_loader(model):
-            model.to(self.device)
-        self._precision.attach(model)
-        self._frozen.append(FrozenBase(self.unwrap_model(model)))
-        model = self._world.connect(model)
-        if not self._models and not self._as_accelerate:
-            diverge(self._world.process_index)
-        self._models.append(model)
-        self._gradients.watch(model)
-        return model
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> PreparedLoader:
+        """Make the next iteration of a loader start after `num_batches` batches; map-style rows are not loaded.
 
-    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer, move: bool) -> PreparedOptimizer:
-        if isinstance(optimizer, PreparedOptimizer):
-            return optimizer
-        if self._precision.is_pure and not rounds_stochastically(optimizer):
-            say_once(
-                f"bf16-pure: {type(optimizer).__name__} rounds to the nearest, which loses small updates; "
-                "trimtab.optim.build.build_optimizer(…, rounds_stochastically=True) does not"
-            )
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._gradients)
-        self._optimizers.append(prepared)
-        self._gradients.watch(optimizer)
-        return prepared
+        `load_state` restores the position of a loader, so a resumed loop needs this only if it counts batches itself.
+        """
+        loader: PreparedLoader = self.prepare(dataloader)
+        loader.start_at(num_batches)
+        return loader
 
-    def _prepare_loader(self, loader: DataLoader[Any], move: bool) -> PreparedLoader:
-        if isinstance(loader, PreparedLoader):
-            return loader
-        place = self._place if move else placement_for(torch.device("cpu"))
-        prepared = prepare_loader(loader, place, self._active_loaders, self._world, self._loader_rules)
-        self._loaders.append(prepared)
-        return prepared
+    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
+        """Return the model inside torch.compile and data parallelism.
 
-    def _prepare_scheduler(self, scheduler: Any, move: bool) -> PreparedScheduler:
-        if isinstance(scheduler, PreparedScheduler):
-            return scheduler
-        driven = optimizers_of(scheduler, self._optimizers)
-        num_steps_each = 1 if self._loader_rules.splits else self.num_processes
-        prepared = PreparedScheduler(scheduler, driven, self._accumulation, self._follow_optimizer, num_steps_each)
-        self._schedulers.append(prepared)
-        return prepared
+        Args:
+            model: A prepared model.
+            keep_fp32_wrapper: False restores the model's own forward, without autocast.
+        """
+        inner = unwrap(model)
+        if not keep_fp32_wrapper:
+            self._precision.detach(model)
+            self._precision.detach(inner)
+        return inner
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Drop everything prepared and empty the device's cache; returns None for each object given."""
+        self._gradients.forget()
+        self._accumulation.reset()
+        self._prepared.clear()
+        self._saved_state.clear()
+        release_cached_memory(self.device)
+        return [None] * len(objects)
+
+    clear = free_memory
 
     # ------------------------------------------------------------------ the step
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Add the gradients of a mean loss; at the end of a window they are those of the whole batch.
+        """Accumulate the gradients of a mean loss; at the end of a window they are those of the whole batch.
 
         Args:
             loss: A scalar: the mean over the rows or tokens of this micro-batch.
-            weight: How many rows or tokens that mean stands for. None counts every micro-batch alike, which is exact
-                for micro-batches of one size. For causal language models this is `(labels[:, 1:] != -100).sum()`.
-                Weight 0 contributes nothing. On an accelerator, where that is not known to the host, a loss written
-                as sum / count has to clamp its count to 1: the derivative of 0 / 0 is NaN.
+            weight: The number of rows or tokens in that mean. None weighs all micro-batches equally, which is exact
+                for micro-batches of equal size. For causal language models it is `(labels[:, 1:] != -100).sum()`.
+                With weight 0 the loss is ignored. If the weight is on an accelerator, a loss written as sum / count
+                must clamp its count to 1: the derivative of 0 / 0 is NaN, and the host does not know the weight.
             kwargs: Passed to `torch.Tensor.backward`.
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad or not self._models:
-            loss = self._checked_loss(loss)
+            if not self._models and not self._prepared.optimizers:
+                raise PrepareError(
+                    "backward was called before prepare", "model, optimizer, … = engine.prepare(model, …)"
+                )
+            loss = checked_loss(loss)
         loader = self._active_loaders.innermost
         self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
 
-    def _checked_loss(self, loss: Any) -> torch.Tensor:
-        if not self._models and not self._optimizers:
-            raise PrepareError("backward was called before prepare", "model, optimizer, … = engine.prepare(model, …)")
-        if loss is None:
-            raise LossError("the loss is None: the model was given no labels", 'put "labels" into the batch')
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"the loss is a {type(loss).__name__}, not a tensor", "pass the model's loss as it is")
-        if loss.numel() != 1:
-            raise LossError(f"the loss has shape {tuple(loss.shape)}, but one number is needed", "loss.mean()")
-        if not loss.requires_grad:
-            raise LossError(
-                "the loss depends on nothing that trains",
-                "check requires_grad of the parameters, and that the forward is not under torch.no_grad()",
-            )
-        return loss.reshape(())
-
-    def accumulate(self, *models: torch.nn.Module) -> "_MicroBatch":
-        """A context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.
+    def accumulate(self, *models: torch.nn.Module) -> MicroBatch:
+        """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.
 
         A window ends after `gradient_accumulation_steps` micro-batches, and with the last batch of a prepared loader.
         """
         for model in models:
-            if not any(self.unwrap_model(model) is self.unwrap_model(known) for known in self._models):
+            if not any(unwrap(model) is unwrap(known) for known in self._models):
                 raise PrepareError(
                     f"accumulate was given a {type(model).__name__} that was not prepared",
                     "engine.prepare(model) first",
                 )
-        return _MicroBatch(self._accumulation, self._active_loaders, self._gradients.connected)
-
-    def undo_point(self) -> Callable[[], None]:
-        """A function that takes back what a window has done to the gradients since now; for one that cannot end.
-
-        To be called between two windows, where no gradient waits for a step. Weights, optimizers, loaders and random
-        numbers are not its business.
-        """
-        accumulation, gradients = self._accumulation.state_dict(), self._gradients.state_dict()
-        num_steps, norm = self._accumulation.num_steps, self._last_norm
-
-        def undo() -> None:
-            for model in self._models:
-                model.zero_grad(set_to_none=True)
-            self._accumulation.load_state_dict(accumulation)
-            self._gradients.load_state_dict(gradients)
-            self._accumulation.num_steps, self._last_norm = num_steps, norm
-
-        return undo
-
-    def agreeing(self) -> AbstractContextManager[None]:
-        """A context for one window that all processes end, or none: each one's host waits for the others twice."""
-        return self._gradients.agreement.sought()
-
-    def give_up_window(self) -> bool:
-        """A window inside `agreeing` has failed here or, with `OthersGaveUp`, elsewhere: no process goes further.
-
-        Returns:
-            Whether that is so; not where the gradients of the window had been exchanged already.
-        """
-        return self._gradients.agreement.give_up()
-
-    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """A context in which operations run in the engine's precision, for computation outside the model's forward."""
-        return self._precision.autocast(enabled)
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which gradients are not exchanged between processes; the next backward outside does it."""
-        return model.no_sync() if isinstance(model, DataParallel) else nullcontext()
+        return MicroBatch(self._accumulation, self._active_loaders, self._gradients.connected)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the true gradients of a window by their norm.
+        """Clip the gradients of a window by their norm.
 
-        Inside a window nothing is clipped, and the norm of the window before is returned (zero before the first).
+        Inside a window nothing is clipped, and the norm of the previous window is returned (zero before the first).
         """
         if not self._accumulation.sync:
-            return self._last_norm if self._last_norm is not None else torch.zeros((), device=self.device)
-        self._last_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return self._last_norm
+            last = self._gradients.last_norm
+            return torch.zeros((), device=self.device) if last is None else last
+        self._gradients.last_norm = norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip the true gradients of a window by value; inside a window nothing is clipped."""
+        """Clip the gradients of a window by value; inside a window nothing is clipped."""
         if self._accumulation.sync:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Gradients are true after every backward that may end a window: there is nothing to do."""
+        """Do nothing: `.grad` contains unscaled gradients after every backward that may end a window."""
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that undoes what a window has done to the gradients since this call.
+
+        Call it between two windows. Weights, optimizers, loaders and random numbers are not restored.
+        """
+        return self._gradients.window_undo_point()
+
+    def all_or_none_window(self) -> AbstractContextManager[None]:
+        """Return a context for one window that either all processes end or none; costs two host-side barriers."""
+        return self._gradients.agreement.required()
+
+    def abort_window(self) -> bool:
+        """Abort a window inside `all_or_none_window`, after an error here or, with `WindowAborted`, on another process.
+
+        Returns:
+            Whether all processes abort it; False if its gradients had already been exchanged.
+        """
+        return self._gradients.agreement.abort()
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return an autocast context in the engine's precision, for computation outside the model's forward."""
+        return self._precision.autocast(enabled)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context without gradient exchange; the next backward outside exchanges the sum."""
+        return model.no_sync() if isinstance(model, DataParallel) else nullcontext()
+
+    def profile(self, profile_handler: Any = None) -> Any:
+        """Return torch's profiler as a context, built by a ProfileKwargs handler if one was given."""
+        handler = profile_handler or self._profile_handler
+        return torch.profiler.profile() if handler is None else handler.build()
 
     @property
     def sync_gradients(self) -> bool:
@@ -348,17 +329,17 @@ class Engine(AccelerateVerbs):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped, because an fp16 gradient overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        """Whether the last step of any optimizer was skipped because an fp16 gradient overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps that were skipped since the beginning, over all optimizers."""
+        """Skipped steps of all optimizers since the start."""
         return self._gradients.num_skipped
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches for each optimizer step."""
+        """Micro-batches per optimizer step."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -372,149 +353,80 @@ class Engine(AccelerateVerbs):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The half-precision format that models compute in; None where they compute in fp32."""
+        """The half-precision dtype that models compute in; None for fp32."""
         return self._precision.compute_dtype
 
     @property
     def scaler(self) -> Scaler:
-        """Loss scaling of fp16; does nothing in other precisions."""
+        """The loss scaler for fp16; does nothing in other precisions."""
         return self._scaler
 
-    # ------------------------------------------------------------------ models and state
-
-    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
-        """The model as it was given, without compilation and without its connection to other processes.
-
-        Args:
-            model: A prepared model.
-            keep_fp32_wrapper: False gives the model its own forward back, without autocast.
-        """
-        inner: Any = model
-        while isinstance(inner, DataParallel) or "_orig_mod" in inner._modules:
-            inner = inner.module if isinstance(inner, DataParallel) else inner._orig_mod
-        if not keep_fp32_wrapper:
-            self._precision.detach(model)
-            self._precision.detach(inner)
-        unwrapped: torch.nn.Module = inner
-        return unwrapped
-
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of a prepared model."""
-        return self.unwrap_model(model).state_dict() if unwrap else model.state_dict()
+    # ------------------------------------------------------------------ state
 
     def save_state(self, output_dir: str | Path) -> str:
-        """Write models, optimizers, schedulers, loaders, generators and registered objects to a folder.
+        """Write models, optimizers, schedulers, loaders, random states and registered objects to a folder.
 
-        Every process calls it; the first one writes.
+        Every process calls it; the main process writes.
 
         Returns:
             The folder.
         """
-        return save_together(self._world, output_dir, self._parts(), self._gradients.are_same_everywhere)
+        return self._saved_state.save(output_dir)
 
     def capture_state(self) -> dict[str, Encoded] | None:
-        """What `save_state` would write, for a writer of one's own: its tensors are the living ones.
+        """Return what `save_state` would write, for your own writer. Its tensors share memory with the model.
 
-        Every process calls it; the first one gets the state, the others None.
+        Every process calls it; the main process gets the state, the others None.
         """
-        return capture_together(self._world, self._parts(), self._gradients.are_same_everywhere)
+        return self._saved_state.capture()
 
     def load_state(self, input_dir: str | Path | StoredCheckpoint) -> None:
-        """Restore what `save_state` wrote, into the same prepared objects; if it does not fit, nothing is changed.
+        """Load what `save_state` wrote into the same prepared parts; nothing is changed if it does not fit them.
 
-        A loader that was in the middle of an epoch goes on from there at its next iteration. Every process calls it.
+        A loader saved in the middle of an epoch continues there at its next iteration. Every process calls it.
         """
-        load_together(self._world, input_dir, self._parts())
+        self._saved_state.load(input_dir)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Let objects with `state_dict` and `load_state_dict` be part of the state."""
-        unfit = [o for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
-        if unfit:
-            kinds = ", ".join(type(o).__name__ for o in unfit)
-            raise PrepareError(f"{kinds} cannot be saved", "register objects that have state_dict and load_state_dict")
-        self._registered.extend(objects)
+        """Include objects with `state_dict` and `load_state_dict` in the state."""
+        self._saved_state.register(objects)
 
-    def will_train(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Let parameters that are frozen now, and begin to train later, be part of the state from the beginning."""
-        self._train_later.extend(parameters)
+    def include_frozen_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Include frozen parameters in the state, because they become trainable during the run."""
+        self._saved_state.include_later(parameters)
 
-    def _parts(self) -> list[Part]:
-        """Parts that can refuse while they load come first; see `load_parts`."""
-        parts: list[Part] = [
-            StatefulPart("accumulation", self._accumulation),
-            StatefulPart("scaler", self._scaler),
-            StatefulPart("gradients", self._gradients),
-        ]
-        for name, owners in (
-            ("scheduler", self._schedulers),
-            ("loader", self._loaders),
-            ("object", self._registered),
-        ):
-            parts += [StatefulPart(_numbered(name, index), owner) for index, owner in enumerate(owners)]
-        models = [self.unwrap_model(model) for model in self._models]
-        parts += [
-            OptimizerPart(_numbered("optimizer", index), optimizer.optimizer, models)
-            for index, optimizer in enumerate(self._optimizers)
-        ]
-        parts += [
-            ModelPart(_numbered("model", index), model, also=self._train_later, base=base)
-            for index, (model, base) in enumerate(zip(models, self._frozen, strict=True))
-        ]
-        return [*parts, RandomPart(self._world.process_index)]
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> PreparedLoader:
-        """A loader whose next iteration begins after `num_batches` batches; map-style data is not loaded for them.
-
-        `load_state` restores the place by itself, so a resumed loop needs this only if it counts batches on its own.
-        """
-        loader: PreparedLoader = self.prepare(dataloader)
-        loader.start_at(num_batches)
-        return loader
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the state dict of a prepared model."""
+        return self.unwrap_model(model).state_dict() if unwrap else model.state_dict()
 
     def save_model(self, model: torch.nn.Module, save_directory: str | Path) -> None:
-        """Write a model's weights to `model.safetensors` in a folder; tied weights once. The first process writes."""
+        """Write a model's weights to `model.safetensors` in a folder, tied weights once. The main process writes."""
         from safetensors.torch import save_model
 
-        if not self.is_main_process:
-            return
+        if self.is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            save_model(self.unwrap_model(model), str(Path(save_directory) / "model.safetensors"))
 
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        save_model(self.unwrap_model(model), str(Path(save_directory) / "model.safetensors"))
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Write an object with `torch.save`, or a dict of tensors as safetensors, on the main process only."""
+        if self.is_main_process:
+            save_object(obj, f, safe_serialization)
 
-    def profile(self, profile_handler: Any = None) -> Any:
-        """Torch's profiler as a context, built by a ProfileKwargs handler where one was given."""
-        handler = profile_handler or self._profile_handler
-        return torch.profiler.profile() if handler is None else handler.build()
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of everything prepared and return freed memory to the device; gives None for each object given."""
-        self._gradients.forget()
-        self._accumulation.reset()
-        models: list[list[Any]] = [self._models, self._frozen, self._train_later]
-        for held in (*models, self._optimizers, self._loaders, self._schedulers, self._registered):
-            held.clear()
-        gc.collect()
-        if self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "empty_cache"):
-            torch.get_device_module(self.device).empty_cache()
-        return [None] * len(objects)
-
-    clear = free_memory
-
-    # ------------------------------------------------------------------ processes
+    # ------------------------------------------------------------------ processes; more in ProcessInterface
 
     @property
     def num_processes(self) -> int:
-        """Processes that train together."""
+        """The number of processes that train together."""
         return self._world.num_processes
 
     @property
     def process_index(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return self._world.process_index
 
     @property
     def local_process_index(self) -> int:
-        """This process among those of its host."""
+        """The rank of this process on its host."""
         return self._world.local_process_index
 
     @property
@@ -523,124 +435,52 @@ class Engine(AccelerateVerbs):
         return self._world.distributed_type
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self._world.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
-        return self._world.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its host."""
-        return self._world.local_process_index == 0
-
-    @property
     def has_no_rows(self) -> bool:
-        """Whether the current batch of this process is a row of another's: the batch has too few for all of them."""
-        loader = self._active_loaders.innermost
-        return loader is not None and loader.has_no_rows
+        """Whether the current batch of this process is padding: the batch has fewer rows than processes."""
+        return self._collectives.has_no_rows
 
     def busy(self, what: str) -> AbstractContextManager[Any]:
-        """A context for what takes one process long while the others wait for it: they do not take it for hung."""
+        """Return a context for a long task of one process; the others, which wait, do not report it as hung."""
         return self._world.monitor.long(what)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
-        """Compare facts over the processes; a difference is an error on all that names the rank and the fact."""
+        """Compare values across processes; a difference raises an error on all that names the rank and the value."""
         require_same(self._world, what, facts)
 
-    def first_decides(self, decide: Callable[[], T]) -> T:
-        """What `decide` gives on the main process, on every process; so is a mistake of the user's that it finds."""
-        outcome: tuple[Any, UserError | None] = (None, None)
-        if self.is_main_process:
-            try:
-                outcome = decide(), None
-            except UserError as error:
-                if not self.use_distributed:
-                    raise
-                outcome = None, error
-        decided, problem = self._world.object_of_first(outcome)
-        if problem is not None:
-            raise problem
-        result: T = decided
-        return result
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
-        return self._world.process_index == self._world.num_processes - 1
+    def decide_on_main_process(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on the main process and return its result on all; a `UserError` is raised on all of them."""
+        return self._collectives.decide_on_main_process(decide)
 
     def gather(self, tensor: T) -> T:
-        """Tensors of every process, concatenated."""
+        """Concatenate the tensors of all processes."""
         return self._world.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather`, without rows that only fill up an epoch's last batch. Objects come as a list."""
-        if use_gather_object or not _is_all_tensors(input_data):
-            return self._gather_objects(input_data)
-        loader = self._active_loaders.innermost
-        if loader is None:
-            return self._world.gather(input_data)
-        return loader.real_rows(self._world.gather_each(input_data))
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        """Lists joined, other objects one for each process; without those of a process that has only a stand-in."""
-        loader = self._active_loaders.innermost
-        value = value if loader is None else loader.own_objects(value)
-        everyone = self._world.objects_of_all((value, self.has_no_rows))
-        counted = [theirs for theirs, is_stand_in in everyone if not is_stand_in]
-        return [item for part in counted for item in part] if isinstance(value, list) else counted
+        """Like `gather`, without the rows that pad the last batch of an epoch. Objects come as a list."""
+        return self._collectives.gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Tensors summed ("sum"), averaged ("mean") or maximized ("max") over the processes."""
+        """Reduce tensors over the processes: "sum", "mean" or "max"."""
         return self._world.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Tensors padded to the largest size on any process."""
+        """Pad tensors to the largest size on any process."""
         return self._world.pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
-        self._world.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """A context in which the main process goes first."""
-        return self._world.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A context in which the first process of each host goes first."""
-        return self._world.main_process_first(local=True)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """A context that gives this process its share of a list, tuple, dict, tensor or dataset."""
-        return nullcontext(self._world.split(inputs, apply_padding))
-
-    def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """A decorator: the function runs on the main process only, elsewhere it returns None."""
-        return run_if(lambda: self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
-        """A decorator: the function runs on the first process of each host only."""
-        return run_if(lambda: self.is_local_main_process, function)
-
     def set_trigger(self) -> None:
-        """Raise a flag that every process sees at its next `check_trigger`."""
-        self._trigger = True
+        """Set a flag that every process sees at its next `check_trigger`."""
+        self._collectives.trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process called `set_trigger` since the last check; lowers the flag."""
-        flag = self._world.reduce(torch.tensor(int(self._trigger), device=self.device))
-        raised, self._trigger = bool(flag.item()), False
-        return raised
+        """Return whether any process called `set_trigger` since the last check, and clear the flag."""
+        return self._collectives.check_trigger()
 
-    # ------------------------------------------------------------------ words
+    # ------------------------------------------------------------------ trackers
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on the first process of each host only."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers that `log_with` named."""
+        return self._trackers.trackers
 
     def init_trackers(
         self,
@@ -648,98 +488,92 @@ class Engine(AccelerateVerbs):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a run in every tracker that `log_with` named.
+        """Start a run in every tracker that `log_with` named.
 
         Args:
-            project_name: Runs of one project stand together; it is MLflow's experiment.
-            config: What the run was set to, once.
-            init_kwargs: Settings by a tracker's name: {"mlflow": {"run_name": …, "uri": …, "parent": …, "resume": …}},
+            project_name: Groups the runs of a project; MLflow's experiment.
+            config: The settings of the run, logged once.
+            init_kwargs: Settings by tracker name: {"mlflow": {"run_name": …, "uri": …, "parent": …, "resume": …}},
                 see `trimtab.tracking.mlflow.tracker.MlflowTracker.set_up`.
         """
-        set_up(self.trackers, init_kwargs)
-        for tracker in self.trackers if self.is_main_process else []:
-            tracker.start(project_name, config)
+        self._trackers.start(project_name, config, init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Hand values to every tracker."""
-        if log_kwargs:
-            names = ", ".join(sorted(log_kwargs))
-            raise RecipeError(f"log_kwargs has settings for {names}, which no tracker here takes", "leave it out")
-        for tracker in self.trackers if self.is_main_process else []:
-            tracker.log(values, step)
+        """Pass values to every tracker."""
+        self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str) -> Any:
-        """The tracker of that name."""
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker
-        raise RecipeError(f"there is no tracker {name!r}", f"log_with has {[t.name for t in self.trackers]}")
+        """Return the tracker with that name."""
+        return self._trackers.get(name)
 
     def end_training(self) -> None:
         """Close every tracker."""
-        for tracker in self.trackers if self.is_main_process else []:
-            tracker.finish()
+        self._trackers.finish()
+
+    # ------------------------------------------------------------------ names that only Accelerate's scripts use
+
+    data_parallel_rank = process_index
+    should_save_model = ProcessInterface.is_main_process
+    multi_device = ProcessInterface.use_distributed
+
+    @property
+    def dataloader_config(self) -> Any:
+        """The DataLoaderConfiguration; a new value applies to loaders prepared after the assignment."""
+        return self._dataloader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: Any) -> None:
+        self._prepared.loader_rules = loader_rules(config, None, self._as_accelerate)
+        self._dataloader_config = config
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the batch size of a loader counts the rows of all processes."""
+        return self._prepared.loader_rules.splits
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process has the same number of batches."""
+        return self._prepared.loader_rules.is_even
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all; None: for iterable datasets only."""
+        return self._prepared.loader_rules.dispatches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffled orders are determined by seed and epoch alone."""
+        return self._prepared.loader_rules.is_seedable
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        return self.device.type in ("cuda", "xpu")
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Return whether a model was spread over several devices when it was loaded."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context for the last backward of several forwards under `no_sync`: gradients are exchanged in it."""
+        return model.sync_in_backward() if isinstance(model, DataParallel) else nullcontext()
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which some processes may have fewer batches than others.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: Whether loaders give every process the same number of batches inside the context; None keeps
+                their setting.
+        """
+        return join_uneven_inputs(self._prepared, joinables, even_batches)
 
 
-class _MicroBatch:
-    """The context that `accumulate` gives. A class, because a generator costs more than the rest of the engine."""
-
-    __slots__ = ("_accumulation", "_connected", "_exchanged", "_loaders")
-
-    def __init__(self, accumulation: Accumulation, loaders: ActiveLoaders, connected: list[DataParallel]) -> None:
-        self._accumulation = accumulation
-        self._loaders = loaders
-        self._connected = connected
-        self._exchanged: list[DataParallel] = []
-
-    def __enter__(self) -> None:
-        loader = self._loaders.innermost
-        if loader is None:
-            self._accumulation.open_micro_batch(None, False)
-        else:
-            self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch, loader.row_share)
-        self._accumulation.inside = True
-        # inside an outer no_sync nothing is exchanged where a window ends either
-        self._exchanged = [model for model in self._connected if model.require_backward_grad_sync]
-        for model in self._exchanged:
-            model.require_backward_grad_sync = self._accumulation.exchanges
-
-    def __exit__(self, *exception: object) -> None:
-        self._accumulation.inside = False
-        for model in self._exchanged:
-            model.require_backward_grad_sync = True
-
-
-def _kind_of(part: Any, position: int) -> str:
-    if isinstance(part, torch.nn.Module):
-        return "model"
-    if isinstance(part, torch.optim.Optimizer):
-        return "optimizer"
-    if isinstance(part, DataLoader | PreparedLoader):
-        return "loader"
-    if isinstance(part, PreparedScheduler) or all(
-        hasattr(part, name) for name in ("step", "state_dict", "load_state_dict")
-    ):
-        return "scheduler"
-    raise PrepareError(
-        f"argument {position + 1} of prepare is a {type(part).__module__}.{type(part).__qualname__}: "
-        "no model, optimizer, DataLoader or scheduler",
-        "leave it out; batches of a DataLoader are moved to engine.device, other tensors with .to(engine.device)",
-    )
-
-
-def _placed_by_its_loader(model: torch.nn.Module) -> bool:
-    """Quantized or spread models are where they must be; `.to` would fail or undo it."""
-    return bool(getattr(model, "hf_device_map", None)) or bool(getattr(model, "is_quantized", False))
-
-
-def _numbered(name: str, index: int) -> str:
-    return name if index == 0 else f"{name}_{index}"
-
-
-def _is_all_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return all(_is_all_tensors(item) for item in value.values())
-    return isinstance(value, list | tuple) and all(_is_all_tensors(item) for item in value)
+def _rebuild(kind: type[Engine], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
+    before = random_state()
+    engine = kind(*args, **kwargs)
+    restore_random_state(before)  # a `seed` among the arguments was for the first engine only
+    return engine

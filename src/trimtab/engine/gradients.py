@@ -1,10 +1,11 @@
-"""What stands in `.grad` after each backward: as soon as a window may end, the true gradients.
+"""The contents of `.grad` after each backward: final gradients as soon as a window may end.
 
-A loop can therefore clip, print or change gradients with plain torch, whatever the precision and however the batch was
-cut. Should another backward follow without a step, the gradients are brought back to the scale of the window first.
+Final means without the loss scale and normalized by the weight of the whole window. A loop can therefore clip, print or
+change gradients with plain torch, in any precision and with any accumulation. If another backward follows without a
+step, the gradients are first brought back to the scale of the window.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +16,16 @@ from trimtab.distributed.world import SoloWorld, World
 from trimtab.engine.accumulation import Accumulation, Weight
 from trimtab.engine.agreement import Agreement
 from trimtab.engine.loss_scaler import NO_OWNER, Scaler
-from trimtab.model.precision import keep_fp32
+from trimtab.errors import LossError
+from trimtab.model.precision import convert_to_fp32
 
 
 class Gradients:
-    """The gradients of everything that was prepared.
+    """The gradients of all prepared models and optimizers.
 
     Args:
         accumulation: The current window.
-        scaler: Loss scaling, or the scaler that does nothing.
+        scaler: The loss scaler, or the one that does nothing.
         world: The processes whose gradients are averaged.
     """
 
@@ -31,46 +33,47 @@ class Gradients:
         self._accumulation = accumulation
         self._scaler = scaler
         self._world: World = world or SoloWorld()
-        self._connected: list[DataParallel] = []
+        self.connected: list[DataParallel] = []  # models whose gradients are exchanged between processes
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._are_true = False
-        self._applied: Weight | None = None  # the correction that the true gradients contain
+        self._are_final = False
+        self._applied: Weight | None = None  # the correction that the final gradients contain
         self._window = 0
-        self._stepped: set[int] = set()  # optimizers that have stepped in this window: their gradients are used up
-        self.num_skipped = 0  # steps whose gradients had overflowed, over all optimizers
-        self.agreement = Agreement(self._world, self._connected, accumulation)
+        self._stepped: set[int] = set()  # ids of optimizers that have stepped in this window: their gradients are used
+        self.num_skipped = 0  # steps skipped because of an overflow, over all optimizers
+        self.last_norm: torch.Tensor | None = None  # the gradient norm of the last window that was clipped
+        self.agreement = Agreement(self._world, self.connected, accumulation)
 
     def watch(self, part: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Take the parameters of a model or an optimizer under care."""
+        """Manage the gradients of a model or an optimizer from now on."""
         known: list[Any] = self._models if isinstance(part, torch.nn.Module) else self._optimizers
         if not any(part is other for other in known):
             known.append(part)
             if isinstance(part, DataParallel):
-                self._connected.append(part)
+                self.connected.append(part)
 
     def forget(self) -> None:
-        """Hold on to nothing."""
+        """Drop all references to models and optimizers."""
         self._scaler.forget()
-        self._are_true, self._applied = False, None
+        self._are_final, self._applied = False, None
         self._models.clear()
         self._optimizers.clear()
-        self._connected.clear()
-
-    @property
-    def connected(self) -> list[DataParallel]:
-        """The models whose gradients are exchanged between processes."""
-        return self._connected
+        self.connected.clear()
 
     @property
     def are_same_everywhere(self) -> bool:
-        """Whether no process holds gradients for the next step that it has not exchanged with the others."""
-        if self._accumulation.is_waiting_for_step and any(model.has_own_gradients for model in self._connected):
+        """Whether no process has gradients for the next step that were not yet exchanged."""
+        if self._accumulation.is_waiting_for_step and any(model.has_unsynced_gradients for model in self.connected):
             return False
         return self._accumulation.sync
 
+    @property
+    def is_scaling(self) -> bool:
+        """Whether losses are scaled, as for fp16."""
+        return self._scaler.is_scaling
+
     def backward(self, loss: torch.Tensor, weight: Weight | None, row_share: float = 1.0, **kwargs: Any) -> None:
-        """Add what `loss` contributes; at the end of a window, make the gradients true."""
+        """Accumulate the contribution of `loss`; at the end of a window, make the gradients final."""
         accumulation = self._accumulation
         in_plain_loop = not accumulation.belongs_to_micro_batch()
         if in_plain_loop:
@@ -83,38 +86,33 @@ class Gradients:
             self._window = accumulation.window
             self._stepped.clear()
         self.agreement.before_backward(weight)
-        contribution = accumulation.share(loss, weight)
-        if self._connected and accumulation.exchanges:
-            self._backward_with_others(contribution, loss, **kwargs)
+        contribution = accumulation.contribution(loss, weight)
+        if self.connected and accumulation.exchanges:
+            self._backward_with_exchange(contribution, loss, **kwargs)
         elif contribution is not None:
             self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
         if accumulation.sync:
-            self._make_true(accumulation.correction(in_plain_loop, loss.device))
+            self._finalize(accumulation.correction(in_plain_loop, loss.device))
 
-    def _backward_with_others(self, contribution: torch.Tensor | None, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward in which processes exchange gradients: one that has nothing to give answers all the same."""
+    def _backward_with_exchange(self, contribution: torch.Tensor | None, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward in which processes exchange gradients; one without a contribution sends zeros."""
         with self._world.exchanging("backward"):
             if contribution is not None:
                 self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
             else:
-                for model in self._connected:
-                    model.answer_with_nothing(loss)
+                for model in self.connected:
+                    model.contribute_zero_gradients(loss)
         self.agreement.after_exchange()
-        for model in self._connected:
-            model.backward_done(loss, self._connected)
+        for model in self.connected:
+            model.check_after_backward(loss, self.connected)
 
-    @property
-    def is_scaling(self) -> bool:
-        """Whether losses are scaled, as fp16 needs it."""
-        return self._scaler.is_scaling
-
-    def _make_true(self, correction: Weight | None) -> None:
-        self._are_true, self._applied = True, correction
+    def _finalize(self, correction: Weight | None) -> None:
+        self._are_final, self._applied = True, correction
         if correction is None and not self._scaler.is_scaling:
             return
         for owner, parameters in self._by_owner():
             if self._scaler.is_scaling:
-                keep_fp32(parameters)  # parameters that began to train after prepare
+                convert_to_fp32(parameters)  # parameters that became trainable after `prepare` may still be fp16
             gradients = _gradients_of(parameters)
             if gradients:
                 self._scaler.unscale(owner, gradients)
@@ -122,10 +120,10 @@ class Gradients:
                     _multiply(gradients, correction)
 
     def _reopen(self) -> None:
-        """Another backward follows: bring gradients that were kept back to the scale in which it will add to them."""
-        if not self._are_true:
+        """Bring final gradients back to the scale of the window, because another backward adds to them."""
+        if not self._are_final:
             return
-        self._are_true = False
+        self._are_final = False
         correction, self._applied = self._applied, None
         if not self._scaler.is_scaling and correction is None:
             return
@@ -137,7 +135,7 @@ class Gradients:
                     _multiply(gradients, 1.0 / correction)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step of `optimizer` has to be skipped. In fp16 this reads one flag from the device."""
+        """Return whether the step of `optimizer` must be skipped. In fp16 this is a host-device sync."""
         overflowed = self._scaler.overflowed(id(optimizer), self._world)
         self.num_skipped += overflowed
         self._scaler.finish_step(id(optimizer), overflowed)
@@ -146,15 +144,15 @@ class Gradients:
         return overflowed
 
     def discarded(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of `optimizer` were thrown away: what was noted of them is void, and a plain window over."""
+        """Note that `optimizer` has zeroed its gradients: overflow flags are void, and a plain loop's window ends."""
         self._scaler.set_flags(id(optimizer), [])
         if self._accumulation.is_open_in_plain_loop and not any(held for _, held in self._by_owner()):
             self._accumulation.step_taken()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `.grad` holds between two backwards of one step, and the count of skipped steps."""
+        """Return the state between two backwards of one step, and the number of skipped steps."""
         return {
-            "are_true": self._are_true,
+            "are_true": self._are_final,
             "applied": self._applied,
             "num_skipped": self.num_skipped,
             "overflows": [self._scaler.flags_of(id(optimizer)) for optimizer in self._optimizers],
@@ -162,18 +160,35 @@ class Gradients:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self._are_true, self._applied = state["are_true"], state["applied"]
+        """Load what `state_dict` returned."""
+        self._are_final, self._applied = state["are_true"], state["applied"]
         self.num_skipped = state["num_skipped"]
         for optimizer, flags in zip(self._optimizers, state["overflows"], strict=True):
             self._scaler.set_flags(id(optimizer), flags)
-        has_stepped = state.get("stepped", [False] * len(self._optimizers))
+        has_stepped = state.get("stepped", [False] * len(self._optimizers))  # absent in older checkpoints
         self._stepped = {id(o) for o, stepped in zip(self._optimizers, has_stepped, strict=True) if stepped}
-        self._window = self._accumulation.window  # the window that was loaded is the one that is open
+        self._window = self._accumulation.window  # the loaded window is the open one
+
+    def window_undo_point(self) -> Callable[[], None]:
+        """Return a function that undoes what a window has done to the gradients; see `Engine.undo_point`.
+
+        Not named `undo_point`: `StatefulPart` looks for a method of that name, which undoes `load_state_dict`.
+        """
+        accumulation, before = self._accumulation.state_dict(), self.state_dict()
+        num_steps, norm = self._accumulation.num_steps, self.last_norm
+
+        def undo() -> None:
+            for model in self._models:
+                model.zero_grad(set_to_none=True)
+            self._accumulation.load_state_dict(accumulation)
+            self.load_state_dict(before)
+            self._accumulation.num_steps, self.last_norm = num_steps, norm
+
+        return undo
 
     @contextmanager
     def window_set_aside(self) -> Iterator[None]:
-        """Inside, an open window has not begun, and no gradient waits for a step; afterwards all is as before."""
+        """Hide an open window and its gradients inside the context, and restore them afterwards."""
         accumulation = self._accumulation
         if accumulation.sync and not accumulation.is_waiting_for_step:
             yield
@@ -181,7 +196,7 @@ class Gradients:
         held = [(parameter, parameter.grad) for _, parameters in self._by_owner() for parameter in parameters]
         reopen, before, window = accumulation.undo_point(), self.state_dict(), self._window
         accumulation.abandon_window()
-        self._are_true, self._applied = False, None
+        self._are_final, self._applied = False, None
         for parameter, _ in held:
             parameter.grad = None
         try:
@@ -194,12 +209,28 @@ class Gradients:
             self._window = window
 
     def _by_owner(self) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
-        """Each parameter once, with the optimizer that holds it."""
+        """Yield every parameter with a gradient once, grouped by the optimizer that holds it."""
         seen: set[int] = set()
         for optimizer in self._optimizers:
             held = (p for group in optimizer.param_groups for p in group["params"])
             yield id(optimizer), _not_seen(held, seen)
         yield NO_OWNER, _not_seen((p for model in self._models for p in model.parameters()), seen)
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Return a loss of one element as a scalar; raise `LossError` for anything that has no gradient to compute."""
+    if loss is None:
+        raise LossError("the loss is None: the model got no labels", 'put "labels" into the batch')
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"the loss is a {type(loss).__name__}, not a tensor", "pass the loss tensor of the model")
+    if loss.numel() != 1:
+        raise LossError(f"the loss has shape {tuple(loss.shape)}, but must be a scalar", "loss.mean()")
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any trainable parameter",
+            "check requires_grad of the parameters, and that the forward is not under torch.no_grad()",
+        )
+    return loss.reshape(())
 
 
 def _not_seen(parameters: Iterator[torch.nn.Parameter], seen: set[int]) -> list[torch.nn.Parameter]:
@@ -217,7 +248,7 @@ def _gradients_of(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
-    """Multiply in place. A product of a bf16 gradient and the factor is computed in fp32 and rounded once."""
+    """Multiply in place; products of bf16 gradients are computed in fp32 and rounded once."""
     if factor is None:
         return
     one_by_one = [gradient for gradient in gradients if _foreach_rounds(factor, gradient)]
@@ -230,9 +261,9 @@ def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
 
 
 def _foreach_rounds(factor: Weight, gradient: torch.Tensor) -> bool:
-    """Whether `_foreach_mul_` rounds the factor to the dtype of the gradient before it multiplies.
+    """Return whether `_foreach_mul_` rounds the factor to the dtype of the gradient before it multiplies.
 
-    On the CPU it does so with a number, on accelerators with a tensor without dimensions.
+    On the CPU it does so for a Python number, on accelerators for a 0-dim tensor.
     """
     if gradient.dtype in (torch.float32, torch.float64):
         return False
@@ -240,7 +271,7 @@ def _foreach_rounds(factor: Weight, gradient: torch.Tensor) -> bool:
 
 
 def _as_operand(factor: Weight, gradient: torch.Tensor) -> Weight:
-    """The factor in a form that `mul_` reads as it is: a number, or a tensor that takes part in type promotion."""
+    """Return the factor in a form that `mul_` does not round: a number, or a tensor that takes part in promotion."""
     if not isinstance(factor, torch.Tensor):
         return factor
     return factor.to(gradient.device, non_blocking=True).reshape((1,) * min(gradient.dim(), 1))

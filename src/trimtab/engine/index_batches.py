@@ -1,6 +1,6 @@
-"""Batches of indices, read one ahead: the last one of an epoch is known before its rows are loaded.
+"""Index batches read one ahead, so that the last one of an epoch is known before its rows are loaded.
 
-They stand in a DataLoader in the place of its batch sampler; each process takes its part of them.
+They replace the batch sampler of a DataLoader, and give each process its part.
 """
 
 from collections import deque
@@ -10,27 +10,27 @@ from typing import Any
 
 from trimtab.engine.sharding import MISSING, Shard, Sharding
 
-NOTHING = object()  # in the place of a batch: the epoch is over
-UNREAD = object()  # the next batch was not read yet
+NOTHING = object()  # instead of a batch: the epoch is over
+UNREAD = object()  # instead of a batch: it was not read yet
 
 
 class IndexIterator:
-    """Index batches of one epoch, read one ahead, so that the last is known before it is loaded."""
+    """The index batches of one epoch, read one ahead."""
 
     def __init__(self, batches: Any, num_skipped: int, sharding: Sharding) -> None:
-        # now, and the first index later: samplers draw their order at either, as with a plain DataLoader
+        # `iter` now, the first index later, as a plain DataLoader does: samplers draw their order at either moment
         self._iterator: Iterator[Any] = iter(batches)
         self._num_skipped = num_skipped
         self._sharding = sharding
         self._next: Any = UNREAD
-        self.group: list[Any] = []  # what all processes read next
-        self._first: list[Any] = []  # what they read first
+        self.group: list[Any] = []  # the next batches of all processes
+        self._first: list[Any] = []  # the first batches of all processes
         self.num_issued = num_skipped
-        self.issued: deque[Shard] = deque()  # not delivered yet: workers are given their indices ahead
+        self.issued: deque[Shard] = deque()  # issued and not delivered: workers get their indices ahead of time
         self.exhausted = False
 
     def prime(self) -> None:
-        """Draw the order of the epoch and pass over what was delivered before."""
+        """Draw the order of the epoch and skip the batches that were delivered before."""
         if self._next is UNREAD:
             for _ in range(self._num_skipped):
                 self._next_group()
@@ -63,13 +63,13 @@ class IndexIterator:
 
 
 class IndexSource:
-    """Stands in a DataLoader in the place of its batch sampler, and can start in the middle of an epoch."""
+    """Replaces the batch sampler of a DataLoader, and can start in the middle of an epoch."""
 
     def __init__(self, batches: Any, sharding: Sharding) -> None:
         self._batches = batches
         self._sharding = sharding
         self.num_skipped = 0
-        self.holds_back = False  # gives nothing, so that workers can be started without work
+        self.holds_back = False  # yields nothing, to start workers without work
         self.iterator: IndexIterator | None = None
 
     def __iter__(self) -> IndexIterator:
@@ -81,12 +81,12 @@ class IndexSource:
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch sampler of the loader that was prepared."""
+        """The batch sampler of the loader given to `prepare`; Accelerate's name."""
         return self._batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether every process has the same number of batches."""
+        """Whether every process has the same number of batches; Accelerate's name."""
         return bool(getattr(self._sharding, "is_even", True))
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Loss scaling for fp16: gradients are enlarged so that they do not vanish, and made true again before they are used.
+"""Loss scaling for fp16: gradients are scaled up against underflow, and unscaled before they are used.
 
-Written by hand because torch's GradScaler refuses to unscale twice in one step and keeps to itself whether it skipped:
-here gradients can be made true after every backward, and enlarged again should another backward follow.
+Not torch's GradScaler, because that refuses to unscale twice in one step and does not report whether it skipped a step:
+here gradients are unscaled after every backward that may end a window, and scaled again if another backward follows.
 """
 
 from collections.abc import Iterable
@@ -11,65 +11,65 @@ import torch
 
 from trimtab.distributed.world import World
 
-NO_OWNER = 0  # gradients that no optimizer holds
+NO_OWNER = 0  # owner of gradients that belong to no optimizer
 
 
 class NoScaler:
-    """The do-nothing scaler of fp32 and bf16."""
+    """The scaler for fp32 and bf16, which does nothing."""
 
     is_scaling = False
 
     def begin_window(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss itself."""
+        """Return the loss unchanged."""
         return loss
 
     def forget(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def unscale(self, owner: int, gradients: list[torch.Tensor]) -> None:
-        """Gradients are true already."""
+        """Do nothing: gradients are not scaled."""
 
     def rescale(self, gradients: list[torch.Tensor]) -> None:
-        """Gradients stay as they are."""
+        """Do nothing."""
 
     def flags_of(self, owner: int) -> list[torch.Tensor]:
-        """There are none."""
+        """Return no flags."""
         return []
 
     def set_flags(self, owner: int, flags: list[torch.Tensor]) -> None:
-        """There are none."""
+        """Do nothing."""
 
     def overflowed(self, owner: int, world: World) -> bool:
-        """Never looked for."""
+        """Return False without a look at the gradients."""
         return False
 
     def finish_step(self, owner: int, overflowed: bool) -> None:
-        """Nothing to adapt."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
 
 class LossScaler:
     """Dynamic loss scaling, with the constants and the rule of torch's GradScaler.
 
-    The scale lives on the host: whether a step overflowed is read once a step in any case, because the schedule must
-    know, and that read is the only synchronization. Scales are powers of two, so that scaling and unscaling are exact.
+    The scale is a Python float: the scheduler must know whether a step overflowed, so the host reads that flag once per
+    step anyway, the only host-device sync. Scales are powers of two, which makes scaling and unscaling exact.
 
     Args:
-        init_scale: The factor at the beginning.
-        growth_factor: By how much it grows.
-        backoff_factor: By how much it shrinks after an overflow.
-        growth_interval: Steps without an overflow before it grows.
-        num_processes: How many share a batch. Each takes a mean over its own, fewer rows, whose gradients are as many
-            times larger: they are enlarged by that much less, so that they overflow where one process would.
+        init_scale: The initial scale.
+        growth_factor: The factor by which the scale grows.
+        backoff_factor: The factor by which it shrinks after an overflow.
+        growth_interval: Steps without an overflow after which it grows.
+        num_processes: The processes that share a batch. Each computes the mean over fewer rows, so its gradients are
+            that many times larger; they are scaled by as much less, and overflow where those of one process would.
     """
 
     is_scaling = True
@@ -82,60 +82,60 @@ class LossScaler:
         growth_interval: int = 2000,
         num_processes: int = 1,
     ) -> None:
-        self._own_share = 0.5 ** (num_processes - 1).bit_length()  # a power of two again
-        self._share = self._own_share  # in a window that other processes began, theirs: `.grad` contains it
+        self._own_share = 0.5 ** (num_processes - 1).bit_length()  # rounded down to a power of two
+        self._share = self._own_share  # of the open window; a loaded one may come from another number of processes
         self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._num_good_steps = 0
-        self._overflows: dict[int, list[torch.Tensor]] = {}  # per optimizer, one flag for each device and pass
-        self._counted = self._backed_off = False  # what this window has done to the scale
+        self._overflows: dict[int, list[torch.Tensor]] = {}  # per optimizer, one flag per device and backward
+        self._counted = self._backed_off = False  # whether this window has already changed the counter or the scale
 
     def get_scale(self) -> float:
-        """The factor that losses are multiplied with now."""
+        """Return the current scale."""
         return self._scale
 
     def begin_window(self) -> None:
-        """No scaled gradients are left of what another number of processes has saved."""
+        """Use the share of this number of processes: no gradients of a loaded window are left."""
         self._share = self._own_share
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, enlarged."""
+        """Return the scaled loss."""
         self._counted = self._backed_off = False
         return loss * (self._scale * self._share)
 
     def forget(self) -> None:
-        """Hold on to no flag of a step that was not finished."""
+        """Drop the overflow flags of an unfinished step."""
         self._overflows.clear()
 
     def unscale(self, owner: int, gradients: list[torch.Tensor]) -> None:
-        """Make gradients true, and note on the device, for the optimizer `owner`, whether any is not finite."""
+        """Unscale gradients in place, and record on the device, for optimizer `owner`, whether any is not finite."""
         flags = self._overflows.setdefault(owner, [])
         for (device, _), group in _by_device_and_dtype(gradients).items():
             flag = torch.zeros((), dtype=torch.float32, device=device)
             inverse = torch.full((), 1.0 / (self._scale * self._share), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
-            if owner != NO_OWNER:  # nobody would ever ask
+            if owner != NO_OWNER:  # flags are read per optimizer
                 flags.append(flag)
 
     def rescale(self, gradients: list[torch.Tensor]) -> None:
-        """Enlarge true gradients again, because another backward is about to add to them."""
+        """Scale gradients again, because another backward adds to them."""
         for group in _by_device_and_dtype(gradients).values():
             torch._foreach_mul_(group, self._scale * self._share)
 
     def flags_of(self, owner: int) -> list[torch.Tensor]:
-        """What was noted for the optimizer `owner` since its last step."""
+        """Return the overflow flags of optimizer `owner` since its last step."""
         return list(self._overflows.get(owner, []))
 
     def set_flags(self, owner: int, flags: list[torch.Tensor]) -> None:
-        """Put back what `flags_of` gave; nothing where there are none."""
+        """Replace the overflow flags of optimizer `owner`."""
         self._overflows.pop(owner, None)
         if flags:
             self._overflows[owner] = list(flags)
 
     def overflowed(self, owner: int, world: World) -> bool:
-        """Whether a gradient of the optimizer `owner` was not finite, on any process. A step's one host-device sync."""
+        """Return whether a gradient of optimizer `owner` was not finite on any process. One host-device sync."""
         flags = self._overflows.pop(owner, [])
         if not flags:
             return False
@@ -143,7 +143,7 @@ class LossScaler:
         return bool(world.total(total, total.device))
 
     def finish_step(self, owner: int, overflowed: bool) -> None:
-        """Move the scale: down after an overflow, up after many steps without one; once a window."""
+        """Update the scale once per window: down after an overflow, up after enough steps without one."""
         if overflowed and not self._backed_off:
             self._scale *= self._backoff_factor
             self._num_good_steps = 0
@@ -156,7 +156,7 @@ class LossScaler:
                 self._num_good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's GradScaler keeps, under its names; of several processes also what they enlarge less by."""
+        """Return the state under the names of torch's GradScaler, and the share of several processes."""
         share = {} if self._share == 1.0 else {"share": self._share}  # gradients of an open window contain it
         return share | {
             "scale": self._scale,
@@ -167,7 +167,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` of this class or of a GradScaler gave."""
+        """Load a state dict of this class or of torch's GradScaler."""
         self._scale = float(state["scale"])
         self._share = float(state.get("share", 1.0))
         self._growth_factor = float(state["growth_factor"])

@@ -32,17 +32,24 @@ class NoPlanner:
         return parts
 
 
-def planner_for(budget: str | int | None, allow: Sequence[str], device: torch.device) -> MemoryPlanner:
+def planner_for(
+    budget: str | int | None, allow: Sequence[str], device: torch.device, planner: MemoryPlanner | None = None
+) -> MemoryPlanner:
     """Return the memory planner for a budget.
 
     Args:
         budget: A size such as "8GiB"; "auto" for the free memory of the device; None for no budget.
         allow: Techniques that the planner may use although they change results slightly.
         device: The device whose memory is limited.
+        planner: A planner to use instead of a budget.
 
     Raises:
-        RecipeError: `allow` was given without a budget.
+        RecipeError: `allow` was given without a budget, or a planner with one.
     """
+    if planner is not None:
+        if budget is not None or allow:
+            raise RecipeError("memory_planner was given with memory_budget or memory_allow", "leave these two out")
+        return planner
     if budget is not None:
         # The planner is built on the engine, so a module-level import would be a cycle. This is the only import in the
         # package that goes up the layers.

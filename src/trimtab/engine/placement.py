@@ -1,4 +1,4 @@
-"""Batches onto the device: whatever their shape, without needless copies, and without stopping the host."""
+"""Moves batches of any structure to the device, without unneeded copies and without host-device syncs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
-    """`batch` with every tensor in it on `device`; containers keep their type, other values pass through.
+    """Move every tensor in a batch to a device; containers keep their type, other values are passed through.
 
     Args:
-        batch: A tensor, or any nesting of dicts, lists, tuples, named tuples and dataclasses, or an object that
-            has a `to` method, as tokenizers return.
-        device: Where it should be.
-        non_blocking: Copy from pinned memory without waiting for the copy.
+        batch: A tensor, any nesting of dicts, lists, tuples, named tuples and dataclasses, or an object with a `to`
+            method, as tokenizers return.
+        device: The target device.
+        non_blocking: Whether copies from pinned memory are asynchronous.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
@@ -38,36 +38,37 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> An
 def _call_to(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     try:
         return batch.to(device, non_blocking=non_blocking)
-    except TypeError:  # a `to` that takes a device alone
+    except TypeError:  # a `to` without the argument non_blocking
         return batch.to(device)
 
 
 class StayOnHost:
-    """Placement for the CPU: a batch is where it should be already."""
+    """Placement for the CPU: batches are already there."""
 
     pins_memory = False
 
     def __call__(self, batch: Any) -> Any:
-        """`batch` itself."""
+        """Return the batch unchanged."""
         return batch
 
 
-class CopyAhead:
-    """Placement for an accelerator: copies run on a stream of their own, beside the computation.
+class CopyToDevice:
+    """Placement for an accelerator: copies run on a second stream, in parallel with the computation.
 
-    The host is steps ahead of the device, so a batch that is copied on a second stream when the loop asks for it
-    arrives while earlier steps still compute. Nothing is fetched ahead of the loop, which would change the order in
-    which random numbers are drawn.
+    The host runs ahead of the device, so a batch copied when the loop asks for it arrives while earlier steps still
+    compute. Batches are not prefetched, because that would change the order in which random numbers are drawn. Devices
+    without torch streams, such as MPS, get a plain copy.
     """
-
-    pins_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._stream = torch.Stream(device) if device.type in ("cuda", "xpu") else None
+        self.pins_memory = self._stream is not None
 
     def __call__(self, batch: Any) -> Any:
-        """`batch` on the device; the current stream waits for it, the host does not."""
+        """Copy a batch to the device; the current stream waits for the copy, the host does not."""
+        if self._stream is None:
+            return to_device(batch, self._device)
         with self._stream:
             moved = to_device(batch, self._device)
         current = torch.accelerator.current_stream(self._device)
@@ -76,33 +77,16 @@ class CopyAhead:
         return moved
 
 
-class CopyInPlace:
-    """Placement for devices without streams that torch can name (MPS): a plain copy."""
-
-    pins_memory = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, batch: Any) -> Any:
-        """`batch` on the device."""
-        return to_device(batch, self._device)
-
-
-Placement = StayOnHost | CopyAhead | CopyInPlace
+Placement = StayOnHost | CopyToDevice
 
 
 def placement_for(device: torch.device) -> Placement:
-    """How batches come to `device`."""
-    if device.type == "cpu":
-        return StayOnHost()
-    if device.type in ("cuda", "xpu"):
-        return CopyAhead(device)
-    return CopyInPlace(device)
+    """Return the placement for a device."""
+    return StayOnHost() if device.type == "cpu" else CopyToDevice(device)
 
 
 def _mark_used_on(batch: Any, stream: torch.Stream) -> None:
-    """Keep the allocator from reusing the memory of `batch` before `stream` is done with it."""
+    """Keep the allocator from reusing the memory of a batch before `stream` has used it."""
     if isinstance(batch, torch.Tensor):
         if batch.device.type != "cpu":
             batch.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Shuffled orders that follow from a seed and the epoch alone, and generators that several processes can share."""
+"""Shuffled orders determined by seed and epoch alone, and generators that several processes can share."""
 
 import copy
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is that of the seed plus the epoch, whatever was drawn before.
+    """A random sampler whose order depends only on the seed plus the epoch.
 
     Args:
-        args: Those of `torch.utils.data.RandomSampler`.
-        data_seed: The seed; torch's initial seed if None.
-        kwargs: Those of `torch.utils.data.RandomSampler`.
+        args: Arguments of `torch.utils.data.RandomSampler`.
+        data_seed: The seed; None uses torch's initial seed.
+        kwargs: Keyword arguments of `torch.utils.data.RandomSampler`.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.generator is None:  # from the beginning: what a loader saves of its place counts its generators
+        if self.generator is None:  # not at the first iteration: a loader checks the number of its generators on resume
             self.generator = torch.Generator()
         self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
@@ -30,18 +30,27 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch += 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
 
 def random_sampler_of(loader: DataLoader[Any]) -> Any:
-    """The sampler that decides the order of the rows: behind the batch sampler, if there is one."""
-    is_of_batches = isinstance(loader.sampler, BatchSampler)
-    return getattr(loader.sampler if is_of_batches else loader.batch_sampler, "sampler", None)
+    """Return the sampler that determines the order of the rows: the one inside the batch sampler, if there is one."""
+    return getattr(batch_sampler_of(loader), "sampler", None)
+
+
+def batch_sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the batch sampler of a loader, or None."""
+    return getattr(loader, _batch_sampler_name(loader))
+
+
+def _batch_sampler_name(loader: DataLoader[Any]) -> str:
+    """Return the attribute that holds the batch sampler: `sampler` for DataLoader(sampler=BatchSampler(…))."""
+    return "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
 
 
 def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader, or a copy that is shuffled by a `SeedableRandomSampler` where it was shuffled by a random one."""
+    """Return the loader, or a copy with a `SeedableRandomSampler` if it has a random sampler."""
     sampler = random_sampler_of(loader)
     if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
         return loader
@@ -53,10 +62,10 @@ def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> Dat
         data_seed=data_seed,
     )
     changed = copy.copy(loader)
-    name = "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
-    batches = copy.copy(getattr(loader, name))
+    name = _batch_sampler_name(loader)
+    batches = copy.copy(batch_sampler_of(loader))
     batches.sampler = seedable
-    # DataLoader guards these names against assignment after construction; a copy may differ
+    # DataLoader forbids assignment to these names after construction; this is a copy
     object.__setattr__(changed, name, batches)
     if name == "batch_sampler" and loader.sampler is sampler:
         object.__setattr__(changed, "sampler", seedable)
@@ -64,7 +73,7 @@ def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> Dat
 
 
 def give_generator(loader: DataLoader[Any]) -> None:
-    """Give a random sampler without a generator one of its own, seeded by torch's, as Accelerate does it."""
+    """Give a random sampler without a generator a new one, seeded from torch's, as Accelerate does."""
     sampler = random_sampler_of(loader)
     if getattr(sampler, "generator", 0) is None:
         sampler.generator = torch.Generator()

@@ -1,7 +1,7 @@
 """Which rows of a batch this process takes. Every process reads the same order and takes its own part of it.
 
-A batch that has fewer rows than there are processes leaves some without any. These get a row of another process, so
-that they can run forward with the others, and `num_rows` 0 says that it counts for nothing.
+A batch with fewer rows than processes leaves some of them without a row. Those get a row of another process as padding,
+because every process must run forward, and `num_rows` is 0 for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from trimtab.distributed.row_shares import share_bounds
+from trimtab.distributed.rank_split import split_bounds
+from trimtab.distributed.world import concatenated, rebuild_mapping
 from trimtab.errors import PrepareError
 
-MISSING = object()  # in the place of a batch: this process has none, and its epoch ends here
+MISSING = object()  # content of a shard: this process has no batch, and its epoch ends here
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class LoaderRules:
     """How loaders are shared among processes.
 
     Args:
-        splits: The batch size of a loader is that of all processes together; else each process takes whole batches.
-        as_accelerate: Parts are of equal size, the epoch's first rows fill up its last batches, and every process
-            counts alike in the mean. Else each row is taken once, and processes count by their rows.
-        is_even: Every process has the same number of batches.
-        dispatches: The first process reads and sends the others their part; None: where the dataset is iterable.
-        is_seedable: A shuffled order follows from a seed and the epoch alone.
-        data_seed: That seed; torch's initial seed if None.
+        splits: Whether the batch size of a loader counts the rows of all processes; else each process takes whole
+            batches.
+        as_accelerate: Whether parts have equal size, with the first rows of the epoch as padding of its last batches,
+            and processes have equal weight in the mean. Else each row is taken once, and processes are weighted by
+            their rows.
+        is_even: Whether every process has the same number of batches.
+        dispatches: Whether the main process reads for all; None: for iterable datasets only.
+        is_seedable: Whether a shuffled order is determined by seed and epoch alone.
+        data_seed: That seed; None uses torch's initial seed.
     """
 
     splits: bool = True
@@ -40,46 +43,90 @@ class LoaderRules:
 
 @dataclass(frozen=True)
 class Shard:
-    """What this process takes of a batch."""
+    """This process's part of a batch.
+
+    Args:
+        content: The rows or indices, padding included.
+        rows_of_all: For each process, its rows without padding; zeros where they are unknown.
+        rank: The rank of this process.
+        num_held: Rows of `content`, if some of them may be padding; else 0.
+        has_equal_weight: Whether every process has the same weight in the mean, regardless of its rows.
+    """
 
     content: Any
-    rows_of_all: tuple[int, ...]  # how many rows each process has
+    rows_of_all: tuple[int, ...]
     rank: int = 0
-    num_held: int = 0  # rows of `content`, if some of them only fill it up
-    counts_alike: bool = False  # every process counts the same in the mean, whatever it holds
+    num_held: int = 0
+    has_equal_weight: bool = False
 
     @property
     def num_rows(self) -> int:
-        """How many rows are this process's own."""
+        """Rows of this process, without padding."""
         return self.rows_of_all[self.rank]
 
     @property
     def row_share(self) -> float:
-        """This process's rows, as a multiple of what each process has on average."""
-        if self.counts_alike:
+        """The rows of this process divided by the average of all processes."""
+        if self.has_equal_weight:
             return 1.0
         total = sum(self.rows_of_all)
         return self.num_rows * len(self.rows_of_all) / total if total else 1.0
 
+    @property
+    def has_no_rows(self) -> bool:
+        """Whether all rows are padding."""
+        return self.row_share == 0 or (self.num_held > 0 and self.num_rows == 0)
+
+    def own_objects(self, value: Any) -> Any:
+        """Remove the objects of padding rows from a list with one object per row; return anything else unchanged."""
+        is_per_row = isinstance(value, list) and len(value) == self.num_held
+        return value[: self.num_rows] if is_per_row else value
+
+    def real_rows(self, parts: list[Any], batch_size: int | None) -> Any:
+        """Concatenate what each process computed for this batch, without padding rows.
+
+        Only tensors as long as a full batch are cut, which includes a value repeated for each row of a batch.
+
+        Args:
+            parts: The values of all processes.
+            batch_size: Of the loader.
+        """
+        full = {batch_size or 0, self.num_held}
+        if len(parts) > 1:
+            full |= {-(-size // len(parts)) for size in full}
+        if len(self.rows_of_all) == len(parts) and any(self.rows_of_all):
+            parts = [_first_rows(part, num, full) for part, num in zip(parts, self.rows_of_all, strict=True)]
+        return concatenated(parts) if len(parts) > 1 else parts[0]
+
+
+def _first_rows(value: Any, num_rows: int, full: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.dim() or (num_rows and (len(value) not in full or len(value) < num_rows)):
+            return value
+        return value[:num_rows]
+    if isinstance(value, Mapping):
+        return rebuild_mapping(value, {key: _first_rows(item, num_rows, full) for key, item in value.items()})
+    return type(value)(_first_rows(item, num_rows, full) for item in value)
+
 
 class Sharding(Protocol):
-    """How batches are shared out."""
+    """How batches are shared among processes."""
 
     num_processes: int
-    group_size: int  # batches that are read for each one that is delivered
+    group_size: int  # batches read per batch delivered
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """This process's part of batches of indices; `first` are those that the epoch began with."""
+        """Return this process's part of a group of index batches; `first` is the first group of the epoch."""
 
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
-        """This process's part of batches that were loaded already."""
+        """Return this process's part of a group of loaded batches."""
 
     def num_shares(self, num_batches: int) -> int:
-        """Batches that this process takes of an epoch."""
+        """Return the number of batches that this process takes of an epoch of `num_batches`."""
 
 
 class NoSharding:
-    """Batches as they are: one process, or a loader that was divided before it came here."""
+    """Whole batches: for one process, or for a loader that is already divided."""
 
     group_size = 1
 
@@ -88,21 +135,21 @@ class NoSharding:
         self._rank = rank
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """All of it; where others have their own part, it is taken to be as large."""
+        """Return the batch; the other processes are assumed to have as many rows."""
         size = len(group[0]) if hasattr(group[0], "__len__") else 0
         return Shard(group[0], (size,) * self.num_processes, self._rank)
 
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
-        """All of it, without a look at it."""
+        """Return the batch, without counting its rows."""
         return Shard(group[0], (0,) * self.num_processes, self._rank)
 
     def num_shares(self, num_batches: int) -> int:
-        """All of them."""
+        """Return all of them."""
         return num_batches
 
 
 class SplitRows:
-    """Each batch is divided: the batch size is that of all processes together."""
+    """Divides each batch: the batch size counts the rows of all processes."""
 
     group_size = 1
 
@@ -111,47 +158,47 @@ class SplitRows:
         self._rank = rank
 
     def _bounds(self, num_rows: int) -> tuple[int, int, tuple[int, ...]]:
-        bounds = [share_bounds(num_rows, rank, self.num_processes) for rank in range(self.num_processes)]
+        bounds = [split_bounds(num_rows, rank, self.num_processes) for rank in range(self.num_processes)]
         start, end = bounds[self._rank]
-        if start == end:  # a stand-in: the first row, which is another process's
+        if start == end:  # padding: the first row, which belongs to another process
             start, end = 0, 1
         return start, end, tuple(last - first for first, last in bounds)
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """Consecutive indices."""
+        """Return consecutive indices."""
         indices = list(group[0])
         start, end, rows_of_all = self._bounds(len(indices))
         return Shard(indices[start:end], rows_of_all, self._rank)
 
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
-        """Consecutive rows, cut out of every tensor and list of the batch."""
+        """Return consecutive rows of every tensor and list of the batch."""
         num_rows = count_rows(group[0])
         if num_rows is None:
             raise PrepareError(
                 f"a batch of type {type(group[0]).__name__} without tensors cannot be divided among processes",
-                "let the dataset give tensors, or Engine(split_batches=False): whole batches for each process",
+                "return tensors from the dataset, or Engine(split_batches=False) for whole batches per process",
             )
         start, end, rows_of_all = self._bounds(num_rows)
         return Shard(rows_of(group[0], start, end, num_rows), rows_of_all, self._rank)
 
     def num_shares(self, num_batches: int) -> int:
-        """A part of each."""
+        """Return all of them: a part of each batch."""
         return num_batches
 
 
 class BatchEach:
-    """Each process takes a whole batch of its own: the batch size is that of one process, as Accelerate means it."""
+    """Gives each process whole batches: the batch size is that of one process, as in Accelerate."""
 
     def __init__(self, rank: int, num_processes: int) -> None:
         self.num_processes = self.group_size = num_processes
         self._rank = rank
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """The batch of this process's number; in a last, short group some have none."""
+        """Return the batch at this process's rank; in a short last group some processes have none."""
         return self._share(group, [len(batch) if hasattr(batch, "__len__") else 1 for batch in group])
 
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:
-        """The same for batches that were loaded."""
+        """Return the loaded batch at this process's rank."""
         return self._share(group, [count_rows(batch) or 1 for batch in group])
 
     def _share(self, group: list[Any], sizes: list[int]) -> Shard:
@@ -160,16 +207,16 @@ class BatchEach:
         return Shard(content, rows_of_all, self._rank)
 
     def num_shares(self, num_batches: int) -> int:
-        """One of each group, the last one included."""
+        """Return one per group, the last one included."""
         return -(-num_batches // self.num_processes)
 
 
 def count_rows(batch: Any) -> int | None:
-    """The rows of a batch: the length of its first tensor, or None where there is none."""
+    """Return the rows of a batch: the length of its first tensor, or None without tensors."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else None
     values: Sequence[Any] = ()
-    if isinstance(batch, Mapping) or hasattr(batch, "items"):
+    if hasattr(batch, "items"):
         values = [value for _, value in batch.items()]
     elif isinstance(batch, list | tuple):
         values = batch
@@ -178,7 +225,7 @@ def count_rows(batch: Any) -> int | None:
 
 
 def rows_of(value: Any, start: int, end: int, num_rows: int) -> Any:
-    """Rows of every tensor and list of a batch that has `num_rows` of them."""
+    """Slice every tensor and list in a batch of `num_rows` rows."""
     if isinstance(value, torch.Tensor):
         return value[start:end] if value.dim() and len(value) == num_rows else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -187,15 +234,14 @@ def rows_of(value: Any, start: int, end: int, num_rows: int) -> Any:
         if len(value) == num_rows and not any(isinstance(item, torch.Tensor | list | tuple | dict) for item in value):
             return value[start:end]
         return type(value)(rows_of(item, start, end, num_rows) for item in value)
-    if type(value) is dict:
-        return {key: rows_of(item, start, end, num_rows) for key, item in value.items()}
-    if hasattr(value, "items"):  # a tokenizer's BatchEncoding, and other mappings
-        return type(value)({key: rows_of(item, start, end, num_rows) for key, item in value.items()})
+    if hasattr(value, "items"):  # a dict, a tokenizer's BatchEncoding, and other mappings
+        rows = {key: rows_of(item, start, end, num_rows) for key, item in value.items()}
+        return rows if type(value) is dict else type(value)(rows)
     return value
 
 
 def joined_rows(batches: list[Any]) -> Any:
-    """Batches of one kind as one, the opposite of `rows_of`."""
+    """Concatenate batches of the same structure, the inverse of `rows_of`."""
     first = batches[0]
     if len(batches) == 1:
         return first

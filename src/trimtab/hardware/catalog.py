@@ -1,8 +1,7 @@
-"""What known devices can do, so that a plan can be made for one that is not here; and a measurement of the one that is.
+"""Memory, bandwidth and compute rates of known devices, to plan for a device that is not present, and a benchmark.
 
-Rates are those of the makers' data sheets: dense, with fp32 accumulation, which is what training uses (GeForce cards
-run it at half the rate that is advertised). Memory is what torch says of such a card under Linux; driver and error
-correction move it by a percent or so.
+Rates are from data sheets: dense, with fp32 accumulation, as training uses them (GeForce cards reach half of the
+advertised rate with it). Memory is what torch reports under Linux; driver and ECC change it by about 1%.
 """
 
 import difflib
@@ -17,28 +16,28 @@ from trimtab.errors import RecipeError
 from trimtab.hardware.inventory import Inventory, find_device, take_inventory
 
 GIB = 2**30
-HOST_OP_S = 6e-6  # of a small operation without autograd; 6 and 10 µs were measured beside two H200s
-EMULATED_BF16 = 0.1  # share of the fp16 rate that a GPU without bf16 units reaches in bf16: a T4 is ten times slower
+_HOST_OP_S = 6e-6  # to launch a small operation without autograd; 6 and 10 µs measured on the hosts of two H200s
+_EMULATED_BF16 = 0.1  # rate of emulated bf16, as a fraction of the fp16 rate; measured on a T4
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do.
+    """Memory and rates of a device.
 
     Attributes:
-        name: The short name under which people know it, such as "t4" or "rtx-4090".
-        memory_bytes: What torch reports as its whole memory.
-        bandwidth: Bytes a second between its processors and its memory.
-        fp32: Multiplications and additions a second in matrix products of fp32.
-        tf32: The same with tf32 products; None where there are none.
-        fp16: The same with fp16 products.
-        bf16: The same with bf16 products; None where they are emulated.
-        capability: CUDA's compute capability (ROCm's number on AMD); None for a CPU.
-        native_bf16: Whether it has units for bf16.
+        name: Short name, such as "t4" or "rtx-4090".
+        memory_bytes: Total memory as torch reports it.
+        bandwidth: Memory bandwidth in bytes per second.
+        fp32: FLOP per second of fp32 matrix products.
+        tf32: The same for tf32 products; None if not supported.
+        fp16: The same for fp16 products.
+        bf16: The same for bf16 products; None if emulated.
+        capability: Compute capability of CUDA or ROCm; None for a CPU.
+        native_bf16: Whether the hardware computes in bf16.
         flash: Whether the flash attention kernel runs on it.
-        host_op_s: Seconds that the host takes to launch a small operation without autograd.
-        is_measured: The rates were reached on the device itself, and are not those of a data sheet.
-        num_multiprocessors: Of the GPU, which work memory of some kernels grows with; 0 is not known.
+        host_op_s: Seconds to launch a small operation without autograd.
+        is_measured: Whether the rates were measured instead of taken from a data sheet.
+        num_multiprocessors: Workspaces of some kernels grow with it; 0 if unknown.
     """
 
     name: str
@@ -51,29 +50,29 @@ class Device:
     capability: tuple[int, int] | None
     native_bf16: bool
     flash: bool
-    host_op_s: float = HOST_OP_S
+    host_op_s: float = _HOST_OP_S
     is_measured: bool = False
     num_multiprocessors: int = 0
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """The most that one holds at once; it follows from the generation."""
+        """Maximum number of resident threads per multiprocessor."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether operations run on the host itself, one after the other with what launches them."""
+        """Whether operations run on the host, where computation does not overlap with launches."""
         return self.name == "cpu"
 
     def rate(self, dtype: str) -> float:
-        """Multiplications and additions a second in products of "fp32", "tf32", "fp16" or "bf16".
+        """FLOP per second of matrix products in "fp32", "tf32", "fp16" or "bf16".
 
-        A device without tf32 takes fp32 for it; one without bf16 emulates it.
+        Devices without tf32 compute in fp32 instead; devices without bf16 emulate it.
         """
         if dtype == "tf32":
             return self.tf32 or self.fp32
         if dtype == "bf16":
-            return self.bf16 or self.fp16 * EMULATED_BF16
+            return self.bf16 or self.fp16 * _EMULATED_BF16
         return {"fp32": self.fp32, "fp16": self.fp16}[dtype]
 
 
@@ -87,8 +86,8 @@ def _gpu(
     capability: tuple[int, int],
     num_multiprocessors: int,
 ) -> Device:
-    """A row in the units of data sheets: GiB, GB/s and TFLOP/s. bf16 is as fast as fp16 from Ampere on."""
-    ampere = capability >= (8, 0)  # AMD's numbers start at 9
+    """Make a device from the units of data sheets: GiB, GB/s and TFLOP/s. From Ampere on bf16 is as fast as fp16."""
+    ampere = capability >= (8, 0)  # true for AMD, whose numbers start at 9
     tera = 1e12
     return Device(
         name=name,
@@ -138,39 +137,26 @@ _ROWS = (
     _gpu("rtx-5080", 15.46, 960, 56.3, 56.3, 112.6, (12, 0), 84),
     _gpu("rtx-5090", 31.36, 1792, 104.8, 104.8, 209.5, (12, 0), 170),
     _gpu("mi300x", 191.69, 5300, 163.4, 653.7, 1307.4, (9, 4), 304),
-    # a desktop processor of eight cores with AVX2; bf16 and fp16 autocast were 12 to 16 times slower than fp32
+    # a desktop CPU with eight cores and AVX2; bf16 and fp16 autocast were measured 12 to 16 times slower than fp32
     Device("cpu", 16 * GIB, 40e9, 0.6e12, None, 0.04e12, 0.04e12, None, native_bf16=False, flash=False),
 )
 CATALOG = {device.name: device for device in _ROWS}
 
-_NOMINAL_GB = {  # what the box says, for names that carry it
-    **dict.fromkeys(("rtx-2070", "rtx-2080", "rtx-3070", "rtx-4060"), 8),
-    **dict.fromkeys(("rtx-3060", "rtx-4070"), 12),
-    **dict.fromkeys(("p100", "v100", "t4", "rtx-4060-ti", "rtx-4080", "rtx-5070-ti", "rtx-5080"), 16),
-    **dict.fromkeys(("a10", "a10g", "l4", "rtx-3090", "rtx-4090"), 24),
-    **dict.fromkeys(("l40s", "rtx-a6000"), 48),
-    **dict.fromkeys(("a100", "h100", "h100-pcie"), 80),
-    "rtx-2060": 6,
-    "rtx-3080": 10,
-    "rtx-2080-ti": 11,
-    "rtx-5090": 32,
-    "h200": 141,
-    "mi300x": 192,
-}
+_NOMINAL_GB = (6, 8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 141, 192)  # advertised memory sizes, which names can contain
 _MAKERS = {"nvidia", "amd", "geforce", "tesla", "instinct", "gpu"}
 _BOARDS = re.compile(r"sxm[0-9]?|hbm[0-9]e?|pcie|oam|vf$")
 
 
 def _letters(name: str) -> str:
-    """A name without its maker, in small letters and digits alone."""
+    """Reduce a name to lower-case letters and digits, without the manufacturer."""
     return "".join(word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _MAKERS)
 
 
 def _spellings(device: Device) -> set[str]:
     plain = _letters(device.name)
     spellings = {plain, plain.removeprefix("rtx")}
-    gigabytes = _NOMINAL_GB.get(device.name)
-    if gigabytes and not plain.endswith("gb"):
+    if not device.is_cpu and not plain.endswith("gb"):
+        gigabytes = next(size for size in _NOMINAL_GB if size * GIB >= device.memory_bytes)
         spellings |= {f"{spelling}{gigabytes}gb" for spelling in spellings}
     return spellings | {spelling.removesuffix("b") for spelling in spellings if spelling.endswith("gb")}
 
@@ -184,10 +170,10 @@ def _look_up(name: str) -> Device | None:
 
 
 def find(name: str) -> Device:
-    """The device of a name, forgiving in spelling: "RTX 4090", "4090", "nvidia-a100-80gb" and "A100" are known.
+    """Find a device by name; accepts variants such as "RTX 4090", "4090", "nvidia-a100-80gb" and "A100".
 
     Raises:
-        RecipeError: No device has such a name; the ones that are close are named.
+        RecipeError: The name is unknown; the error lists similar names.
     """
     device = _look_up(name)
     if device is not None:
@@ -197,10 +183,10 @@ def find(name: str) -> Device:
     raise RecipeError(f"no device is known as {name!r}", f"use one of {', '.join(names)}")
 
 
-def identify(inventory: Inventory) -> Device | None:
-    """The row of the device that was found, with the memory that it really has; None where it is not known.
+def identify_device(inventory: Inventory) -> Device | None:
+    """Find the catalog entry of the device of this machine, with its actual memory; None if it is unknown.
 
-    A name alone is not enough: cards of one name come with half the memory and fewer processors.
+    The memory has to match as well: laptop and cut-down cards carry the same name with less memory and fewer cores.
     """
     if inventory.device == "cpu":
         return replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
@@ -211,17 +197,16 @@ def identify(inventory: Inventory) -> Device | None:
 
 
 def measure_device(device: str | torch.device | None = None) -> Device:
-    """Measure what a device does here: a few seconds on a GPU, less than three on a CPU.
+    """Measure the rates of one large product, the bandwidth of a large copy and the launch time of a small operation.
 
-    The rates are those that one large product reaches, the bandwidth that of a large copy, and the host's time that of
-    a small operation in place.
+    Takes a few seconds on a GPU, less than three on a CPU.
 
     Args:
-        device: Such as "cuda:0" or "cpu"; None for the one that a run would use.
+        device: Such as "cuda:0" or "cpu"; None for the device that a run would use.
     """
     device = find_device(device)
     inventory = take_inventory(device)
-    known = identify(inventory)
+    known = identify_device(inventory)
     is_cpu = device.type == "cpu"
     has_tf32 = device.type == "cuda" and torch.version.cuda is not None and (inventory.capability or (0, 0)) >= (8, 0)
     with torch.inference_mode():
@@ -243,10 +228,10 @@ def measure_device(device: str | torch.device | None = None) -> Device:
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Multiplications and additions a second of one large square product."""
+    """FLOP per second of one large square product."""
     size = 8192 if device.type == "cuda" else 2048
     if device.type == "cpu":
-        # half formats may be emulated, ten times slower and more
+        # half precision may be emulated and more than ten times slower
         size = 1024 if dtype == torch.float32 else 384
     elif device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * GIB:
         size = 4096
@@ -265,7 +250,7 @@ def _tf32_rate(device: torch.device) -> float:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy that no cache can hold."""
+    """Bytes per second, read plus written, of a copy larger than any cache."""
     num_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -273,9 +258,9 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of one call: the best of three groups, after one call that is not counted.
+    """Seconds per call: the best of three groups of calls, after one warm-up call.
 
-    A group is as long as its time allows: a queue that is never empty hides the time of a launch.
+    Calls within a group are queued without a host-device sync, which hides launch times.
     """
     group_s = 0.05 if device.type == "cpu" else 0.25
     work()
@@ -296,12 +281,12 @@ def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _host_op_seconds(device: torch.device) -> float:
-    """Seconds that the host takes for a small operation; the device is not waited for."""
+    """Seconds that the host takes to launch a small operation, without a host-device sync."""
     number, best = torch.ones(1, device=device), float("inf")
     for _ in range(5):
         _wait(device)
         began = time.perf_counter()
-        for _ in range(400):  # fewer than a queue of launches holds, so that the host never waits
+        for _ in range(400):  # fits into the launch queue, so the host never blocks
             number.mul_(1.0)
         best = min(best, (time.perf_counter() - began) / 400)
     _wait(device)

@@ -1,4 +1,4 @@
-"""What this machine is, what is installed, and what is missing: the facts behind `trimtab doctor`."""
+"""The machine, its device and the installed packages, as `trimtab doctor` shows them."""
 
 import importlib.metadata
 import platform
@@ -11,42 +11,37 @@ from trimtab.hardware.inventory import Inventory, native_precision, take_invento
 
 _PACKAGES = {
     "torch": "",
-    "transformers": "pip install transformers",
-    "datasets": "pip install datasets",
-    "safetensors": "pip install safetensors",
-    "pydantic": "pip install pydantic",
-    "rich": "pip install rich",
-    "peft": "pip install peft",
-    "accelerate": "pip install accelerate",
-    "matplotlib": "pip install matplotlib",
-    "mlflow": "pip install mlflow",
+    **{
+        name: f"pip install {name}"
+        for name in (
+            *("transformers", "datasets", "safetensors", "pydantic", "rich"),
+            *("peft", "accelerate", "matplotlib", "mlflow"),
+        )
+    },
     **{name.replace("_", "-"): f"{install_line(name)}   ({use})" for name, (_, use) in EXTRAS.items()},
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One line of the report."""
 
     topic: str
     found: str
     cure: str = ""
 
 
-def examine() -> list[Finding]:
-    """Look at the machine and at what is installed."""
+def collect_findings() -> list[Finding]:
+    """Inspect the machine and the installed packages."""
     inventory = take_inventory()
-    device = torch.device(inventory.device)
+    auto = native_precision(torch.device(inventory.device))
+    emulated = f"emulated: correct but slow; use {auto} here"
     findings = [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("device", _describe(inventory)),
-        Finding("precision: auto", native_precision(device)),
-        Finding(
-            "bf16", _native(inventory.native_bf16, f"emulated: right but slow; use {native_precision(device)} here")
-        ),
-        Finding(
-            "fp16", _native(inventory.native_fp16, f"emulated: right but slow; use {native_precision(device)} here")
-        ),
+        Finding("precision: auto", auto),
+        Finding("bf16", "native" if inventory.native_bf16 else emulated),
+        Finding("fp16", "native" if inventory.native_fp16 else emulated),
         Finding("attention", _attention(inventory)),
     ]
     return findings + [_package(name, cure) for name, cure in _PACKAGES.items()]
@@ -59,10 +54,6 @@ def _describe(inventory: Inventory) -> str:
     others = f", one of {inventory.num_devices}" if inventory.num_devices > 1 else ""
     capability = f", sm{inventory.capability[0]}{inventory.capability[1]}" if inventory.capability else ""
     return f"{inventory.device}: {inventory.name}, {memory}{capability}{others}; {inventory.num_cpus} CPU cores"
-
-
-def _native(native: bool, otherwise: str) -> str:
-    return "native" if native else otherwise
 
 
 def _attention(inventory: Inventory) -> str:

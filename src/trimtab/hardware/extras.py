@@ -1,10 +1,10 @@
-"""Packages that only some settings need: whether they are there, and the one message where they are not."""
+"""Optional packages: whether they are installed, and the error that names the pip command if not."""
 
 import importlib.util
 
 from trimtab.errors import MissingDependency
 
-# how a package is imported, and what trimtab's extra of it is called and good for
+# import name: (name of trimtab's extra, what it is for)
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "QLoRA and 8-bit optimizers"),
     "liger_kernel": ("liger", "fused kernels on NVIDIA GPUs"),
@@ -13,19 +13,19 @@ EXTRAS = {
 
 
 def has_package(name: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """Whether a package can be imported. Does not import it."""
     return importlib.util.find_spec(name) is not None
 
 
 def require_extra(name: str, asked: str) -> None:
-    """Refuse what was asked for where a package is missing.
+    """Raise an error if an optional package is not installed.
 
     Args:
-        name: The package as it is imported.
-        asked: What needs it: a key of the recipe with its value, or a few words.
+        name: Import name of the package.
+        asked: What needs it, for the message: a recipe key with its value, or a short description.
 
     Raises:
-        MissingDependency: With the pip line.
+        MissingDependency: The package is missing; the error names the pip command.
     """
     if not has_package(name):
         package = name.replace("_", "-")
@@ -33,5 +33,5 @@ def require_extra(name: str, asked: str) -> None:
 
 
 def install_line(name: str) -> str:
-    """The command that installs a package with trimtab."""
+    """The pip command that installs an optional package."""
     return f"pip install 'trimtab[{EXTRAS[name][0]}]'"

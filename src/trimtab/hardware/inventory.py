@@ -1,4 +1,4 @@
-"""What this machine is: the device that a process should use, and what it can do natively."""
+"""The device that a process trains on, and which precisions and kernels it supports."""
 
 import os
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 
 
 def find_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
-    """The device to train on: the one asked for, else the accelerator that torch knows, else the CPU.
+    """Return the device to train on: the requested one, else torch's current accelerator, else the CPU.
 
     Args:
-        requested: A device such as "cpu", "cuda:1" or "mps", or None to look for one.
-        local_rank: This process among several of its host, each of which takes a device of its own.
+        requested: A device such as "cpu", "cuda:1" or "mps", or None to choose one.
+        local_rank: Rank of this process on its host; each local rank gets its own device.
 
     Returns:
-        A device that exists; an accelerator carries its index.
+        An existing device; accelerators have an index.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if requested is None:
@@ -25,15 +25,17 @@ def find_device(requested: str | torch.device | None = None, local_rank: int | N
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        raise RecipeError(f"device={requested!r} is no device that torch knows", 'for example device="cpu"') from error
+        raise RecipeError(f"device={requested!r} is not a torch device", 'for example device="cpu"') from error
     if device.type in ("cpu", "meta"):
         return device
     if accelerator is None or accelerator.type != device.type:
         found = "only a CPU" if accelerator is None else f"a CPU and {accelerator.type}"
-        raise RecipeError(f"device={str(requested)!r} was asked for, but torch finds {found} here", "leave device out")
+        raise RecipeError(f"device={str(requested)!r} was requested, but torch finds {found}", "leave device out")
     if device.index is not None and device.index >= torch.accelerator.device_count():
         count = torch.accelerator.device_count()
-        raise RecipeError(f"device={str(requested)!r} was asked for, but there are {count}", f"0 … {count - 1}")
+        raise RecipeError(
+            f"device={str(requested)!r} was requested, but there are {count} devices", f"use an index 0 … {count - 1}"
+        )
     return _with_index(device, local_rank)
 
 
@@ -44,14 +46,14 @@ def _with_index(device: torch.device, local_rank: int | None) -> torch.device:
     if local_rank is not None:
         if local_rank >= count:
             raise RecipeError(
-                f"process {local_rank} of this host has no device of its own: there are {count} ({device.type})",
+                f"no device is left for local rank {local_rank}: this host has {count} ({device.type})",
                 f"start {count} processes on this host, or use cpu=True",
             )
         return torch.device(device.type, local_rank)
     index = torch.accelerator.current_device_index()
     if count > 1:
-        say_once(
-            f"one of {count} devices is used ({device.type}:{index}); choose another with device=, "
+        log_info_once(
+            f"using one of {count} devices ({device.type}:{index}); choose another with device=, "
             f"or use all of them: trimtab launch --processes {count} …"
         )
     return torch.device(device.type, index)
@@ -59,7 +61,7 @@ def _with_index(device: torch.device, local_rank: int | None) -> torch.device:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What the device of this process can do."""
+    """Memory, counts and native capabilities of the device of this process."""
 
     device: str
     name: str
@@ -73,7 +75,7 @@ class Inventory:
 
 
 def take_inventory(requested: str | torch.device | None = None) -> Inventory:
-    """Look at the device that a run would use. Capability counts, not what torch can emulate."""
+    """Describe the device that a run would use. Emulated precisions do not count as native."""
     device = find_device(requested)
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if device.type == "cpu":
@@ -89,16 +91,17 @@ def take_inventory(requested: str | torch.device | None = None) -> Inventory:
         )
     properties = module.get_device_properties(device)
     capability = module.get_device_capability(device)
-    ampere = capability >= (8, 0)  # AMD's numbers start at 9
+    ampere = capability >= (8, 0)  # true for AMD, whose numbers start at 9
     return Inventory(
         str(device), properties.name, properties.total_memory, count, num_cpus, capability, ampere, True, ampere
     )
 
 
 def native_precision(device: torch.device) -> str:
-    """The precision that `auto` means: bf16 where it is native, fp16 on other accelerators, else fp32.
+    """The precision for `auto`: bf16 where it is native, fp16 on other CUDA devices, else fp32.
 
-    torch's own question counts emulation, so that a T4 says yes to bf16 and is ten times slower in it.
+    `torch.cuda.is_bf16_supported` is not used because it counts emulation: it is true for a T4, where bf16 is ten
+    times slower than fp16.
     """
     if device.type == "cpu":
         return "fp32"

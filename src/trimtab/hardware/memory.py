@@ -1,6 +1,6 @@
-"""How much memory a run uses and may use, and what an error says that comes from too little of it.
+"""Memory in use, memory budgets and out-of-memory errors.
 
-What is used is the allocator's figure on an accelerator, the process's resident memory on the CPU.
+Memory in use is what torch's caching allocator reports on an accelerator, and the resident set size on the CPU.
 """
 
 import ctypes
@@ -14,24 +14,30 @@ import torch
 
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.log import say
-from trimtab.units import bytes_as_words, format_bytes, parse_bytes
+from trimtab.units import exact_bytes, format_bytes, parse_bytes
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# a context with its libraries takes 0.3 to 0.8 GiB; what is more belongs to other processes, which no budget counts
-_LARGEST_CONTEXT = 2**30
-# CUDA's context and libraries, as nvidia-smi sees them beside the allocator; with kernels of Triton and bitsandbytes
-# more. Measured on an H200 with CUDA 13.
-CONTEXT_BYTES = 850 * 2**20
-KERNELS_BYTES = 125 * 2**20
+# a CUDA context with its libraries takes 0.3 to 0.8 GiB; more than this belongs to other processes, which a budget
+# does not count
+_MAX_CONTEXT_BYTES = 2**30
+# Device memory outside of torch's allocator, as nvidia-smi shows it: the CUDA context with its libraries, and the
+# modules of Triton and bitsandbytes kernels. Measured on an H200 with CUDA 13.
+_CONTEXT_BYTES = 850 * 2**20
+_KERNELS_BYTES = 125 * 2**20
 _capped: set[torch.device] = set()
-_WORDS_OF_TOO_LITTLE = ("out of memory", "can't allocate memory", "status_alloc_failed")
+_OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "status_alloc_failed")
+
+
+def _allocator_bytes(device: torch.device, name: str) -> int | None:
+    """Call a memory function of torch.cuda or its sibling for another accelerator; None if it has no such function."""
+    function = getattr(torch.get_device_module(device), name, None)
+    return None if function is None else int(function(device))
 
 
 def memory_in_use(device: torch.device) -> int:
     """Bytes in use now."""
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
+        return _allocator_bytes(device, "memory_allocated") or 0
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -40,16 +46,15 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use at once."""
+    """Peak of the bytes in use."""
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else 0
+        return _allocator_bytes(device, "max_memory_allocated") or 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` count from now on; of a process on the CPU the system keeps its own peak."""
+    """Reset the peak that `peak_memory` reports. On the CPU this is not possible."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         if hasattr(module, "reset_peak_memory_stats"):
@@ -57,47 +62,45 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_reserved(device: torch.device) -> int:
-    """The most bytes that the allocator took from the device at once; on the CPU the same as `peak_memory`."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    if module is None or not hasattr(module, "max_memory_reserved"):
-        return peak_memory(device)
-    return int(module.max_memory_reserved(device))
+    """Peak of the bytes that the allocator reserved on the device; on the CPU the same as `peak_memory`."""
+    reserved = _allocator_bytes(device, "max_memory_reserved") if device.type != "cpu" else None
+    return peak_memory(device) if reserved is None else reserved
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Free what nothing refers to any more, and give the allocator's cache back to the device."""
+    """Collect garbage, and return the allocator's cached blocks to the device."""
     gc.collect()
     module = torch.get_device_module(device) if device.type != "cpu" else None
     if module is not None and hasattr(module, "empty_cache"):
         module.empty_cache()
 
 
-# ---------------------------------------------------------------------- too little of it
+# ---------------------------------------------------------------------- out of memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there was no memory left, on an accelerator or on the host."""
+    """Whether an exception means that an accelerator or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in words for part in _WORDS_OF_TOO_LITTLE)
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(phrase in message for phrase in _OUT_OF_MEMORY_PHRASES)
 
 
-def wanted_words(error: BaseException) -> str:
-    """What an error of too little memory says was asked for, such as "64.00 MiB more"; empty if it says nothing."""
-    words = str(error)
+def describe_failed_allocation(error: BaseException) -> str:
+    """The size of the failed allocation according to the error, such as "64.00 MiB more"; empty if it is not given."""
+    message = str(error)
     for before in ("Tried to allocate ", "you tried to allocate "):
-        if before in words:
-            amount = words.partition(before)[2].split()[:2]
+        if before in message:
+            amount = message.partition(before)[2].split()[:2]
             return f"{' '.join(amount).rstrip('.,')} more"
     return ""
 
 
-# ---------------------------------------------------------------------- a budget
+# ---------------------------------------------------------------------- budgets
 
 
 def total_memory(device: torch.device) -> int:
-    """All memory that a device has, or 0 where nobody can say."""
+    """Total memory of a device; 0 if unknown."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     module = torch.get_device_module(device)
@@ -105,7 +108,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """What this process may use of a device: what is free now, and what it holds already; 0 where nobody can say."""
+    """Memory that this process can use: what is free now plus what it already holds; 0 if unknown."""
     if device.type == "cpu":
         try:
             with open("/proc/meminfo") as lines:
@@ -119,45 +122,45 @@ def free_memory(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0]) + int(module.memory_reserved(device))
 
 
-def memory_outside(device: torch.device) -> int:
-    """What a process holds of an accelerator besides the allocator's: its context and libraries. None on the CPU."""
+def non_allocator_memory(device: torch.device) -> int:
+    """Device memory in use outside of torch's allocator: context and libraries; 0 on the CPU."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     if module is None or not hasattr(module, "mem_get_info"):
         return 0
     free, total = module.mem_get_info(device)
-    return min(max(int(total - free) - int(module.memory_reserved(device)), 0), _LARGEST_CONTEXT)
+    return min(max(int(total - free) - int(module.memory_reserved(device)), 0), _MAX_CONTEXT_BYTES)
 
 
-def budget_in_bytes(budget: str | int | None, device: torch.device) -> int | None:
-    """The budget of a recipe as a number.
+def resolve_budget(budget: str | int | None, device: torch.device) -> int | None:
+    """Resolve a memory budget to bytes.
 
     Args:
-        budget: A size such as "8GiB"; "auto" is what the device has free; None is no budget.
-        device: What it is a budget of.
+        budget: A size such as "8GiB"; "auto" for the free memory of the device; None for no budget.
+        device: Device that the budget applies to.
 
     Raises:
-        RecipeError: The device has less.
+        RecipeError: The budget exceeds the memory of the device.
     """
     if budget is None:
         return None
     if budget == "auto":
-        return free_memory(device) + memory_outside(device) or None
+        return free_memory(device) + non_allocator_memory(device) or None
     wanted, total = parse_bytes(budget), total_memory(device)
     if total and wanted > total:
-        has = bytes_as_words(total // 2**20 * 2**20)
+        has = exact_bytes(total // 2**20 * 2**20)
         raise RecipeError(
-            f"memory.budget is {format_bytes(wanted)}, and {device} has {format_bytes(total)}",
-            f"memory.budget: auto takes what is free; {has} is all",
+            f"memory.budget is {format_bytes(wanted)}, but {device} has {format_bytes(total)}",
+            f"memory.budget: auto for the free memory, or at most {has}",
         )
     return wanted
 
 
 class MemoryCap:
-    """What holds a process to its budget: a hard limit on CUDA, a warning elsewhere.
+    """The memory budget of a process: enforced by the allocator on CUDA, a warning elsewhere.
 
     Args:
-        device: Where the run computes.
-        budget_bytes: What it may use; None is no limit.
+        device: Device of the run.
+        budget_bytes: Memory that the process may use; None for no limit.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
@@ -166,72 +169,72 @@ class MemoryCap:
         self._has_warned = False
 
     def share(self, in_use: int) -> float | None:
-        """How much of the budget is in use; None without one. Says so, once, where it is more than all."""
+        """The fraction of the budget in use; None without a budget. Logs once if the budget is exceeded."""
         if not self.budget_bytes:
             return None
         if in_use > self.budget_bytes and not self._has_warned:
             self._has_warned = True
             say(
-                f"{format_bytes(in_use)} are in use on {self._device}, more than memory.budget "
-                f"({format_bytes(self.budget_bytes)}), which cannot be enforced there"
+                f"{format_bytes(in_use)} in use on {self._device}, more than memory.budget "
+                f"({format_bytes(self.budget_bytes)}), which cannot be enforced on this device"
             )
         return in_use / self.budget_bytes
 
 
 def cap_memory(device: torch.device, budget_bytes: int | None, outside_bytes: int = 0) -> MemoryCap:
-    """Hold this process to a budget from now on.
+    """Limit the memory of this process to a budget.
 
-    On CUDA the allocator refuses what would go beyond it. On the CPU, and on accelerators that cannot, nothing is
-    refused, and `MemoryCap.share` says when it is passed.
+    On CUDA, allocations beyond the budget raise an out-of-memory error. On other devices nothing is enforced, and
+    `MemoryCap.share` logs when the budget is exceeded.
 
     Args:
-        device: Where the run computes.
-        budget_bytes: All that the process may use of it; None is no limit.
-        outside_bytes: How much of that the allocator does not count: see `memory_outside`.
+        device: Device of the run.
+        budget_bytes: Memory that the process may use; None for no limit.
+        outside_bytes: Part of the budget in use outside of the allocator: see `non_allocator_memory`.
 
     Raises:
-        RecipeError: The device has less.
-        DoesNotFit: Nothing is left for the allocator.
+        RecipeError: The budget exceeds the memory of the device.
+        DoesNotFit: Nothing of the budget is left for the allocator.
     """
-    budget_in_bytes(budget_bytes, device)
+    resolve_budget(budget_bytes, device)
     if device.type == "cuda" and budget_bytes is not None:
         if budget_bytes <= outside_bytes:
             raise DoesNotFit(
-                f"memory.budget is {format_bytes(budget_bytes)}, and the context of {device} alone takes "
-                f"{format_bytes(outside_bytes)}"
+                f"memory.budget is {format_bytes(budget_bytes)}, but the CUDA context of {device} alone takes "
+                f"{format_bytes(outside_bytes)}; set a larger memory.budget"
             )
         fraction = min((budget_bytes - outside_bytes) / total_memory(device), 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, device)
         _capped.add(device)
-    elif device in _capped:  # by a run before this one in the same process; a cap of the user's own stays
+    elif device in _capped:  # lift the cap of an earlier run in this process, but not one that the user set
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         _capped.discard(device)
     return MemoryCap(device, budget_bytes)
 
 
 def prefer_expandable_segments() -> bool:
-    """Let CUDA's allocator grow its segments, which leaves far less memory unused between blocks.
+    """Turn on expandable segments of the CUDA allocator, which reduce fragmentation.
 
-    Best before the first allocation; segments that are there stay as they are.
+    Call it before the first allocation: existing segments are not converted.
 
     Returns:
-        Whether it was done: not where the user configured the allocator, nor where torch has no such segments.
+        Whether it was done: not if the user configured the allocator, nor where torch has no expandable segments.
     """
     if not _can_prefer_expandable_segments():
         return False
-    # torch 2.13 has deprecated the name under torch.cuda; the environment is read once, long before we are called
+    # torch 2.13 deprecates the name in torch.cuda; the environment variable was read when torch was imported
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
 
 
 def has_expandable_segments() -> bool:
-    """Whether CUDA's allocator has expandable segments in a run of this process, also where none has begun yet.
+    """Whether a run in this process has expandable segments, even if it has not started yet.
 
-    They are there where the user's own settings ask for them, or where `prefer_expandable_segments` can.
+    It does if the user's settings enable them, or if `prefer_expandable_segments` can enable them.
     """
     if not _knows_expandable_segments():
         return False
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # what this process has set since
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # includes settings made at run time
     settings = [*(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES), str(read())]
     words = ",".join(settings).replace(" ", "").split(",")
     asked = [word.removeprefix("expandable_segments:") for word in words if word.startswith("expandable_segments:")]
@@ -239,7 +242,7 @@ def has_expandable_segments() -> bool:
 
 
 def _knows_expandable_segments() -> bool:
-    return sys.platform == "linux" and torch.version.cuda is not None  # neither Windows nor ROCm has them
+    return sys.platform == "linux" and torch.version.cuda is not None  # not on Windows, not with ROCm
 
 
 def _can_prefer_expandable_segments() -> bool:
@@ -248,14 +251,14 @@ def _can_prefer_expandable_segments() -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep large blocks that were freed, in the place of returning them to the system each time.
+    """Let malloc keep large freed blocks instead of returning them to the system.
 
-    By default glibc maps every large tensor afresh and unmaps it when it is freed; a training step on the CPU then
-    spends a tenth of its time and more on page faults. The process holds on to its peak instead, which it needs again
-    in the next step anyway.
+    By default glibc maps every large tensor with mmap and unmaps it when it is freed, so a training step on the CPU
+    spends 10% of its time or more on page faults. With this setting the process keeps its peak memory, which the next
+    step needs anyway.
 
     Returns:
-        Whether it was done: only with glibc, and not where the user tuned malloc through the environment.
+        Whether it was done: only with glibc, and not if the user configured malloc in the environment.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return False
@@ -263,10 +266,10 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     return bool(mallopt(mmap_threshold, 2**30)) and bool(mallopt(trim_threshold, 2**31 - 1))
 
 
-def usually_outside(with_kernels: bool) -> int:
-    """What a process holds of a GPU besides the allocator's, once its steps run: the context and loaded kernels."""
-    return CONTEXT_BYTES + (KERNELS_BYTES if with_kernels else 0)
+def expected_non_allocator_memory(with_kernels: bool) -> int:
+    """Predict the device memory outside of torch's allocator during training: context and loaded kernels."""
+    return _CONTEXT_BYTES + (_KERNELS_BYTES if with_kernels else 0)

@@ -12,7 +12,7 @@ from trimtab.checkpoint.export import read_facts
 from trimtab.errors import ModelError, UserError
 from trimtab.log import say
 from trimtab.model.adapters import load_adapter
-from trimtab.model.load import load_config, load_model, load_tokenizer, newly_initialised, resolve_source
+from trimtab.model.load import load_config, load_model, load_tokenizer, newly_initialized, resolve_source
 from trimtab.model.nf4 import Nf4
 
 _KINDS = {
@@ -107,7 +107,7 @@ def _load_base_config(folder: Path, base: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def tokenizer_of(source: AdapterSource, *, trust_remote_code: bool = False) -> Any:
+def load_adapter_tokenizer(source: AdapterSource, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer in the folder of an adapter, or that of its base if there is none."""
     has_own = (source.folder / "tokenizer_config.json").is_file()
     return load_tokenizer(str(source.folder) if has_own else source.base, trust_remote_code=trust_remote_code)
@@ -163,7 +163,7 @@ def load_adapted_model(
         trust_remote_code=trust_remote_code,
     )
     adapter = load_adapter(model, source.folder)
-    missing = sorted(newly_initialised(model) - set(adapter.tensors()))
+    missing = sorted(newly_initialized(model) - set(adapter.tensors()))
     if missing:
         raise ModelError(
             f"neither {source.folder} nor its base {source.base} has weights for {', '.join(missing[:2])}",

@@ -8,9 +8,9 @@ import torch
 
 from trimtab.checkpoint.export import read_facts
 from trimtab.errors import ModelError
-from trimtab.inference.adapted import load_adapted_model, model_kind, read_adapter_source, tokenizer_of
+from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
 from trimtab.model.hub import is_adapter
-from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialised, resolve_source
+from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialized, resolve_source
 from trimtab.tracking.mlflow.registry import best_name, local_source
 
 
@@ -73,7 +73,7 @@ def load(
     model: Any
     if is_adapter(folder):
         adapter = read_adapter_source(folder, trust_remote_code=trust_remote_code)
-        tokenizer = tokenizer_of(adapter, trust_remote_code=trust_remote_code)
+        tokenizer = load_adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = load_adapted_model(adapter, tokenizer, torch.device(device), **options)
         task_name = _task_name(adapter.kind, model.config, tokenizer)
@@ -104,8 +104,8 @@ def _load_whole(name: str, tokenizer: Any, dtype: torch.dtype, trust_remote_code
     kind = model_kind(name, config)
     task_name = _task_name(kind, config, tokenizer)
     model = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code, dtype=dtype)
-    if newly_initialised(model):
-        parts = ", ".join(sorted(newly_initialised(model))[:2])
+    if newly_initialized(model):
+        parts = ", ".join(sorted(newly_initialized(model))[:2])
         raise ModelError(
             f"{name} is not trained for {task_name}: it has no weights for {parts}",
             f"trimtab train --model {name} --data FILE",

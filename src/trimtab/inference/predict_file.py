@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.disk_errors import cure_of, is_no_room
+from trimtab.checkpoint.disk_errors import cure_for_os_error, is_disk_full
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
 from trimtab.data.rows import RowLocations, Rows
@@ -159,10 +159,11 @@ def _write(target: Path, columns: dict[str, list[Any]]) -> None:
             os.fsync(file.fileno())
         temporary.replace(target)
     except OSError as error:
-        if is_no_room(error):
+        if is_disk_full(error):
             raise
         raise DataError(
-            f"{target} cannot be written: {error.strerror or error}", cure_of(error, "name another output file")
+            f"{target} cannot be written: {error.strerror or error}",
+            cure_for_os_error(error, "name another output file"),
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

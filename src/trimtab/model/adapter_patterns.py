@@ -1,7 +1,7 @@
-"""Regular expressions in an adapter's config, replaced by the names of the modules that they match.
+"""Replace regular expressions in an adapter's config by the names of the modules that they match.
 
-An adapter may come from anywhere, and a regular expression of a few characters can keep Python's `re` busy for years.
-So PEFT never sees one: each is matched here, by an engine that can be stopped, and PEFT gets the names.
+Adapters come from untrusted sources, and a short regular expression can keep Python's `re` busy for years (catastrophic
+backtracking). So they are matched here with the `regex` package, which has a timeout, and PEFT gets module names only.
 """
 
 import copy
@@ -14,23 +14,23 @@ from typing import Any
 import torch
 
 from trimtab.errors import ModelError
-from trimtab.model.adapter_targets import shortened
+from trimtab.model.adapter_targets import shorten_names
 
-_SECONDS = 2.0  # of CPU time, for all names of a model; what people write takes milliseconds
-_LONGEST_SHOWN = 60
-_PLAIN = re.compile(r"(?:[\w-]|\\?\.|\\-)*")  # names and dots, which cannot take long
+_TIMEOUT_S = 2.0  # CPU time for all module names of a model; ordinary patterns take milliseconds
+_MAX_SHOWN = 60
+_PLAIN = re.compile(r"(?:[\w-]|\\?\.|\\-)*")  # names and dots only, which cannot backtrack
 
 
-def without_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> Any:
-    """A copy of PEFT's LoRA config that has names of this model's modules in the place of regular expressions.
+def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> Any:
+    """Copy PEFT's LoRA config, with module names of this model in place of regular expressions.
 
     Args:
-        config: What adapter_config.json says.
-        model: The base.
-        place: Where the config is from, for messages.
+        config: The config that adapter_config.json contains.
+        model: The base model.
+        place: Path of the config, for messages.
 
     Raises:
-        ModelError: A regular expression is not valid, or takes too long.
+        ModelError: A regular expression is invalid or takes too long.
     """
     names = [name for name, _ in model.named_modules() if name]
     plain = copy.deepcopy(config)
@@ -38,7 +38,8 @@ def without_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
         pattern = getattr(config, key, None)
         if isinstance(pattern, str) and pattern != "all-linear" and not _PLAIN.fullmatch(pattern):
             found = list(_matching(pattern, names, f"{place}: {key}"))
-            setattr(plain, key, shortened(found, model) if found else [pattern])  # which PEFT then does not find either
+            # without a match PEFT gets the pattern and reports that nothing matches
+            setattr(plain, key, shorten_names(found, model) if found else [pattern])
     for key in ("rank_pattern", "alpha_pattern"):
         setattr(plain, key, _by_name(getattr(config, key) or {}, names, f"{place}: {key}"))
     layers = config.layers_pattern or []
@@ -51,9 +52,9 @@ def without_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
 
 
 def _by_name(values: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
-    """Values by name of a module; of several patterns that match a name the first one counts, as in PEFT."""
+    """Map patterns to module names; if several patterns match a name, the first one wins, as in PEFT."""
     if not isinstance(values, Mapping):
-        raise ModelError(f"{where} is a {type(values).__name__}", "write {name of a module: number} there")
+        raise ModelError(f"{where} is a {type(values).__name__}, not a mapping", "write {module name: number}")
     if all(_PLAIN.fullmatch(pattern) for pattern in values):
         return dict(values)
     found: dict[str, Any] = {}
@@ -66,19 +67,19 @@ def _by_name(values: Mapping[str, Any], names: Sequence[str], where: str) -> dic
 def _matching(pattern: str, names: Sequence[str], where: str) -> Iterator[str]:
     import regex  # type: ignore[import-untyped]
 
-    cure = 'write a list of names of modules there, such as ["q_proj", "v_proj"]'
-    ends_at = time.process_time() + _SECONDS
+    cure = 'write a list of module names instead, such as ["q_proj", "v_proj"]'
+    ends_at = time.process_time() + _TIMEOUT_S
     try:
         compiled = regex.compile(pattern)
         for name in names:
             if compiled.fullmatch(name, timeout=max(ends_at - time.process_time(), 0.001)):
                 yield name
     except TimeoutError:
-        problem = f"{where}: the regular expression {_shown(pattern)} takes too long on names of modules"
+        problem = f"{where}: the regular expression {_shown(pattern)} takes too long to match the module names"
         raise ModelError(problem, cure) from None
     except (regex.error, RecursionError) as error:
-        raise ModelError(f"{where}: {_shown(pattern)} is no regular expression: {error}", cure) from None
+        raise ModelError(f"{where}: {_shown(pattern)} is not a regular expression: {error}", cure) from None
 
 
 def _shown(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= _LONGEST_SHOWN else f"{pattern[:_LONGEST_SHOWN]} …")
+    return repr(pattern if len(pattern) <= _MAX_SHOWN else f"{pattern[:_MAX_SHOWN]} …")

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: transformer layers, found by transformers' own mark or as items of a module list."""
+"""Find the repeated blocks (transformer layers) of a model."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,13 +8,13 @@ from torch import nn
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of a model with their names, in the order of the model (encoder before decoder).
 
-    Empty where the model has none.
+    Blocks are subclasses of transformers' `GradientCheckpointingLayer`, or else the items of lists of like modules.
     """
     return list(_outermost(model, _is_marked)) or list(_outermost_items(model))
 
 
 def _is_marked(module: nn.Module) -> bool:
-    """Whether transformers marks the module as a block. By name, since a model of one's own must not import it."""
+    """Whether a module is a `GradientCheckpointingLayer`; by name, so custom models do not import transformers."""
     return any(parent.__name__ == "GradientCheckpointingLayer" for parent in type(module).__mro__)
 
 
@@ -29,7 +29,7 @@ def _outermost(
 
 
 def _outermost_items(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The items of lists of like modules, for models that mark nothing."""
+    """The items of lists of like modules, for models without `GradientCheckpointingLayer`s."""
     for name, stack in _outermost(model, _is_stack):
         for number, block in stack.named_children():
             yield f"{name}.{number}", block
@@ -38,5 +38,5 @@ def _outermost_items(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_stack(module: nn.Module) -> bool:
     items = list(module.children())
     is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(items) > 1)
-    # a Sequential of a few layers, or a list of single Linear modules, holds no blocks
+    # blocks contain other modules: a list of single Linear modules has none
     return is_list and len({type(item) for item in items}) == 1 and any(items[0].children())

@@ -1,8 +1,8 @@
-"""The loss of tokens in place of their logits: during a call the head of a model computes it from the hidden states.
+"""Compute the token loss in the output layer of a model, from hidden states, instead of returning logits.
 
-The head's forward is replaced for the length of one call, so that autocast, wrappers for several processes and hooks
-see an ordinary forward with a small output. What a model does to its logits after the head (bounds, scales, biases) is
-noted once, on a short row, and done to each chunk; a model that does more than arithmetic with them is refused.
+The forward of the output layer (head) is replaced for one call of the model, so autocast, DDP and hooks see an ordinary
+forward with a small output. Operations that a model applies to its logits after the head (softcapping, scaling, bias)
+are recorded once on a short row and applied to each chunk; models that do more than arithmetic there are refused.
 """
 
 import threading
@@ -23,20 +23,20 @@ from trimtab.model.forward import IGNORED, NUM_LABELLED, Batch, bare_model, logi
 from trimtab.model.linear_cross_entropy import Job, Kernel, chunked_cross_entropy, liger_cross_entropy
 from trimtab.model.router_loss import router_loss
 
-_PLAINLY = "memory.loss: plain"
-_SHORT = 32  # positions of the row on which a model is tried
+_CURE = "memory.loss: plain"
+_SHORT_LENGTH = 32  # positions of the row on which operations are recorded
 
 
 class HeadLoss:
-    """Runs a model for its summed loss alone.
+    """Run a model and return its summed token loss instead of logits.
 
     Args:
         how: "chunked" or "liger".
-        label_smoothing: The share of probability spread over the vocabulary.
-        counts_hits: Whether to count the tokens that are the most likely ones.
+        label_smoothing: As in `torch.nn.CrossEntropyLoss`.
+        counts_hits: Whether to count labels that are the most likely token.
 
     Raises:
-        RecipeError: If liger-kernel is not installed, or there is no GPU for it.
+        RecipeError: liger-kernel or a GPU for it is missing.
     """
 
     def __init__(self, how: str, label_smoothing: float = 0.0, *, counts_hits: bool = False) -> None:
@@ -48,15 +48,15 @@ class HeadLoss:
     def __call__(
         self, model: torch.nn.Module, batch: Batch, labels_BL: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The loss of `batch` summed over the labels, the number of hits where they are counted, and the router loss.
+        """Return the loss summed over the labels, the number of hits if counted, and the router loss if any.
 
         Args:
-            model: The model, or its wrapper for several processes.
-            batch: What the model reads; its own "labels" only make the inputs of a decoder.
-            labels_BL: The token that each position should foretell, or -100.
+            model: The model or its DDP wrapper.
+            batch: Inputs of the model; its "labels" are only used to make the inputs of a decoder.
+            labels_BL: The token to predict at each position, or -100.
 
         Raises:
-            LossError: If the model does not make its logits in a way that this loss can take part in.
+            LossError: The model does not compute its logits in a way that this loss supports.
         """
         bare = bare_model(model)
         head = _head_of(bare)
@@ -66,9 +66,9 @@ class HeadLoss:
         kernel: Kernel = chunked_cross_entropy
         if self._how == "liger":
             kernel = liger_cross_entropy
-            if steps.notes and job.softcap is None:
+            if steps.recorded and job.softcap is None:
                 raise LossError(
-                    f"{type(bare).__name__} does {steps} after its head, which liger's loss does not know",
+                    f"{type(bare).__name__} applies {steps} to its logits, which liger's loss does not support",
                     "memory.loss: chunked",
                 )
 
@@ -76,54 +76,54 @@ class HeadLoss:
             labels = _labels_for(hidden, head, labels_BL)
             return kernel(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, labels, job)
 
-        notes = _Notes(bare, (*labels_BL.shape, len(head.weight)))
-        with _in_place_of(head, compute, notes):
+        recorder = _Recorder(bare, (*labels_BL.shape, len(head.weight)))
+        with _head_replaced(head, compute, recorder):
             outputs = run_model(model, batch)
-        if notes.steps() != steps:
+        if recorder.steps() != steps:
             raise LossError(
-                f"{type(bare).__name__} does {notes.steps()} after its head, where it did {steps} before", _PLAINLY
+                f"{type(bare).__name__} applies {recorder.steps()} to its logits, but applied {steps} before", _CURE
             )
-        sums = _opened(outputs, bare)
+        sums = _unsealed(outputs, bare)
         return sums[0], sums[1].detach().long() if self._job.counts_hits else None, router_loss(model, outputs)
 
 
-def check_head(model: torch.nn.Module, batch: Batch, how: str = "chunked") -> str | None:
-    """Whether the loss of a model can be computed in place of its logits: tried on a short row against the plain way.
+def check_chunked_loss(model: torch.nn.Module, batch: Batch, how: str = "chunked") -> str | None:
+    """Check that `HeadLoss` supports a model, by comparing it with the plain loss on a short row.
 
     Args:
-        model: A model, or its wrapper for several processes; its mode and its gradients stay as they are.
+        model: A model or its DDP wrapper; its training mode and gradients are not changed.
         batch: A batch of the task, on the device of the model.
         how: "chunked" or "liger".
 
     Returns:
-        None if it can, else the reason why not.
+        None if it is supported, else the reason why not.
     """
     bare = bare_model(model)
     try:
         head = _head_of(bare)
         row = _short_row(batch)
         if row["labels"].dim() != 2:
-            return f"labels of shape {list(row['labels'].shape)} are not one for each position"
+            return f"labels of shape {list(row['labels'].shape)} are not one label per position"
         labels = torch.arange(row["labels"].numel(), device=head.weight.device) % len(head.weight)
         labels = labels.view_as(row["labels"])
         labels[:, 1:2] = IGNORED
-        with _evaluating(bare), torch.no_grad():
+        with _eval_mode(bare), torch.no_grad():
             total, _, _ = HeadLoss(how)(bare, row, labels)
             logits, dtype = _plain_logits(bare, head, row)
     except (LossError, RecipeError) as error:
         return error.problem
     if logits is None or logits.shape[:2] != labels.shape:
-        return f"{type(bare).__name__} gives no logits for each position"
+        return f"{type(bare).__name__} does not return logits for each position"
     wanted = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
     if not torch.allclose(total, wanted, rtol=1e-5 if dtype is torch.float32 else 2e-3):
         means = [float(value) / labels.numel() for value in (total, wanted)]
-        return "computed in place of the logits the loss is {:.6f}, from the logits {:.6f}".format(*means)
+        return "the loss computed in the head is {:.6f}, from logits {:.6f}".format(*means)
     return None
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One thing that a model does to its logits; `_HERE` stands for them, a `_Buffer` for one of the model's."""
+    """One operation on the logits; arguments can be `_LOGITS` or a `_Buffer` of the model as placeholders."""
 
     name: str
     function: Callable[..., Any]
@@ -136,155 +136,144 @@ class _Buffer:
     name: str
 
 
-_HERE = "the logits"
+_LOGITS = "the logits"
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """All that a model does to its logits."""
+    """The operations that a model applies to its logits."""
 
-    notes: tuple[_Step, ...] = ()
+    recorded: tuple[_Step, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join(step.name for step in self.notes) or "nothing"
+        return ", ".join(step.name for step in self.recorded) or "nothing"
 
     def on(self, model: torch.nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """The same as a function, with the buffers that the model has now."""
-        return partial(self._replay, dict(model.named_buffers())) if self.notes else None
+        """The operations as a function, with the current buffers of the model; None if there are none."""
+        return partial(self._replay, dict(model.named_buffers())) if self.recorded else None
 
     def _replay(self, buffers: Mapping[str, Tensor], logits: Tensor) -> Tensor:
-        for step in self.notes:
-            args = [_given(arg, logits, buffers) for arg in step.args]
-            logits = step.function(*args, **{name: _given(arg, logits, buffers) for name, arg in step.kwargs})
+        for step in self.recorded:
+            args = [_resolve(arg, logits, buffers) for arg in step.args]
+            logits = step.function(*args, **{name: _resolve(arg, logits, buffers) for name, arg in step.kwargs})
         return logits
 
     def softcap(self) -> float | None:
-        """The bound c, if the steps are c * tanh(logits / c)."""
-        if [step.name for step in self.notes] != ["div", "tanh", "mul"]:
+        """The bound c if the operations are c * tanh(logits / c), else None."""
+        if [step.name for step in self.recorded] != ["div", "tanh", "mul"]:
             return None
-        below, _, times = (step.args for step in self.notes)
-        bound = below[1]
-        is_one = below == (_HERE, bound) and times in ((_HERE, bound), (bound, _HERE))
-        return float(bound) if is_one and isinstance(bound, int | float) else None
+        div, _, mul = (step.args for step in self.recorded)
+        bound = div[1]
+        is_softcap = div == (_LOGITS, bound) and mul in ((_LOGITS, bound), (bound, _LOGITS))
+        return float(bound) if is_softcap and isinstance(bound, int | float) else None
 
 
-def _given(arg: Any, logits: Tensor, buffers: Mapping[str, Tensor]) -> Any:
+def _resolve(arg: Any, logits: Tensor, buffers: Mapping[str, Tensor]) -> Any:
     if isinstance(arg, _Buffer):
         return buffers[arg.name]
-    return logits if isinstance(arg, str) and arg == _HERE else arg
+    return logits if isinstance(arg, str) and arg == _LOGITS else arg
 
 
-class _Notes:
-    """What happens to the output of a head during one call."""
+class _Recorder:
+    """Records the operations on the output of a head during one call."""
 
     _ARITHMETIC = frozenset(("mul", "div", "true_divide", "add", "sub", "neg", "tanh", "clamp"))
-    _FORMATS = frozenset(("float", "to", "contiguous"))
+    _CONVERSIONS = frozenset(("float", "to", "contiguous"))
 
     def __init__(self, model: torch.nn.Module, shape: tuple[int, ...]) -> None:
-        self.shape = torch.Size(shape)  # that the logits would have had
-        self._model = model
+        self.shape = torch.Size(shape)  # that the logits would have
+        self.model = model
         self._steps: list[_Step] = []
 
-    def takes(self, name: str) -> bool:
-        """Whether something can be noted, to be done later."""
-        return name.removesuffix("_") in self._ARITHMETIC or name in self._FORMATS
+    def supports(self, name: str) -> bool:
+        """Whether an operation can be recorded and applied later."""
+        return name.removesuffix("_") in self._ARITHMETIC or name in self._CONVERSIONS
 
     def add(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note one thing."""
-        if name.endswith("_"):  # in place of what is not there; a chunk keeps what its gradient needs
+        """Record an operation."""
+        if name.endswith("_"):  # replayed out of place: autograd needs the chunk's values
             name = name.removesuffix("_")
             function = getattr(torch.Tensor, name)
-        words = tuple((key, self._word(name, value)) for key, value in kwargs.items())
-        self._steps.append(_Step(name, function, tuple(self._word(name, value) for value in args), words))
+        named = tuple((key, self._placeholder(name, value)) for key, value in kwargs.items())
+        self._steps.append(_Step(name, function, tuple(self._placeholder(name, value) for value in args), named))
 
     def steps(self) -> _Steps:
-        """All of them but changes of format at the end, which the loss makes by itself."""
+        """The recorded operations without conversions at the end, which the loss does anyway."""
         steps = list(self._steps)
         while steps and steps[-1].name in ("float", "contiguous"):
             steps.pop()
         return _Steps(tuple(steps))
 
-    def _word(self, name: str, value: Any) -> Any:
+    def _placeholder(self, name: str, value: Any) -> Any:
         if isinstance(value, _Sealed):
-            return _HERE
+            return _LOGITS
         if not isinstance(value, Tensor):
             return value
-        for known, buffer in self._model.named_buffers():
+        for known, buffer in self.model.named_buffers():
             if buffer is value:
                 return _Buffer(known)
         raise LossError(
-            f"{type(self._model).__name__} does {name!r} to its logits with a tensor that is none of its buffers",
-            _PLAINLY,
+            f"{type(self.model).__name__} applies {name!r} to its logits with a tensor that is not one of its buffers",
+            _CURE,
         )
 
 
 class _Sealed(torch.Tensor):
-    """Sums on their way out of a model, in the place of logits: arithmetic is noted and leaves them alone."""
+    """Loss sums that a model passes on as if they were logits: arithmetic is recorded and does not change them."""
 
-    _notes: _Notes
+    _recorder: _Recorder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sealed = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Sealed))
-        notes = sealed._notes
+        recorder = sealed._recorder
         name = func.__name__
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
         if name in ("shape", "size"):
-            return notes.shape if len(args) < 2 else notes.shape[args[1]]
+            return recorder.shape if len(args) < 2 else recorder.shape[args[1]]
         if name in ("dim", "ndim"):
-            return len(notes.shape)
-        if name == "_base":  # a view that nobody can change in place is as good as none
+            return len(recorder.shape)
+        if name == "_base":  # never changed in place, so nothing depends on whether it is a view
             return None
-        if notes.takes(name):
-            notes.add(name, func, args, kwargs)
+        if recorder.supports(name):
+            recorder.add(name, func, args, kwargs)
             return sealed
         if name not in _HARMLESS:
-            raise LossError(f"{type(notes._model).__name__} does {name!r} with its logits", _PLAINLY)
+            raise LossError(f"{type(recorder.model).__name__} applies {name!r} to its logits", _CURE)
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return _seal(result, notes) if isinstance(result, Tensor) else result
+        return _seal(result, recorder) if isinstance(result, Tensor) else result
 
 
-# What wrappers and hooks do with the output of a model without looking into it.
+# What wrappers and hooks do with an output without reading its values.
 _HARMLESS = frozenset(
     (
-        *(
-            "dtype",
-            "device",
-            "layout",
-            "requires_grad",
-            "grad_fn",
-            "is_leaf",
-            "grad",
-            "is_cuda",
-            "is_sparse",
-            "_version",
-        ),
-        *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage", "stride", "__hash__"),
-        *("register_hook", "retain_grad", "view_as", "clone", "detach", "alias", "__repr__", "__format__"),
+        *("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "grad", "is_cuda", "is_sparse"),
+        *("_version", "is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage", "stride"),
+        *("__hash__", "register_hook", "retain_grad", "view_as", "clone", "detach", "alias", "__repr__", "__format__"),
     )
 )
 
 
-def _seal(tensor: Tensor, notes: _Notes) -> _Sealed:
+def _seal(tensor: Tensor, recorder: _Recorder) -> _Sealed:
     sealed = tensor.as_subclass(_Sealed)
-    sealed._notes = notes
+    sealed._recorder = recorder
     return sealed
 
 
-def _opened(outputs: Any, model: torch.nn.Module) -> Tensor:
-    """The sums that a head gave, out of what the model made of them."""
+def _unsealed(outputs: Any, model: torch.nn.Module) -> Tensor:
+    """The loss sums in the outputs of a model."""
     found = logits_of(outputs)
     if not isinstance(found, _Sealed):
-        raise LossError(f"the logits of {type(model).__name__} are not those of its output layer", _PLAINLY)
+        raise LossError(f"the logits of {type(model).__name__} are not those of its output layer", _CURE)
     with torch._C.DisableTorchFunctionSubclass():
         return found.as_subclass(torch.Tensor)
 
 
 @contextmanager
-def _in_place_of(head: torch.nn.Linear, compute: Callable[[Tensor], Tensor], notes: _Notes) -> Iterator[None]:
-    """Let `head` give the sums of `compute` in this thread, until the end of the call."""
+def _head_replaced(head: torch.nn.Linear, compute: Callable[[Tensor], Tensor], recorder: _Recorder) -> Iterator[None]:
+    """Let the forward of `head` return the sums of `compute`; other threads still get logits."""
     owner, own, num_calls = threading.get_ident(), head.forward, 0
 
     def forward(hidden: Tensor) -> Tensor:
@@ -293,10 +282,10 @@ def _in_place_of(head: torch.nn.Linear, compute: Callable[[Tensor], Tensor], not
             return own(hidden)
         num_calls += 1
         if num_calls > 1:
-            raise LossError(f"{type(notes._model).__name__} uses its output layer more than once in a call", _PLAINLY)
-        return _seal(compute(hidden), notes)
+            raise LossError(f"{type(recorder.model).__name__} uses its output layer more than once in a call", _CURE)
+        return _seal(compute(hidden), recorder)
 
-    head.__dict__["forward"] = forward  # the class keeps its own
+    head.__dict__["forward"] = forward  # shadows the method of the class
     try:
         yield
     finally:
@@ -307,53 +296,53 @@ def _head_of(model: Any) -> torch.nn.Linear:
     """The output layer of a model.
 
     Raises:
-        LossError: If there is none that is an ordinary linear map.
+        LossError: There is none, or it is not a plain `torch.nn.Linear`.
     """
     getter = getattr(model, "get_output_embeddings", None)
     head: Any = getter() if getter is not None else None
     name = type(model).__name__
     if head is None:
-        raise LossError(f"{name} has no output layer that it would name", _PLAINLY)
+        raise LossError(f"{name} has no output layer: its get_output_embeddings returns none", _CURE)
     is_plain = type(head).forward is torch.nn.Linear.forward and "forward" not in head.__dict__
     if not is_plain or not isinstance(head, torch.nn.Linear):
         raise LossError(
-            f"the output layer of {name} is a {type(head).__module__}.{type(head).__name__} with a forward of its own",
-            _PLAINLY,
+            f"the output layer of {name} is a {type(head).__module__}.{type(head).__name__} with a custom forward",
+            _CURE,
         )
     return head
 
 
 def _labels_for(hidden: Tensor, head: torch.nn.Linear, labels_BL: Tensor) -> Tensor:
-    """The labels beside hidden states; looked at inside the model's forward, where a sharded weight is whole."""
+    """The labels, flattened. Checked inside the model's forward, where the weights of a sharded model are gathered."""
     if type(head.weight) not in (Tensor, torch.nn.Parameter) or not head.weight.is_floating_point():
         kind = f"{type(head.weight).__name__} of {head.weight.dtype}"
-        raise LossError(f"the weight of the output layer is a {kind}", _PLAINLY)
+        raise LossError(f"the weight of the output layer is a {kind}", _CURE)
     if hidden.shape[:-1] != labels_BL.shape:
         raise LossError(
-            f"hidden states of shape {list(hidden.shape)} do not fit labels of shape {list(labels_BL.shape)}",
-            "their shapes have to be (rows, positions, width) and (rows, positions): check the task and the inputs",
+            f"hidden states of shape {list(hidden.shape)} do not match labels of shape {list(labels_BL.shape)}",
+            "the shapes must be (rows, positions, width) and (rows, positions): check the task and the inputs",
         )
     return labels_BL.reshape(-1).to(hidden.device)
 
 
-_KNOWN: WeakKeyDictionary[torch.nn.Module, _Steps] = WeakKeyDictionary()
+_steps_by_model: WeakKeyDictionary[torch.nn.Module, _Steps] = WeakKeyDictionary()
 
 
 def _steps_after_head(model: torch.nn.Module, head: torch.nn.Linear, batch: Batch) -> _Steps:
-    """What a model does to its logits: seen once, on a short row and without computing any."""
-    if model not in _KNOWN:
+    """The operations that a model applies to its logits, recorded once on a short row without computing logits."""
+    if model not in _steps_by_model:
         row = _short_row(batch)
-        notes = _Notes(model, (*row["labels"].shape, len(head.weight)))
+        recorder = _Recorder(model, (*row["labels"].shape, len(head.weight)))
         nothing = torch.zeros(2, device=head.weight.device)
-        with _evaluating(model), torch.no_grad(), _in_place_of(head, lambda hidden: nothing, notes):
+        with _eval_mode(model), torch.no_grad(), _head_replaced(head, lambda hidden: nothing, recorder):
             outputs = run_model(model, row)
-        _opened(outputs, model)
-        _KNOWN[model] = notes.steps()
-    return _KNOWN[model]
+        _unsealed(outputs, model)
+        _steps_by_model[model] = recorder.steps()
+    return _steps_by_model[model]
 
 
 def _short_row(batch: Batch) -> dict[str, Tensor]:
-    """The fullest row of a batch, its beginning if every input is a matrix of tokens; one token of it labelled 0."""
+    """The start of the row with the least padding if every input is a matrix of tokens, else the batch as given."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     labels = tensors["labels"]
     if labels.dim() != 2 or any(value.dim() != 2 or len(value) != len(labels) for value in tensors.values()):
@@ -361,13 +350,13 @@ def _short_row(batch: Batch) -> dict[str, Tensor]:
     row = 0
     if "attention_mask" in tensors and not labels.is_meta:
         row = int(tensors["attention_mask"].sum(dim=1).argmax())
-    short = {name: value[row : row + 1, :_SHORT] for name, value in tensors.items()}
-    # what a decoder reads is made of the labels
+    short = {name: value[row : row + 1, :_SHORT_LENGTH] for name, value in tensors.items()}
+    # decoder inputs are made of the labels and must be valid tokens
     return short | {"labels": short["labels"].where(short["labels"] != IGNORED, 0)}
 
 
 def _plain_logits(model: Any, head: torch.nn.Linear, row: Batch) -> tuple[Tensor | None, torch.dtype | None]:
-    """The logits of a row, and the format in which the head gave them."""
+    """The logits of a row, and the dtype of the output of the head."""
     seen: list[torch.dtype] = []
     handle = head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     try:
@@ -377,8 +366,8 @@ def _plain_logits(model: Any, head: torch.nn.Linear, row: Batch) -> tuple[Tensor
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Every module in the mode for use, and back to its own: no random number is drawn meanwhile."""
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put all modules into eval mode, where dropout draws no random numbers, and restore their modes on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -389,7 +378,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def require_liger() -> None:
-    """Refuse to go on where liger-kernel, or a GPU for it, is missing."""
+    """Raise an error if liger-kernel or a GPU for it is missing."""
     require_extra("liger_kernel", "memory.loss: liger")
     if not torch.cuda.is_available():
-        raise RecipeError("a loss by liger needs an NVIDIA GPU, and there is none", "memory.loss: chunked, or auto")
+        raise RecipeError("memory.loss: liger needs an NVIDIA GPU, and none was found", "memory.loss: chunked, or auto")

@@ -1,4 +1,4 @@
-"""How a model is called for its loss: without labels, without a cache, with what a decoder reads."""
+"""Call a model for a loss: without labels, without a key-value cache, with decoder inputs."""
 
 import inspect
 from collections.abc import Mapping
@@ -7,34 +7,34 @@ from typing import Any
 import torch
 
 IGNORED = -100
-NUM_LABELLED = "num_labelled"  # an optional number in a batch; see `run_model`
+NUM_LABELLED = "num_labelled"  # an optional int in a batch; see `run_model`
 Batch = Mapping[str, torch.Tensor]
 
 
 def run_model(model: torch.nn.Module, batch: Batch) -> Any:
-    """What `model` gives for `batch`.
+    """Call `model` with the inputs in `batch`.
 
-    Its labels are kept from the model, and so is `num_labelled`: an int (no tensor) that a collator may put beside the
-    labels, at least as large as the number of positions with a label, so that nobody has to ask the device for it.
+    The labels are not passed to the model, and neither is `num_labelled`: an int that a collator can add to the batch,
+    an upper bound of the number of labelled positions that is known without a host-device sync.
     """
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", NUM_LABELLED)}
     bare = bare_model(model)
     config = getattr(bare, "config", None)
     if _needs_decoder_inputs(bare, config, batch):
         inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(batch["labels"])
-    # Keys and values kept for generation are never used here. The config keeps its own value, for who generates later.
+    # No key-value cache in training; config.use_cache is left alone because generation needs it later.
     if getattr(config, "use_cache", False) and "use_cache" in inspect.signature(bare.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)
 
 
 def bare_model(model: torch.nn.Module) -> Any:
-    """The model inside a wrapper for several processes, or the model itself."""
+    """The model inside a DDP wrapper, or the model itself."""
     return getattr(model, "module", model)
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
-    """The logits in what a model gave, or None where there are none."""
+    """The logits in the output of a model; None if there are none."""
     found = outputs
     if isinstance(outputs, Mapping):
         found = outputs.get("logits")
@@ -46,7 +46,7 @@ def logits_of(outputs: Any) -> torch.Tensor | None:
 
 
 def _needs_decoder_inputs(model: Any, config: Any, batch: Batch) -> bool:
-    """Whether a decoder reads the labels, moved by one: a model that is given labels does so by itself."""
+    """Whether decoder inputs have to be made from the labels, as transformers does in a model called with labels."""
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in batch:
         return False
     has_target_tokens = "labels" in batch and batch["labels"].dim() == 2

@@ -1,4 +1,4 @@
-"""Parts of a model that do not train: always, or until a step or an epoch."""
+"""Freeze parts of a model, always or until a step or epoch."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -9,28 +9,29 @@ import torch
 
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
-from trimtab.model.load import newly_initialised
+from trimtab.model.load import newly_initialized
 from trimtab.units import Every
 
 _BASE = "base"
 
 
 class Freezing:
-    """Keeps parts of a model from training and lets them train when they are due.
+    """Freezes parameters of a model and unfreezes them when they are due.
 
-    A parameter that several patterns name trains once the last of them lets go. What did not train before stays so.
+    A parameter that matches several patterns is unfrozen with the last of them. Parameters that were frozen before stay
+    frozen.
 
     Args:
         model: The model, before it is prepared.
-        spec: Pattern to when it begins to train; None is never. A pattern is "base" (everything but the head) or a
-            glob on the names of modules and parameters, where `*` also spans dots.
+        spec: Maps a pattern to the step or epoch at which its parameters are unfrozen; None for never. A pattern is
+            "base" (everything but the head) or a glob on names of modules and parameters, where `*` also matches dots.
     """
 
     def __init__(self, model: torch.nn.Module, spec: Mapping[str, Every | None]) -> None:
         for pattern, until in spec.items():
             if until is not None and until.seconds is not None:
                 raise RecipeError(
-                    f"train.freeze: {pattern!r} until {until} depends on how fast the machine is",
+                    f"train.freeze: {pattern!r} until {until} would depend on the speed of the machine",
                     'use steps or epochs, for example "200 steps", or "always"',
                 )
         self._model = model
@@ -42,43 +43,37 @@ class Freezing:
         trainable = {id(p) for p in model.parameters() if p.requires_grad}
         if self._spec and not trainable - {id(p) for held in self._held.values() for p in held}:
             raise RecipeError(
-                f"train.freeze leaves nothing to train: {', '.join(spec)} hold every parameter",
-                "a head that shares its weights with the embeddings is frozen with them; freeze fewer modules",
+                f"train.freeze leaves no trainable parameters: {', '.join(spec)} freezes all of them",
+                "freeze fewer modules; a head that is tied to the embeddings is frozen with them",
             )
 
     @property
     def active(self) -> list[str]:
-        """The patterns that still hold parameters back."""
+        """The patterns whose parameters are still frozen."""
         return list(self._active)
 
-    @property
-    def trainable_share(self) -> float:
-        """The share of all parameters that trains now."""
-        sizes = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
-        return sum(size for size, trains in sizes if trains) / max(1, sum(size for size, _ in sizes))
-
     def apply(self) -> None:
-        """Freeze everything that is held back now."""
+        """Set `requires_grad` of all parameters that match a pattern."""
         held = {id(p) for pattern in self._active for p in self._held[pattern]}
         for parameters in self._held.values():
             for parameter in parameters:
                 parameter.requires_grad_(id(parameter) not in held)
                 if id(parameter) in held:
-                    parameter.grad = None  # an optimizer would go on with a gradient that is left
+                    parameter.grad = None  # an optimizer would still apply a remaining gradient
 
     def released_later(self) -> list[torch.nn.Parameter]:
-        """The parameters that are held back for a time, and not for good."""
+        """The parameters that are frozen now or were, but not always."""
         return [p for pattern, until in self._spec.items() if until is not None for p in self._held[pattern]]
 
     def at_step(self, step: int, epoch: float) -> list[str]:
-        """Let train what is due.
+        """Unfreeze the parameters that are due.
 
         Args:
-            step: Optimizer steps done.
-            epoch: Epochs done, as a fraction.
+            step: Completed optimizer steps.
+            epoch: Completed epochs, as a fraction.
 
         Returns:
-            The patterns whose parameters begin to train now.
+            The patterns whose parameters were unfrozen.
         """
         due = [pattern for pattern in self._active if _is_due(self._spec[pattern], step, epoch)]
         if due:
@@ -87,16 +82,16 @@ class Freezing:
         return due
 
     def state_dict(self) -> dict[str, Any]:
-        """What is still frozen."""
+        """The patterns whose parameters are still frozen, as state."""
         return {"active": list(self._active)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Freeze what was frozen when the state was taken, and nothing else of what this object holds."""
+        """Freeze exactly the patterns that were frozen when the state was saved."""
         unknown = [pattern for pattern in state["active"] if pattern not in self._spec]
         if unknown:
             raise CheckpointError(
-                f"the checkpoint holds {', '.join(unknown)} frozen, which train.freeze does not name",
-                "resume with the recipe that the run began with",
+                f"in the checkpoint {', '.join(unknown)} is frozen, which is not in train.freeze",
+                "resume with the recipe that the run was started with",
             )
         self._active = [pattern for pattern in self._spec if pattern in state["active"]]
         self.apply()
@@ -104,7 +99,7 @@ class Freezing:
     def _matched(self, pattern: str) -> list[torch.nn.Parameter]:
         if pattern == _BASE:
             return self._base_parameters()
-        # Tied parameters have several names; any of them may be matched.
+        # Tied parameters have several names, and a pattern may match any of them.
         matched = {
             id(parameter): parameter
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
@@ -123,16 +118,14 @@ class Freezing:
         base = getattr(self._model, "base_model", self._model)
         if base is self._model:
             raise RecipeError(
-                f'train.freeze: {type(self._model).__name__} has no head apart from its base, so "base" means nothing',
+                f'train.freeze: "base": {type(self._model).__name__} has no head separate from its base',
                 f"name modules instead: {self._module_names()}",
             )
-        new = newly_initialised(self._model)
+        new = newly_initialized(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
         kept = [names[id(p)] for p in base.parameters() if names[id(p)] in new]
         if kept:
-            say(
-                f"train.freeze: {', '.join(kept[:3])} of the base trains with the head, because it is newly initialised"
-            )
+            say(f"train.freeze: {', '.join(kept[:3])} of the base is not frozen, because it is newly initialized")
         return [p for p in base.parameters() if names[id(p)] not in new]
 
     def _module_names(self) -> str:
@@ -144,7 +137,7 @@ def _is_due(until: Every | None, step: int, epoch: float) -> bool:
     if until is None:
         return False
     by_step = until.steps is not None and step >= until.steps
-    # An epoch's end is a quotient of whole numbers; a rounding error must not cost another step.
+    # The epoch is a quotient, and a rounding error must not delay this by a step.
     return by_step or (until.epochs is not None and epoch >= until.epochs - 1e-9)
 
 

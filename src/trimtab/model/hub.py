@@ -1,7 +1,4 @@
-"""Where models come from: what a user names becomes a folder, a GGUF file or a hub name.
-
-transformers is kept quiet while it loads, and its failures are told in our words, with a cure.
-"""
+"""Resolve a model name to a folder, a GGUF file or a Hub name, and turn transformers' load errors into ModelErrors."""
 
 import logging
 import warnings
@@ -17,38 +14,38 @@ from trimtab.hardware.extras import require_extra
 
 _ON_A_SERVER = ("models:/", "best:")
 _ADAPTER = "adapter_config.json"
-_LONGEST_REASON = 600
-_MARKS_OF_A_RUN = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
+_MAX_REASON = 600  # characters of an error message of transformers
+_RUN_FILES = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What transformers is asked for: a folder or hub name, and the file in it where the weights are GGUF."""
+    """A folder or Hub name for transformers, and the file in it if the weights are GGUF."""
 
     name: str
     gguf_file: str | None = None
 
     @property
     def arguments(self) -> dict[str, str]:
-        """What `from_pretrained` needs beside the name."""
+        """Keyword arguments for `from_pretrained`, besides the name."""
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
 def resolve_source(text: str, *, adapters: bool = False) -> str:
-    """Find what a user's word for a model means.
+    """Resolve a model given by the user.
 
     Args:
-        text: A run folder, a folder of a model, a `.gguf` file, or a name on the hub.
-        adapters: Whether a folder may hold an adapter alone.
+        text: A run folder, a model folder, a `.gguf` file, or a Hub name.
+        adapters: Whether a folder with only an adapter is allowed.
 
     Returns:
-        The folder of the model (of a run: its best one), the file, or the hub name as it is.
+        The folder of the model (of the best model for a run), the file, or the Hub name unchanged.
 
     Raises:
-        ModelError: If it is a path that leads to no model.
+        ModelError: The path does not lead to a model.
     """
-    if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line have made folders of them before
-        raise ModelError(f"{text!r} is on a tracking server, not here", f"fetch it: trimtab pull {text} DIR")
+    if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line download these before
+        raise ModelError(f"{text!r} is on a tracking server", f"download it: trimtab pull {text} DIR")
     if not text.strip():
         raise ModelError("no model is named", "name a folder that holds config.json, or a name on the hub")
     path = Path(text).expanduser()
@@ -66,32 +63,32 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter without the weights of its base."""
+    """Whether a folder contains an adapter without the weights of its base model."""
     found = Path(folder)
     whole = ("model*.safetensors", "pytorch_model*.bin")
     return (found / _ADAPTER).is_file() and not any(path for pattern in whole for path in found.glob(pattern))
 
 
 def _model_folder(folder: Path, adapters: bool) -> Path:
-    outdated = sorted(folder.glob(".best.outdated-*"))  # a writer was killed between its two renames
+    outdated = sorted(folder.glob(".best.outdated-*"))  # exists if a writer was killed between its two renames
     for place in (folder, folder / "best", *outdated):
         if is_adapter(place):
             if not adapters:
-                raise ModelError(f"{place} holds an adapter alone", f"merge it first: trimtab merge {folder} DIR")
+                raise ModelError(f"{place} holds an adapter only", f"merge it first: trimtab merge {folder} DIR")
             return place
         if (place / "config.json").is_file():
             return place
-    if any((folder / mark).exists() for mark in _MARKS_OF_A_RUN):
+    if any((folder / name).exists() for name in _RUN_FILES):
         raise ModelError(f"the run {folder} has no best model yet", "let it run until its first evaluation")
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     names = sorted(path.name for path in folder.iterdir())
     found = f"it holds {', '.join(names[:4])}" if names else "it is empty"
     cure = f"name {folder / inside[0]}" if inside else "name a folder that save_pretrained or trimtab wrote"
-    raise ModelError(f"{folder} is no model: it has no config.json ({found})", cure)
+    raise ModelError(f"{folder} is not a model: it has no config.json ({found})", cure)
 
 
 def as_source(text: str, *, adapters: bool = False) -> Source:
-    """What `resolve_source` finds, in the form that transformers takes."""
+    """Resolve a model given by the user, as `resolve_source`, to the arguments of transformers."""
     found = resolve_source(text, adapters=adapters)
     if found.endswith(".gguf"):
         require_extra("gguf", "reading a .gguf file")
@@ -101,9 +98,9 @@ def as_source(text: str, *, adapters: bool = False) -> Source:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers shows neither warnings nor its own progress bars; afterwards it is as it was.
+    """Suppress transformers' warnings and progress bars inside, and restore its settings on exit.
 
-    Downloads keep the hub's progress bar, which appears on a terminal only: they can take minutes.
+    Downloads, which can take minutes, keep the Hub's progress bar (on a terminal only).
     """
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as their_logging
@@ -113,7 +110,7 @@ def quiet_transformers() -> Iterator[None]:
     hub_logger = logging.getLogger("huggingface_hub")
     verbosity, hub_level = their_logging.get_verbosity(), hub_logger.level
     hook = their_logging.set_tqdm_hook(_without_bar)
-    gguf_bar = their_gguf.tqdm  # the one bar that does not ask the hook
+    gguf_bar = their_gguf.tqdm  # the only progress bar that ignores the hook
     their_gguf.tqdm = partial(gguf_bar, disable=True)
     their_logging.set_verbosity(logging.ERROR)
     hub_logger.setLevel(logging.ERROR)
@@ -135,13 +132,13 @@ def _without_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def explained(
     source: str, error: Exception, what: str = "", cure: str = "check its files, or name another model"
 ) -> UserError:
-    """What went wrong while `source` was loaded, and the cure, in place of transformers' own error.
+    """Turn an exception of transformers into an error with a cure.
 
     Args:
-        source: The name that the user gave.
-        error: What transformers raised.
-        what: Which part of it was loaded, such as "the tokenizer of "; empty for all of it.
-        cure: What mends it, where the error is none that is known.
+        source: The model as the user named it.
+        error: The exception of transformers.
+        what: The part that was loaded, such as "the tokenizer of "; empty for the whole model.
+        cure: Cure for errors that are not recognized.
     """
     kinds = {type(cause).__name__ for cause in _causes(error)}
     text = str(error)
@@ -149,7 +146,7 @@ def explained(
         return error
     if "GatedRepoError" in kinds:
         return ModelError(
-            f"{source} is gated: its owner wants you to accept a licence first",
+            f"{source} is gated: its license has to be accepted first",
             f"accept it on the model's page on the Hub ({source}), then run: hf auth login",
         )
     if "RepositoryNotFoundError" in kinds:
@@ -160,12 +157,12 @@ def explained(
     unreachable = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}
     if kinds & unreachable:
         return ModelError(
-            f"{source!r} is no folder here, is not in the hub's cache, and the hub cannot be reached",
-            "name a folder, or connect (and unset HF_HUB_OFFLINE) once so that it is fetched",
+            f"{source!r} is neither a folder nor in the Hub's cache, and the hub cannot be reached",
+            "name a folder, or connect once (and unset HF_HUB_OFFLINE) to download it",
         )
     if "trust_remote_code" in text:
         return ModelError(
-            f"{source} brings Python code of its own, which would run on this machine",
+            f"{source} contains Python code that would be executed on this machine",
             f"if you trust its authors: model: {{name: {source}, trust_remote_code: true}}",
         )
     if isinstance(error, ImportError):
@@ -174,11 +171,11 @@ def explained(
         return ModelError(f"{source}: {_first_line(text)}", "pip install --upgrade transformers")
     if "UnpicklingError" in kinds:
         return ModelError(
-            f"the weights of {source} are a pickle that holds more than tensors, and loading it could run any code",
+            f"the weights of {source} are a pickle that holds more than tensors, and loading it could execute any code",
             "get the model as safetensors",
         )
     if "SafetensorError" in kinds:
-        return ModelError(f"the weights of {source} cannot be read: {_first_line(text)}", "fetch or write them again")
+        return ModelError(f"the weights of {source} cannot be read: {_first_line(text)}", "download or save them again")
     return ModelError(f"{what}{source} cannot be loaded: {_first_line(text)}", cure)
 
 
@@ -191,7 +188,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(text: str) -> str:
-    """The first line of a message; all of one whose first line announces a list."""
+    """The first line of a message, or all of it if the first line ends with a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
-    told = " ".join(lines) if lines[0].endswith(":") else lines[0]
-    return told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]} …"
+    reason = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} …"

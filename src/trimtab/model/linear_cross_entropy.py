@@ -1,9 +1,9 @@
-"""Cross-entropy straight from hidden states and the weight of a head, without a tensor of all logits.
+"""Cross-entropy from hidden states and the weight of the output layer, without a tensor of all logits.
 
-A chunk of tokens at a time gets its logits, its losses and, where something trains, its share of the gradients, all in
-the forward pass; the backward pass only multiplies. Products run in the format of autocast, as the plain way rounds
-them; the softmax and the sums over chunks are fp32.
-Shapes: N tokens, D width of the hidden states, V tokens of the vocabulary, C tokens of a chunk.
+The forward pass computes logits, losses and gradients one chunk of tokens at a time; the backward pass only multiplies
+the gradients by that of the loss. Products run in the autocast dtype, with the same rounding as the plain loss; softmax
+and sums over chunks are fp32.
+Shapes: N tokens, D hidden size, V vocabulary size, C tokens of a chunk.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,23 +17,23 @@ from torch.nn import functional
 
 from trimtab.model.forward import IGNORED
 
-_CHUNK_BYTES = 64 * 2**20  # of a chunk's logits in fp32, and of other temporaries
-_FEWEST_ROWS = 256  # below, a product waits for the weight to be read rather than computes
-# fp16 has no numbers below 6e-8, where many probabilities of a large vocabulary are. A larger factor could overflow,
-# and unlike the plain way nothing would lower it then: the loss scale comes only with the backward pass.
-_FP16_LIFT = 16.0
+_CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits in fp32, and of other temporaries
+_MIN_CHUNK_TOKENS = 256  # with fewer, a product is bound by reading the weight and not by compute
+# Gradients in fp16 are multiplied by this factor: fp16 underflows below 6e-8, and many probabilities of a large
+# vocabulary are smaller. A larger factor could overflow, which no loss scaler would see before the backward pass.
+_FP16_SCALE = 16.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of one call.
+    """Options of one call.
 
     Args:
-        label_smoothing: The share of probability spread over the vocabulary.
-        after: What the model does with its logits before the loss, element by element; None for nothing.
-        counts_hits: Whether to count the tokens that are the most likely ones.
-        at_most: An upper bound of the number of labels, known without asking the device.
-        softcap: `after` as the bound of a tanh, where it is just that; for kernels that know nothing else.
+        label_smoothing: As in `torch.nn.CrossEntropyLoss`.
+        after: Elementwise function that the model applies to its logits before the loss; None for none.
+        counts_hits: Whether to count labels that are the most likely token.
+        at_most: Upper bound of the number of labels, known without a host-device sync.
+        softcap: The bound c if `after` is c * tanh(logits / c), for kernels that support only this function.
     """
 
     label_smoothing: float = 0.0
@@ -49,10 +49,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, Job], Tensor]
 def chunked_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, job: Job
 ) -> Tensor:
-    """The loss summed over all tokens with a label, and the number of hits (0 if not asked for), as one tensor.
+    """Return the loss summed over all labels and the number of hits (0 if not counted), as one tensor.
 
-    Nothing is read from an accelerator. Tokens without a label are left out on a CPU, or where `job.at_most` tells how
-    many are needed at most; elsewhere they are computed and count for nothing.
+    There is no host-device sync. Tokens without a label are skipped on a CPU, or if `job.at_most` bounds the number of
+    labels; otherwise they are computed with weight 0.
     """
     apply: Callable[..., Tensor] = ChunkedCrossEntropy.apply
     return apply(hidden_ND, weight_VD, bias_V, labels_N, job, torch.is_grad_enabled())
@@ -61,54 +61,54 @@ def chunked_cross_entropy(
 def liger_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, job: Job
 ) -> Tensor:
-    """The same by the kernels of liger-kernel, which wait for the device once in each pass."""
+    """The same with the kernels of liger-kernel, which do one host-device sync in each pass."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     positions = (labels_N != IGNORED).nonzero().squeeze(1)
-    if not len(positions):  # every parameter gets a gradient of zeros, which other processes may wait for
+    if not len(positions):  # gives zero gradients for every parameter, which DDP of other processes waits for
         return chunked_cross_entropy(hidden_ND, weight_VD, bias_V, labels_N, job)
     labels_N = labels_N.index_select(0, positions)
     dtype = compute_dtype(hidden_ND)
     hidden_ND = hidden_ND.index_select(0, positions).to(dtype)
     trains = torch.is_grad_enabled() and (weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad))
-    if trains and not hidden_ND.requires_grad:  # it makes no gradient of the weight otherwise
+    if trains and not hidden_ND.requires_grad:  # liger computes no gradient of the weight otherwise
         hidden_ND = hidden_ND.detach().requires_grad_()
     with _no_autocast(hidden_ND):
-        total, _, _, foretold = LigerFusedLinearCrossEntropyFunction.apply(
+        total, _, _, predicted = LigerFusedLinearCrossEntropyFunction.apply(
             hidden_ND,
             weight_VD.to(dtype),
             labels_N,
             None if bias_V is None else bias_V.to(dtype),
-            None,  # weights of classes
+            None,  # class weights
             IGNORED,
-            0.0,  # share of the squared log of the partition function
+            0.0,  # factor of the z-loss
             job.label_smoothing,
             "sum",
             job.softcap,
-            False,  # whether that share is given back
-            torch.float32 if weight_VD.requires_grad else None,  # in which gradients of the weight are summed
-            False,  # losses weighted by probability
-            False,  # accuracy
-            job.counts_hits,
+            False,  # return the z-loss
+            torch.float32 if weight_VD.requires_grad else None,  # dtype in which weight gradients are accumulated
+            False,  # scale losses by probability
+            False,  # return the accuracy
+            job.counts_hits,  # return the predicted tokens
         )
-    hits = (foretold == labels_N).sum() if job.counts_hits else torch.zeros_like(total)
+    hits = (predicted == labels_N).sum() if job.counts_hits else torch.zeros_like(total)
     return torch.stack([total.float(), hits.float()])
 
 
 def logits_bytes(rows: int, length: int, vocab: int) -> int:
-    """The size of all logits of a batch in fp32: what the plain way holds several times over."""
+    """Size of all logits of a batch in fp32; the plain loss holds several tensors of this size."""
     return 4 * rows * length * vocab
 
 
 def chunk_rows(num_tokens: int, vocab: int) -> int:
-    """How many tokens a chunk has: as many as fit the bytes, not too few, and all chunks about alike."""
-    most = max(_FEWEST_ROWS, _CHUNK_BYTES // (4 * vocab))
+    """Tokens per chunk: within `_CHUNK_BYTES`, but at least `_MIN_CHUNK_TOKENS`, with chunks of about equal size."""
+    most = max(_MIN_CHUNK_TOKENS, _CHUNK_BYTES // (4 * vocab))
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The format in which a product with `tensor` runs."""
+    """The dtype in which a product with `tensor` runs."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -128,7 +128,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         job: Job,
         keeps_gradients: bool,
     ) -> Tensor:
-        """The sum of the losses and the number of hits."""
+        """Compute losses, hits and gradients chunk by chunk."""
         needs_hidden, needs_weight, needs_bias = (need and keeps_gradients for need in ctx.needs_input_grad[:3])
         dtype = compute_dtype(hidden_ND)
         positions = _labelled(labels_N, job.at_most)
@@ -137,7 +137,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             hidden_ND, labels_N = hidden_ND.index_select(0, positions), labels_N.index_select(0, positions)
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
-        lift = _FP16_LIFT if dtype is torch.float16 else 1.0
+        scale = _FP16_SCALE if dtype is torch.float16 else 1.0
         num_tokens, vocab = len(labels_N), len(weight_VD)
         losses_N = hidden_ND.new_zeros(num_tokens, dtype=torch.float32)
         hits = hidden_ND.new_zeros((), dtype=torch.float32)
@@ -153,29 +153,29 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     hits += chunk.num_hits()
                 if not needs_any:
                     continue
-                slope_CV = chunk.slope(lift)
+                grad_CV = chunk.gradient(scale)
                 if grad_bias is not None:
-                    grad_bias += slope_CV.sum(dim=0)
-                slope_CV = slope_CV.to(dtype)
+                    grad_bias += grad_CV.sum(dim=0)
+                grad_CV = grad_CV.to(dtype)
                 if grad_hidden is not None:
-                    torch.mm(slope_CV, weight_VD, out=grad_hidden[rows])
+                    torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
                 if grad_weight is not None:
-                    _add_product(grad_weight, slope_CV, hidden_ND[rows])
-                del chunk, slope_CV  # before the next chunk is made
+                    _add_product(grad_weight, grad_CV, hidden_ND[rows])
+                del chunk, grad_CV  # frees memory for the next chunk
         ctx.kept = (grad_hidden, grad_weight, grad_bias, positions) if needs_any else None
         ctx.hidden_like = (all_hidden.shape, all_hidden.dtype)
         ctx.dtypes = (all_weight.dtype, None if bias_V is None else bias_V.dtype)
-        ctx.lift = lift
+        ctx.scale = scale
         return torch.stack([losses_N.sum(), hits])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that forward made, times that of the loss."""
+        """Multiply the gradients from the forward pass by that of the loss."""
         if ctx.kept is None:
-            raise RuntimeError("the gradients of a chunked loss can be taken once: they are changed in place")
+            raise RuntimeError("backward of a chunked loss can run only once: it changes its gradients in place")
         (grad_hidden, grad_weight, grad_bias, positions), ctx.kept = ctx.kept, None
-        factor = grad_sums[0] / ctx.lift
+        factor = grad_sums[0] / ctx.scale
         if grad_hidden is not None:
             shape, dtype = ctx.hidden_like
             grad_hidden = _placed(_times(grad_hidden, factor), positions, shape, dtype)
@@ -187,49 +187,48 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Chunk:
-    """The logits of some tokens, and what follows from them."""
+    """Logits, losses and gradients of a chunk of tokens."""
 
-    def __init__(self, raw_CV: Tensor, labels_C: Tensor, job: Job, needs_slope: bool) -> None:
+    def __init__(self, raw_CV: Tensor, labels_C: Tensor, job: Job, needs_gradient: bool) -> None:
         self._smoothing = job.label_smoothing
         self._raw_CV = raw_CV
         if job.after is None:
             self._logits_CV = raw_CV
         else:
-            with torch.set_grad_enabled(needs_slope):
-                self._logits_CV = job.after(raw_CV.requires_grad_(needs_slope))
-        self._is_asked_C = labels_C != IGNORED
+            with torch.set_grad_enabled(needs_gradient):
+                self._logits_CV = job.after(raw_CV.requires_grad_(needs_gradient))
+        self._has_label_C = labels_C != IGNORED
         self._labels_C = labels_C
-        self._answers_C1 = labels_C.where(self._is_asked_C, 0)[:, None]
-        self._log_shares_CV = functional.log_softmax(self._logits_CV.detach(), dim=-1, dtype=torch.float32)
-        losses_C = -self._log_shares_CV.gather(1, self._answers_C1).squeeze(1)
+        self._targets_C1 = labels_C.where(self._has_label_C, 0)[:, None]
+        self._log_probs_CV = functional.log_softmax(self._logits_CV.detach(), dim=-1, dtype=torch.float32)
+        losses_C = -self._log_probs_CV.gather(1, self._targets_C1).squeeze(1)
         if self._smoothing:
-            spread_C = -self._log_shares_CV.mean(dim=-1)
-            losses_C = (1 - self._smoothing) * losses_C + self._smoothing * spread_C
-        self.losses_C = losses_C.masked_fill(~self._is_asked_C, 0.0)
+            uniform_C = -self._log_probs_CV.mean(dim=-1)
+            losses_C = (1 - self._smoothing) * losses_C + self._smoothing * uniform_C
+        self.losses_C = losses_C.masked_fill(~self._has_label_C, 0.0)
 
     def num_hits(self) -> Tensor:
-        """How many of the labels are the most likely tokens."""
+        """Number of labels that are the most likely token."""
         return (self._logits_CV.detach().argmax(dim=-1) == self._labels_C).sum()
 
-    def slope(self, lift: float) -> Tensor:
-        """How the sum of the losses, `lift` times, changes with what the head gave; the chunk is used up by it."""
-        slope_CV = self._log_shares_CV.exp_()
-        vocab = slope_CV.shape[1]
+    def gradient(self, scale: float) -> Tensor:
+        """Gradient of the summed losses, times `scale`, by the output of the head. Overwrites the chunk's buffers."""
+        grad_CV = self._log_probs_CV.exp_()
         if self._smoothing:
-            slope_CV -= self._smoothing / vocab
-        # set and not added: adding at indices has no deterministic kernel everywhere
-        slope_CV.scatter_(1, self._answers_C1, slope_CV.gather(1, self._answers_C1) - (1 - self._smoothing))
-        slope_CV.masked_fill_(~self._is_asked_C[:, None], 0.0)
-        if lift != 1.0:
-            slope_CV *= lift
+            grad_CV -= self._smoothing / grad_CV.shape[1]
+        # scatter_ and not scatter_add_, which is not deterministic on every device
+        grad_CV.scatter_(1, self._targets_C1, grad_CV.gather(1, self._targets_C1) - (1 - self._smoothing))
+        grad_CV.masked_fill_(~self._has_label_C[:, None], 0.0)
+        if scale != 1.0:
+            grad_CV *= scale
         if self._logits_CV is self._raw_CV:
-            return slope_CV
-        (slope_CV,) = torch.autograd.grad(self._logits_CV, self._raw_CV, slope_CV.to(self._logits_CV.dtype))
-        return slope_CV
+            return grad_CV
+        (grad_CV,) = torch.autograd.grad(self._logits_CV, self._raw_CV, grad_CV.to(self._logits_CV.dtype))
+        return grad_CV
 
 
 def _labelled(labels_N: Tensor, at_most: int | None) -> Tensor | None:
-    """Where labels are, in order and before anything else; None for all positions."""
+    """Positions of the tokens to compute, labelled ones first; None for all positions."""
     if labels_N.device.type == "cpu" and at_most is None:
         positions = (labels_N != IGNORED).nonzero().squeeze(1)
         return None if len(positions) == len(labels_N) else positions
@@ -244,32 +243,32 @@ def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
         yield slice(start, min(start + step, num_tokens))
 
 
-def _add_product(sum_VD: Tensor, slope_CV: Tensor, hidden_CD: Tensor) -> None:
-    """Add slope^T hidden to an fp32 sum, without a temporary of its size."""
-    if slope_CV.dtype == sum_VD.dtype:
-        sum_VD.addmm_(slope_CV.t(), hidden_CD)
+def _add_product(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+    """Add grad^T hidden to an fp32 sum, without a temporary of its size."""
+    if grad_CV.dtype == sum_VD.dtype:
+        sum_VD.addmm_(grad_CV.t(), hidden_CD)
         return
     if _sums_half_in_fp32(sum_VD):
-        torch.addmm(sum_VD, slope_CV.t(), hidden_CD, out_dtype=torch.float32, out=sum_VD)
+        torch.addmm(sum_VD, grad_CV.t(), hidden_CD, out_dtype=torch.float32, out=sum_VD)
         return
-    # A sum of fp16 products over many tokens can overflow, which no loss scale would cure.
-    dtype = torch.float32 if slope_CV.dtype in (torch.float16, torch.float64) else slope_CV.dtype
+    # fp16 products are computed in fp32: their sum over many tokens can overflow, whatever the loss scale.
+    dtype = torch.float32 if grad_CV.dtype in (torch.float16, torch.float64) else grad_CV.dtype
     hidden_CD = hidden_CD.to(dtype)
     num_rows = max(1, _CHUNK_BYTES // (4 * (hidden_CD.shape[1] + hidden_CD.shape[0])))
     for start in range(0, len(sum_VD), num_rows):
         part = slice(start, start + num_rows)
-        sum_VD[part] += slope_CV[:, part].to(dtype).t() @ hidden_CD
+        sum_VD[part] += grad_CV[:, part].to(dtype).t() @ hidden_CD
 
 
 def _sums_half_in_fp32(tensor: Tensor) -> bool:
-    """Whether the device has products of half-precision matrices that are summed and given in fp32."""
+    """Whether the device has half-precision products with fp32 accumulation and output (`out_dtype`)."""
     if tensor.device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def _times(tensor_ND: Tensor, factor: Tensor) -> Tensor:
-    """The product in place, rounded once: torch would first round the factor to a half-precision tensor's format."""
+    """Multiply in place with one rounding; torch would first round the factor to the half-precision dtype."""
     if tensor_ND.dtype == factor.dtype:
         return tensor_ND.mul_(factor)
     num_rows = max(1, _CHUNK_BYTES // (4 * max(1, tensor_ND.shape[1])))
@@ -279,7 +278,7 @@ def _times(tensor_ND: Tensor, factor: Tensor) -> Tensor:
 
 
 def _placed(gradient: Tensor, positions: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradients at the positions they belong to, zeros elsewhere."""
+    """Put the gradients at their positions, zeros elsewhere."""
     gradient = gradient.to(dtype)
     if positions is None:
         return gradient

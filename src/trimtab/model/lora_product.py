@@ -1,9 +1,9 @@
-"""The product of a low-rank adapter, in the format of the base's own product and with little kept for backward.
+"""The forward of a LoRA module: in the compute dtype of the base module, with few tensors saved for backward.
 
-PEFT multiplies in the format of the adapter's weights: fp32 masters make an fp32 copy of every input. Here the masters
-are rounded to the format in which the base computes, once for each product, and the product is added to what the base
-gave without another tensor of that size. Kept for backward are the input, in that format (one tensor, which the
-projections of a block share), and its image under the first matrix.
+PEFT computes in the dtype of the adapter's weights, so fp32 master weights cause an fp32 copy of every input. Here the
+master weights are cast to the compute dtype of the base in each forward, and the product is added in place to the
+output of the base. Saved for backward are the input in that dtype (one tensor, shared by the projections of a block)
+and the small inner product.
 
 Shapes: x (tokens, in), down = A (rank, in), up = B (out, rank), inner = x A^T (tokens, rank).
 """
@@ -21,21 +21,21 @@ from trimtab.model.nf4 import dequantized, is_nf4
 
 _PEFT_FORWARD = "_trimtab_peft_forward"
 _last_input = threading.local()
-# torch's own selective checkpointing keeps outputs of the base, and fails where they change behind its back.
-_KEEP_OUTPUTS = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
+# torch's selective checkpointing caches outputs of the base and fails if they are changed in place.
+_CACHING_MODES = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 
 
 def bind_product(layer: Any) -> bool:
-    """Let one of PEFT's LoRA modules compute its product as described above.
+    """Replace the forward of one of PEFT's LoRA modules by the one of this module.
 
-    PEFT's own forward stays in use for all that is not covered: merged or disabled adapters, several at once, variants
-    such as DoRA, a bias in the adapter, a base that trains, torch.compile.
+    It still calls PEFT's forward in unsupported cases: merged, disabled or several adapters, variants such as DoRA, an
+    adapter with a bias, a trainable base, torch.compile.
 
     Args:
-        layer: A module of PEFT with an adapter.
+        layer: A LoRA module of PEFT.
 
     Returns:
-        Whether it is a module for which there is such a product.
+        Whether the forward was replaced: only for adapters on linear modules, and once.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -48,24 +48,24 @@ def bind_product(layer: Any) -> bool:
 
 
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    name = _covered(layer)
+    name = _supported_adapter(layer)
     if name is None or args or kwargs or not x.is_floating_point() or not x.numel():
         return layer.__dict__[_PEFT_FORWARD](x, *args, **kwargs)
     base, dropout = layer.base_layer, layer.lora_dropout[name]
     dropped = dropout(x) if layer.training and isinstance(dropout, torch.nn.Dropout) else None
     seen = x if dropped is None else dropped
     dtype, modes = _compute_dtype(base, x), _get_current_dispatch_mode_stack()
-    # Who watches (selective checkpointing, a tracer) has to see the same operations each time.
+    # Dispatch modes (selective checkpointing, a tracer) have to see the same operations in every call: no cache then.
     rounded = seen.detach().to(dtype) if modes else _rounded(seen, dtype)
     down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
-    keeps_outputs = any(type(mode).__name__ in _KEEP_OUTPUTS for mode in modes)
+    keeps_outputs = any(type(mode).__name__ in _CACHING_MODES for mode in modes)
     apply: Any = _BaseAndAdapter.apply
     rows = apply(x, dropped, rounded, down, up, base, layer.scaling[name], dtype, keeps_outputs)
     return rows.view(*x.shape[:-1], -1)
 
 
-def _covered(layer: Any) -> str | None:
-    """The name of the one adapter that is active, or None where PEFT has to compute."""
+def _supported_adapter(layer: Any) -> str | None:
+    """The name of the single active adapter, or None if PEFT's forward is needed."""
     active = layer.active_adapters
     if len(active) != 1 or active[0] not in layer.lora_A or layer.disable_adapters or layer.merged:
         return None
@@ -75,12 +75,12 @@ def _covered(layer: Any) -> str | None:
 
 
 def _is_frozen(base: Any) -> bool:
-    """Whether nothing of a base trains, so that it and its adapter can be one step of the graph."""
+    """Whether a base module has no trainable parameters, so it and its adapter can be one autograd function."""
     return not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
 
 
 def _compute_dtype(base: Any, x: torch.Tensor) -> torch.dtype:
-    """The format in which the base multiplies; a 4-bit module has its own and gives back that of its input."""
+    """The dtype in which the base module computes; a 4-bit module has its own compute dtype."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     own: torch.dtype | None = getattr(base, "compute_dtype", None)
@@ -88,18 +88,18 @@ def _compute_dtype(base: Any, x: torch.Tensor) -> torch.dtype:
 
 
 def _memory_of(result: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that the base has just made; with a bias it gives a view of a sum that it made as a matrix."""
+    """The tensor behind the output of the base, to add to in place; with a bias, the output is a view of a matrix."""
     if not result._is_view():
         return result
     whole = result._base
-    is_all = whole is not None and whole.numel() == result.numel() and result.is_contiguous()
-    return whole if is_all else None
+    is_whole = whole is not None and whole.numel() == result.numel() and result.is_contiguous()
+    return whole if is_whole else None
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The input in the format of the product, cut off from the graph; modules that share an input share this too.
+    """The detached input in the compute dtype; modules with the same input share the converted tensor.
 
-    Nothing is kept alive here: the tensor is found again only while autograd keeps it for the first of the modules.
+    It is held by a weak reference, so it is shared only while autograd keeps it for the first of the modules.
     """
     if x.dtype == dtype:
         return x.detach()
@@ -114,10 +114,10 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _BaseAndAdapter(torch.autograd.Function):
-    """A frozen base and its adapter in one step: base(x) + scale * x A^T B^T.
+    """A frozen base and its adapter in one autograd function: base(x) + scale * x A^T B^T.
 
-    As two steps autograd would hold two gradients of the input and add them, which at a wide input is the largest
-    temporary of a block. With dropout the adapter has an input of its own, and there are two.
+    As two functions, autograd would add two gradients of the input, which for wide inputs is the largest temporary of a
+    block. With dropout the adapter has a different input, and there are two gradients.
     """
 
     @staticmethod
@@ -133,10 +133,10 @@ class _BaseAndAdapter(torch.autograd.Function):
         dtype: torch.dtype,
         keeps_outputs: bool,
     ) -> torch.Tensor:
-        """What both give, in any shape with the same rows: autograd forbids much with a view that is made in here."""
+        """Return the sum, possibly flattened to a matrix: autograd restricts views that a function returns."""
         result = base(x)
         memory = None if keeps_outputs else _memory_of(result)
-        with torch.autocast(x.device.type, enabled=False):  # every format is chosen here
+        with torch.autocast(x.device.type, enabled=False):  # all dtypes are explicit
             inner = _rows(rounded) @ down.to(dtype).t()
             if memory is None:
                 memory = result.clone()
@@ -170,15 +170,15 @@ class _BaseAndAdapter(torch.autograd.Function):
 
 
 def _matrix_of(base: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a base as (out, in)."""
+    """The weight of a base module as (out, in)."""
     if is_nf4(base):
         return dequantized(base.weight, dtype)
     weight: torch.Tensor = base.weight.to(dtype)
-    return weight if isinstance(base, torch.nn.Linear) else weight.t()  # Conv1D keeps it the other way round
+    return weight if isinstance(base, torch.nn.Linear) else weight.t()  # Conv1D stores (in, out)
 
 
 def _add_product(result: torch.Tensor, inner: torch.Tensor, up: torch.Tensor, scale: float) -> None:
-    """Add scale * inner up^T in place; in one pass where the formats are the same."""
+    """Add scale * inner up^T in place; in one kernel if the dtypes are the same."""
     rows = result.view(-1, result.shape[-1])
     if rows.dtype == inner.dtype:
         rows.addmm_(inner, up.t(), alpha=scale)

@@ -1,11 +1,12 @@
-"""The losses of the tasks: the model runs without labels, the loss is computed here in fp32 as a mean over items.
+"""Losses of the tasks. The model runs without labels; the loss is computed here in fp32 as a mean over items.
 
-Each comes with its weight, the number of rows or tokens that the mean stands for, so that micro-batches add up exactly.
+Each loss has a weight: the number of items (rows or tokens) in the mean, so micro-batches can be combined exactly.
 Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +25,11 @@ class StepLoss:
     """The loss of one batch.
 
     Args:
-        value: What is minimised, differentiable: the mean over the items, and the auxiliary loss of the model's routers
-            where it has one.
-        weight: How many items (rows or tokens) it stands for; a tensor on the device where it had to be counted there.
-        logits: What the model predicted, detached; empty where none were made.
-        hits: How many of the items were foretold right, where that was asked for.
-        item_mean: The mean over the items alone, where `value` contains more than that.
+        value: The differentiable loss: the mean over the items, plus the auxiliary router loss of a MoE model.
+        weight: Number of items (rows or tokens) in the mean; a tensor if it was counted on the device.
+        logits: Detached logits; empty if the loss was computed without logits.
+        hits: Number of correctly predicted items, if counted.
+        item_mean: The mean over the items alone, if `value` contains more than that.
     """
 
     value: torch.Tensor
@@ -39,11 +39,11 @@ class StepLoss:
     item_mean: torch.Tensor | None = None
 
     def loss_sum(self) -> torch.Tensor:
-        """What is minimised, times the number of items: a batch without any adds nothing, any other NaN stays."""
+        """`value` times the number of items; 0 for a batch without items, even if its value is NaN."""
         return self._times_weight(self.value)
 
     def item_loss_sum(self) -> torch.Tensor:
-        """The sum over the items alone: for metrics, which do not depend on how rows are cut into batches."""
+        """Sum over the items without the router loss, for metrics: independent of the split into batches."""
         return self._times_weight(self.value if self.item_mean is None else self.item_mean)
 
     def _times_weight(self, mean: torch.Tensor) -> torch.Tensor:
@@ -54,10 +54,10 @@ class StepLoss:
 
 
 class Loss(Protocol):
-    """Runs a model on a batch and gives its loss."""
+    """Runs a model on a batch and returns its loss."""
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
-        """The loss of `batch`, which is left as it is."""
+        """Compute the loss of `batch` without changing it."""
 
 
 def build_loss(
@@ -68,45 +68,47 @@ def build_loss(
     how: str = "plain",
     counts_hits: bool = False,
 ) -> Loss:
-    """The loss of a task.
+    """Build the loss of a task.
 
     Args:
-        kind: "cross-entropy" (one class a row), "binary-cross-entropy" (several labels a row), "mse", or
-            "token-cross-entropy" (one class a position; positions labelled -100 count for nothing).
+        kind: "cross-entropy" (one class per row), "binary-cross-entropy" (several labels per row), "mse", or
+            "token-cross-entropy" (one class per position; positions with label -100 are ignored).
         shifts_labels: Whether the logits at position t predict the label at t + 1, as in causal language models.
-        label_smoothing: The share of probability spread over all classes; for the cross-entropies of one class only.
-        how: "plain" makes the logits. "chunked" and "liger" (on a GPU) never hold them all and are for
-            "token-cross-entropy" alone; `trimtab.model.chunked_loss.check_head` says whether they fit a model.
-        counts_hits: Where no logits are made, also count the tokens that are the most likely ones (`StepLoss.hits`),
-            which the metric token_accuracy needs.
+        label_smoothing: As in `torch.nn.CrossEntropyLoss`; for the two cross-entropies with one class only.
+        how: "plain" computes all logits. "chunked" and "liger" (on a GPU) do not and are for "token-cross-entropy"
+            only; `trimtab.model.chunked_loss.check_chunked_loss` tells whether they support a model.
+        counts_hits: Without logits, count the labels that are the most likely token (`StepLoss.hits`), for the metric
+            token_accuracy.
     """
     if how not in ("plain", "chunked", "liger"):
-        raise RecipeError(f"a loss computed the way {how!r} is not known", "use plain, chunked or liger")
+        raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, chunked or liger")
     if how != "plain" and kind != "token-cross-entropy":
-        raise RecipeError(f"a {kind} loss is always computed plainly, not {how}", "memory.loss: plain, or auto")
+        raise RecipeError(f"memory.loss: {how} does not support a {kind} loss", "memory.loss: plain, or auto")
     if not 0.0 <= label_smoothing < 1.0:
-        raise RecipeError(f"label_smoothing {label_smoothing} is not possible", "use a number from 0 to below 1")
+        raise RecipeError(
+            f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to a number from 0 to below 1"
+        )
     if kind == "cross-entropy":
-        return _ModelLoss(_RowCrossEntropy(label_smoothing))
+        return _ModelLoss(partial(_row_cross_entropy, label_smoothing))
     if how != "plain":
         return _HeadLoss(HeadLoss(how, label_smoothing, counts_hits=counts_hits), shifts_labels)
     if kind == "token-cross-entropy":
-        return _ModelLoss(_TokenCrossEntropy(label_smoothing, shifts_labels))
+        return _ModelLoss(partial(_token_cross_entropy, label_smoothing, shifts_labels))
     if kind not in ("binary-cross-entropy", "mse"):
         known = "cross-entropy, binary-cross-entropy, mse, token-cross-entropy"
         raise RecipeError(f"a loss of kind {kind!r} is not known", f"use one of {known}")
     if label_smoothing:
-        raise RecipeError(f"label_smoothing has no meaning for a {kind} loss", "set train.label_smoothing to 0")
+        raise RecipeError(f"label_smoothing has no effect on a {kind} loss", "set train.label_smoothing to 0")
     return _ModelLoss(_binary_cross_entropy if kind == "binary-cross-entropy" else _mean_squared_error)
 
 
-def own_loss(function: OwnLoss) -> Loss:
-    """Make a loss of a user's function.
+def loss_from_function(function: OwnLoss) -> Loss:
+    """Make a loss from a function of the user.
 
     Args:
-        function: Takes what the model gave (without labels) and the batch (with labels); gives the mean loss of the
-            batch, or the mean and the number of items it stands for. Without that number each row counts as one. It is
-            the whole loss: auxiliary losses of routers are in what the model gave (`outputs.aux_loss`).
+        function: Takes the output of the model (called without labels) and the batch (with labels). Returns the mean
+            loss of the batch, or the mean and the number of items in it (by default the number of rows). No router
+            loss is added: it is in the output of the model (`outputs.aux_loss`).
     """
     return _OwnLoss(function)
 
@@ -115,7 +117,7 @@ Measured = tuple[torch.Tensor, torch.Tensor | int]
 
 
 class _ModelLoss:
-    """A loss of logits and labels."""
+    """A loss computed from logits and labels."""
 
     def __init__(self, measure: Callable[[torch.Tensor, torch.Tensor], Measured]) -> None:
         self._measure = measure
@@ -125,14 +127,14 @@ class _ModelLoss:
         outputs = run_model(model, batch)
         logits = logits_of(outputs)
         if logits is None:
-            raise LossError(f"{type(model).__name__} gives no logits", "pass a loss function of your own")
-        # Half-precision logits would round the sum over classes; fp32 ones are not copied.
+            raise LossError(f"{type(model).__name__} returns no logits", "pass your own loss function")
+        # In half precision the sum over classes would be rounded. fp32 logits are not copied.
         mean, weight = self._measure(logits.float(), batch["labels"])
         return _with_router_loss(StepLoss(mean, weight, logits.detach()), router_loss(model, outputs))
 
 
 class _HeadLoss:
-    """The cross-entropy of tokens, computed where the logits would have been made."""
+    """Token cross-entropy, computed in the output layer without all logits."""
 
     def __init__(self, loss: HeadLoss, shifts_labels: bool) -> None:
         self._loss = loss
@@ -153,7 +155,7 @@ def _with_router_loss(step: StepLoss, of_routers: torch.Tensor | None) -> StepLo
 
 
 class _OwnLoss:
-    """A loss that the user wrote."""
+    """A loss computed by a function of the user."""
 
     def __init__(self, function: OwnLoss) -> None:
         self._function = function
@@ -165,49 +167,34 @@ class _OwnLoss:
         value, weight = result if isinstance(result, tuple) else (result, num_rows)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise LossError(f"your loss function gave {found}", "return a tensor with one number: the mean loss")
+            raise LossError(f"your loss function returned {found}", "return a tensor with one number: the mean loss")
         logits = logits_of(outputs)
         return StepLoss(value.reshape(()), weight, torch.empty(0) if logits is None else logits.detach())
 
 
-class _RowCrossEntropy:
-    """One class for each row."""
-
-    def __init__(self, label_smoothing: float) -> None:
-        self._label_smoothing = label_smoothing
-
-    def __call__(self, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
-        if logits_BV.dim() != 2 or labels_B.shape != logits_BV.shape[:1]:
-            raise _shapes_differ(logits_BV, labels_B, "(rows, classes) and (rows)")
-        value = functional.cross_entropy(logits_BV, labels_B, label_smoothing=self._label_smoothing)
-        return value, labels_B.shape[0]
+def _row_cross_entropy(label_smoothing: float, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
+    if logits_BV.dim() != 2 or labels_B.shape != logits_BV.shape[:1]:
+        raise _shapes_differ(logits_BV, labels_B, "(rows, classes) and (rows)")
+    return functional.cross_entropy(logits_BV, labels_B, label_smoothing=label_smoothing), labels_B.shape[0]
 
 
-class _TokenCrossEntropy:
-    """One class for each position that has a label."""
-
-    def __init__(self, label_smoothing: float, shifts_labels: bool) -> None:
-        self._label_smoothing = label_smoothing
-        self._shifts_labels = shifts_labels
-
-    def __call__(self, logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> Measured:
-        if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
-            raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
-        if self._shifts_labels:
-            labels_BL = _next_tokens(labels_BL)
-        total = functional.cross_entropy(
-            logits_BLV.flatten(0, 1),
-            labels_BL.flatten(),
-            ignore_index=IGNORED,
-            label_smoothing=self._label_smoothing,
-            reduction="sum",
-        )
-        weight = (labels_BL != IGNORED).sum()
-        return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
+def _token_cross_entropy(
+    label_smoothing: float, shifts_labels: bool, logits_BLV: torch.Tensor, labels_BL: torch.Tensor
+) -> Measured:
+    if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
+        raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
+    if shifts_labels:
+        labels_BL = _next_tokens(labels_BL)
+    logits, labels = logits_BLV.flatten(0, 1), labels_BL.flatten()
+    total = functional.cross_entropy(
+        logits, labels, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
+    )
+    weight = (labels_BL != IGNORED).sum()
+    return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
 
 
 def _next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
-    """For each position the label of the next. Labels move, not logits: a slice of those would be a large copy."""
+    """The label of the next position, for each position. Slicing logits instead would copy them."""
     return functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -221,18 +208,18 @@ def _binary_cross_entropy(logits_BK: torch.Tensor, labels_BK: torch.Tensor) -> M
 def _mean_squared_error(logits: torch.Tensor, labels: torch.Tensor) -> Measured:
     if labels.dim() == 1 and logits.dim() == 2 and logits.shape[1] == 1:
         logits = logits.squeeze(1)
-    if labels.shape != logits.shape:  # torch would broadcast (B, 1) with (B) to (B, B)
+    if labels.shape != logits.shape:  # mse_loss would broadcast (B, 1) and (B) to (B, B)
         raise _shapes_differ(logits, labels, "(rows, 1) and (rows), or (rows, targets) for both")
     return functional.mse_loss(logits, labels.to(logits.dtype)), labels.shape[0]
 
 
 def _require_labels(batch: Batch) -> None:
     if "labels" not in batch:
-        raise LossError(f"the batch has no labels, only {', '.join(batch)}", "let the collator add `labels`")
+        raise LossError(f"the batch has no labels, only {', '.join(batch)}", "add `labels` in the collator")
 
 
 def _shapes_differ(logits: torch.Tensor, labels: torch.Tensor, wanted: str) -> LossError:
     return LossError(
-        f"logits of shape {list(logits.shape)} do not fit labels of shape {list(labels.shape)}",
-        f"their shapes have to be {wanted}: check the task and the number of labels",
+        f"logits of shape {list(logits.shape)} do not match labels of shape {list(labels.shape)}",
+        f"the shapes must be {wanted}: check the task and the number of labels",
     )

@@ -1,8 +1,8 @@
-"""The number formats in which a model computes and keeps its weights; what it returns is always fp32.
+"""Precision of a model: the dtypes of its computation and its weights. Its outputs are always fp32.
 
-`fp16` and `bf16` mean mixed: the forward runs under autocast, and weights that train are kept in fp32, whatever they
-were loaded in, so that small updates are not rounded away and fp16 gradients can be unscaled. `bf16-pure` keeps nothing
-in fp32; small updates survive if the optimizer rounds stochastically. `tf32` is fp32 with coarser matrix products.
+`fp16` and `bf16` are mixed precision: the forward runs under autocast, and trainable parameters are fp32 whatever dtype
+they were loaded in, so small updates are not lost and fp16 gradients can be unscaled. `bf16-pure` has bf16 weights
+only; small updates are not lost if the optimizer rounds stochastically. `tf32` is fp32 with tf32 matrix products.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ _OWN_FORWARD = "_trimtab_forward"
 
 
 class Precision:
-    """The number format in which a model computes; "no" does nothing at all.
+    """The precision of a model; "no" changes nothing.
 
     Args:
-        name: "no", "tf32", "fp16", "bf16" or "bf16-pure". "tf32" is a setting of the whole process.
-        device: Where the model computes.
+        name: "no", "tf32", "fp16", "bf16" or "bf16-pure". "tf32" applies to the whole process.
+        device: Device of the model.
     """
 
     def __init__(self, name: str | None, device: torch.device) -> None:
         self.name = "no" if name is None else str(name)
         if self.name not in _DTYPES:
-            words = ", ".join(f'"{word}"' for word in _DTYPES)
-            raise RecipeError(f"mixed_precision={name!r} is not known", f"use one of {words}")
+            names = ", ".join(f'"{known}"' for known in _DTYPES)
+            raise RecipeError(f"mixed_precision={name!r} is not known", f"use one of {names}")
         self.compute_dtype = _DTYPES[self.name]
         self.is_pure = self.name == "bf16-pure"
         self._device = device
@@ -41,23 +41,23 @@ class Precision:
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether small gradients would vanish in the format of the computation."""
+        """Whether small gradients would underflow in the compute dtype."""
         return self.compute_dtype is torch.float16
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """A context in which matrix products run in the format of this precision."""
+        """The autocast context of this precision."""
         if self.compute_dtype is None or self.is_pure:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self.compute_dtype, enabled=enabled)
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Make the forward of `model` run in this precision by itself, and its weights what that needs."""
+        """Wrap the forward of `model` in autocast with fp32 outputs, and convert its weights."""
         if self.compute_dtype is None or _OWN_FORWARD in model.__dict__:
             return
         if self.is_pure:
             _convert([p for p in model.parameters() if p.is_floating_point()], self.compute_dtype)
         else:
-            keep_fp32([p for p in model.parameters() if p.requires_grad], said_of=type(model).__name__)
+            convert_to_fp32([p for p in model.parameters() if p.requires_grad], model_name=type(model).__name__)
         precision = self
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ class Precision:
         model.forward = MethodType(_signature_of(model.forward, forward), model)
 
     def detach(self, model: torch.nn.Module) -> None:
-        """Give `model` its own forward back."""
+        """Restore the original forward of `model`."""
         own = model.__dict__.pop(_OWN_FORWARD, None)
         if own is None:
             return
@@ -80,18 +80,23 @@ class Precision:
 
 
 def _signature_of(wrapped: Any, function: Any) -> Any:
-    """Let tools that read a forward's parameters (trainers, tokenizers) see those of the model."""
+    """Let `inspect.signature` of a wrapper return the parameters of the wrapped forward."""
     function.__wrapped__ = getattr(wrapped, "__func__", wrapped)
     function.__doc__ = wrapped.__doc__
     return function
 
 
-def keep_fp32(parameters: list[torch.nn.Parameter], said_of: str = "") -> None:
-    """Turn half-precision parameters, and the gradients they may have, into fp32 in place."""
+def convert_to_fp32(parameters: list[torch.nn.Parameter], model_name: str = "") -> None:
+    """Convert half-precision parameters and their gradients to fp32 in place.
+
+    Args:
+        parameters: Parameters to convert.
+        model_name: Name of the model for a log message; empty for no message.
+    """
     half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
     _convert(half, torch.float32)
-    if half and said_of:
-        say(f"{said_of}: {len(half)} trainable tensors were in half precision and are kept in fp32 (mixed precision)")
+    if half and model_name:
+        say(f"{model_name}: {len(half)} trainable tensors in half precision were converted to fp32 (mixed precision)")
 
 
 def _convert(parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
@@ -106,14 +111,14 @@ def _convert(parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
 def _use_tf32(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         raise RecipeError(
-            "tf32 is a format of NVIDIA GPUs from compute capability 8.0 on, which this device is not",
+            f"tf32 needs an NVIDIA GPU with compute capability 8.0 or higher, and the device is {device}",
             "train.precision: fp32, or auto",
         )
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
 
 def as_fp32(output: Any) -> Any:
-    """`output` with every half-precision tensor in it as fp32; containers keep their type."""
+    """Convert every half-precision tensor in `output` to fp32; containers keep their type."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if isinstance(output, tuple) and hasattr(output, "_fields"):
@@ -122,7 +127,7 @@ def as_fp32(output: Any) -> Any:
         return type(output)(map(as_fp32, output))
     if isinstance(output, Mapping):
         converted = {key: as_fp32(value) for key, value in output.items()}
-        # transformers' outputs are dataclasses and mappings at once, built by field
+        # transformers' outputs are both dataclasses and mappings, and are built from keyword arguments
         return type(output)(**converted) if dataclasses.is_dataclass(output) else type(output)(converted)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output) if field.init}

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded with a pad token in place, or trained from texts for a model that starts from scratch."""
+"""Tokenizers: loaded with a pad token, or trained from texts for a model that is trained from scratch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,28 +11,28 @@ from trimtab.model.hub import as_source, explained, quiet_transformers
 
 _BYTE_LEVEL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"}
-# Where the usual kinds of tokenizers keep their words; each in a folder with other files than these names its own.
+# Vocabulary files of common tokenizers, for when the tokenizer class and so its own file names are unknown.
 _VOCABULARY_FILES = ("vocab.*", "merges.txt", "*.model", "*.bpe.*", "tekken.json", "tokenizer_config.json")
 _NAME_A_TOKENIZER = (
-    "name one in model.tokenizer (--set model.tokenizer=NAME_OR_FOLDER), or write it into the model's folder with "
+    "name one in model.tokenizer (--set model.tokenizer=NAME_OR_FOLDER), or save it into the model's folder with "
     "save_pretrained"
 )
-_MOST_LETTERS = 1000  # rarer ones become the unknown token
+_MAX_ALPHABET = 1000  # characters; rarer ones become the unknown token
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer that can pad.
+    """Load a tokenizer, and give it a pad token if it has none.
 
     Args:
-        source: A run, a folder, a `.gguf` file or a hub name.
-        trust_remote_code: Whether Python code that lies beside the tokenizer may run.
+        source: A run, a folder, a `.gguf` file or a Hub name.
+        trust_remote_code: Whether Python code from the tokenizer's repository may be executed.
 
     Raises:
-        ModelError: If there is none.
+        ModelError: There is no tokenizer.
     """
     from transformers import AutoTokenizer
 
-    place = as_source(source, adapters=True)  # beside an adapter lies its tokenizer
+    place = as_source(source, adapters=True)  # folders of adapters contain the tokenizer
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -42,8 +42,8 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
             if place.gguf_file is None and not _has_vocabulary(Path(place.name), _VOCABULARY_FILES):
                 raise ModelError(f"{source} holds no tokenizer", _NAME_A_TOKENIZER) from error
             raise explained(source, error, "the tokenizer of ", _NAME_A_TOKENIZER) from error
-        # Without files transformers gives a tokenizer that knows its special tokens only, and says nothing.
-        wanted = getattr(tokenizer, "vocab_files_names", {}).values()  # none of tokenizers that work on bytes
+        # Without files transformers silently returns a tokenizer with special tokens only.
+        wanted = getattr(tokenizer, "vocab_files_names", {}).values()  # empty for byte tokenizers
         is_empty = len(tokenizer) <= len(tokenizer.all_special_tokens)
         if is_empty or (wanted and place.gguf_file is None and not _has_vocabulary(Path(place.name), wanted)):
             raise ModelError(f"{source} holds no tokenizer", _NAME_A_TOKENIZER)
@@ -54,37 +54,37 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def _has_vocabulary(folder: Path, names: Iterable[str]) -> bool:
-    """Whether a folder here holds one of the files; of what is no folder here it is not known, and assumed."""
+    """Whether a local folder contains one of the files; assumed for Hub names."""
     if not folder.is_dir():
         return True
     return any(any(folder.glob(name)) for name in {*names, "tokenizer.json", "tokenizer.*.json"})
 
 
 def give_pad_token(tokenizer: Any) -> str:
-    """Make sure that a tokenizer can pad.
+    """Give a tokenizer a pad token if it has none.
 
     Returns:
-        What was done, in words; empty where nothing had to be done.
+        A remark for the log; empty if nothing was changed.
     """
     if tokenizer.pad_token_id is not None:
         return ""
     if tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
-        return f"the tokenizer has no pad token, so its end token {tokenizer.eos_token} pads (padding carries no loss)"
+        return f"the tokenizer has no pad token: its end token {tokenizer.eos_token} is used (padding has no loss)"
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return "the tokenizer has neither a pad nor an end token, so [PAD] was added to it"
+    return "the tokenizer has neither a pad nor an end token: [PAD] was added"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Any:
-    """Train a tokenizer, for a model that starts from scratch.
+    """Train a tokenizer for a model that is trained from scratch.
 
-    Every text becomes begin, its tokens, end; a pair has an end after each. Begin is also the class token, end the
-    separator, so that encoders, decoders and encoder-decoders can all use it.
+    A text is encoded as BOS, its tokens, EOS; a pair has an EOS after each text. BOS is also the CLS token and EOS the
+    SEP token, so encoders, decoders and encoder-decoders can use it.
 
     Args:
-        texts: What to learn from.
-        vocab_size: The most tokens that it may have; few texts give fewer.
-        kind: "bpe" works on bytes, keeps case and every character; "wordpiece" is BERT's, in lower case.
+        texts: Training texts.
+        vocab_size: Maximum number of tokens.
+        kind: "bpe" is byte-level and lossless; "wordpiece" is as in BERT, lower-case.
     """
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
@@ -93,7 +93,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
         raise RecipeError(f"a tokenizer of kind {kind!r} is not known", f"use one of {', '.join(_KINDS)}")
     documents = list(texts)
     if not documents:
-        raise DataError("there is no text to train a tokenizer from", "name the column in data.text")
+        raise DataError("there is no text to train a tokenizer on", "name the text column in data.text")
     names, train = _KINDS[kind]
     special = list(names.values())
     tokenizer = train(documents, vocab_size, special)
@@ -128,12 +128,12 @@ def _byte_level(documents: list[str], vocab_size: int, special: list[str]) -> An
 
 
 def _word_piece(documents: list[str], vocab_size: int, special: list[str]) -> Any:
-    """The trainer numbers pieces inside words in an order that changes from run to run, so they are handed to it."""
+    """Train WordPiece. The order of ## characters would differ between runs, so they are passed as special tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
     counts = Counter(char for text in documents for char in normalizer.normalize_str(text) if not char.isspace())
-    alphabet = sorted(sorted(counts, key=lambda char: (-counts[char], char))[:_MOST_LETTERS])
+    alphabet = sorted(sorted(counts, key=lambda char: (-counts[char], char))[:_MAX_ALPHABET])
     fixed = [*special, *(f"##{char}" for char in alphabet)]
     _check_size(vocab_size, len(fixed) + len(alphabet))
     trained = Tokenizer(models.WordPiece(unk_token=special[1]))
@@ -147,7 +147,7 @@ def _word_piece(documents: list[str], vocab_size: int, special: list[str]) -> An
         show_progress=False,
     )
     trained.train_from_iterator(documents, trainer)
-    # Its vocabulary alone is kept: in the trained one the pieces handed over would be matched inside any text.
+    # Only the vocabulary is used: as special tokens, ## characters would be matched inside any text.
     tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=special[1]))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -158,7 +158,7 @@ def _word_piece(documents: list[str], vocab_size: int, special: list[str]) -> An
 
 def _check_size(vocab_size: int, smallest: int) -> None:
     if vocab_size <= smallest:
-        raise RecipeError(f"vocab_size {vocab_size} leaves no room for words", f"use more than {smallest}")
+        raise RecipeError(f"vocab_size {vocab_size} leaves no room for words", f"use a number above {smallest}")
 
 
 _KINDS = {"bpe": (_BYTE_LEVEL_TOKENS, _byte_level), "wordpiece": (_WORD_PIECE_TOKENS, _word_piece)}

@@ -1,4 +1,4 @@
-"""Adagrad whose sums are made when a parameter gets its first gradient, so that frozen parameters keep nothing."""
+"""Adagrad that allocates state lazily, so frozen parameters have none."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,18 +7,16 @@ import torch
 
 
 class Adagrad(torch.optim.Adagrad):
-    """torch's Adagrad without sums for parameters that have never trained; the numbers are the same.
+    """`torch.optim.Adagrad`, but the state of a parameter is allocated with its first gradient. Numbers are the same.
 
     Args:
-        params: Parameters, or groups of them.
-        lr: Learning rate.
-        eps: Added to the root of a sum.
-        fused: Whether a step is one pass over everything.
+        params: Parameters or parameter groups.
+        options: Keyword arguments of `torch.optim.Adagrad`.
     """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, eps: float, fused: bool | None = None) -> None:
-        # torch makes the sums of all parameters that its constructor sees: it sees an empty one
-        super().__init__([torch.empty(0)], lr=lr, eps=eps, fused=fused)
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        # torch allocates state for all parameters that its constructor gets, so it gets an empty one
+        super().__init__([torch.empty(0)], **options)
         self.param_groups.clear()
         self.state.clear()
         groups = list(params)
@@ -28,9 +26,9 @@ class Adagrad(torch.optim.Adagrad):
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         for parameter in group["params"]:
             if parameter.grad is not None and not self.state[parameter]:
-                home = parameter.device if group["fused"] else "cpu"  # where torch keeps its count
+                step_device = parameter.device if group["fused"] else "cpu"  # as in torch
                 self.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=home),
+                    "step": torch.zeros((), dtype=torch.float32, device=step_device),
                     "sum": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 }
         return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]

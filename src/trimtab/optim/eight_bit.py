@@ -1,4 +1,4 @@
-"""An optimizer of the user's with its state in 8 bits: the same parameters, groups and settings."""
+"""Replace a user's optimizer by its 8-bit counterpart with the same parameters, groups and settings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,35 +16,35 @@ _FORMS: dict[type, type[Quantized]] = {
     torch.optim.Adam: Adam8bit,
     RoundedAdam: Adam8bit,
 }
-_UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable")  # to the 8-bit kernels
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")  # by the 8-bit kernels
 
 
-def why_not_eight_bits(optimizer: torch.optim.Optimizer) -> str | None:
-    """What keeps an optimizer from having its state in 8 bits, in words; None where nothing does."""
+def eight_bit_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """The reason why an optimizer cannot have 8-bit state, as text; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _FORMS:
-        return f"there is no {name} with state of 8 bits"
+        return f"{name} has no 8-bit version"
     if optimizer.state:
-        return f"the state of this {name} is there already"
+        return f"this {name} already has state"
     for group in optimizer.param_groups:
-        used = [option for option in _UNKNOWN if group.get(option)]
+        used = [option for option in _UNSUPPORTED if group.get(option)]
         if isinstance(group["lr"], torch.Tensor):
-            used.append("a learning rate that is a tensor")
+            used.append("a tensor as learning rate")
         if _FORMS[type(optimizer)] is Adam8bit and group.get("decoupled_weight_decay"):
             used.append("decoupled_weight_decay")
         if used:
-            return f"{name} with state of 8 bits has no {', '.join(used)}"
+            return f"the 8-bit version of {name} does not support {', '.join(used)}"
     if not has_package("bitsandbytes"):
         return f"bitsandbytes is not installed ({install_line('bitsandbytes')})"
     return None
 
 
-def eight_bit_form(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer with state of 8 bits.
+def to_eight_bit(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Build the 8-bit counterpart of an optimizer.
 
     Args:
-        optimizer: One that nothing keeps from it; see `why_not_eight_bits`.
-        groups: Its groups, taken as they are: a schedule that writes into them reaches the new one, too.
+        optimizer: An optimizer for which `eight_bit_obstacle` returns None.
+        groups: Its parameter groups, which are shared and not copied: a schedule that writes to them keeps working.
     """
     first = groups[0]
     return _FORMS[type(optimizer)](

@@ -1,7 +1,7 @@
-"""Which parameters an optimizer gets, and which of them decay: biases and norms do not, embeddings by choice.
+"""Parameter groups with and without weight decay: biases and norms do not decay, embeddings optionally.
 
-Norms and embeddings are told by the type of their module, because names differ from model to model (`ln_1`, `norm`,
-`final_layer_norm`) and say nothing in a model of one's own.
+Norms and embeddings are recognized by the type of their module, because names differ between models (`ln_1`, `norm`,
+`final_layer_norm`) and are arbitrary in custom models.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import nn
 
 from trimtab.errors import RecipeError
 
-# _NormBase is the parent of every BatchNorm and InstanceNorm
+# _NormBase is the base class of every BatchNorm and InstanceNorm
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -20,30 +20,30 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 def decay_groups(
     model: nn.Module, weight_decay: float, *, decay_embeddings: bool = True, include_frozen: bool = False
 ) -> list[dict[str, Any]]:
-    """Split the parameters of a model into those that decay and those that do not.
+    """Split the parameters of a model into a group with weight decay and one without.
 
-    The groups are the same for every `weight_decay`, zero too, so that a run can go on with another value.
+    The groups are the same for every value of `weight_decay`, including 0, so a run can resume with another value.
 
     Args:
-        model: The model; a parameter that stands in several places counts once.
-        weight_decay: For the group that decays.
-        decay_embeddings: Whether embeddings decay. An output layer tied to one is the same parameter and follows it.
-        include_frozen: Also take parameters that do not train now, because they will be unfrozen later.
+        model: The model; tied parameters count once.
+        weight_decay: Weight decay of the first group.
+        decay_embeddings: Whether embeddings decay. An output layer tied to an embedding follows it.
+        include_frozen: Include parameters with requires_grad=False, because they are unfrozen later.
 
     Returns:
-        Parameter groups for an optimizer, in the order of the model, without empty ones.
+        Non-empty parameter groups for an optimizer, in the order of the model.
     """
     spared = {id(parameter) for parameter in _without_decay(model, decay_embeddings)}
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
-        # integers hold quantized weights, which never train
+        # integer parameters are quantized weights, which are never trained
         if (parameter.requires_grad or include_frozen) and parameter.is_floating_point():
             (undecayed if id(parameter) in spared else decayed).append(parameter)
     if not decayed and not undecayed:
         raise RecipeError(
-            f"no parameter of this {type(model).__name__} trains: all are frozen",
-            "let some train: check train.freeze, or requires_grad of the model's parameters",
+            f"{type(model).__name__} has no trainable parameters: all are frozen",
+            "unfreeze some: check train.freeze, or requires_grad of the model's parameters",
         )
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -58,10 +58,10 @@ def _without_decay(model: nn.Module, decay_embeddings: bool) -> Iterator[torch.n
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Models bring norms of their own (LlamaRMSNorm, T5LayerNorm); most are no subclass of torch's."""
+    """Whether a module is a norm; most custom ones (LlamaRMSNorm, T5LayerNorm) do not subclass torch's."""
     return isinstance(module, _NORMS) or type(module).__name__.endswith("Norm")
 
 
 def _is_bias(name: str) -> bool:
-    """Biases are one-dimensional and need no name, but for those of stacked experts and of MultiheadAttention."""
+    """Whether a name is that of a bias; only biases of stacked experts and MultiheadAttention are not 1-D."""
     return name == "bias" or name.endswith("_bias") or name.startswith("bias_")

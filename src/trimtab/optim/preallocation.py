@@ -1,6 +1,6 @@
-"""Makes the state of an optimizer before its first step, so that no step can run out of memory half-way.
+"""Allocate the state of an optimizer before its first step, so that no step runs out of memory half-way.
 
-What an optimizer would make with the first gradients is made by the same code, with gradients that take no memory.
+The optimizer's own code allocates it, called with zero gradients expanded from a scalar, which take no memory.
 """
 
 import inspect
@@ -14,11 +14,11 @@ from trimtab.optim.quantized import allocate_state
 
 @torch.no_grad()
 def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Make the state of parameters that have none yet, as their first step would; the steps give the same bits.
+    """Allocate the state of parameters that have none yet. The results of later steps are bit for bit the same.
 
     Args:
-        optimizer: The optimizer itself, not a prepared one. Its parameters have no gradients.
-        parameters: Those that train, or will.
+        optimizer: The optimizer itself, not a prepared one. Its parameters must not have gradients.
+        parameters: Parameters that are trainable now or later.
     """
     wanted = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
     if hasattr(optimizer, "allocate_state") or hasattr(optimizer, "get_state_buffer"):
@@ -44,7 +44,7 @@ def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[tor
 
 
 def _give_momentum(optimizer: torch.optim.SGD, wanted: set[int]) -> None:
-    """SGD takes its first gradient for the momentum, inside the step: the same as adding it to nothing."""
+    """Allocate momentum buffers of zeros; SGD's first step then gives the same bits as without a buffer."""
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
             for parameter in (p for p in group["params"] if id(p) in wanted):
@@ -52,6 +52,6 @@ def _give_momentum(optimizer: torch.optim.SGD, wanted: set[int]) -> None:
 
 
 def _num_lists(kind: type) -> int:
-    """How many lists torch's `_init_group` fills: they differ, and an override may pass them on as they are."""
+    """The number of lists that `_init_group` takes; it differs by optimizer, and an override may forward *lists."""
     makers = (vars(base).get("_init_group") for base in kind.__mro__)
     return max(len(inspect.signature(make).parameters) - 2 for make in makers if make is not None)  # self and group

@@ -1,7 +1,7 @@
-"""Adam, AdamW and Adagrad with state of 8 bits, on the device or paged to the host: the kernels are bitsandbytes'.
+"""Adam, AdamW and Adagrad with 8-bit state, optionally paged, on the kernels of bitsandbytes.
 
-The optimizers around the kernels are our own: those of bitsandbytes wait for the device after every parameter, decay
-the weights under the name of Adam, page nothing for Adagrad, and lose the paging when state is loaded.
+Only the kernels are from bitsandbytes. Its optimizer classes are not used because they do a host-device sync after
+every parameter, decouple the weight decay of Adam, do not page the state of Adagrad, and load paged state unpaged.
 """
 
 import importlib
@@ -11,36 +11,36 @@ from typing import Any
 import torch
 
 from trimtab.hardware.extras import require_extra
-from trimtab.optim.stochastic_rounding import SLICE, Chance, flat
+from trimtab.optim.stochastic_rounding import SLICE, RoundingNoise, flat
 
 BLOCK = 256  # elements that share a scale
-MIN_QUANTIZED = 4096  # smaller parameters keep fp32 state
-MIN_PAGED = 100_000  # smaller parameters keep their state on the device
+MIN_QUANTIZED = 4096  # parameters with fewer elements have fp32 state
+MIN_PAGED = 100_000  # parameters with fewer elements have unpaged state
 
-_LONGEST = 2**30  # the kernels count elements with 32 bits; a multiple of BLOCK
+_MAX_ELEMENTS = 2**30  # per kernel call, which indexes with 32 bits; a multiple of BLOCK
 _PAGEABLE = ("state1", "state2")
 
 
 class Quantized(torch.optim.Optimizer):
-    """What the 8-bit optimizers share.
+    """Base class of the 8-bit optimizers.
 
-    The state of a parameter is made with its first gradient. Blocks of 256 numbers share a scale; parameters of fewer
-    than 4096 numbers keep fp32 state.
+    The state of a parameter is allocated with its first gradient. Blocks of 256 elements share a scale; parameters with
+    fewer than 4096 elements have fp32 state.
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters or parameter groups.
         lr: Learning rate.
         betas: For Adam and AdamW.
         eps: Added to the root of the second moment.
-        weight_decay: For groups that do not say.
-        is_paged: Keep the state of larger parameters in memory that the driver moves between host and GPU.
-        rounds_stochastically: Round bf16 weights up or down by chance, not to the nearest.
-        rounding_seed: What the random numbers for that follow from, with the count of steps.
+        weight_decay: For groups that do not set it.
+        is_paged: Keep the state of larger parameters in CUDA managed memory, which the driver moves to the host.
+        rounds_stochastically: Round bf16 weights stochastically instead of to nearest.
+        rounding_seed: Seed of the stochastic rounding.
     """
 
     _kernel = ""
     _num_moments = 0
-    _decays_gradients = False  # weight decay is added to the gradients here, because the kernel would decay the weights
+    _decays_gradients = False  # add weight decay to the gradients before the kernel, which would decouple it
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Quantized(torch.optim.Optimizer):
         self._maps: dict[torch.device, list[torch.Tensor]] = {}
 
     def allocate_state(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Make the state of parameters that have none yet, paged where it is to be."""
+        """Allocate the state of parameters that have none yet."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] = self._fresh_state(parameter)
@@ -85,21 +85,23 @@ class Quantized(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient. The host does not wait for the device."""
+        """Update all parameters that have a gradient, without a host-device sync."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         functions = bitsandbytes_functions()
         for index, group in enumerate(self.param_groups):
-            chance = Chance(group, index) if self.rounds_stochastically else None
+            chance = RoundingNoise(group, index) if self.rounds_stochastically else None
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.allocate_state([parameter])
                     self._update(functions, group, parameter, chance)
         return loss
 
-    def _update(self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: Chance | None) -> None:
+    def _update(
+        self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: RoundingNoise | None
+    ) -> None:
         assert parameter.grad is not None
         state = self.state[parameter]
         state["step"] += 1
@@ -108,19 +110,19 @@ class Quantized(torch.optim.Optimizer):
                 functions.prefetch_tensor(state[key])
         weights, gradient = flat(parameter), flat(parameter.grad)
         decay = group["weight_decay"] if self._decays_gradients else 0.0
-        needs_room = weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay
-        on_host = weights.device.type == "cpu"  # where the kernel unpacks all that it is given to fp32
-        length = SLICE if needs_room or on_host else _LONGEST
+        needs_copy = weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay
+        on_host = weights.device.type == "cpu"  # its kernel makes fp32 copies of all arguments
+        length = SLICE if needs_copy or on_host else _MAX_ELEMENTS
         for begin in range(0, weights.numel(), length):
             here = slice(begin, begin + length)
             exact = weights[here].float()
             if decay:
-                slope = gradient[here].add(exact, alpha=decay)
+                exact_grad = gradient[here].add(exact, alpha=decay)
             else:
-                slope = gradient[here].to(torch.float32, copy=weights.dtype is torch.bfloat16)
-            self._call(functions, group, exact, slope, _parts(state, here))
+                exact_grad = gradient[here].to(torch.float32, copy=weights.dtype is torch.bfloat16)
+            self._call(functions, group, exact, exact_grad, _parts(state, here))
             if weights.dtype is torch.bfloat16 and chance is not None:
-                chance.round_into(weights[here], exact, slope)  # the fp32 gradient is a copy, and used up
+                chance.round_into(weights[here], exact, exact_grad)  # the copied gradient is reused for the noise
             elif weights.dtype is not torch.float32:
                 weights[here] = exact
         if not parameter.is_contiguous():
@@ -163,24 +165,24 @@ class Quantized(torch.optim.Optimizer):
         )
 
     def _maps_on(self, functions: Any, device: torch.device) -> list[torch.Tensor]:
-        """The numbers that 8 bits stand for, with a sign and without one: constants, and so no state."""
+        """The signed and the unsigned table of the values of the 8-bit codes; constants, so not part of the state."""
         if device not in self._maps:
             self._maps[device] = [functions.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
         return self._maps[device]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch gives it; what is paged is read when the device is done with it."""
-        wait_for_paged(self)
+        """The state as in torch, after a host-device sync if it is paged."""
+        sync_paged_state(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy state into memory of the right kind; torch would turn 8 bits into the dtype of the weights."""
+        """Copy state into buffers of the right dtype and paging; torch would cast it to the dtype of the weights."""
         held = self.state
         super().load_state_dict({**state_dict, "state": {}})
         self.state = held
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        wait_for_paged(self)
+        sync_paged_state(self)
         for number, parameter in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(number)
             if not saved:
@@ -190,36 +192,36 @@ class Quantized(torch.optim.Optimizer):
             _copy_into(self.state[parameter], saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        wait_for_paged(self)
+        sync_paged_state(self)
         own = {"is_paged": self.is_paged, "rounds_stochastically": self.rounds_stochastically, "_maps": {}}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for parameter, held in self.state.items():
-            if any(is_paged(value) for value in held.values()):  # a copy says that it is paged, and is not
+            if any(is_paged(value) for value in held.values()):  # a deepcopy has the attribute but is not paged
                 copied = dict(held)
                 held.update(self._fresh_state(parameter))
                 _copy_into(held, copied)
 
 
 class AdamW8bit(Quantized):
-    """Adam with 8-bit moments, whose weight decay acts on the weights."""
+    """Adam with 8-bit moments and decoupled weight decay."""
 
     _kernel = "adam"
     _num_moments = 2
 
 
 class Adam8bit(AdamW8bit):
-    """Adam with 8-bit moments, whose weight decay is added to the gradients, as torch's Adam does it."""
+    """Adam with 8-bit moments and weight decay added to the gradients, as in `torch.optim.Adam`."""
 
     _decays_gradients = True
 
 
 class Adagrad8bit(Quantized):
-    """Adagrad with 8-bit sums, whose weight decay is added to the gradients.
+    """Adagrad with 8-bit sums and weight decay added to the gradients.
 
-    Not by the kernel: on CUDA it adds the decay to the sums and then leaves it out of the update.
+    The kernel's own weight decay is not used: on CUDA it affects the sums but not the update.
     """
 
     _kernel = "adagrad"
@@ -228,22 +230,22 @@ class Adagrad8bit(Quantized):
 
 
 def is_paged(value: Any) -> bool:
-    """Whether a tensor lies in memory that the driver moves between host and GPU."""
+    """Whether a tensor is in CUDA managed memory allocated by bitsandbytes."""
     return bool(getattr(value, "is_paged", False))
 
 
-def wait_for_paged(optimizer: torch.optim.Optimizer) -> None:
-    """Wait for the device before the host reads or writes paged state: to torch that is ordinary host memory."""
+def sync_paged_state(optimizer: torch.optim.Optimizer) -> None:
+    """Do a host-device sync before the host accesses paged state, which torch treats as ordinary host memory."""
     if getattr(optimizer, "is_paged", False) and torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Make the state of parameters that have none yet, where an optimizer can: ours, and those of bitsandbytes.
+    """Allocate the state of parameters that have none yet, for our optimizers and those of bitsandbytes.
 
     Args:
-        optimizer: Any optimizer; one that cannot keeps having no state.
-        parameters: Those of its parameters that are about to get state.
+        optimizer: Any optimizer; others are left unchanged.
+        parameters: Parameters of the optimizer.
     """
     own = getattr(optimizer, "allocate_state", None)
     if own is not None:
@@ -260,20 +262,20 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
 
 
 def bitsandbytes_functions() -> Any:
-    """The functions of bitsandbytes, which is an extra and takes seconds to import."""
+    """The module `bitsandbytes.functional`, imported on first use: it is optional and takes seconds."""
     return importlib.import_module("bitsandbytes.functional")
 
 
 def _paged_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that bitsandbytes never gives back: an optimizer is made once a process."""
+    """Allocate zeros in managed memory. bitsandbytes never frees it, which is fine for one optimizer per process."""
     functions = bitsandbytes_functions()
     buffer: torch.Tensor = functions.get_paged(*parameter.shape, dtype=dtype, device=parameter.device)
-    functions.fill(buffer, 0)  # on the device, and waited for
+    functions.fill(buffer, 0)  # on the device, followed by a host-device sync
     return buffer
 
 
 def _parts(state: dict[str, Any], here: slice) -> dict[str, Any]:
-    """The part of a parameter's state that belongs to some of its elements, from a multiple of `BLOCK` on."""
+    """The state of a slice of a parameter's elements; the slice starts at a multiple of `BLOCK`."""
     blocks = slice(here.start // BLOCK, -(-here.stop // BLOCK))
     parts: dict[str, Any] = {}
     for key, value in state.items():
@@ -282,7 +284,7 @@ def _parts(state: dict[str, Any], here: slice) -> dict[str, Any]:
         else:
             parts[key] = value.view(-1)[blocks if key.startswith("absmax") else here]
             if is_paged(value):
-                parts[key].is_paged = True  # a view does not know by itself
+                parts[key].is_paged = True  # views do not inherit the attribute
     return parts
 
 

@@ -1,7 +1,7 @@
-"""One pass of Adam over bf16 weights and state, rounded by chance: a Triton kernel. Imported where Triton is there.
+"""Triton kernel for Adam on bf16 weights and state with stochastic rounding. Imported only if Triton is installed.
 
-It reads and writes 14 bytes a parameter, where slices in fp32 move 126 (see `stochastic_rounding`), and makes no
-temporaries. Random numbers are made in the kernel, from a seed.
+It moves 14 bytes per parameter, while fp32 slices move 126 (see `stochastic_rounding`), and allocates no temporaries.
+Random numbers are generated in the kernel.
 """
 
 import importlib
@@ -12,29 +12,16 @@ import torch
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
-_ELEMENTS_OF_A_PROGRAM = 1024
-LONGEST = 2**31 - _ELEMENTS_OF_A_PROGRAM  # elements are counted with 32 bits
+_BLOCK = 1024  # elements per Triton program
+LONGEST = 2**31 - _BLOCK  # the kernel indexes elements with 32 bits
 
 
+# fmt: off
 def _adam(  # type: ignore[no-untyped-def]
-    weights,
-    gradient,
-    first,
-    second,
-    seed,
-    number,
-    num_elements,
-    rate,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    root2,
-    eps,
-    shrink,
-    decay,
-    BLOCK: tl.constexpr,  # noqa: N803
+    weights, gradient, first, second, seed, number, num_elements,
+    rate, beta1, rest1, beta2, rest2, root2, eps, shrink, decay, BLOCK: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
     w = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
@@ -46,7 +33,8 @@ def _adam(  # type: ignore[no-untyped-def]
     v = beta2 * v + rest2 * g * g
     w = shrink * w - rate * m / (tl.sqrt(v) / root2 + eps)
     noise_w, noise_m, noise_v, _ = tl.randint4x(seed + number, at)
-    # the lower half of a number is the probability of a carry into the upper; a NaN takes none, it would turn to zero
+    # adding 16 random bits carries into the upper half with the probability of the lower half; a NaN is left alone
+    # because the carry could turn it into zero
     bits_w = w.to(tl.int32, bitcast=True)
     bits_m = m.to(tl.int32, bitcast=True)
     bits_v = v.to(tl.int32, bitcast=True)
@@ -72,17 +60,17 @@ def step_adam(
     decouples: bool,
     seed: int,
 ) -> None:
-    """Step parameters that are on one device and have taken as many steps.
+    """Update parameters of one device that have the same step count.
 
     Args:
-        parameters: Of each its weights, gradient, first and second moment: bf16, in one dimension, in order.
-        step: The number of this step, from 1.
+        parameters: Weights, gradient, first and second moment of each parameter: contiguous 1-D bf16 tensors.
+        step: Number of this step, from 1.
         lr: Learning rate.
-        betas: How much of the moments is kept.
+        betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        weight_decay: Of the weights, or added to the gradients.
-        decouples: Of the weights.
-        seed: Of the random numbers.
+        weight_decay: Weight decay.
+        decouples: Whether weight decay is decoupled (AdamW) or added to the gradients (Adam).
+        seed: Seed of the stochastic rounding.
     """
     device = parameters[0][0].device
     beta1, beta2 = betas
@@ -91,7 +79,7 @@ def step_adam(
             num_elements = tensors[0].numel()
             if not num_elements:
                 continue
-            _kernel[(triton.cdiv(num_elements, _ELEMENTS_OF_A_PROGRAM),)](
+            _kernel[(triton.cdiv(num_elements, _BLOCK),)](
                 *tensors,
                 seed,
                 number,
@@ -105,5 +93,5 @@ def step_adam(
                 eps,
                 1 - lr * weight_decay if decouples else 1.0,
                 0.0 if decouples else weight_decay,
-                BLOCK=_ELEMENTS_OF_A_PROGRAM,
+                BLOCK=_BLOCK,
             )

@@ -13,9 +13,9 @@ import torch
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
-from trimtab.errors import DoesNotFit, TraceError, in_one_line
+from trimtab.errors import DoesNotFit, TraceError, summarize_error
 from trimtab.log import say
-from trimtab.model.chunked_loss import check_head
+from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.planner.explain import Change, cannot_fit, rung
 from trimtab.planner.memory import Prediction
 from trimtab.planner.recipe_planner import RecipePlanner
@@ -34,7 +34,7 @@ from trimtab.techniques.apply import (
     values_without_plan,
 )
 from trimtab.techniques.base import Accelerator, Case, StepSpec
-from trimtab.training.garbage_collection import no_collections
+from trimtab.training.garbage_collection import gc_disabled
 from trimtab.units import format_bytes, parse_bytes
 
 
@@ -146,7 +146,7 @@ def decide(
             say(_words_without_plan(error))
             return None
 
-    found = engine.first_decides(search_plan)
+    found = engine.decide_on_main_process(search_plan)
     if isinstance(found, str):
         raise DoesNotFit(found)
     return Decision(question.without_plan()) if found is None else found
@@ -177,7 +177,7 @@ def _is_still_good(stored: Plan, recipe: Recipe) -> bool:
 
 
 def _words_without_plan(error: Exception) -> str:
-    what = error.problem if isinstance(error, TraceError) else f"no plan could be made ({in_one_line(error)})"
+    what = error.problem if isinstance(error, TraceError) else f"no plan could be made ({summarize_error(error)})"
     cures = ", ".join(["a smaller memory.micro_batch", *memory_advice()])
     return f"{what}: the batch is tried as one micro-batch; if memory runs out, set {cures}"
 
@@ -207,7 +207,7 @@ class _Question:
         return StepSpec.of(size, case.precision, values_with_stored(stored, case))
 
     @one_plan_at_a_time()
-    @no_collections()
+    @gc_disabled()
     def by_search(self) -> Decision:
         """What the planner chooses."""
         planner = self._planner()
@@ -248,7 +248,7 @@ class _Question:
         def find(how: str) -> str | None:
             row = self.data.task.collate([self.tokens.train[0]])
             with self.engine.autocast():
-                return check_head(self.loaded.model, to_device(row, self.engine.device), how)
+                return check_chunked_loss(self.loaded.model, to_device(row, self.engine.device), how)
 
         return find
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trimtab.randomness import host_randomness_kept
+from trimtab.randomness import preserve_host_random_state
 
 _MOST_ROWS_READ = 512
 
@@ -74,7 +74,7 @@ def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise NoBatch("the loader reads a stream, whose rows are not known before they come")
-    with host_randomness_kept():
+    with preserve_host_random_state():
         dataset, collate = _with_own_generators(dataset), _with_own_generators(loader.collate_fn)
         if loader.batch_sampler is None:  # rows come one by one, or the dataset makes batches
             return _seen(collate(dataset[0]), 1, None, "the first that the dataset gives")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trimtab.hardware.memory import usually_outside
+from trimtab.hardware.memory import expected_non_allocator_memory
 from trimtab.planner.allocator import peaks, round_size, runs_under, smallest_cap
 from trimtab.planner.trace.recorder import Event, Trace
 
@@ -86,7 +86,7 @@ def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
         allocated=peak,
         parts=_parts(trace, position),
         stage=_stage_at(trace, position),
-        outside=usually_outside(with_kernels),
+        outside=expected_non_allocator_memory(with_kernels),
         trace=trace,
     )
 

@@ -15,20 +15,20 @@ from torch.utils.data import DataLoader
 
 from trimtab.engine.engine import Engine
 from trimtab.engine.prepared_optimizer import PreparedOptimizer
-from trimtab.errors import DoesNotFit, RecipeError, in_one_line
+from trimtab.errors import DoesNotFit, RecipeError, summarize_error
 from trimtab.hardware.memory import (
     MemoryCap,
-    budget_in_bytes,
     cap_memory,
+    expected_non_allocator_memory,
     memory_in_use,
-    memory_outside,
+    non_allocator_memory,
     peak_memory,
     prefer_expandable_segments,
+    resolve_budget,
     total_memory,
-    usually_outside,
 )
-from trimtab.log import say, unheard
-from trimtab.optim.eight_bit import why_not_eight_bits
+from trimtab.log import muted, say
+from trimtab.optim.eight_bit import eight_bit_obstacle
 from trimtab.planner.decide import choose_row
 from trimtab.planner.explain import Change, gib, words_of
 from trimtab.planner.largest_batch import LargestBatch, NoBatch, largest_batch
@@ -106,15 +106,15 @@ class OwnLoop:
             except (NoBatch, RecipeError) as error:
                 say(f"memory_budget: nothing is predicted, and nothing is changed: {error}; {self._held}")
             except Exception as error:  # a model that cannot be traced may train all the same
-                what = in_one_line(error)
+                what = summarize_error(error)
                 say(f"memory_budget: this step cannot be traced ({what}), and nothing is changed; {self._held}")
             return None
 
-        found = engine.first_decides(decide)
+        found = engine.decide_on_main_process(decide)
         if isinstance(found, str):
             raise DoesNotFit(found)
         self.chosen = found
-        self._cap = self._hold(usually_outside(found is not None and loads_kernels(found.spec)))
+        self._cap = self._hold(expected_non_allocator_memory(found is not None and loads_kernels(found.spec)))
         return parts if found is None else self._apply(engine, found, parts)
 
     @one_plan_at_a_time()
@@ -156,7 +156,7 @@ class OwnLoop:
             yield "the loss, for which batches have no labels, and evaluation are not predicted"
         if step.recomputes_already:
             yield "the model's own gradient checkpointing is kept"
-        reason = why_not_eight_bits(optimizer) if self._allow else None
+        reason = eight_bit_obstacle(optimizer) if self._allow else None
         if reason is not None:
             yield f"8-bit optimizer state is not possible: {reason}"
         if engine.num_processes > 1:
@@ -177,7 +177,7 @@ class OwnLoop:
         return tuple(changed if part is optimizer else part for part in parts)
 
     def _hold(self, outside_bytes: int) -> MemoryCap:
-        return cap_memory(self._device, self._budget, max(outside_bytes, memory_outside(self._device)))
+        return cap_memory(self._device, self._budget, max(outside_bytes, non_allocator_memory(self._device)))
 
     @property
     def _held(self) -> str:
@@ -238,7 +238,7 @@ class _LoopPlanner:
         batch = batch or self._batch
         key = spec, batch.rows, batch.length
         if key not in self._known:
-            with unheard():
+            with muted():
                 self._known[key] = predict(self._step.trace(spec, batch), with_kernels=loads_kernels(spec))
         found = self.target.as_here(self._known[key])
         return replace(found, outside=found.outside + self.other_bytes)
@@ -297,7 +297,7 @@ def _words(spec: StepSpec) -> str:
 
 def _in_bytes(budget: str | int, device: torch.device) -> int:
     if budget == "auto":
-        found = budget_in_bytes("auto", device)
+        found = resolve_budget("auto", device)
         if found is None:
             raise RecipeError(f"nobody can say what {device} has free", 'memory_budget="8GiB"')
         return found

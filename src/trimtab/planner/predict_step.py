@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import ModelError, RecipeError, TrimtabError, in_one_line
-from trimtab.log import unheard
+from trimtab.errors import ModelError, RecipeError, TrimtabError, summarize_error
+from trimtab.log import muted
 from trimtab.model.load import max_positions
 from trimtab.planner.memory import Prediction, predict
 from trimtab.planner.recipe_planner import RecipePlanner
@@ -22,7 +22,7 @@ from trimtab.techniques.apply import loads_kernels
 from trimtab.techniques.base import StepSpec
 from trimtab.techniques.gradient_checkpointing import GradientCheckpointing
 from trimtab.techniques.optimizer_state import default_optimizer
-from trimtab.training.garbage_collection import no_collections
+from trimtab.training.garbage_collection import gc_disabled
 
 _MASKS = ("none", "full", "padded")
 _CODES = ("trimtab", "transformers")
@@ -30,7 +30,7 @@ _IMPLEMENTATIONS = ("fused", "foreach")
 
 
 @one_plan_at_a_time()
-@no_collections()
+@gc_disabled()
 def predict_step_memory(
     model: str | Mapping[str, Any],
     task: str,
@@ -90,7 +90,9 @@ def predict_step_memory(
     except TrimtabError:
         raise
     except Exception as error:  # models whose forward reads values, or has kernels that meta does not
-        raise ModelError(f"this step cannot be traced ({in_one_line(error)})", "measure it: trimtab compare") from error
+        raise ModelError(
+            f"this step cannot be traced ({summarize_error(error)})", "measure it: trimtab compare"
+        ) from error
     return target.as_here(found)
 
 
@@ -146,7 +148,7 @@ def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target)
     axes = planner.space.axes
     values = {axis.technique.key: axis.values[0] for axis in axes}
     spec = StepSpec.of(shape.rows, planner.precision, values)
-    with unheard():
+    with muted():
         trace = planner.tracer(spec).trace(spec, shape, min(2, num_micro))
     return predict(trace, with_kernels=loads_kernels(spec))
 
@@ -159,7 +161,7 @@ def _plain_step(
     tracer = StepTracer(recipe, named_task(recipe), target.gpu)
     skeleton = tracer.skeleton(torch.bfloat16 if precision == "bf16-pure" else torch.float32)
     _check_length(skeleton, shape)
-    with unheard():
+    with muted():
         trace = trace_plain_model(
             skeleton,
             shape.rows,

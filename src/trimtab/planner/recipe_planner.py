@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import LossError, RecipeError, TraceError, UserError, in_one_line
-from trimtab.log import unheard
+from trimtab.errors import LossError, RecipeError, TraceError, UserError, summarize_error
+from trimtab.log import muted
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import max_positions
 from trimtab.model.nf4 import num_weights
@@ -168,7 +168,7 @@ class RecipePlanner:
         num_micro = min(2, math.ceil((batch_size or self.batch_size) / spec.micro_batch))
         key = spec, shape, num_micro
         if key not in self._predictions:
-            with unheard():
+            with muted():
                 trace = self.tracer(spec).trace(spec, shape, num_micro)
             self._predictions[key] = self._predicted(spec, trace)
         return self._predictions[key]
@@ -186,7 +186,7 @@ class RecipePlanner:
             if shape is None:
                 return None
             rows = shape.rows
-            with unheard():
+            with muted():
                 trace = self.tracer(spec).trace_evaluation(spec, shape)
             found = self._predicted(spec, beside_library_of(trace, self.prediction(spec).trace))
         return rows, found
@@ -260,7 +260,7 @@ class RecipePlanner:
             axes = tuple(replace(axis, values=_few_values(axis.technique, axis.values)) for axis in space.axes)
             found = search(replace(space, axes=axes), self.estimate, room=self.target.room(SPARE))
         except Exception as error:  # another method is only a suggestion
-            self.left_out[name] = error.problem if isinstance(error, UserError) else in_one_line(error)
+            self.left_out[name] = error.problem if isinstance(error, UserError) else summarize_error(error)
             return None
         return (found.chosen or found.smallest) if found.rows else None
 
@@ -313,7 +313,7 @@ class RecipePlanner:
         """All parameters, and the trainable ones."""
         model = copy.deepcopy(self.case.model)
         site = Site(torch.device("meta"), self.target.accelerator, compute_dtype(self.precision), self.recipe)
-        with unheard(), torch.device("meta"):
+        with muted(), torch.device("meta"):
             change_model(model, method_values(self.recipe), site, [Phase.ADAPTERS])
             freeze = self.recipe.train.freeze.items()
             Freezing(model, {name: None if word == "always" else parse_every(word) for name, word in freeze}).apply()

@@ -32,7 +32,7 @@ def resolve_run(
         UserError: The recipe, its data or its model cannot be used.
     """
     written = with_absolute_paths(asked)  # for readers in another directory
-    tracked = engine.first_decides(lambda: find_tracked_model(asked, resumed))
+    tracked = engine.decide_on_main_process(lambda: find_tracked_model(asked, resumed))
     with engine.local_main_process_first():  # other ranks read what it downloads or tokenizes from the cache
         recipe = with_model_here(asked, tracked)
         data = build_data(recipe)

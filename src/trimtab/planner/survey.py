@@ -20,7 +20,7 @@ from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.techniques.base import StepSpec
 from trimtab.techniques.optimizer_state import OptimizerState
-from trimtab.training.garbage_collection import no_collections
+from trimtab.training.garbage_collection import gc_disabled
 from trimtab.units import format_bytes
 
 
@@ -90,7 +90,7 @@ class Survey:
 
 
 @one_plan_at_a_time()
-@no_collections()
+@gc_disabled()
 def survey(
     recipe: Recipe,
     *,

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.hardware.catalog import Device, find, identify, measure_device
+from trimtab.hardware.catalog import Device, find, identify_device, measure_device
 from trimtab.hardware.inventory import find_device, take_inventory
 from trimtab.hardware.memory import (
-    budget_in_bytes,
     free_memory,
     has_expandable_segments,
     memory_in_use,
-    memory_outside,
+    non_allocator_memory,
+    resolve_budget,
     total_memory,
 )
 from trimtab.planner.memory import Prediction
@@ -139,9 +139,9 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
     device = find_device(requested)
     inventory = take_inventory(device)
     if device.type == "cpu":
-        known = identify(inventory)
+        known = identify_device(inventory)
         assert known is not None
-        budget_bytes = budget_in_bytes(budget, device) or total_memory(device)
+        budget_bytes = resolve_budget(budget, device) or total_memory(device)
         note = "figures of a CPU are estimates: tensors alone, without what its libraries take for themselves"
         return Target("cpu", known, _LIKE_A_CPU, budget_bytes, memory_in_use(device), note)
     if device.type != "cuda" or inventory.capability is None:
@@ -154,8 +154,8 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
         properties.max_threads_per_multi_processor,
         os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     )
-    budget_bytes = budget_in_bytes(budget, device) or free_memory(device) + memory_outside(device)
-    name, known = f"{device} ({inventory.name})", identify(inventory) or measure_device(device)
+    budget_bytes = resolve_budget(budget, device) or free_memory(device) + non_allocator_memory(device)
+    name, known = f"{device} ({inventory.name})", identify_device(inventory) or measure_device(device)
     if has_expandable_segments():
         return Target(name, known, gpu, budget_bytes)
     return Target(name, known, gpu, budget_bytes, note=_FIXED_SEGMENTS, expandable=False)

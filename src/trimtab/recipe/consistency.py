@@ -1,4 +1,4 @@
-"""Settings that are fine alone and make no sense together. None of them would be ignored in silence."""
+"""Settings that are valid alone and contradict each other, or of which one would have no effect."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ _COLUMNS = {
 }
 _ADAMS = ("adamw", "adam")
 _USED_BY = {"betas": _ADAMS, "eps": (*_ADAMS, "adagrad"), "momentum": ("sgd",)}
-_WITHOUT_LOGITS = ("causal-lm", "chat", "seq2seq", "masked-lm")
+_LANGUAGE_MODELING = ("causal-lm", "chat", "seq2seq", "masked-lm")
 
 
-def contradictions(recipe: "Recipe") -> Iterator[Mistake]:
-    """Every contradiction in a recipe whose single values are valid."""
+def find_contradictions(recipe: "Recipe") -> Iterator[Mistake]:
+    """Yield every contradiction in a recipe whose single values are valid."""
     yield from _in_model(recipe)
     yield from _in_columns(recipe)
     yield from _in_training(recipe)
@@ -36,11 +36,9 @@ def _in_model(recipe: "Recipe") -> Iterator[Mistake]:
         return
     if (model.name is None) == (model.config is None):
         both = "both name and config" if model.name else "neither name nor config"
-        yield _mistake("model", f"{both} found; give one: name for a pretrained model, config to start from scratch")
+        yield _mistake("model", f"found {both}; set name for a pretrained model, or config to train from scratch")
     elif model.name is None and model.tokenizer is None:
-        yield _mistake(
-            "model.tokenizer", "needed where a model starts from a config; allowed: a name, a folder, or train"
-        )
+        yield _mistake("model.tokenizer", "required with model.config; allowed: a hub name, a folder, or train")
 
 
 def _in_columns(recipe: "Recipe") -> Iterator[Mistake]:
@@ -55,16 +53,16 @@ def _in_columns(recipe: "Recipe") -> Iterator[Mistake]:
     given = {name for name, column in columns.items() if column is not None}
     if task is None and not any(given <= used for used in _COLUMNS.values()):
         names = " and ".join(f"data.{name}" for name in columns if name in given)
-        yield _mistake("data", f"no task reads {names} together; leave out what does not belong", "task")
+        yield _mistake("data", f"no task reads {names} together; leave out those that do not belong", "task")
     if isinstance(data.text, list) and task not in {None, "classify", "regress"}:
-        text = f"found {shown(data.text)}; task {task} takes one column; pairs are for classify and regress"
+        text = f"found {shown(data.text)}; task {task} reads one column; pairs are for classify and regress"
         yield _mistake("data.text", text, "task")
     for name in ("prompt", "answer"):
         if data.messages is not None and columns[name] is not None:
-            text = f"found {shown(columns[name])} beside data.messages; a chat is one column or two: leave one way out"
+            text = f"found {shown(columns[name])}; data.messages holds the whole chat; leave one of them out"
             yield _mistake(f"data.{name}", text, "data.messages")
     if data.eval is not None and data.eval_share != _default(data, "eval_share"):
-        text = f"found {shown(data.eval_share)}; nothing is split off where data.eval is given; leave one of them out"
+        text = f"found {shown(data.eval_share)}; nothing is split off if data.eval is set; leave one of them out"
         yield _mistake("data.eval_share", text, "data.eval")
 
 
@@ -78,36 +76,35 @@ def _in_training(recipe: "Recipe") -> Iterator[Mistake]:
             text = f"found {shown(value)}; no effect on {train.optimizer}; leave it out, or train.optimizer: {others}"
             yield _mistake(f"train.{name}", text, "train.optimizer")
     if train.schedule == "noam" and not train.warmup:
-        yield _mistake(
-            "train.warmup", "found 0; schedule noam needs warmup; write a number such as 4000", "train.schedule"
-        )
+        text = "found 0; schedule noam needs a warmup; write a number of steps such as 4000"
+        yield _mistake("train.warmup", text, "train.schedule")
     if train.max_steps is not None and train.epochs != _default(train, "epochs"):
-        text = f"found {shown(train.epochs)}; max_steps takes the place of epochs; leave one of them out"
+        text = f"found {shown(train.epochs)}; train.max_steps replaces epochs; leave one of them out"
         yield _mistake("train.epochs", text, "train.max_steps")
     if train.label_smoothing and recipe.task == "regress":
         text = f"found {shown(train.label_smoothing)}; task regress has no classes; leave it out"
         yield _mistake("train.label_smoothing", text, "task")
     if train.precision == "bf16-pure" and train.optimizer == "adafactor":
-        text = "found bf16-pure; adafactor does not round stochastically, and small updates would be lost"
+        text = "found bf16-pure; adafactor has no stochastic rounding, and small updates would be lost"
         yield _mistake("train.precision", f"{text}; write bf16, or train.optimizer: adamw8bit", "train.optimizer")
 
 
 def _in_memory(recipe: "Recipe") -> Iterator[Mistake]:
     train, memory = recipe.train, recipe.memory
     if isinstance(memory.micro_batch, int) and memory.micro_batch > train.batch_size:
-        text = f"found {memory.micro_batch}; more than train.batch_size {train.batch_size}; lower it, or raise that"
+        text = f"found {memory.micro_batch}; larger than train.batch_size {train.batch_size}; lower it, or raise that"
         yield _mistake("memory.micro_batch", text, "train.batch_size")
-    if memory.loss in ("chunked", "liger") and recipe.task is not None and recipe.task not in _WITHOUT_LOGITS:
-        text = f"found {memory.loss}; task {recipe.task} has one small row of logits for a text; leave it out"
+    if memory.loss in ("chunked", "liger") and recipe.task is not None and recipe.task not in _LANGUAGE_MODELING:
+        text = f"found {memory.loss}; task {recipe.task} has few logits per row; leave it out"
         yield _mistake("memory.loss", text, "task")
     if recipe.adapter == "none":
         return
     if "base" in train.freeze:
-        text = f"found {shown(train.freeze['base'])}; an adapter keeps the base as it is; leave one of them out"
+        text = f"found {shown(train.freeze['base'])}; an adapter always freezes the base; leave one of them out"
         yield _mistake("train.freeze.base", text, "adapter")
     if train.precision == "bf16-pure":
-        text = "found bf16-pure; adapters are small and stay in fp32, the base is kept in bf16 with bf16 as well"
-        yield _mistake("train.precision", f"{text}; write bf16", "adapter")
+        text = "found bf16-pure; adapters train in fp32, and bf16 already keeps the frozen base in bf16; write bf16"
+        yield _mistake("train.precision", text, "adapter")
 
 
 def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
@@ -119,14 +116,14 @@ def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
             yield _mistake(f"limits.{name}", text, "limits.overfit_batches")
     never = recipe.data.eval is None and not recipe.data.eval_share and not limits.overfit_batches
     if recipe.early_stopping is not None and never:
-        text = "nothing is ever evaluated with data.eval_share: 0; give data.eval, or leave early_stopping out"
+        text = "data.eval_share: 0 disables evaluation; set data.eval, or leave early_stopping out"
         yield _mistake("early_stopping", text, "data.eval", "data.eval_share", "limits.overfit_batches")
     best, metric = recipe.checkpoint.best, recipe.evaluate.metric
     if isinstance(best, str) and metric not in (None, best):
-        text = f"found {best}; evaluate.metric is {metric}, and one metric chooses; leave one of them out"
+        text = f"found {best}; evaluate.metric is {metric}; only one metric can choose; leave one of them out"
         yield _mistake("checkpoint.best", text, "evaluate.metric")
     if recipe.out is not None and recipe.name is not None:
-        text = f"found {shown(recipe.name)}; out is the whole path of the run's folder; leave one of them out"
+        text = f"found {shown(recipe.name)}; out already is the path of the run's folder; leave one of them out"
         yield _mistake("name", text, "out")
 
 

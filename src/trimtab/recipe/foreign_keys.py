@@ -1,57 +1,57 @@
-"""The words of HF Trainer, Accelerate, Lightning and TRL, and ours for them.
+"""Keys and values of HF Trainer, Accelerate, Lightning and TRL, and what to write instead.
 
-They are answered, never obeyed: a recipe has one word for each thing. An answer carries the user's own value over
-where it can, so that it may be copied into the recipe.
+They are never accepted: a recipe has one name for each setting. The error message gives the recipe key, with the value
+that the user wrote converted where possible, ready to be pasted.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab.recipe.yaml_text import as_yaml
-from trimtab.units import seconds_as_words
+from trimtab.units import exact_seconds
 
-# Takes the value and the keys beside it, gives what to write.
+V = TypeVar("V")
+# Takes the value and all keys of the same section; returns what to write instead.
 Answer = Callable[[Any, Mapping[str, Any]], str]
 
-# Words for values; a note stands in brackets where ours is not quite the same.
-_PRECISION = {
-    **dict.fromkeys(("16-mixed", "fp16-mixed", "16", "half", "float16"), "fp16"),
-    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
-    **dict.fromkeys(("16-true", "fp16-true"), "fp16 (mixed; pure is not supported)"),
-    **dict.fromkeys(("bf16-true", "bf16_pure", "pure-bf16"), "bf16-pure"),
-    **dict.fromkeys(("32-true", "32", "no", "none", "float32", "float", "full", "false"), "fp32"),
-}
-_SCHEDULE = {
-    "constant_with_warmup": "constant",
-    "linear_with_warmup": "linear",
-    "inverse_sqrt": "inverse-sqrt",
-    **dict.fromkeys(("warmup_stable_decay", "wsd"), "warmup-stable-decay"),
-    **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_annealing"), "cosine (the nearest)"),
-    "polynomial": "linear (the nearest)",
-}
-_OPTIMIZER = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_fused"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw-8bit"), "adamw8bit"),
-    **dict.fromkeys(("adam_8bit", "adam_bnb_8bit"), "adam8bit"),
-    **dict.fromkeys(("paged_adamw_8bit", "paged_adamw8bit"), "paged-adamw8bit"),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "paged-adamw8bit (the nearest)"),
-}
-_TASK = {
-    **dict.fromkeys(
-        ("text-classification", "sequence-classification", "sentiment-analysis", "classification"), "classify"
-    ),
-    **dict.fromkeys(("regression", "sts"), "regress"),
-    **dict.fromkeys(("text-generation", "clm", "lm", "causal", "language-modeling"), "causal-lm"),
-    **dict.fromkeys(("sft", "instruct", "instruction", "conversational"), "chat"),
-    **dict.fromkeys(("summarization", "translation", "text2text-generation", "seq2seq-lm"), "seq2seq"),
-    **dict.fromkeys(("fill-mask", "mlm"), "masked-lm"),
-}
-# Words that people write for our own keys.
+
+def _all(names: str, value: V) -> dict[str, V]:
+    """Map each name, separated by spaces, to the same value."""
+    return dict.fromkeys(names.split(), value)
+
+
+# Recipe key → value in another library (in lower case) → our value; a note in brackets says where they differ.
 _VALUES: dict[str, dict[str, str]] = {
-    "train.precision": _PRECISION,
-    "train.schedule": _SCHEDULE,
-    "train.optimizer": _OPTIMIZER,
-    "task": _TASK,
+    "train.precision": {
+        **_all("16-mixed fp16-mixed 16 half float16", "fp16"),
+        **_all("bf16-mixed bfloat16", "bf16"),
+        **_all("16-true fp16-true", "fp16 (mixed; pure fp16 is not supported)"),
+        **_all("bf16-true bf16_pure pure-bf16", "bf16-pure"),
+        **_all("32-true 32 no none float32 float full false", "fp32"),
+    },
+    "train.schedule": {
+        "constant_with_warmup": "constant",
+        "linear_with_warmup": "linear",
+        "inverse_sqrt": "inverse-sqrt",
+        **_all("warmup_stable_decay wsd", "warmup-stable-decay"),
+        **_all("cosine_with_restarts cosine_with_min_lr cosine_annealing", "cosine (the nearest)"),
+        "polynomial": "linear (the nearest)",
+    },
+    "train.optimizer": {
+        **_all("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_fused", "adamw"),
+        **_all("adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw-8bit", "adamw8bit"),
+        **_all("adam_8bit adam_bnb_8bit", "adam8bit"),
+        **_all("paged_adamw_8bit paged_adamw8bit", "paged-adamw8bit"),
+        **_all("paged_adamw_32bit paged_adamw", "paged-adamw8bit (the nearest)"),
+    },
+    "task": {
+        **_all("text-classification sequence-classification sentiment-analysis classification", "classify"),
+        **_all("regression sts", "regress"),
+        **_all("text-generation clm lm causal language-modeling", "causal-lm"),
+        **_all("sft instruct instruction conversational", "chat"),
+        **_all("summarization translation text2text-generation seq2seq-lm", "seq2seq"),
+        **_all("fill-mask mlm", "masked-lm"),
+    },
     "early_stopping.mode": {"maximize": "max", "minimize": "min", "true": "max", "false": "min", "auto": "null"},
     "evaluate.every": {"steps": "500 steps", "epochs": "epoch", "no": "1000 epochs", "never": "1000 epochs"},
     "train.max_steps": {"-1": "null", "0": "null"},
@@ -59,41 +59,46 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 
 
-def our_word(name: str, value: Any, beside: Mapping[str, Any]) -> str:
-    """The answer to a key of another library, or nothing if no library has it.
+def translate_key(name: str, value: Any, section: Mapping[str, Any]) -> str:
+    """Say what to write instead of a key of another library; empty if no known library has the key.
 
     Args:
-        name: The key, without the section it stands in.
+        name: The key, without its section.
         value: Its value.
-        beside: All keys of the same section; some words only have a meaning together.
+        section: All keys of the same section; some keys only have a meaning together.
     """
-    libraries = [library for library, words in _WORDS.items() if name in words]
+    libraries = [library for library, answers in _LIBRARIES.items() if name in answers]
     if not libraries:
         return ""
-    return f"a word of {' and '.join(libraries)}; {_WORDS[libraries[0]][name](value, beside)}"
+    return f"a key of {' and '.join(libraries)}; {_LIBRARIES[libraries[0]][name](value, section)}"
 
 
-def our_value(key: str, value: Any) -> str:
-    """What to write for a value of another library at one of our keys, or nothing."""
+def translate_value(key: str, value: Any) -> str:
+    """Say what to write instead of a value of another library for one of our keys; empty if it is not known."""
     ours = _VALUES.get(key, {}).get(str(value).lower())
     return f"write {ours}" if ours else ""
 
 
-def _to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Answer:
-    return lambda value, beside: f"write {key}: {as_yaml(convert(value))}" + (f" ({note})" if note else "")
+def _write(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Answer:
+    return lambda value, section: f"write {key}: {as_yaml(convert(value))}" + (f" ({note})" if note else "")
 
 
-def _none(reason: str) -> Answer:
-    return lambda value, beside: f"leave it out: {reason}"
+def _write_named(key: str) -> Answer:
+    return lambda value, section: f"write {key}: {_VALUES[key].get(str(value).lower()) or as_yaml(value)}"
 
 
-def _not_yet(key: str = "") -> Answer:
-    ours = f"; it will be {key}" if key else ""
-    return lambda value, beside: f"leave it out: not supported yet in this version{ours}"
+def _write_inside(outer: str, before: str, key: str) -> Answer:
+    """Answer with a mapping that also needs another key, such as the kind of an adapter."""
+    return lambda value, section: f"write {outer}: {{{before}, {key}: {as_yaml(value)}}}"
 
 
-def _named(key: str) -> Answer:
-    return lambda value, beside: f"write {key}: {_VALUES[key].get(str(value).lower()) or as_yaml(value)}"
+def _omit(reason: str) -> Answer:
+    return lambda value, section: f"leave it out: {reason}"
+
+
+def _renamed(pairs: str) -> dict[str, Answer]:
+    """Parse keys whose value stays the same: "theirs=ours", separated by spaces."""
+    return {theirs: _write(ours) for theirs, ours in (pair.split("=") for pair in pairs.split())}
 
 
 def _metric(value: Any) -> Any:
@@ -104,68 +109,73 @@ def _is_on(value: Any) -> bool:
     return str(value).lower() in {"true", "yes", "on", "1"}
 
 
-def _mixed(precision: str, other: str) -> Answer:
-    def answer(value: Any, beside: Mapping[str, Any]) -> str:
-        if not _is_on(value) and _is_on(beside.get(other)):
+def _if_on(on: str, off: str) -> Callable[[Any], str]:
+    return lambda value: on if _is_on(value) else off
+
+
+def _mixed_precision(precision: str, other: str) -> Answer:
+    def answer(value: Any, section: Mapping[str, Any]) -> str:
+        if not _is_on(value) and _is_on(section.get(other)):
             return f"leave it out: {other} decides"
         return f"write train.precision: {precision if _is_on(value) else 'fp32'}"
 
     return answer
 
 
-def _batch(value: Any, beside: Mapping[str, Any]) -> str:
-    """batch_size is what the optimizer sees, so both words of the others are needed to know it."""
-    rows = beside.get("per_device_train_batch_size", beside.get("train_batch_size", beside.get("batch_size")))
-    pieces = beside.get("gradient_accumulation_steps", beside.get("accumulate_grad_batches", 1))
-    if isinstance(rows, int) and isinstance(pieces, int):
-        product = f" = {rows} × {pieces}" if pieces != 1 else ""
-        cut = f", and memory.micro_batch: {rows} if it must be cut so" if pieces != 1 else ""
-        return (
-            f"write train.batch_size: {rows * pieces} (all rows of an optimizer step{product}, times the devices){cut}"
-        )
-    return "write train.batch_size: all rows of an optimizer step; memory.micro_batch is how many go through at once"
+def _batch_size(value: Any, section: Mapping[str, Any]) -> str:
+    """Multiply the micro-batch size by the accumulation steps: `train.batch_size` counts rows per optimizer step."""
+    rows = section.get("per_device_train_batch_size", section.get("train_batch_size", section.get("batch_size")))
+    steps = section.get("gradient_accumulation_steps", section.get("accumulate_grad_batches", 1))
+    if not isinstance(rows, int) or not isinstance(steps, int):
+        return "write train.batch_size: rows per optimizer step; memory.micro_batch: rows per forward pass"
+    total = f"write train.batch_size: {rows * steps} ({rows} × {steps} × the number of devices)"
+    return total if steps == 1 else f"{total}, and memory.micro_batch: {rows} to keep that split"
 
 
-def _adapter(name: str) -> Answer:
-    """Keys of LoRA stand in a section of their own."""
-    return lambda value, beside: f"write adapter: {{kind: lora, {name}: {as_yaml(value)}}}"
+def _betas(value: Any, section: Mapping[str, Any]) -> str:
+    return f"write train.betas: {as_yaml([section.get('adam_beta1', 0.9), section.get('adam_beta2', 0.999)])}"
 
 
-def _betas(value: Any, beside: Mapping[str, Any]) -> str:
-    return f"write train.betas: {as_yaml([beside.get('adam_beta1', 0.9), beside.get('adam_beta2', 0.999)])}"
+def _steps(key: str) -> Answer:
+    def answer(value: Any, section: Mapping[str, Any]) -> str:
+        if isinstance(value, float) and value < 1:
+            return f"write {key}: {value:g} epochs (of an epoch, not of the run), or a number of steps"
+        return f"write {key}: {as_yaml(f'{value} steps')}"
+
+    return answer
 
 
-def _eval_strategy(value: Any, beside: Mapping[str, Any]) -> str:
-    """A strategy and its number of steps are two words there, one here."""
-    words = str(value).lower()
-    if words in {"no", "false", "none"}:
-        return "write evaluate.every: 1000 epochs (the last step is always evaluated)"
-    return "write evaluate.every: epoch" if words == "epoch" else _eval_steps(beside.get("eval_steps", 500), beside)
+def _strategy(key: str, steps: str, never: str) -> Answer:
+    """Combine a strategy and its number of steps, which are two keys there and one here."""
+
+    def answer(value: Any, section: Mapping[str, Any]) -> str:
+        word = str(value).lower()
+        if word == "best":
+            return "write checkpoint.best: true"
+        if word in {"no", "false", "none"}:
+            return f"write {key}: {never}"
+        return f"write {key}: epoch" if word == "epoch" else _steps(key)(section.get(steps, 500), section)
+
+    return answer
 
 
-def _eval_steps(value: Any, beside: Mapping[str, Any]) -> str:
-    if isinstance(value, float) and value < 1:
-        return f"write evaluate.every: {value:g} epochs (of an epoch, not of the run), or a number of steps"
-    return f"write evaluate.every: {as_yaml(f'{value} steps')}"
+def _logging_strategy(value: Any, section: Mapping[str, Any]) -> str:
+    return f"write train.log_every: {as_yaml(section.get('logging_steps', 10))} (a number of steps)"
 
 
-def _logging_strategy(value: Any, beside: Mapping[str, Any]) -> str:
-    return f"write train.log_every: {as_yaml(beside.get('logging_steps', 10))} (it counts steps)"
-
-
-def _check_interval(value: Any, beside: Mapping[str, Any]) -> str:
+def _check_interval(value: Any, section: Mapping[str, Any]) -> str:
     unit = "epochs" if isinstance(value, float) else "steps"
     return f"write evaluate.every: {as_yaml('epoch' if value == 1.0 and unit == 'epochs' else f'{value} {unit}')}"
 
 
 def _lightning_time(value: Any) -> Any:
-    """DD:HH:MM:SS, or a mapping as for timedelta."""
+    """Convert DD:HH:MM:SS, or a mapping of the arguments of timedelta."""
     sizes = (86400, 3600, 60, 1)
     if isinstance(value, Mapping):
         value = ":".join(str(value.get(unit, 0)) for unit in ("days", "hours", "minutes", "seconds"))
     parts = str(value).split(":")
     if len(parts) == 4 and all(part.isdecimal() for part in parts):
-        return seconds_as_words(sum(int(part) * size for part, size in zip(parts, sizes, strict=True)))
+        return exact_seconds(sum(int(part) * size for part, size in zip(parts, sizes, strict=True)))
     return value
 
 
@@ -174,216 +184,181 @@ def _tracker(value: Any) -> str:
     return "none" if words <= {"none", "false", "no", "off"} else "local"
 
 
-def _model_with(key: str) -> Answer:
-    return lambda value, beside: f"write model: {{name: NAME, {key}: {as_yaml(value)}}}"
-
-
-_AUTOMATIC = _none("done by itself")
-_OTHER_FRAMEWORK = _none("it has no counterpart here")
-_TRACKER = _to("track.uri", _tracker, "MLflow; local is a store beside the runs")
-_DEVICES = _none("the device is found by itself; --device chooses another")
-_SAVING = _not_yet("checkpoint.every")
-_SUMS = _none("evaluation keeps sums, never all outputs")
-_QUIET = _none("--quiet says nothing but errors")
-_UPLOAD = _none("best/ is a Hugging Face folder that can be uploaded as it is")
-_WORKERS = _none("loading runs beside the training by itself")
+_AUTOMATIC = _omit("done automatically")
+_UNSUPPORTED = _omit("trimtab has no equivalent")
+_NOT_YET = _omit("not supported yet in this version")
+_LAUNCH = _omit("`trimtab launch` starts several processes and sets up data parallel training")
+_LAUNCH_FLAGS = _omit("`trimtab launch` has --processes, --num-hosts, --host-index, --address and --port")
+_ON_CPU = _omit("pass --device cpu")
+_QUIET = _omit("--quiet prints errors only")
+_SUMS = _omit("evaluation accumulates sums, not all outputs")
+_UPLOAD = _omit("best/ is a Hugging Face folder, ready to upload")
+_WORKERS = _omit("data is loaded in the background automatically")
+_TRACKING = _write("track.uri", _tracker, "MLflow; local is a store in runs/")
+_MAX_STEPS = _write("train.max_steps", lambda value: None if value == -1 else value)
+_PACKING = _omit(
+    "rows are not packed yet; task: causal-lm concatenates all texts and splits them into full blocks of "
+    "data.max_length, and train.group_by_length: true keeps the padding of other tasks small"
+)
 
 _HF_TRAINER: dict[str, Answer] = {
-    "output_dir": _to("out"),
-    "run_name": _to("name"),
-    "num_train_epochs": _to("train.epochs"),
-    "max_steps": _to("train.max_steps", lambda value: None if value == -1 else value),
-    "per_device_train_batch_size": _batch,
-    "train_batch_size": _batch,
-    "gradient_accumulation_steps": _batch,
-    "per_device_eval_batch_size": _to("evaluate.batch_size"),
-    "auto_find_batch_size": _to("memory.micro_batch", lambda value: "auto"),
-    "learning_rate": _to("train.lr"),
-    "lr_scheduler_type": _named("train.schedule"),
-    "lr_scheduler_kwargs": _OTHER_FRAMEWORK,
-    "warmup_steps": _to("train.warmup"),
-    "warmup_ratio": _to("train.warmup"),
-    "optim": _named("train.optimizer"),
-    "optim_args": _OTHER_FRAMEWORK,
-    "weight_decay": _to("train.weight_decay"),
-    "adam_beta1": _betas,
-    "adam_beta2": _betas,
-    "adam_epsilon": _to("train.eps"),
-    "adafactor": _to("train.optimizer", lambda value: "adafactor"),
-    "max_grad_norm": _to("train.max_grad_norm"),
-    "label_smoothing_factor": _to("train.label_smoothing"),
-    "fp16": _mixed("fp16", "bf16"),
-    "bf16": _mixed("bf16", "fp16"),
-    "half_precision_backend": _AUTOMATIC,
-    "fp16_opt_level": _AUTOMATIC,
-    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), _none("evaluation has the precision of training")),
-    "tf32": _to("train.precision", lambda value: "tf32" if _is_on(value) else "fp32"),
-    "gradient_checkpointing": _to("memory.gradient_checkpointing", lambda value: "all" if _is_on(value) else "none"),
-    "gradient_checkpointing_kwargs": _AUTOMATIC,
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _not_yet()),
-    "use_liger_kernel": _to("memory.kernels", lambda value: "liger" if _is_on(value) else "plain"),
-    "liger_kernel_config": _OTHER_FRAMEWORK,
-    "neftune_noise_alpha": _OTHER_FRAMEWORK,
-    "group_by_length": _to("train.group_by_length"),
-    "train_sampling_strategy": _to("train.group_by_length", lambda value: value == "group_by_length"),
-    "length_column_name": _AUTOMATIC,
-    "logging_dir": _to("out"),
+    **_renamed(
+        "output_dir=out logging_dir=out run_name=name num_train_epochs=train.epochs learning_rate=train.lr "
+        "warmup_steps=train.warmup warmup_ratio=train.warmup weight_decay=train.weight_decay adam_epsilon=train.eps "
+        "max_grad_norm=train.max_grad_norm label_smoothing_factor=train.label_smoothing "
+        "group_by_length=train.group_by_length logging_steps=train.log_every data_seed=seed label_names=data.label "
+        "per_device_eval_batch_size=evaluate.batch_size eval_on_start=evaluate.at_start "
+        "load_best_model_at_end=checkpoint.best save_total_limit=checkpoint.keep "
+        "early_stopping_patience=early_stopping.patience early_stopping_threshold=early_stopping.min_delta "
+        "full_determinism=train.deterministic"
+    ),
+    "max_steps": _MAX_STEPS,
+    **_all("per_device_train_batch_size train_batch_size gradient_accumulation_steps", _batch_size),
+    "auto_find_batch_size": _write("memory.micro_batch", lambda value: "auto"),
+    "lr_scheduler_type": _write_named("train.schedule"),
+    "optim": _write_named("train.optimizer"),
+    "adafactor": _write("train.optimizer", lambda value: "adafactor"),
+    **_all("adam_beta1 adam_beta2", _betas),
+    "fp16": _mixed_precision("fp16", "bf16"),
+    "bf16": _mixed_precision("bf16", "fp16"),
+    "tf32": _write("train.precision", _if_on("tf32", "fp32")),
+    **_all("fp16_full_eval bf16_full_eval", _omit("evaluation uses the precision of training")),
+    "gradient_checkpointing": _write("memory.gradient_checkpointing", _if_on("all", "none")),
+    "use_liger_kernel": _write("memory.kernels", _if_on("liger", "plain")),
+    "train_sampling_strategy": _write("train.group_by_length", lambda value: value == "group_by_length"),
     "logging_strategy": _logging_strategy,
-    "logging_steps": _to("train.log_every"),
-    "logging_first_step": _AUTOMATIC,
-    **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica", "log_on_each_node"), _QUIET),
-    **dict.fromkeys(("logging_nan_inf_filter", "include_num_input_tokens_seen", "skip_memory_metrics"), _AUTOMATIC),
-    **dict.fromkeys(("report_to", "project", "trackio_space_id", "trackio_bucket_id"), _TRACKER),
-    "trackio_static_space_id": _TRACKER,
-    "eval_strategy": _eval_strategy,
-    "evaluation_strategy": _eval_strategy,
-    "eval_steps": _eval_steps,
-    "eval_delay": _OTHER_FRAMEWORK,
-    "eval_on_start": _to("evaluate.at_start"),
-    **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches", "batch_eval_metrics"), _SUMS),
-    **dict.fromkeys(("eval_use_gather_object", "include_for_metrics"), _SUMS),
-    "prediction_loss_only": _to("evaluate.metric", lambda value: "loss"),
-    "save_strategy": lambda value, beside: (
-        _to("checkpoint.best", lambda _: True)(value, beside) if value == "best" else _SAVING(value, beside)
+    **_all("report_to project trackio_space_id trackio_bucket_id trackio_static_space_id", _TRACKING),
+    **_all("eval_strategy evaluation_strategy", _strategy("evaluate.every", "eval_steps", "1000 epochs")),
+    "eval_steps": _steps("evaluate.every"),
+    "save_strategy": _strategy("checkpoint.every", "save_steps", "null"),
+    "save_steps": _steps("checkpoint.every"),
+    "save_only_model": _omit("checkpoint.every: null saves the best model only"),
+    "prediction_loss_only": _write("evaluate.metric", lambda value: "loss"),
+    "metric_for_best_model": _write("evaluate.metric", _metric),
+    "greater_is_better": _write("early_stopping.mode", _if_on("max", "min")),
+    "resume_from_checkpoint": _omit("`trimtab resume RUN` resumes a run"),
+    "dataloader_drop_last": _omit("every row is used"),
+    "remove_unused_columns": _omit("columns that no key names are not read"),
+    **_all("use_cpu no_cuda", _ON_CPU),
+    **_all("do_train do_eval do_predict", _omit("`trimtab train` trains and evaluates, `trimtab predict` predicts")),
+    **_all("disable_tqdm log_level log_level_replica log_on_each_node", _QUIET),
+    **_all(
+        "eval_accumulation_steps eval_do_concat_batches batch_eval_metrics eval_use_gather_object include_for_metrics",
+        _SUMS,
     ),
-    "save_steps": _SAVING,
-    "save_total_limit": _not_yet("checkpoint.keep"),
-    **dict.fromkeys(("save_only_model", "save_on_each_node"), _none("only the best model is kept")),
-    **dict.fromkeys(("enable_jit_checkpoint", "ignore_data_skip"), _not_yet("checkpoint.every")),
-    "restore_callback_states_from_checkpoint": _not_yet("checkpoint.every"),
-    "save_safetensors": _AUTOMATIC,
-    "load_best_model_at_end": _to("checkpoint.best"),
-    "metric_for_best_model": _to("evaluate.metric", _metric),
-    "greater_is_better": _to("early_stopping.mode", lambda value: "max" if _is_on(value) else "min"),
-    "early_stopping_patience": _to("early_stopping.patience"),
-    "early_stopping_threshold": _to("early_stopping.min_delta"),
-    "data_seed": _to("seed"),
-    **dict.fromkeys(("full_determinism", "average_tokens_across_devices"), _AUTOMATIC),
-    **dict.fromkeys(("use_cpu", "no_cuda"), _none("--device cpu")),
-    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"), _WORKERS),
-    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_in_order"), _WORKERS),
-    "dataloader_multiprocessing_context": _WORKERS,
-    "dataloader_drop_last": _none("every row is used"),
-    "remove_unused_columns": _none("columns that no key names are not read"),
-    "label_names": _to("data.label"),
-    "resume_from_checkpoint": _not_yet(),
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), _UPLOAD),
-    **dict.fromkeys(("hub_always_push", "hub_revision"), _UPLOAD),
-    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _not_yet()),
-    **dict.fromkeys(
-        ("ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank", "fsdp", "fsdp_config"), _not_yet()
+    **_all(
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_in_order dataloader_multiprocessing_context",
+        _WORKERS,
     ),
-    **dict.fromkeys(("deepspeed", "accelerator_config", "parallelism_config", "debug", "use_cache"), _OTHER_FRAMEWORK),
-    **dict.fromkeys(("optim_target_modules", "torch_empty_cache_steps"), _OTHER_FRAMEWORK),
-    **dict.fromkeys(
-        ("do_train", "do_eval", "do_predict"), _none("`trimtab train` trains and evaluates, `trimtab predict` predicts")
+    **_all("push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision", _UPLOAD),
+    **_all(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
+        "local_rank",
+        _LAUNCH,
+    ),
+    **_all("torch_compile torch_compile_backend torch_compile_mode fsdp fsdp_config", _NOT_YET),
+    **_all(
+        "half_precision_backend fp16_opt_level gradient_checkpointing_kwargs length_column_name logging_first_step "
+        "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics save_safetensors save_on_each_node "
+        "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint average_tokens_across_devices",
+        _AUTOMATIC,
+    ),
+    **_all(
+        "lr_scheduler_kwargs optim_args optim_target_modules liger_kernel_config neftune_noise_alpha eval_delay "
+        "deepspeed accelerator_config parallelism_config debug use_cache torch_empty_cache_steps",
+        _UNSUPPORTED,
     ),
 }
 
 _HF_SCRIPTS: dict[str, Answer] = {
-    "model_name_or_path": _to("model"),
-    "model_name": _to("model"),
-    "tokenizer_name": _model_with("tokenizer"),
-    "tokenizer": _model_with("tokenizer"),
-    "trust_remote_code": _model_with("trust_remote_code"),
-    "config_name": lambda value, beside: "write model: {config: {model_type: …}, tokenizer: …}",
-    **dict.fromkeys(("dataset_name", "dataset", "train_file", "train_data", "train_dataset"), _to("data.train")),
-    **dict.fromkeys(
-        ("validation_file", "eval_file", "eval_dataset", "eval_data", "validation", "test_file"), _to("data.eval")
+    **_renamed(
+        "model_name_or_path=model model_name=model num_epochs=train.epochs n_epochs=train.epochs "
+        "dataset_name=data.train dataset=data.train train_file=data.train train_data=data.train "
+        "train_dataset=data.train validation_file=data.eval eval_file=data.eval eval_dataset=data.eval "
+        "eval_data=data.eval validation=data.eval test_file=data.eval max_seq_length=data.max_length "
+        "max_seq_len=data.max_length block_size=data.max_length max_source_length=data.max_length "
+        "text_column=data.text text_column_name=data.text dataset_text_field=data.text source_column=data.text "
+        "label_column=data.label label_column_name=data.label labels=data.label summary_column=data.target "
+        "target_column=data.target"
     ),
-    "validation_split_percentage": _to("data.eval_share", lambda value: f"{value}%"),
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "block_size", "max_source_length"), _to("data.max_length")),
-    **dict.fromkeys(("text_column", "text_column_name", "dataset_text_field", "source_column"), _to("data.text")),
-    **dict.fromkeys(("label_column", "label_column_name", "labels"), _to("data.label")),
-    **dict.fromkeys(("summary_column", "target_column"), _to("data.target")),
-    "max_train_samples": lambda value, beside: f"slice the data: data.train: 'FILE[:{value}]'",
-    "max_eval_samples": lambda value, beside: f"slice the data: data.eval: 'FILE[:{value}]'",
-    **dict.fromkeys(("peft_config", "lora", "use_peft", "use_lora"), _to("adapter", lambda value: "lora")),
-    **dict.fromkeys(("lora_r", "lora_rank"), _adapter("rank")),
-    "lora_alpha": _adapter("alpha"),
-    "lora_dropout": _adapter("dropout"),
-    **dict.fromkeys(("lora_target_modules", "target_modules"), _adapter("targets")),
-    **dict.fromkeys(("modules_to_save", "lora_modules_to_save"), _adapter("trains")),
-    "use_rslora": _adapter("rslora"),
-    **dict.fromkeys(("load_in_4bit", "use_4bit"), _to("adapter", lambda value: "qlora" if _is_on(value) else "none")),
-    "load_in_8bit": _none("weights of 8 bits are not trained on here; adapter: qlora has them in 4"),
-    **dict.fromkeys(("num_epochs", "n_epochs"), _to("train.epochs")),
-    "lr_scheduler": _named("train.schedule"),
+    **_all("tokenizer_name tokenizer", _write_inside("model", "name: NAME", "tokenizer")),
+    "trust_remote_code": _write_inside("model", "name: NAME", "trust_remote_code"),
+    "config_name": lambda value, section: "write model: {config: {model_type: …}, tokenizer: …}",
+    "validation_split_percentage": _write("data.eval_share", lambda value: f"{value}%"),
+    "max_train_samples": lambda value, section: f"slice the data: data.train: 'FILE[:{value}]'",
+    "max_eval_samples": lambda value, section: f"slice the data: data.eval: 'FILE[:{value}]'",
+    **_all("peft_config lora use_peft use_lora", _write("adapter", lambda value: "lora")),
+    **_all("lora_r lora_rank", _write_inside("adapter", "kind: lora", "rank")),
+    "lora_alpha": _write_inside("adapter", "kind: lora", "alpha"),
+    "lora_dropout": _write_inside("adapter", "kind: lora", "dropout"),
+    **_all("lora_target_modules target_modules", _write_inside("adapter", "kind: lora", "targets")),
+    **_all("modules_to_save lora_modules_to_save", _write_inside("adapter", "kind: lora", "trains")),
+    "use_rslora": _write_inside("adapter", "kind: lora", "rslora"),
+    **_all("load_in_4bit use_4bit", _write("adapter", _if_on("qlora", "none"))),
+    "load_in_8bit": _omit("8-bit base weights are not supported; adapter: qlora uses 4-bit weights"),
+    "lr_scheduler": _write_named("train.schedule"),
 }
 
 _ACCELERATE: dict[str, Answer] = {
-    "mixed_precision": _named("train.precision"),
-    "gradient_accumulation_steps": _batch,
-    "gradient_accumulation_plugin": _batch,
-    "cpu": _none("--device cpu"),
-    "use_cpu": _none("--device cpu"),
-    "log_with": _TRACKER,
-    "project_dir": _to("out"),
-    "project_config": _to("out", lambda value: "FOLDER"),
-    **dict.fromkeys(("split_batches", "device_placement", "rng_types", "step_scheduler_with_optimizer"), _AUTOMATIC),
+    "mixed_precision": _write_named("train.precision"),
+    **_all("gradient_accumulation_steps gradient_accumulation_plugin", _batch_size),
+    **_all("cpu use_cpu", _ON_CPU),
+    "log_with": _TRACKING,
+    "project_dir": _write("out"),
+    "project_config": _write("out", lambda value: "FOLDER"),
     "dataloader_config": _WORKERS,
-    **dict.fromkeys(("dynamo_backend", "dynamo_plugin", "dynamo_config", "fsdp_plugin", "torch_tp_plugin"), _not_yet()),
-    **dict.fromkeys(
-        ("deepspeed_plugin", "deepspeed_plugins", "deepspeed_config", "megatron_lm_plugin"), _OTHER_FRAMEWORK
+    **_all("split_batches device_placement rng_types step_scheduler_with_optimizer", _AUTOMATIC),
+    **_all("num_processes num_machines machine_rank main_process_ip main_process_port", _LAUNCH_FLAGS),
+    **_all("distributed_type gpu_ids rdzv_backend same_network", _LAUNCH),
+    **_all("dynamo_backend dynamo_plugin dynamo_config fsdp_plugin torch_tp_plugin", _NOT_YET),
+    **_all(
+        "deepspeed_plugin deepspeed_plugins deepspeed_config megatron_lm_plugin parallelism_config kwargs_handlers "
+        "downcast_bf16 compute_environment main_training_function",
+        _UNSUPPORTED,
     ),
-    **dict.fromkeys(
-        ("parallelism_config", "kwargs_handlers", "downcast_bf16", "compute_environment"), _OTHER_FRAMEWORK
-    ),
-    **dict.fromkeys(
-        ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"), _not_yet()
-    ),
-    **dict.fromkeys(("distributed_type", "gpu_ids", "rdzv_backend", "same_network"), _not_yet()),
-    "main_training_function": _OTHER_FRAMEWORK,
 }
 
 _LIGHTNING: dict[str, Answer] = {
-    "max_epochs": _to("train.epochs"),
-    "max_steps": _to("train.max_steps", lambda value: None if value == -1 else value),
-    "max_time": _to("train.max_time", _lightning_time),
-    **dict.fromkeys(("min_epochs", "min_steps"), _none("training stops early only if early_stopping says so")),
-    "accumulate_grad_batches": _batch,
-    "gradient_clip_val": _to("train.max_grad_norm"),
-    "gradient_clip_algorithm": _none("gradients are clipped by norm"),
-    "precision": _named("train.precision"),
-    "fast_dev_run": _to("limits.fast_dev_run"),
-    "overfit_batches": _to("limits.overfit_batches", note="a whole number"),
-    "limit_train_batches": _to("limits.train"),
-    "limit_val_batches": _to("limits.eval"),
-    **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), _none("slice the file that is predicted")),
+    **_renamed(
+        "max_epochs=train.epochs gradient_clip_val=train.max_grad_norm fast_dev_run=limits.fast_dev_run "
+        "limit_train_batches=limits.train limit_val_batches=limits.eval log_every_n_steps=train.log_every "
+        "enable_checkpointing=checkpoint.best default_root_dir=out seed_everything=seed"
+    ),
+    "max_steps": _MAX_STEPS,
+    "max_time": _write("train.max_time", _lightning_time),
+    "accumulate_grad_batches": _batch_size,
+    "precision": _write_named("train.precision"),
+    "deterministic": _write("train.deterministic", bool),
+    "overfit_batches": _write("limits.overfit_batches", note="a whole number"),
     "val_check_interval": _check_interval,
-    "check_val_every_n_epoch": lambda value, beside: (
+    "check_val_every_n_epoch": lambda value, section: (
         f"write evaluate.every: {'epoch' if value == 1 else f'{value} epochs'}"
     ),
-    "num_sanity_val_steps": _to("evaluate.at_start", bool),
-    "log_every_n_steps": _to("train.log_every"),
-    "enable_checkpointing": _to("checkpoint.best"),
-    **dict.fromkeys(("enable_progress_bar", "enable_model_summary"), _QUIET),
-    **dict.fromkeys(("accelerator", "devices", "gpus"), _DEVICES),
-    **dict.fromkeys(("num_nodes", "strategy", "use_distributed_sampler", "sync_batchnorm"), _not_yet()),
-    "logger": _TRACKER,
-    "callbacks": _none("fit(recipe, callbacks=[...]) takes them in Python"),
-    "default_root_dir": _to("out"),
-    "deterministic": _AUTOMATIC,
-    "seed_everything": _to("seed"),
-    "monitor": _to("early_stopping.metric", _metric),
-    **dict.fromkeys(
-        ("benchmark", "inference_mode", "barebones", "reload_dataloaders_every_n_epochs"), _OTHER_FRAMEWORK
-    ),
-    **dict.fromkeys(
-        ("profiler", "detect_anomaly", "plugins", "enable_autolog_hparams", "model_registry"), _OTHER_FRAMEWORK
+    "num_sanity_val_steps": _write("evaluate.at_start", bool),
+    "monitor": _write("early_stopping.metric", _metric),
+    "logger": _TRACKING,
+    **_all("min_epochs min_steps", _omit("training stops early only with early_stopping")),
+    "gradient_clip_algorithm": _omit("gradients are clipped by norm"),
+    **_all("limit_test_batches limit_predict_batches", _omit("slice the file to predict")),
+    **_all("enable_progress_bar enable_model_summary", _QUIET),
+    **_all("accelerator devices gpus", _omit("the device is detected; --device chooses another one")),
+    "callbacks": _omit("pass them in Python: fit(recipe, callbacks=[...])"),
+    **_all("num_nodes strategy use_distributed_sampler", _LAUNCH),
+    "sync_batchnorm": _NOT_YET,
+    **_all(
+        "benchmark inference_mode barebones reload_dataloaders_every_n_epochs profiler detect_anomaly plugins "
+        "enable_autolog_hparams model_registry",
+        _UNSUPPORTED,
     ),
 }
 
-_PACKING = _none(
-    "rows are not packed yet; task: causal-lm joins all texts and cuts them into full blocks of data.max_length, and "
-    "train.group_by_length: true keeps the padding of other tasks small"
-)
 _TRL: dict[str, Answer] = {
-    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free", "sample_packing"), _PACKING),
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _none("task: chat learns the answers alone")),
+    **_all("packing packing_strategy eval_packing padding_free sample_packing", _PACKING),
+    **_all("completion_only_loss assistant_only_loss", _omit("task: chat computes the loss on answers only")),
 }
 
-_WORDS = {
+_LIBRARIES = {
     "HF Trainer": _HF_TRAINER,
     "Accelerate": _ACCELERATE,
     "Lightning": _LIGHTNING,

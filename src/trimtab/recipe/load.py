@@ -1,6 +1,6 @@
-"""A recipe from a file and the command line, with the origin of every value; and recipes as text.
+"""Load a recipe from a file and the command line, with the origin of every value, and write recipes as text.
 
-Later wins: defaults, file, plain flags, --set.
+Later values win: defaults, file, plain flags, --set.
 """
 
 import difflib
@@ -12,28 +12,28 @@ from typing import Any
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
-from trimtab.recipe.describe import Key, choices_of, is_section, keys_of
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import Recipe, Section
-from trimtab.recipe.value_types import says_none, says_off
+from trimtab.recipe.schema_keys import Key, choices_of, is_section, keys_of
+from trimtab.recipe.value_types import is_null_word, is_off_word
 from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
 
 _KEYS = {key.dotted: key for key in keys_of(Recipe)}
-# Flags whose name is not the last part of their key.
+# Flags that are not named after the last part of their key.
 _FLAGS = {
     "data.train": "--data",
     "memory.budget": "--memory",
     "limits.train": "--limit-train",
     "limits.eval": "--limit-eval",
 }
-# A single word for one of these keys is short for a mapping with this key in it.
+# A single word for one of these keys is short for a mapping with this one key.
 _SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, and where each of its values came from: "default", "FILE:LINE", "--flag" or "--set"."""
+    """A recipe and the origin of each value: "default", "FILE:LINE", "--flag" or "--set"."""
 
     recipe: Recipe
     origins: dict[str, str]
@@ -45,22 +45,23 @@ def load_recipe(
     sets: Sequence[str],
     changes: Sequence[str] = (),
     *,
-    further: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
+    extra_check: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
-    """Read a recipe and lay the command line over it.
+    """Load a recipe and apply the command line to it.
 
-    The file, the command line (flags and --set) and the changes are three layers: a later one replaces what an earlier
-    one says, but within one layer no setting is dropped for the sake of another.
+    The file, the command line (flags and --set) and the changes are three layers. A later layer replaces values of an
+    earlier one; two settings of the same layer that exclude each other are an error.
 
     Args:
-        path: A YAML file, or None where the command line says everything.
+        path: A YAML file, or None if the command line gives every value.
         overrides: Values of plain flags by dotted key; None is a flag that was not given.
-        sets: Further values as "train.lr=3e-5".
-        changes: Values in the same form that replace those of the command line, such as the variants of a comparison.
-        further: Finds more mistakes in a recipe whose values are valid; those in other keys are reported together.
+        sets: Further values in the form "train.lr=3e-5".
+        changes: Values in the same form that replace those of the command line, such as a variant of a comparison.
+        extra_check: Finds more mistakes in a valid recipe. They are reported together with all others, except those
+            about keys that are already known to be wrong.
 
     Raises:
-        RecipeError: With every mistake, wherever it was written.
+        RecipeError: With every mistake of all sources.
     """
     layers = _Layers()
     if path is not None:
@@ -71,7 +72,7 @@ def load_recipe(
     for text in sets:
         layers.add_set(text)
     layers.begin_layer()
-    return _loaded(layers, changes, further)
+    return _load(layers, changes, extra_check)
 
 
 def load_to_resume(
@@ -81,17 +82,17 @@ def load_to_resume(
     sets: Sequence[str],
     overrides: Mapping[str, Any] | None = None,
 ) -> LoadedRecipe:
-    """Read the recipe of a run that resumes; the run's folder takes the place of `out` and of `name`.
+    """Load the recipe of a run to resume; the run's folder replaces `out` and `name`.
 
     Args:
-        source: The run's YAML file, or its settings as plain values.
-        origin: Where plain values come from.
+        source: The run's YAML file, or its settings as a mapping.
+        origin: Origin of the values of a mapping.
         folder: The run's folder.
-        sets: Changes, as "train.epochs=5".
-        overrides: Changes by dotted key, over which those of `sets` count.
+        sets: Changes in the form "train.epochs=5".
+        overrides: Changes by dotted key; `sets` wins over them.
 
     Raises:
-        RecipeError: With every mistake, wherever it was written; or because a change names another folder.
+        RecipeError: With every mistake of all sources, or if a change names another folder.
     """
     layers = _Layers()
     if isinstance(source, Path):
@@ -104,29 +105,29 @@ def load_to_resume(
     layers.begin_layer()
     for key, value in {"out": str(folder), **(overrides or {})}.items():
         layers.put(key, value, _flag(key) if key in _FLAGS else "resume")
-    loaded = _loaded(layers, sets)
+    loaded = _load(layers, sets)
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
     return loaded
 
 
-def _loaded(
+def _load(
     layers: "_Layers",
     changes: Sequence[str],
-    further: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
+    extra_check: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
-    """Lay the last changes over the layers, validate the whole, and note where each value came from."""
+    """Apply the last changes, validate the result, and record the origin of each value."""
     for text in changes:
         layers.add_set(text)
     layers.refuse_settings_without_adapter()
-    context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True, "further": further}
+    context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True, "extra_check": extra_check}
     recipe = Recipe.model_validate(layers.values, context=context)
     origins = {dotted: layers.origins.get(dotted, "default") for dotted, _ in _leaves(recipe)}
     return LoadedRecipe(recipe, origins)
 
 
-def resolved_yaml(loaded: LoadedRecipe) -> str:
-    """The whole recipe as YAML, each value with its origin; reading it again gives the same recipe."""
+def render_resolved_yaml(loaded: LoadedRecipe) -> str:
+    """Write all values of a recipe as YAML, each with its origin; loading the text gives the same recipe."""
     lines: list[tuple[str, str]] = []
     section = ""
     for dotted, value in _leaves(loaded.recipe):
@@ -140,46 +141,46 @@ def resolved_yaml(loaded: LoadedRecipe) -> str:
     return "".join(f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
 
 
-def commented_yaml(overrides: Mapping[str, Any]) -> str:
-    """A recipe to start from: every key with its documentation, those given set, the others commented out.
+def render_commented_yaml(overrides: Mapping[str, Any]) -> str:
+    """Write a recipe to start from: every key with its documentation; keys without a given value are commented out.
 
     Args:
-        overrides: Values by dotted key; None is one that was not given.
+        overrides: Values by dotted key; None is a value that was not given.
 
     Raises:
-        RecipeError: A value given is not valid.
+        RecipeError: A value is not valid.
     """
     given = {key: value for key, value in overrides.items() if value is not None}
-    needed = {key for key in ("model", "data.train") if not any(f"{name}.".startswith(f"{key}.") for name in given)}
-    loaded = load_recipe(None, given | dict.fromkeys(needed, "?"), ())
+    required = {key for key in ("model", "data.train") if not any(f"{name}.".startswith(f"{key}.") for name in given)}
+    loaded = load_recipe(None, given | dict.fromkeys(required, "?"), ())
     values = dict(_leaves(loaded.recipe))
-    lines = ["# A recipe of trimtab. Lines that begin with # show defaults: take the # away to change one."]
+    lines = ["# A trimtab recipe. Keys that are commented out show their defaults; remove the # to change one."]
     for key in _KEYS.values():
         outer = key.dotted.rpartition(".")[0]
         section = getattr(loaded.recipe, outer) if outer else loaded.recipe
         if isinstance(section, str):
-            continue  # the model is a name: what else it may be stands in the documentation of `model`
+            continue  # the section is given as one word; the documentation of its key explains the mapping
         is_header = key.section is not None and not isinstance(getattr(section, key.name), str)
-        if key.dotted in needed:
-            line = f"{key.name}: null  # needed"
+        if key.dotted in required:
+            line = f"{key.name}: null  # required"
         elif is_header:
             line = f"{key.name}:"
         else:
             is_set = loaded.origins.get(key.dotted, "default") != "default"
             line = f"{'' if is_set else '# '}{key.name}: {as_yaml(values.get(key.dotted, key.field.default))}"
-        # A section that is null by default is commented out as a block.
-        is_asleep = section is None or (is_header and getattr(section, key.name) is None)
-        block = [*_documentation(key), line if not is_asleep else line.removeprefix("# ")]
-        indent = ("# " if is_asleep else "") + ("  " if outer else "")
+        # A section that is null by default is commented out as a whole.
+        is_unused = section is None or (is_header and getattr(section, key.name) is None)
+        block = [*_documentation(key), line if not is_unused else line.removeprefix("# ")]
+        indent = ("# " if is_unused else "") + ("  " if outer else "")
         lines += [*([] if outer else [""]), *(f"{indent}{part}" for part in block)]
     return "\n".join(lines) + "\n"
 
 
-def recipe_json_schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe, for editors."""
+def build_json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a recipe, for editors."""
     schema = Recipe.model_json_schema()
     for name, field in Recipe.model_fields.items():
-        if is_section(field.annotation):  # an empty section is one whose keys are all commented out
+        if is_section(field.annotation):  # null, too: a section whose keys are all commented out
             reference = {"$ref": schema["properties"][name]["$ref"]}
             words = [{"type": ["string", "boolean"]}] if name == "track" else []  # `track: none`
             kinds = [reference, {"type": "null"}, *words]
@@ -188,7 +189,7 @@ def recipe_json_schema() -> dict[str, Any]:
 
 
 class _Layers:
-    """The values of a recipe while they are laid over each other, with their origins and what is wrong so far."""
+    """The values of a recipe while its layers are merged, with their origins and the mistakes found so far."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -197,39 +198,38 @@ class _Layers:
         self._layer: set[str] = set()  # keys that the current layer has set
 
     def begin_layer(self) -> None:
-        """What follows may replace anything that is there."""
+        """Start a layer: values put from now on may replace any earlier one."""
         self._layer = set()
 
     def add_file(self, path: Path) -> None:
-        document = read_yaml(_text_of(path), str(path))
+        document = read_yaml(_read_text(path), str(path))
         self.values, self.origins = document.values, document.places
         word = self.values.get("track")
-        if word is not None and not isinstance(word, Mapping):  # `track: none`, or an address
+        if word is not None and not isinstance(word, Mapping):  # `track: none`, or the address of a server
             self.values["track"] = {"uri": word}
             self.origins["track.uri"] = self.origins.get("track", "default")
         for dotted, place, first_line in document.duplicates:
-            text = f"given twice, first in line {first_line}; keep one of them"
-            self.mistakes.append(Mistake(tuple(dotted.split(".")), text, place=place))
+            self._add_mistake(dotted, f"given twice, first on line {first_line}; keep one of them", place)
 
     def add_set(self, text: str) -> None:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             cure = "write --set KEY=VALUE, such as --set train.lr=3e-5"
-            self.mistakes.append(
-                Mistake((key.strip() or "--set",), f"found {text!r} without a value; {cure}", place="--set")
-            )
+            self._add_mistake(key.strip() or "--set", f"found {text!r} without a value; {cure}", "--set")
         else:
             self.put(key.strip(), read_value(value), "--set")
 
     def put(self, dotted: str, value: Any, origin: str) -> None:
-        """Set one key. A mapping for a section sets the keys in it and leaves the others; all else is replaced."""
+        """Set one key. A mapping for a section sets only the keys in it; any other value replaces the old one."""
         key = _KEYS.get(dotted)
-        is_mapping = isinstance(value, Mapping)
-        if key is not None and is_mapping and (is_section(key.field.annotation) or self._merges(key, value)):
-            for name, inner in value.items():
-                self.put(f"{dotted}.{name}", inner, origin)
-            return
-        if not is_mapping and self._is_short_for_a_key(dotted, value):
+        if isinstance(value, Mapping):
+            # A mapping for `model` replaces it: a name and a config exclude each other.
+            is_merged = key is not None and key.section is not None and dotted != "model"
+            if key is not None and is_merged and (value or is_section(key.field.annotation)):
+                for name, inner in value.items():
+                    self.put(f"{dotted}.{name}", inner, origin)
+                return
+        elif self._is_short_form(dotted, value):
             self.put(f"{dotted}.{_SHORT_FOR[dotted]}", value, origin)
             return
         if below := sorted(name for name in self._layer if name.startswith(f"{dotted}.")):
@@ -239,45 +239,38 @@ class _Layers:
         if holder is None:
             return
         if dotted == "model":
-            self._say_what_is_replaced(origin)
+            self._report_replaced_model(origin)
         holder[name] = value
         self.origins = {old: place for old, place in self.origins.items() if not f"{old}.".startswith(f"{dotted}.")}
         self.origins[dotted] = origin
         self._layer.add(dotted)
         leaf = dotted.removesuffix(f".{name}")
-        if leaf in _KEYS and _KEYS[leaf].section is None:  # an entry of train.freeze changes the whole
+        if leaf in _KEYS and _KEYS[leaf].section is None:  # an entry of train.freeze changes the whole mapping
             self.origins[leaf] = origin
 
     def refuse_settings_without_adapter(self) -> None:
-        """`adapter: none` leaves nothing that a rank could be the rank of."""
+        """Refuse settings of an adapter, such as its rank, next to `adapter: none`."""
         adapter = self.values.get("adapter")
-        if not isinstance(adapter, Mapping) or len(adapter) == 1 or not says_off(adapter.get("kind", "lora")):
+        if not isinstance(adapter, Mapping) or len(adapter) == 1 or not is_off_word(adapter.get("kind", "lora")):
             return
         place = self.origins.get("adapter.kind", "default")
         for name in adapter.keys() - {"kind"}:
             text = f"found {shown(adapter[name])}; adapter is none ({place}); leave it out, or set adapter.kind: lora"
-            self.mistakes.append(Mistake(("adapter", name), text))
+            self._add_mistake(f"adapter.{name}", text)
         self.values["adapter"] = "none"
 
-    def _merges(self, key: Key, value: Mapping[str, Any]) -> bool:
-        """Whether a mapping changes single keys of a section that may be a word or null as well.
-
-        A model is replaced whole: a name and a config exclude each other.
-        """
-        return key.section is not None and bool(value) and key.dotted != "model"
-
-    def _is_short_for_a_key(self, dotted: str, word: Any) -> bool:
-        """Whether a word sets one key of a mapping and leaves the others, instead of replacing all of it."""
+    def _is_short_form(self, dotted: str, word: Any) -> bool:
+        """Whether a word sets one key of a mapping, instead of replacing the mapping."""
         if dotted == "adapter":
-            return isinstance(self.values.get("adapter"), Mapping) and not says_off(word)
+            return isinstance(self.values.get("adapter"), Mapping) and not is_off_word(word)
         if dotted == "model":
             return any(name.startswith("model.") for name in self._layer)
         return dotted == "track" and word is not None
 
     def _holder(self, dotted: str, value: Any, origin: str) -> tuple[dict[str, Any] | None, str]:
-        """The mapping that a key stands in, made where it is missing, and the key's name in it.
+        """Return the mapping that holds a key, created if necessary, and the key's name in it.
 
-        None where a word stands in its place that no mapping can take: that is a mistake, and reported.
+        The mapping is None if a value is in its place that it cannot replace; the mistake is recorded.
         """
         holder, parts, path = self.values, dotted.split("."), ""
         while len(parts) > 1:
@@ -287,14 +280,14 @@ class _Layers:
                 inner = self._as_mapping(path, inner, dotted, value, origin)
                 if inner is None:
                     return None, ""
-            holder[parts[0]] = dict(inner or {})  # copied: an anchor may have put one mapping in two places
+            holder[parts[0]] = dict(inner or {})  # copied: YAML anchors may share one mapping between two keys
             holder = holder[parts.pop(0)]
             if path in _KEYS and _KEYS[path].section is None:
-                return holder, ".".join(parts)  # patterns of train.freeze have dots of their own
+                return holder, ".".join(parts)  # the rest is one name: patterns in train.freeze contain dots
         return holder, parts[0]
 
     def _as_mapping(self, path: str, word: Any, dotted: str, value: Any, origin: str) -> dict[str, Any] | None:
-        """What a word, or null, becomes when a key below it is set."""
+        """Convert a word or null into a mapping, because a key below it is set."""
         key = _KEYS.get(path)
         if path in _SHORT_FOR and (word is not None or path == "adapter"):
             inner = f"{path}.{_SHORT_FOR[path]}"
@@ -303,17 +296,20 @@ class _Layers:
                 self._layer.add(inner)
                 self._layer.discard(path)
             return {_SHORT_FOR[path]: word}
-        if key is None or (key.section is not None and not says_none(word)):
-            return None  # an unknown key, or a word for a section: refused when the recipe is validated
+        if key is None or (key.section is not None and not is_null_word(word)):
+            return None  # an unknown key, or a word for a section: validation refuses it
         if path in self._layer and not is_section(key.field.annotation):
             self._refuse_both(dotted, value, origin, path, word)
             return None
-        return {}  # an earlier layer said so; one that takes no mapping is refused when the recipe is validated
+        return {}  # of an earlier layer; validation refuses a mapping where none is allowed
 
     def _refuse_both(self, dotted: str, value: Any, origin: str, other: str, other_value: Any) -> None:
         place = self.origins.get(other, origin)
         text = f"found {shown(value)}, and {other}: {shown(other_value)} ({place}); leave one of them out"
-        self.mistakes.append(Mistake(tuple(dotted.split(".")), text, place=origin))
+        self._add_mistake(dotted, text, origin)
+
+    def _add_mistake(self, dotted: str, text: str, place: str = "") -> None:
+        self.mistakes.append(Mistake(tuple(dotted.split(".")), text, place=place))
 
     def _value_at(self, dotted: str) -> Any:
         holder: Any = self.values
@@ -322,28 +318,28 @@ class _Layers:
             holder = holder.get(first)
         return holder[dotted] if isinstance(holder, Mapping) else None
 
-    def _say_what_is_replaced(self, origin: str) -> None:
+    def _report_replaced_model(self, origin: str) -> None:
         before = self.values.get("model")
         kept = {name: inner for name, inner in before.items() if name != "name"} if isinstance(before, Mapping) else {}
         if kept:
             others = ", ".join(f"{name}: {shown(inner)}" for name, inner in kept.items())
-            say(f"{origin} replaces the whole of model in the recipe, also {others}")
+            say(f"{origin} replaces all of model in the recipe, including {others}")
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path()
         names = [file.name for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
         near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        cure = f"did you mean {folder / near[0]}?" if near else "`trimtab init` writes one; flags alone will do as well"
+        cure = f"did you mean {folder / near[0]}?" if near else "`trimtab init` writes one; or pass all values as flags"
         raise RecipeError(f"there is no recipe {path}", cure) from None
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise RecipeError(f"{path}:{line}: not UTF-8 text", "save the recipe as UTF-8") from None
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}", "give the path of a YAML file") from None
+        raise RecipeError(f"{path} cannot be read: {error.strerror}", "pass the path of a YAML file") from None
 
 
 def _flag(key: str) -> str:
@@ -351,8 +347,8 @@ def _flag(key: str) -> str:
 
 
 def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a recipe that holds a value, with the value as it would be written."""
-    written = section.model_dump()  # not as JSON, which has no infinity
+    """Yield every dotted key of a recipe that holds a value, with the value in its written form."""
+    written = section.model_dump()  # Python mode: JSON has no infinity
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):

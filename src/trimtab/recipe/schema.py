@@ -1,6 +1,6 @@
-"""The recipe: everything that a run can be told, as one frozen tree with defaults that work.
+"""The recipe: every setting of a run, as one frozen tree with defaults.
 
-Each key is documented here and nowhere else: `trimtab init`, the JSON Schema and the error messages use this text.
+The string below each field is its documentation: `trimtab init`, the JSON Schema and docs/recipe.md are made from it.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from trimtab.recipe.consistency import contradictions
-from trimtab.recipe.describe import Later
-from trimtab.recipe.mistakes import Mistake, mistakes_of, refuse, without
+from trimtab.recipe.consistency import find_contradictions
+from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes
+from trimtab.recipe.schema_keys import Reserved
 from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
@@ -30,13 +30,14 @@ from trimtab.recipe.value_types import (
     Duration,
     FastDevRun,
     FolderName,
+    FreezeDuration,
+    GradientCheckpointing,
     Interval,
     Labels,
     Metric,
     MicroBatch,
     ModelName,
     Patterns,
-    Recomputed,
     Share,
     Source,
     Steps,
@@ -44,13 +45,15 @@ from trimtab.recipe.value_types import (
     Text,
     Texts,
     TrackingUri,
-    Until,
     Warmup,
-    tidy,
+    normalize,
 )
 
 R = TypeVar("R")
-Beta = Annotated[float, Ge(0), Lt(1)]
+PositiveInt = Annotated[int, Ge(1)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 OptimizerName = Literal[
     "auto",
     "adamw",
@@ -69,128 +72,111 @@ TaskName = Literal["classify", "regress", "causal-lm", "chat", "seq2seq", "maske
 
 
 class Section(BaseModel):
-    """Base of every part of a recipe: frozen, with no keys but its own."""
+    """Base of every part of a recipe: frozen, and refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _tidy(cls, value: Any, info: ValidationInfo) -> Any:
-        return tidy(value, cls.model_fields[info.field_name or ""])
+    def _normalize(cls, value: Any, info: ValidationInfo) -> Any:
+        return normalize(value, cls.model_fields[info.field_name or ""])
 
 
 class ModelSettings(Section):
-    """A model that needs more than a name; one of `name` and `config`."""
+    """A model that needs more than a name; either `name` or `config` is required."""
 
-    name: ModelName | None = Field(default=None, description="Hub name or folder of a pretrained model.")
-    config: dict[str, Any] | None = Field(
-        default=None,
-        description="Start from scratch: the model's configuration as transformers writes it, with model_type.",
-    )
-    tokenizer: Text | None = Field(
-        default=None,
-        description="Name or folder of the tokenizer; train = learn one from the training texts; null = the model's.",
-    )
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python code that comes with the model. Only if you trust it."
-    )
+    name: ModelName | None = None
+    """Hub name or folder of a pretrained model."""
+    config: dict[str, Any] | None = None
+    """Configuration of a model to train from scratch: the keys of transformers' config.json, with model_type."""
+    tokenizer: Text | None = None
+    """Hub name or folder of the tokenizer; train = train one on the training texts; null = the model's own."""
+    trust_remote_code: bool = False
+    """Run Python code from the model's repository. Only for repositories you trust."""
 
 
 class DataSettings(Section):
-    """What to train on, and which columns hold what."""
+    """Data sources and the meaning of their columns."""
 
-    train: Source = Field(
-        description="Training rows: csv, tsv, jsonl, json, parquet or txt file, folder, glob, or hub name; "
-        "split and slice allowed: imdb:train[:1000], reviews.csv[:80%]."
-    )
-    eval: Source | None = Field(
-        default=None, description="Evaluation rows, written like train; null = split off from train."
-    )
-    eval_share: Share = Field(
-        default=0.1, description="Share of train that is split off, by the seed, where eval is null; 0 = no evaluation."
-    )
-    text: Texts | None = Field(
-        default=None, description="Column with the text; a list of two for sentence pairs; null = guessed and said."
-    )
-    label: Labels | None = Field(
-        default=None, description="Column with the label; a list for several labels a row; null = guessed and said."
-    )
-    target: Column | None = Field(
-        default=None, description="Column with the text to produce (seq2seq); null = guessed and said."
-    )
-    messages: Column | None = Field(
-        default=None, description="Column with a chat: a list of {role, content}; null = guessed and said."
-    )
-    prompt: Column | None = Field(default=None, description="Column with the question, where a chat is two columns.")
-    answer: Column | None = Field(
-        default=None, description="Column with the answer, where a chat is two columns; it carries the loss."
-    )
-    max_length: int | None = Field(
-        default=None, ge=2, description="Longest row in tokens, the rest is cut; null = what the model takes."
-    )
-    on_bad_rows: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="stop = an error with file and row; skip = leave bad rows out, count and report them.",
-    )
+    train: Source
+    """Training rows: csv, tsv, jsonl, json, parquet or txt file, folder, glob, or hub name, with optional split and
+    slice: imdb:train[:1000], reviews.csv[:80%]."""
+    eval: Source | None = None
+    """Evaluation rows, in the same form as train; null = split off from train."""
+    eval_share: Share = 0.1
+    """Share of train to split off for evaluation, chosen by the seed, if eval is null; 0 = no evaluation."""
+    text: Texts | None = None
+    """Column with the text; a list of two columns for sentence pairs; null = detected."""
+    label: Labels | None = None
+    """Column with the label; a list of columns for several labels per row; null = detected."""
+    target: Column | None = None
+    """Column with the text to generate (seq2seq); null = detected."""
+    messages: Column | None = None
+    """Column with a conversation: a list of {role, content}; null = detected."""
+    prompt: Column | None = None
+    """Column with the question, for chat data in two columns."""
+    answer: Column | None = None
+    """Column with the answer, for chat data in two columns; the loss is computed on it."""
+    max_length: Annotated[int, Ge(2)] | None = None
+    """Maximum tokens per row; longer rows are truncated; null = the model's maximum."""
+    on_bad_rows: Literal["stop", "skip"] = "stop"
+    """Rows that cannot be used: stop = raise an error with file and row; skip = drop them and report how many."""
 
 
 class TrainSettings(Section):
-    """How to train. Defaults are those of HF Trainer."""
+    """Training hyperparameters. Defaults are those of HF Trainer."""
 
-    epochs: float = Field(default=3.0, gt=0, description="Passes over the training rows.")
-    max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps to train, in the place of epochs.")
-    max_time: Duration | None = Field(
-        default=None, description="Save and stop after this long, such as 3h; `trimtab resume` goes on from there."
-    )
-    batch_size: int = Field(
-        default=8,
-        ge=1,
-        description="Rows of one optimizer step, over all devices; how they are cut is memory.micro_batch.",
-    )
-    lr: float = Field(default=5e-5, gt=0, description="Highest learning rate; for noam the factor in front.")
-    optimizer: OptimizerName = Field(
-        default="auto",
-        description="Optimizer; 8bit = its state in 8 bits (bitsandbytes), paged = that state moves to host memory "
-        "where the GPU has too little; auto = adamw, with adapter: qlora on a GPU paged-adamw8bit.",
-    )
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Averages of Adam and AdamW, 8-bit ones too.")
-    eps: float = Field(default=1e-8, gt=0, description="Added to the divisor by adaptive optimizers.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay; biases and norms are always left out.")
-    decay_embeddings: bool = Field(default=True, description="Whether weight decay also acts on embeddings.")
-    schedule: Literal["linear", "cosine", "constant", "inverse-sqrt", "noam", "warmup-stable-decay"] = Field(
-        default="linear", description="How the learning rate goes after the warmup."
-    )
-    warmup: Warmup = Field(
-        default=0, description="Steps of rising learning rate: a number of steps, or a share such as 6%."
-    )
-    max_grad_norm: float | None = Field(
-        default=1.0, ge=0, description="Clip gradients to this norm; null or 0 = never."
-    )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Share of the target spread over all classes.")
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = Field(
-        default="auto",
-        description="fp16 and bf16 are mixed precision; bf16-pure = weights, gradients and optimizer state in bf16, "
-        "rounded stochastically; tf32 = fp32 with faster, coarser products on NVIDIA GPUs; auto = bf16 where native, "
-        "else fp16 on a GPU, else fp32.",
-    )
-    freeze: dict[str, Until] = Field(
-        default={},
-        description="What is not trained, and how long: {base: always}, {base: 200 steps}, {'*.layer.0.*': 1 epoch}; "
-        "base = all but the head, else a pattern of module names.",
-    )
-    group_by_length: bool = Field(
-        default=True, description="Batches of rows that are near in length, so that little is padded."
-    )
-    on_nan: Literal["stop", "skip", "rewind"] = Field(
-        default="stop",
-        description="When a loss is not finite: stop; skip = leave that step out; rewind = once, back to the last "
-        "saved state, and on with other rows.",
-    )
-    deterministic: bool = Field(
-        default=False, description="On a GPU: only kernels that give the same bits every time; slower."
-    )
-    log_every: Steps = Field(default=10, description="A line of metrics every so many steps.")
+    epochs: PositiveFloat = 3.0
+    """Number of passes over the training rows."""
+    max_steps: PositiveInt | None = None
+    """Number of optimizer steps; replaces epochs."""
+    max_time: Duration | None = None
+    """Save and stop after this time, such as 3h; `trimtab resume` continues the run."""
+    batch_size: PositiveInt = 8
+    """Rows per optimizer step, over all devices; memory.micro_batch is the number per forward pass."""
+    lr: PositiveFloat = 5e-5
+    """Peak learning rate; with schedule noam, the factor of its formula."""
+    optimizer: OptimizerName = "auto"
+    """Optimizer. 8bit = optimizer state in 8 bits (bitsandbytes); paged = that state moves to host memory when the GPU
+    runs short; auto = adamw, or paged-adamw8bit with adapter: qlora on a GPU."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of the moment estimates of Adam and AdamW, including their 8-bit versions."""
+    eps: PositiveFloat = 1e-8
+    """Term added to the denominator of adaptive optimizers."""
+    momentum: Fraction = 0.0
+    """Momentum of sgd."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay; biases and norm weights never decay."""
+    decay_embeddings: bool = True
+    """Apply weight decay to embeddings."""
+    schedule: Literal["linear", "cosine", "constant", "inverse-sqrt", "noam", "warmup-stable-decay"] = "linear"
+    """Learning rate after the warmup: linear and cosine = decay to 0; constant; inverse-sqrt = proportional to
+    1/√step; noam = the schedule of the original transformer; warmup-stable-decay = constant, then decay to 0 over the
+    last fifth of the run."""
+    warmup: Warmup = 0
+    """Warmup steps: a number such as 500, or a share of the run such as 6%."""
+    max_grad_norm: NonNegative | None = 1.0
+    """Clip gradients to this norm; null or 0 = no clipping."""
+    label_smoothing: Fraction = 0.0
+    """Share of the target probability that is spread over all classes."""
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = "auto"
+    """fp16 and bf16 = mixed precision; bf16-pure = weights, gradients and optimizer state in bf16 with stochastic
+    rounding; tf32 = fp32 with TF32 matrix products on NVIDIA GPUs; auto = bf16 if the device supports it natively, else
+    fp16 on a GPU and fp32 on a CPU."""
+    freeze: dict[str, FreezeDuration] = {}
+    """Parameters to freeze, and for how long: {base: always}, {base: 200 steps}, {'*.layer.0.*': 1 epoch}; base =
+    everything but the head; other keys are patterns of module names."""
+    group_by_length: bool = True
+    """Batch rows of similar length together to reduce padding."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Non-finite loss: stop = raise an error; skip = skip the optimizer step; rewind = go back to the last checkpoint
+    and continue with other rows, once per run."""
+    deterministic: bool = False
+    """Use only deterministic CUDA kernels; slower."""
+    log_every: Steps = 10
+    """Write a line of metrics every so many steps."""
 
     @field_validator("max_grad_norm", mode="after")
     @classmethod
@@ -199,203 +185,173 @@ class TrainSettings(Section):
 
 
 class AdapterSettings(Section):
-    """Small trained matrices beside the weights of a model that itself stays as it is."""
+    """LoRA adapters: low-rank matrices that train while the base model is frozen."""
 
-    kind: Literal["lora", "qlora"] = Field(
-        default="lora", description="lora = beside the weights as they are; qlora = beside weights of 4 bits (nf4)."
-    )
-    rank: int = Field(default=16, ge=1, description="Rank of the matrices: how much an adapter can learn.")
-    alpha: float | None = Field(
-        default=None, gt=0, description="What an adapter adds is multiplied with alpha / rank; null = twice the rank."
-    )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout in front of the adapters.")
-    targets: Targets = Field(
-        default="all-linear", description="Which modules get an adapter; all-linear = all of the base, not the head."
-    )
-    layers: BlockRange | None = Field(
-        default=None, description="Only in these blocks: first and last, counted from 0; null = in all."
-    )
-    ranks: dict[str, Annotated[int, Ge(1)]] = Field(
-        default={}, description="Other ranks by pattern of module names: {'*.down_proj': 32}; the later pattern wins."
-    )
-    alphas: dict[str, Annotated[float, Gt(0)]] = Field(default={}, description="Other alphas by pattern.")
-    trains: Patterns = Field(
-        default=[],
-        description="Modules that are trained in full, by pattern, such as [embed_tokens]; a new head always is.",
-    )
-    rslora: bool = Field(
-        default=False, description="Multiply with alpha / √rank: for large ranks, which else learn slowly."
-    )
+    kind: Literal["lora", "qlora"] = "lora"
+    """lora = adapters on the base weights in their own dtype; qlora = adapters on 4-bit (nf4) base weights."""
+    rank: PositiveInt = 16
+    """Rank of the matrices; a higher rank has more trainable parameters."""
+    alpha: PositiveFloat | None = None
+    """The adapter's output is scaled by alpha / rank; null = twice the rank."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input."""
+    targets: Targets = "all-linear"
+    """Modules that get an adapter; all-linear = every linear layer of the base, not the head."""
+    layers: BlockRange | None = None
+    """First and last block that get adapters, counted from 0; null = all blocks."""
+    ranks: dict[str, PositiveInt] = {}
+    """Rank by pattern of module names: {'*.down_proj': 32}; the last matching pattern wins."""
+    alphas: dict[str, PositiveFloat] = {}
+    """Alpha by pattern of module names; the last matching pattern wins."""
+    trains: Patterns = []
+    """Modules to train in full, by pattern, such as [embed_tokens]; a new head always trains."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead (rsLoRA), for large ranks."""
 
 
 class MemorySettings(Section):
-    """How to fit. None of these changes what is computed."""
+    """How to fit into memory. Except for `allow`, none of these changes the result of training."""
 
-    budget: Budget | None = Field(
-        default=None,
-        description="Memory that the run may use, such as 8GiB: it stays within, in smaller micro-batches if need be; "
-        "auto = what the device has free; null = no limit.",
-    )
-    micro_batch: MicroBatch = Field(
-        default="auto",
-        description="Rows that go through the model at once; auto = as `trimtab plan` chooses on a GPU or with a "
-        "budget, else all of train.batch_size.",
-    )
-    gradient_checkpointing: Recomputed = Field(
-        default="auto",
-        description="Compute activations again in backward instead of keeping them: all = of every block; {every: 2} = "
-        "of every second one; {layers: [0, -1]} = of these; ops = all but matrix products and attention; auto = as "
-        "`trimtab plan` chooses on a GPU or with a budget, else none.",
-    )
-    offload: Literal["auto", "none", "embeddings"] = Field(
-        default="auto",
-        description="What is kept in host memory: embeddings = the table of token embeddings, if it does not train; "
-        "auto = that where an adapter trains and nothing faster fits, else none.",
-    )
-    allow: Allowances = Field(
-        default=[],
-        description="What the plan may choose although it changes results a little: 8bit = the optimizer's state in 8 "
-        "bits, where memory is short.",
-    )
-    loss: Literal["auto", "plain", "chunked", "liger"] = Field(
-        default="auto",
-        description="How the loss of language models is computed: chunked = without a tensor of all logits; liger = "
-        "the same by the kernel of liger-kernel; auto = plain where the logits are small.",
-    )
-    kernels: Literal["auto", "plain", "liger"] = Field(
-        default="auto",
-        description="Norms and gated products: liger = fused kernels of liger-kernel, which keep less for backward; "
-        "auto = liger on an NVIDIA GPU where it is installed and knows the model.",
-    )
-    attention_backend: Literal["auto", "torch", "cudnn", "flash", "efficient", "math"] = Field(
-        default="auto",
-        description="Kernel that computes attention, where it can run: cudnn, flash, efficient (memory-efficient) or "
-        "math (matrix products); torch = the choice of torch; auto = on Hopper GPUs cudnn where batches have few "
-        "shapes, else flash, and torch everywhere else.",
-    )
-    padding: Annotated[Literal["longest"], Later()] = Field(
-        default="longest", description="Rows are padded to the longest of their micro-batch. One way so far."
-    )
+    budget: Budget | None = None
+    """Memory that the run may use, such as 8GiB; it is never exceeded, micro-batches shrink if necessary; auto = the
+    free memory of the device; null = no limit."""
+    micro_batch: MicroBatch = "auto"
+    """Rows per forward pass; auto = chosen by the planner on a GPU or with a budget, else all of train.batch_size."""
+    gradient_checkpointing: GradientCheckpointing = "auto"
+    """Recompute activations in backward instead of storing them: all = of every block; {every: 2} = of every second
+    block; {layers: [0, -1]} = of these blocks; ops = all but the results of matrix products and attention; auto =
+    chosen by the planner on a GPU or with a budget, else none."""
+    offload: Literal["auto", "none", "embeddings"] = "auto"
+    """Weights to keep in host memory: embeddings = the token embeddings, if they are frozen; auto = embeddings if an
+    adapter trains and no faster plan fits, else none."""
+    allow: Allowances = []
+    """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
+    memory is short."""
+    loss: Literal["auto", "plain", "chunked", "liger"] = "auto"
+    """Loss of language models: plain = from the full logits; chunked = without storing the full logits; liger = the
+    fused kernel of liger-kernel; auto = plain if the logits are small."""
+    kernels: Literal["auto", "plain", "liger"] = "auto"
+    """Norms and gated activations: plain = the model's own; liger = fused kernels of liger-kernel, which store less for
+    backward; auto = liger on an NVIDIA GPU if it is installed and supports the model."""
+    attention_backend: Literal["auto", "torch", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Kernel that computes attention, where it can run: cudnn; flash; efficient = memory-efficient; math = matrix
+    products; torch = torch's own choice; auto = on Hopper GPUs cudnn where micro-batches have few shapes, else flash;
+    on other devices torch."""
+    padding: Annotated[Literal["longest"], Reserved()] = "longest"
+    """Rows are padded to the longest row of their micro-batch, the only mode in this version."""
 
 
 class EvaluateSettings(Section):
     """When and how to evaluate."""
 
-    every: Interval = Field(
-        default="epoch", description="How often: epoch, 500 steps, 10min; and always after the last step."
-    )
-    metric: Metric | None = Field(
-        default=None, description="The metric that chooses the best model; null = the task's own."
-    )
-    batch_size: int | None = Field(default=None, ge=1, description="Rows of an evaluation batch; null = chosen.")
-    at_start: bool = Field(default=False, description="Evaluate also before the first step.")
+    every: Interval = "epoch"
+    """Interval between evaluations: epoch, 500 steps, 10min. The last step is always evaluated."""
+    metric: Metric | None = None
+    """Metric that chooses the best model; null = the default metric of the task."""
+    batch_size: PositiveInt | None = None
+    """Rows per evaluation batch; null = chosen automatically."""
+    at_start: bool = False
+    """Evaluate before the first step, too."""
 
 
 class CheckpointSettings(Section):
-    """What is kept of a run."""
+    """What to save of a run."""
 
-    best: bool | Metric = Field(
-        default=True,
-        description="Keep the best model, as a Hugging Face folder best/, by evaluate.metric or by a metric named "
-        "here; false = keep the last one.",
-    )
-    every: Interval | None = Field(
-        default="10min",
-        description="How often the whole state is saved, to resume from: 10min, 500 steps, epoch; and always after the "
-        "last step. null = never: a run that is killed is lost.",
-    )
-    keep: int = Field(default=2, ge=1, description="How many of these states are kept, the newest ones.")
-    mirror: Text | None = Field(
-        default=None,
-        description="A folder in a second place, such as a mounted drive; states and best/ are copied to "
-        "MIRROR/EXPERIMENT/NAME.",
-    )
+    best: bool | Metric = True
+    """Save the best model as the Hugging Face folder best/, chosen by evaluate.metric or by the metric given here;
+    false = save the last model."""
+    every: Interval | None = "10min"
+    """Interval between checkpoints to resume from: 10min, 500 steps, epoch. The last step is always saved. null = no
+    checkpoints: a run that is killed cannot be resumed."""
+    keep: PositiveInt = 2
+    """Number of checkpoints to keep, newest first."""
+    mirror: Text | None = None
+    """Second folder, such as a mounted drive; checkpoints and best/ are copied to MIRROR/EXPERIMENT/NAME."""
 
 
 class EarlyStoppingSettings(Section):
     """Stop when evaluation no longer improves."""
 
-    metric: Metric | None = Field(default=None, description="What must improve; null = evaluate.metric.")
-    mode: Literal["max", "min"] | None = Field(
-        default=None, description="Whether more is better; null = known from the metric."
-    )
-    patience: int = Field(default=3, ge=1, description="Evaluations without improvement before stopping.")
-    min_delta: float = Field(default=0.0, ge=0, description="Smallest change that counts as improvement.")
+    metric: Metric | None = None
+    """Metric that must improve; null = evaluate.metric."""
+    mode: Literal["max", "min"] | None = None
+    """max = higher is better; min = lower is better; null = known from the metric."""
+    patience: PositiveInt = 3
+    """Evaluations without improvement before training stops."""
+    min_delta: NonNegative = 0.0
+    """Minimum change that counts as an improvement."""
 
 
 class TrackSettings(Section):
-    """Where metrics go besides the run's own folder."""
+    """Experiment tracking, in addition to the files in the run's folder."""
 
-    uri: TrackingUri = Field(
-        default="local",
-        description="local = an MLflow store beside the runs (runs/mlflow.db), or MLFLOW_TRACKING_URI where that is "
-        "set; or an MLflow server's address; none. `track: none` is the same as {uri: none}.",
-    )
-    experiment: FolderName | None = Field(
-        default=None,
-        description="Runs of one experiment lie together: runs/EXPERIMENT/NAME; null = named after the data.",
-    )
-    log_model: bool = Field(default=True, description="Whether the best model goes to the tracking server, too.")
-    register_as: FolderName | None = Field(
-        default=None,
-        description="Register the best model under this name; it gets the alias `best` if it beats the one before.",
-    )
+    uri: TrackingUri = "local"
+    """local = MLFLOW_TRACKING_URI if it is set, else an MLflow store next to the runs (runs/mlflow.db); or the address
+    of an MLflow server; none = no tracking. `track: none` is short for {uri: none}."""
+    experiment: FolderName | None = None
+    """Experiment that the run belongs to; its folder is runs/EXPERIMENT/NAME; null = named after the data."""
+    log_model: bool = True
+    """Upload the best model to the tracking server."""
+    register_as: FolderName | None = None
+    """Register the best model under this name; it gets the alias `best` if it beats the model that has it."""
 
 
 class LimitSettings(Section):
-    """Shorter runs, to try things."""
+    """Shorter runs for testing."""
 
-    fast_dev_run: FastDevRun = Field(
-        default=False,
-        description="A few steps of everything (train, evaluate, save, predict), nothing left behind; or how many.",
-    )
-    overfit_batches: int = Field(
-        default=0, ge=0, description="Train and evaluate on this many batches only, the same each epoch; 0 = off."
-    )
-    train: BatchLimit | None = Field(
-        default=None, description="At most this many training batches an epoch, or this share."
-    )
-    eval: BatchLimit | None = Field(default=None, description="At most this many evaluation batches, or this share.")
+    fast_dev_run: FastDevRun = False
+    """Train, evaluate, save and predict for a few steps and keep nothing: true, or a number of steps."""
+    overfit_batches: Annotated[int, Ge(0)] = 0
+    """Train and evaluate on this many batches only, the same in every epoch; 0 = off."""
+    train: BatchLimit | None = None
+    """Maximum training batches per epoch: a number, or a share such as 10%."""
+    eval: BatchLimit | None = None
+    """Maximum batches per evaluation: a number, or a share such as 10%."""
 
 
 class Recipe(Section):
-    """Everything about a run. Sections may be given as mappings.
+    """All settings of a run. Sections may be given as mappings.
 
     Raises:
-        RecipeError: With a line for every mistake: the key, the value found, what is allowed, and what was meant.
+        RecipeError: With one line per mistake: the key, the value found, what is allowed, and a suggestion.
     """
 
-    if TYPE_CHECKING:  # the fields' own types would forbid mappings and words such as "3h", which are welcome
+    if TYPE_CHECKING:  # the generated signature would refuse mappings and strings such as "3h", which are accepted
 
         def __init__(self, **values: Any) -> None: ...
 
-    model: ModelName | ModelSettings = Field(
-        description="Hub name, folder or run of a pretrained model; one on the tracking server: best:EXPERIMENT, "
-        "models:/NAME@best; or {config: {...}, tokenizer: ...} to start from scratch."
-    )
-    task: TaskName | None = Field(
-        default=None, description="What the model learns; null = guessed from the data, and said."
-    )
-    data: DataSettings = Field(description="What to train on.")
-    train: TrainSettings = Field(default=TrainSettings(), description="How to train.")
-    adapter: Literal["none", "lora", "qlora"] | AdapterSettings = Field(
-        default="none",
-        description="Train small matrices beside the weights instead of all weights, and save only them: lora, qlora "
-        "(beside weights of 4 bits), or a mapping such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}.",
-    )
-    memory: MemorySettings = Field(default=MemorySettings(), description="How to fit into memory.")
-    evaluate: EvaluateSettings = Field(default=EvaluateSettings(), description="When to evaluate, and by what.")
-    checkpoint: CheckpointSettings = Field(default=CheckpointSettings(), description="What is kept of the run.")
-    early_stopping: EarlyStoppingSettings | None = Field(
-        default=None, description="Stop when evaluation no longer improves; null = never."
-    )
-    track: TrackSettings = Field(default=TrackSettings(), description="Where metrics go besides the run's folder.")
-    limits: LimitSettings = Field(default=LimitSettings(), description="Shorter runs, to try things.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Order of rows, dropout, new weights, the split: all follow from it."
-    )
-    name: FolderName | None = Field(default=None, description="Name of the run; null = the next number.")
-    out: Text | None = Field(default=None, description="Folder of the run; null = runs/EXPERIMENT/NAME.")
+    model: ModelName | ModelSettings
+    """Hub name, folder or run of a pretrained model; a model on the tracking server: best:EXPERIMENT or
+    models:/NAME@best; or {config: {...}, tokenizer: ...} to train from scratch."""
+    task: TaskName | None = None
+    """Training objective: classify = predict labels; regress = predict numbers; causal-lm = next token of plain text;
+    chat = answers of conversations; seq2seq = text from text; masked-lm = masked tokens; null = detected from the
+    data."""
+    data: DataSettings
+    """What to train on."""
+    train: TrainSettings = TrainSettings()
+    """How to train."""
+    adapter: Literal["none", "lora", "qlora"] | AdapterSettings = "none"
+    """Train and save small low-rank matrices instead of all weights: lora, qlora (4-bit base weights), or a mapping
+    such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
+    memory: MemorySettings = MemorySettings()
+    """How to fit into memory."""
+    evaluate: EvaluateSettings = EvaluateSettings()
+    """When and how to evaluate."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """What to save of the run."""
+    early_stopping: EarlyStoppingSettings | None = None
+    """Stop when evaluation no longer improves; null = never."""
+    track: TrackSettings = TrackSettings()
+    """Experiment tracking."""
+    limits: LimitSettings = LimitSettings()
+    """Shorter runs for testing."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Random seed of the row order, dropout, new weights and the evaluation split."""
+    name: FolderName | None = None
+    """Name of the run; null = the next number."""
+    out: Text | None = None
+    """Folder of the run; null = runs/EXPERIMENT/NAME."""
 
     @field_validator("track", mode="before")
     @classmethod
@@ -411,24 +367,24 @@ class Recipe(Section):
         try:
             recipe = handler(values)
         except ValidationError as error:
-            found = mistakes_of(error, values, cls)
+            found = explain_errors(error, values, cls)
             mistakes += found
             if isinstance(values, Mapping):
-                # The rest is looked at as well, so that nobody has to mend a recipe twice.
+                # Check the rest without the wrong values: the user sees all mistakes together.
                 recipe = _valid_rest(handler, values, found)
         if recipe is not None:
             wrong = [mistake.key for mistake in mistakes]
-            further = context.get("further", lambda recipe: ())
-            for mistake in (*contradictions(recipe), *further(recipe)):
-                if not any(map(mistake.touches, wrong)):
+            extra_check = context.get("extra_check", lambda recipe: ())
+            for mistake in (*find_contradictions(recipe), *extra_check(recipe)):
+                if not any(map(mistake.depends_on, wrong)):
                     mistakes.append(mistake)
         if mistakes or recipe is None:
-            refuse(mistakes, context.get("origins", {}))
+            raise_mistakes(mistakes, context.get("origins", {}))
         return recipe
 
 
 def _valid_rest(handler: ModelWrapValidatorHandler[R], values: Mapping[str, Any], found: list[Mistake]) -> R | None:
     try:
-        return handler(without(values, [mistake.path for mistake in found]))
+        return handler(drop_paths(values, [mistake.path for mistake in found]))
     except ValidationError:
         return None

@@ -1,94 +1,106 @@
-"""The kinds of values that a recipe holds: what may be written for each, and what it becomes.
+"""The types of a recipe's values: how each is parsed, and the values that it allows.
 
-Amounts with a unit stay words ("3h", "500 steps"), checked and in one spelling, so that a recipe reads as written.
+Amounts with a unit stay text ("3h", "500 steps"), validated and in one spelling: a recipe reads as it was written.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen
+from annotated_types import GroupedMetadata, MinLen
 from pydantic import AfterValidator, PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from trimtab.addresses import has_credentials
 from trimtab.errors import UserError
-from trimtab.recipe.describe import Allowed, alternatives, choices_of, is_section
+from trimtab.recipe.schema_keys import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
-    BYTES_WORDS,
-    EVERY_WORDS,
-    SECONDS_WORDS,
-    bytes_as_words,
+    BYTES_SYNTAX,
+    EVERY_SYNTAX,
+    SECONDS_SYNTAX,
+    exact_bytes,
+    exact_seconds,
     format_bytes,
     parse_bytes,
     parse_every,
     parse_seconds,
     parse_share,
-    seconds_as_words,
 )
 
-# not those of Unity Catalog, which hold models alone, nor file:, which mlflow 3 refuses
+# without Unity Catalog's, which hold models only, and file:, which mlflow 3 refuses
 _MLFLOW_STORES = ("http", "https", "sqlite", "databricks", "postgresql", "mysql", "mssql")
-_SMALLEST_BUDGET = 2**20  # "8" for 8GiB is a slip of the pen
+_MIN_BUDGET_BYTES = 2**20  # below, the unit is probably missing: "8" for 8GiB
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _parsed(parse: Callable[[Any], Any]) -> PlainValidator:
-    """A validator out of a parser; the parser's complaint becomes the complaint about the field.
+@dataclass(frozen=True)
+class Parsed(Allowed, GroupedMetadata):
+    """Annotation of a type with its own parser.
 
-    All validators here complain in words that may follow "found VALUE, which", and in none where there is nothing
-    to add to what is allowed.
+    The text of a ValueError completes the sentence "found VALUE, which …"; it is empty if the list of allowed values
+    says enough.
+
+    Args:
+        words: The values that it allows.
+        parse: Converts what was written into the value, or raises ValueError or UserError.
+        json_types: Its types in the JSON Schema, separated by spaces.
     """
 
-    def validate(value: Any) -> Any:
+    parse: Callable[[Any], Any]
+    json_types: str
+
+    def __iter__(self) -> Iterator[object]:
+        yield PlainValidator(self._validate)
+        yield WithJsonSchema({"type": self.json_types.split()})
+
+    def _validate(self, value: Any) -> Any:
         try:
-            return parse(value)
+            return self.parse(value)
         except UserError as error:
             raise ValueError(error.problem.removeprefix(f"{value!r} ")) from None
 
-    return PlainValidator(validate)
 
+def normalize(value: Any, field: FieldInfo) -> Any:
+    """Normalize the spellings of null, off and paths before validation.
 
-def tidy(value: Any, field: FieldInfo) -> Any:
-    """What people mean by the ways YAML, Python and habit have of saying "nothing" and of naming a file.
-
-    An empty section has its defaults; `none` is null where null is allowed; off, no and false are `none` where that is
-    a word of the field. A truth value is never taken for a number, although Python would.
+    An empty section gets its defaults; `none` is null if the field allows null; off, no and false are `none` if the
+    field has that choice. A bool for a number is refused, although it is an int in Python.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     annotation = field.annotation
     if "none" in choices_of(annotation):
-        return "none" if says_off(value) else value
+        return "none" if is_off_word(value) else value
     kinds = alternatives(annotation)
-    if says_none(value) and type(None) in kinds:
+    if is_null_word(value) and type(None) in kinds:
         return None
-    if says_none(value) and is_section(annotation):
+    if is_null_word(value) and is_section(annotation):
         return {}
     if isinstance(value, bool) and bool not in kinds and {int, float} & set(kinds):
         raise ValueError
     return value
 
 
-def says_none(value: Any) -> bool:
-    """Whether a value is null, or a word for it."""
+def is_null_word(value: Any) -> bool:
+    """Whether a value is null or a word for it."""
     return value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
 
 
-def says_off(value: Any) -> bool:
-    """Whether a value switches something off, in one of the ways people write that."""
-    in_words = isinstance(value, str) and value.strip().lower() in {"off", "no", "false"}
-    return value is False or in_words or says_none(value)
+def is_off_word(value: Any) -> bool:
+    """Whether a value means off: false, null, or a word for them."""
+    return value is False or is_null_word(value) or (isinstance(value, str) and _BOOLS.get(_word(value)) is False)
 
 
-def _one_of(*types: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": list(types)})
+def _word(value: Any) -> str:
+    return str(value).strip().lower()
 
 
-def _interval(value: Any) -> str:
-    return str(parse_every(value))
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _steps(value: Any) -> int:
@@ -101,114 +113,126 @@ def _steps(value: Any) -> int:
 def _positive_seconds(value: Any) -> str:
     seconds = parse_seconds(value)
     if not seconds:
-        raise ValueError("is no time at all")
-    return seconds_as_words(seconds)
+        raise ValueError("is zero")
+    return exact_seconds(seconds)
 
 
 def _budget(value: Any) -> str:
-    if isinstance(value, str) and value.strip().lower() == "auto":
+    if isinstance(value, str) and _word(value) == "auto":
         return "auto"
     size = parse_bytes(value)
-    if size < _SMALLEST_BUDGET:
-        raise ValueError(f"is less than {format_bytes(_SMALLEST_BUDGET)}: a unit may be missing")
-    return bytes_as_words(size)
+    if size < _MIN_BUDGET_BYTES:
+        raise ValueError(f"is less than {format_bytes(_MIN_BUDGET_BYTES)}: a unit may be missing")
+    return exact_bytes(size)
 
 
 def _share_below_one(value: Any) -> float:
     share = parse_share(value)
     if share == 1:
-        raise ValueError("leaves nothing to train on")
+        raise ValueError("leaves no rows to train on")
     return share
 
 
 def _count_or_share(value: Any) -> int | float:
-    """Whole numbers count, numbers with a point and percents are shares. 1.0 is refused: it may be meant as either."""
-    text = "" if isinstance(value, bool) else str(value).strip().lower()
+    """Parse a count (a whole number) or a share (with a decimal point or %). 1.0 is refused: it could be either."""
+    text = "" if isinstance(value, bool) else _word(value)
     if count := re.fullmatch(r"([0-9]+)\s*(?:steps?|batches|batch)?", text):
         return int(count[1])
     share = parse_share(value)
     if share == 1:
-        raise ValueError("may be one, or all")
+        raise ValueError("is ambiguous: 1, or 100%")
     return share
 
 
 def _positive_count_or_share(value: Any) -> int | float:
     amount = _count_or_share(value)
     if not amount:
-        raise ValueError("leaves nothing")
+        raise ValueError("is zero")
     return amount
 
 
-def _until(value: Any) -> str:
-    if str(value).strip().lower() == "always":
+def _freeze_duration(value: Any) -> str:
+    if _word(value) == "always":
         return "always"
     every = parse_every(value)
     if every.seconds is not None:
-        raise ValueError("counts time, and no two runs take the same")
+        raise ValueError("is a time, which is not reproducible")
     return str(every)
 
 
 def _fast_dev_run(value: Any) -> bool | int:
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "0": False}
-    text = str(value).strip().lower()
-    if text in words:
-        return words[text]
-    if text.isdecimal():
-        return int(text)
+    word = _word(value)
+    if word in _BOOLS:
+        return _BOOLS[word]
+    if word.isdecimal():
+        return int(word) or False
     raise ValueError
 
 
 def _micro_batch(value: Any) -> str | int:
-    text = "" if isinstance(value, bool) else str(value).strip().lower()
-    if text == "auto" or (text.isdecimal() and int(text) > 0):
-        return "auto" if text == "auto" else int(text)
+    word = _word(value)
+    if word == "auto":
+        return word
+    if word.isdecimal() and int(word) > 0:
+        return int(word)
     raise ValueError
 
 
-def _recomputed(value: Any) -> str | dict[str, Any]:
-    """Which blocks are computed again: a word, or a mapping with one of two keys."""
+def _gradient_checkpointing(value: Any) -> str | dict[str, Any]:
+    """Parse the blocks to recompute: a word, or a mapping with either `every` or `layers`."""
     if isinstance(value, Mapping):
-        if set(value) == {"every"} and _is_whole(value["every"]) and value["every"] > 0:
+        if set(value) == {"every"} and _is_int(value["every"]) and value["every"] > 0:
             return {"every": value["every"]}
         layers = value.get("layers")
-        if len(value) == 1 and isinstance(layers, list | tuple) and layers and all(map(_is_whole, layers)):
+        if len(value) == 1 and isinstance(layers, list | tuple) and layers and all(map(_is_int, layers)):
             return {"layers": list(layers)}
         raise ValueError
-    word = str(value).strip().lower()
-    words = {"true": "all", "yes": "all", "on": "all", "false": "none", "no": "none", "off": "none", "null": "none"}
-    word = words.get(word, word)
+    word = "none" if is_off_word(value) else "all" if _BOOLS.get(_word(value)) else _word(value)
     if word not in {"auto", "none", "all", "ops"}:
         raise ValueError
     return word
 
 
-def _targets(value: Any) -> str | list[str]:
-    if isinstance(value, str) and value.strip().lower().replace("_", "-") == "all-linear":
-        return "all-linear"
-    patterns = [value] if isinstance(value, str) else value
-    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
+def _names(value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError
-    return list(patterns)
+    return list(names)
+
+
+def _targets(value: Any) -> str | list[str]:
+    is_all = isinstance(value, str) and _word(value).replace("_", "-") == "all-linear"
+    return "all-linear" if is_all else _names(value)
+
+
+def _columns(value: Any) -> str | list[str]:
+    names = _names(value)
+    if len(set(names)) < len(names):
+        raise ValueError("names a column twice")
+    return value if isinstance(value, str) else names
+
+
+def _column_or_pair(value: Any) -> str | list[str]:
+    columns = _columns(value)
+    if isinstance(columns, list) and len(columns) != 2:
+        raise ValueError(f"has the wrong number of columns: {len(columns)}")
+    return columns
 
 
 def _block_range(value: Any) -> list[int]:
-    """First and last block: [8, 15], or "8-15"."""
+    """Parse the first and last block: [8, 15], or "8-15"."""
     if isinstance(value, str) and (words := re.fullmatch(r"\s*(-?[0-9]+)\s*(?:-|\.\.|to)\s*(-?[0-9]+)\s*", value)):
         value = [int(words[1]), int(words[2])]
-    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_whole, value)):
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_int, value)):
         raise ValueError
     first, last = value
     if (first < 0) == (last < 0) and first > last:
-        raise ValueError("begins after its end")
+        raise ValueError("starts after its end")
     return [first, last]
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _source(value: Any, info: ValidationInfo) -> Any:
-    """Text everywhere; from Python also whatever can be iterated, which a file cannot hold."""
+    """Accept text, and from Python also any iterable of rows."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("is empty")
@@ -223,37 +247,22 @@ def _source_as_words(value: Any) -> str:
     return value if isinstance(value, str) else f"<{type(value).__name__} given in Python>"
 
 
-def _columns(value: Any) -> str | list[str]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError
-    if len(set(names)) < len(names):
-        raise ValueError("names a column twice")
-    return value if isinstance(value, str) else list(names)
-
-
-def _pair_at_most(value: str | list[str]) -> str | list[str]:
-    if isinstance(value, list) and len(value) != 2:
-        raise ValueError(f"has {len(value)}")
-    return value
-
-
 def _folder_name(value: str) -> str:
     if "/" in value or "\\" in value or value.strip() in {"", ".", ".."}:
-        raise ValueError("cannot name a folder")
+        raise ValueError("cannot be a folder name")
     return value
 
 
-def _bare_metric(value: str) -> str:
-    bare = value.removeprefix("eval_").removeprefix("eval/").removeprefix("val_").removeprefix("val/")
-    if bare != value:
-        raise ValueError(f"is {bare} here: no prefix")
+def _metric_name(value: str) -> str:
+    name = value.removeprefix("eval_").removeprefix("eval/").removeprefix("val_").removeprefix("val/")
+    if name != value:
+        raise ValueError(f"has a prefix: write {name}")
     return value
 
 
 def _tracking_uri(value: Any) -> str:
     text = str(value).strip()
-    if value is None or value is False or text.lower() in {"none", "off", "no", "false", "null"}:
+    if is_off_word(value):
         return "none"
     if text.lower() in {"local", "databricks"}:
         return text.lower()
@@ -262,93 +271,62 @@ def _tracking_uri(value: Any) -> str:
         raise ValueError
     if found[1] not in {*_MLFLOW_STORES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}:
         near = get_close_matches(found[1], _MLFLOW_STORES, n=1)
-        raise ValueError(f"is no address that MLflow knows{f': {near[0]}:// is' if near else ''}")
+        raise ValueError(f"MLflow does not support{f' (did you mean {near[0]}://?)' if near else ''}")
     if text.startswith("sqlite:") and not text.startswith("sqlite:///"):
-        raise ValueError("has too few slashes: sqlite:///runs/mlflow.db")
+        raise ValueError("needs three slashes: sqlite:///runs/mlflow.db")
     if has_credentials(text):
         raise ValueError(
-            "has credentials, which would be written into files: set MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_URI with uri: local"
+            "contains credentials that would be written to files: set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_URI with uri: local instead"
         )
     return text
 
 
-_COLUMN_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+_STRING_OR_LIST = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 
-Interval = Annotated[str, _parsed(_interval), _one_of("string", "integer"), Allowed(EVERY_WORDS)]
-Steps = Annotated[int, _parsed(_steps), _one_of("integer", "string"), Allowed("a number of steps, such as 10")]
-Until = Annotated[
-    str, _parsed(_until), _one_of("string", "integer"), Allowed("always, or how long, such as 200 steps or 1 epoch")
-]
-Duration = Annotated[str, _parsed(_positive_seconds), _one_of("string", "number"), Allowed(SECONDS_WORDS)]
-Budget = Annotated[str, _parsed(_budget), _one_of("string", "integer"), Allowed(f"auto, or {BYTES_WORDS}")]
-Share = Annotated[
-    float,
-    _parsed(_share_below_one),
-    _one_of("number", "string"),
-    Allowed("a share from 0 to below 1, such as 0.1 or 10%"),
-]
+Interval = Annotated[str, Parsed(EVERY_SYNTAX, lambda value: str(parse_every(value)), "string integer")]
+Steps = Annotated[int, Parsed("a number of steps, such as 10", _steps, "integer string")]
+FreezeDuration = Annotated[str, Parsed("always, or a duration such as 200 steps", _freeze_duration, "string integer")]
+Duration = Annotated[str, Parsed(SECONDS_SYNTAX, _positive_seconds, "string number")]
+Budget = Annotated[str, Parsed(f"auto, or {BYTES_SYNTAX}", _budget, "string integer")]
+Share = Annotated[float, Parsed("a share from 0 to below 1, such as 0.1 or 10%", _share_below_one, "number string")]
 Warmup = Annotated[
     int | float,
-    _parsed(_count_or_share),
-    _one_of("number", "string"),
-    Allowed("a whole number of steps such as 500, or a share of the run such as 0.06 or 6%"),
+    Parsed("a number of steps such as 500, or a share of the run such as 6%", _count_or_share, "number string"),
 ]
 BatchLimit = Annotated[
     int | float,
-    _parsed(_positive_count_or_share),
-    _one_of("number", "string"),
-    Allowed("a whole number of batches such as 100, or a share of them such as 0.1 or 10%"),
+    Parsed("a number of batches such as 100, or a share such as 10%", _positive_count_or_share, "number string"),
 ]
 Source = Annotated[
     Any,
     PlainValidator(_source),
     PlainSerializer(_source_as_words),
-    _one_of("string"),
+    WithJsonSchema({"type": ["string"]}),
     Allowed("a file, folder, glob or hub name, as text (in Python also a dataset or rows)"),
 ]
-Texts = Annotated[
-    str | list[str],
-    _parsed(_columns),
-    AfterValidator(_pair_at_most),
-    _COLUMN_SCHEMA,
-    Allowed("a column, or a list of two columns for pairs"),
-]
-Labels = Annotated[str | list[str], _parsed(_columns), _COLUMN_SCHEMA, Allowed("a column, or a list of columns")]
-MicroBatch = Annotated[
-    str | int, _parsed(_micro_batch), _one_of("string", "integer"), Allowed("auto, or a whole number from 1")
-]
-Recomputed = Annotated[
-    Any,
-    _parsed(_recomputed),
-    _one_of("string", "object", "boolean"),
-    Allowed("auto | none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"),
-]
-Allowances = Annotated[list[Literal["8bit"]], Allowed("a list; so far of 8bit alone: [8bit]")]
+Texts = Annotated[str | list[str], Parsed("a column, or a list of two columns", _column_or_pair, ""), _STRING_OR_LIST]
+Labels = Annotated[str | list[str], Parsed("a column, or a list of columns", _columns, ""), _STRING_OR_LIST]
+MicroBatch = Annotated[str | int, Parsed("auto, or a whole number from 1", _micro_batch, "string integer")]
+_RECOMPUTE = "auto | none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"
+GradientCheckpointing = Annotated[Any, Parsed(_RECOMPUTE, _gradient_checkpointing, "string object boolean")]
+Allowances = Annotated[list[Literal["8bit"]], Allowed("a list; only [8bit] in this version")]
 Targets = Annotated[
     str | list[str],
-    _parsed(_targets),
-    _COLUMN_SCHEMA,
-    Allowed("all-linear, or a list of patterns of module names such as [q_proj, v_proj]"),
+    Parsed("all-linear, or a list of patterns of module names such as [q_proj, v_proj]", _targets, ""),
+    _STRING_OR_LIST,
 ]
 Patterns = Annotated[list[str], Allowed("a list of patterns of module names, such as [embed_tokens]")]
 BlockRange = Annotated[
     list[int],
-    _parsed(_block_range),
+    Parsed("first and last block, such as [8, 15]; -1 is the last one", _block_range, ""),
     WithJsonSchema({"type": ["array", "string"], "items": {"type": "integer"}}),
-    Allowed("first and last block, such as [8, 15]; -1 is the last one"),
 ]
-FastDevRun = Annotated[
-    bool | int, _parsed(_fast_dev_run), _one_of("boolean", "integer"), Allowed("true, false, or a number of steps")
-]
+FastDevRun = Annotated[bool | int, Parsed("true, false, or a number of steps", _fast_dev_run, "boolean integer")]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
-TrackingUri = Annotated[
-    str,
-    _parsed(_tracking_uri),
-    _one_of("string", "boolean", "null"),
-    Allowed("local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"),
-]
-Metric = Annotated[str, AfterValidator(_bare_metric), Allowed("the name of a metric, such as accuracy, f1 or loss")]
+_URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"
+TrackingUri = Annotated[str, Parsed(_URI, _tracking_uri, "string boolean null")]
+Metric = Annotated[str, AfterValidator(_metric_name), Allowed("the name of a metric, such as accuracy, f1 or loss")]
 Column = Annotated[str, MinLen(1), Allowed("the name of a column")]
 Text = Annotated[str, MinLen(1), Allowed("text")]
 ModelName = Annotated[str, MinLen(1), Allowed("a hub name, a folder or a run, as text")]

@@ -1,11 +1,11 @@
-"""YAML in and out: values together with the line that each was written on, and values as one line of YAML.
+"""Read YAML with the line number of every key, and write values as one line of YAML.
 
-Read with the scalars of YAML 1.2, where `no`, `off` and `1:30` are text and 5e-5 is a number.
+Scalars follow YAML 1.2: `no`, `off` and `1:30` are text, and 5e-5 is a number.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -13,12 +13,12 @@ import yaml
 from trimtab.errors import RecipeError
 
 _TAG = "tag:yaml.org,2002:"
-_MOST_VALUES = 100_000  # after every alias is replaced by what it names: a few lines of aliases can name billions
-_MOST_DIGITS = 1000  # Python refuses to print or to read numbers of more than 4,300
+_MAX_VALUES = 100_000  # with every alias expanded: a few lines of nested aliases can expand to billions
+_MAX_DIGITS = 1000  # of an integer; Python refuses to parse or print more than 4,300
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as YAML 1.2 does; the merge key `<<` stays, because people use it with anchors."""
+    """Resolves plain scalars as YAML 1.2 does, and keeps the merge key `<<` of YAML 1.1, which many files use."""
 
     yaml_implicit_resolvers = {}
 
@@ -36,17 +36,17 @@ for _kind, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Document:
-    """What a YAML text holds.
+    """A YAML mapping.
 
     Args:
         values: The mapping.
         places: "FILE:LINE" of every dotted key.
-        duplicates: Keys that came again: the dotted key, its place, and the line of the first.
+        duplicates: Repeated keys: the dotted key, its place, and the line of the first one.
     """
 
     values: dict[str, Any]
-    places: dict[str, str] = field(default_factory=dict)
-    duplicates: list[tuple[str, str, int]] = field(default_factory=list)
+    places: dict[str, str]
+    duplicates: list[tuple[str, str, int]]
 
 
 def read_yaml(text: str, name: str) -> Document:
@@ -54,36 +54,31 @@ def read_yaml(text: str, name: str) -> Document:
 
     Args:
         text: The YAML.
-        name: What to call it in messages, mostly the path of the file.
+        name: Its name in messages, usually the path of the file.
 
     Raises:
-        RecipeError: It is not YAML, is empty, or does not hold a mapping.
+        RecipeError: The text is not valid YAML, is empty, or is not a mapping.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
+        cure = "a recipe needs at least model and data.train; `trimtab init` writes one with every key documented"
+        if node is None:
+            raise RecipeError(f"{name} is empty", cure)
+        if not isinstance(node, yaml.MappingNode):
+            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+            raise RecipeError(f"{name} is {kind}, not a mapping", f"{cure}; write a space after each colon")
+        reader = _Reader(name)
+        return Document(reader.value(node, "", ()), reader.places, reader.duplicates)
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
-        raise _too_deep(name) from None
-    starter = "a recipe needs at least model and data.train; `trimtab init` writes one with every key explained"
-    if node is None:
-        raise RecipeError(f"{name} is empty", starter)
-    if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(
-            f"{name} does not hold keys with values, but a {_kind_of(node)}",
-            f"{starter}; after each colon comes a space",
-        )
-    reader = _Reader(name)
-    try:
-        return Document(reader.value(node, "", ()), reader.places, reader.duplicates)
-    except RecursionError:
-        raise _too_deep(name) from None
+        raise RecipeError(f"{name}: values are nested too deeply", "a recipe needs only a few levels") from None
 
 
 def read_value(text: str) -> Any:
-    """A value from the command line: lists, mappings and quoted text as YAML, everything else as one plain scalar.
+    """Parse a value from the command line: lists, mappings and quoted text as YAML, all else as a plain scalar.
 
-    So globs, slices, colons and hashes need no quoting: `data.train=*.csv` is text.
+    Globs, slices, colons and hashes need no quotes this way: `data.train=*.csv` is text.
     """
     text = text.strip()
     if text[:1] in {"[", "{", '"', "'"}:
@@ -96,7 +91,7 @@ def read_value(text: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as YAML on one line, readable alike by YAML 1.1 and 1.2."""
+    """Write a value as one line of YAML that YAML 1.1 and 1.2 read alike."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):
@@ -111,7 +106,7 @@ def as_yaml(value: Any) -> str:
 
 
 class _Reader:
-    """Turns nodes into values and notes where each key stands."""
+    """Converts YAML nodes into values and records the place of each key."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -123,10 +118,10 @@ class _Reader:
         if node in above:
             raise RecipeError(f"{self._place(node)}: {path or 'the value'} contains itself", "remove the alias")
         self._num_values += 1
-        if self._num_values > _MOST_VALUES:
+        if self._num_values > _MAX_VALUES:
             raise RecipeError(
-                f"{self._place(node)}: more than {_MOST_VALUES:,} values, counting what aliases (*name) repeat",
-                "write fewer aliases of aliases",
+                f"{self._place(node)}: more than {_MAX_VALUES:,} values after expanding aliases (*name)",
+                "remove nested aliases",
             )
         above = (*above, node)
         if not isinstance(node, yaml.ScalarNode) and node.tag not in {f"{_TAG}map", f"{_TAG}seq"}:
@@ -141,24 +136,24 @@ class _Reader:
         values: dict[str, Any] = {}
         own: dict[str, yaml.Node] = {}
         merged = [source for key, source in node.value if key.tag == _TAG + "merge"]
-        for source in merged:  # first, because the mapping's own keys win
+        for source in merged:  # first: the mapping's own keys override them
             listed = source.value if isinstance(source, yaml.SequenceNode) else [source]
             for other in reversed(listed):
                 inherited = self.value(other, path, above)
                 if not isinstance(inherited, dict):
-                    raise RecipeError(f"{self._place(source)}: << takes a mapping", "name an anchor: << : *name")
+                    raise RecipeError(f"{self._place(source)}: << takes a mapping", "write <<: *ANCHOR")
                 values |= inherited
         for key, item in node.value:
             if key.tag == _TAG + "merge":
                 continue
             if not isinstance(key, yaml.ScalarNode):
-                raise RecipeError(f"{self._place(key)}: a key must be one word", "put the key in quotes")
+                raise RecipeError(f"{self._place(key)}: a key must be a single value", "put the key in quotes")
             dotted = f"{path}.{key.value}" if path else key.value
             if key.value in own:
                 self.duplicates.append((dotted, self._place(key), own[key.value].start_mark.line + 1))
                 continue
             own[key.value] = key
-            if key.value in values:  # what an anchor brought below this key is replaced as a whole
+            if key.value in values:  # this key replaces the merged value: forget the places below that one
                 for old in [place for place in self.places if place.startswith(f"{dotted}.")]:
                     del self.places[old]
             self.places[dotted] = self._place(key)
@@ -174,7 +169,7 @@ class _Reader:
 
 
 def _tag_of(text: str, loader: type[yaml.SafeLoader]) -> str:
-    """What an unquoted scalar is to a loader."""
+    """Return the tag that a loader gives an unquoted scalar."""
     candidates = loader.yaml_implicit_resolvers.get(text[:1], [])
     return next((tag for tag, pattern in candidates if pattern.match(text)), f"{_TAG}str")
 
@@ -186,8 +181,8 @@ def _scalar(tag: str, text: str, place: str = "") -> Any:
     if kind == "bool":
         return text.lower() == "true"
     if kind == "int":
-        if len(text) > _MOST_DIGITS:
-            raise RecipeError(f"{place}: a number of {len(text):,} digits", "write it in quotes if it is meant as text")
+        if len(text) > _MAX_DIGITS:
+            raise RecipeError(f"{place}: an integer of {len(text):,} digits", "put it in quotes if it is text")
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
     if kind == "float":
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
@@ -196,32 +191,24 @@ def _scalar(tag: str, text: str, place: str = "") -> Any:
     raise _tag_error(tag, place)
 
 
-def _too_deep(name: str) -> RecipeError:
-    return RecipeError(f"{name}: values inside of values, too many levels deep", "a recipe needs a few levels at most")
-
-
 def _tag_error(tag: str, place: str) -> RecipeError:
-    return RecipeError(f"{place}: the tag {tag} is not used in recipes", "write a plain value")
-
-
-def _kind_of(node: yaml.Node) -> str:
-    return "list" if isinstance(node, yaml.SequenceNode) else "single value"
+    return RecipeError(f"{place}: the tag {tag} is not supported", "write a plain value")
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> RecipeError:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
-    if problem == "could not find expected ':'":  # noticed a line late: the context is the word that wants a colon
+    if problem == "could not find expected ':'":  # reported a line late; the context is the word without a colon
         mark = getattr(error, "context_mark", None) or mark
     if mark is None:
         return RecipeError(f"{name} is not valid YAML: {problem}", "save it as plain UTF-8 text")
     line = (text.splitlines() or [""])[min(mark.line, len(text.splitlines()) - 1)]
     place = f"{name}:{mark.line + 1}"
     if "\t" in line[: mark.column + 1]:
-        return RecipeError(f"{place}: a tab in the indentation", "YAML is indented with spaces; replace the tab")
+        return RecipeError(f"{place}: a tab in the indentation", "indent YAML with spaces")
     return RecipeError(
         f"{place}: not valid YAML: {problem}, near {line.strip()!r}",
-        "after each colon comes a space; keys of a section stand below each other; text with : or # wants quotes",
+        "write a space after each colon, align the keys of a section, and quote text that contains : or #",
     )
 
 
@@ -229,7 +216,7 @@ def _float_text(value: float) -> str:
     text = repr(value)
     if text in {"inf", "-inf", "nan"}:
         return text.replace("inf", ".inf").replace("nan", ".nan")
-    # YAML 1.1 wants a point in front of an exponent, or the number is text.
+    # Without a decimal point before the exponent, YAML 1.1 reads the number as text.
     return text if "." in text else text.replace("e", ".0e")
 
 

@@ -1,8 +1,8 @@
-"""What memory holds at the peak of a training step: measured, by replaying every allocation of one real step.
+"""What memory consists of at the peak of a training step, measured by replaying the allocations of one real step.
 
-A `MemoryWatch` records a step with torch's profiler, which sees each block that the allocator hands out or takes back,
-the operation that asked for it, and the shapes in which operations use it. Replayed to the moment when most was in use,
-each living block belongs to one part, and the parts add up to the peak.
+`MemoryWatch` records a step with torch's profiler, which sees each block that the allocator allocates or frees, the
+operator that allocated it, and the shapes in which operators use it. The record is replayed up to the peak; each block
+that is alive then belongs to one part, and the parts add up to the peak.
 """
 
 import math
@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "allocator slack",
-    "outside the allocator",
-)
+# the name of each part, and its field in `Anatomy`; the first six are allocated
+_FIELDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer state": "optimizer_state",
+    "activations": "activations",
+    "logits and loss": "logits_and_loss",
+    "temporaries": "temporaries",
+    "allocator slack": "allocator_slack",
+    "outside the allocator": "outside",
+}
+PARTS = tuple(_FIELDS)
 _NUM_LARGEST = 12
-_GRADIENT = "trimtab: gradient "  # and the address of its storage
+_GRADIENT = "trimtab: gradient "  # followed by address and size of its storage
 _FORWARD = "trimtab: forward"
 _BACKWARD = "autograd::engine::evaluate_function"
 
@@ -38,15 +40,15 @@ class Anatomy:
         weights: Parameters and buffers, quantization constants included.
         gradients: Of parameters.
         optimizer_state: Of the optimizer, on the device.
-        activations: What forward keeps for backward, copies of weights in half precision included; and what is
-            computed again in backward.
+        activations: Tensors that forward saves for backward, including copies of weights in half precision, and
+            recomputed ones.
         logits_and_loss: Tensors as wide as the vocabulary.
-        temporaries: Everything else that lives at the peak: workspaces, gradients on their way, the batch, rounding.
-        allocator_slack: Reserved by the allocator and not in use at the peak; None where there is none.
-        outside: Of a GPU: its context and libraries, and whatever other processes hold; None elsewhere.
-        host_weights: Weights in host memory, while training on an accelerator.
-        host_state: Optimizer state in host memory; paged state is counted here, wherever its pages are.
-        largest: The largest blocks at the peak, equal ones together: part, operation, bytes of each, how many.
+        temporaries: All else that is alive at the peak: workspaces, gradients of activations, the batch, rounding.
+        allocator_slack: Reserved by the allocator but not in use at the peak; None without such an allocator.
+        outside: On a GPU: context, libraries, and the memory of other processes; None elsewhere.
+        host_weights: Weights in host memory when training on an accelerator.
+        host_state: Optimizer state in host memory, including paged state.
+        largest: The largest blocks at the peak, grouped: part, operator, bytes of each, count.
     """
 
     weights: int
@@ -63,41 +65,22 @@ class Anatomy:
 
     @property
     def allocated(self) -> int:
-        """In use at the peak."""
-        return sum(
-            (
-                self.weights,
-                self.gradients,
-                self.optimizer_state,
-                self.activations,
-                self.logits_and_loss,
-                self.temporaries,
-            )
-        )
+        """Allocated bytes at the peak."""
+        return sum(size or 0 for size in list(self.parts().values())[:6])
 
     def parts(self) -> dict[str, int | None]:
-        """Bytes by the name of the part, those of `PARTS` in their order."""
-        sizes = (
-            self.weights,
-            self.gradients,
-            self.optimizer_state,
-            self.activations,
-            self.logits_and_loss,
-            self.temporaries,
-            self.allocator_slack,
-            self.outside,
-        )
-        return dict(zip(PARTS, sizes, strict=True))
+        """Return the bytes of each of `PARTS`."""
+        return {part: getattr(self, name) for part, name in _FIELDS.items()}
 
 
 @dataclass
 class _Block:
-    """A piece of memory from its birth to its death, in positions of the record."""
+    """A block of memory from its allocation to its release, in positions of the record."""
 
-    size: int  # as the allocator counts it
+    size: int  # with the allocator's rounding
     born: int
     part: str = ""
-    exact_size: int | None = None  # without the allocator's rounding, where it is known
+    exact_size: int | None = None  # without the rounding, if known
     died: float = math.inf
     op: str = ""
     is_recomputed: bool = False
@@ -106,24 +89,24 @@ class _Block:
 
 @dataclass
 class _Record:
-    """What the profiler saw, in the order of time."""
+    """The profiler's events in chronological order."""
 
     blocks: list[_Block] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list)
     backwards: list[int] = field(default_factory=list)
     in_use: list[tuple[int, int]] = field(default_factory=list)  # position and bytes, after each change
-    living: dict[int, _Block] = field(default_factory=dict)  # at the end, by address
+    living: dict[int, _Block] = field(default_factory=dict)  # alive at the end, by address
 
 
 class MemoryWatch:
-    """Records steps of a loop and tells what memory was at their peak. Results are not changed; time is.
+    """Records a step and finds out what memory consists of at its peak. It changes no results, but takes time.
 
-    Begin after the first step, in which an optimizer makes its state; just before a forward, or at any earlier moment
-    since the last step.
+    Start after the first step, in which the optimizer allocates its state, and between two steps or just before a
+    forward.
 
     Args:
-        model: What is trained.
-        optimizer: Its optimizer, also a prepared one.
+        model: The model.
+        optimizer: Its optimizer, prepared or not.
         device: Where the model computes.
 
     Example:
@@ -144,11 +127,11 @@ class MemoryWatch:
 
     @property
     def is_recording(self) -> bool:
-        """Whether `start` was called and `stop` was not."""
+        """Whether a record has been started and not stopped."""
         return self._profiler is not None
 
     def start(self) -> None:
-        """Record from now on."""
+        """Start to record."""
         from torch.profiler import ProfilerActivity, profile
 
         self._known = self._named_blocks()
@@ -159,18 +142,18 @@ class MemoryWatch:
                     parameter.register_post_accumulate_grad_hook(_note_gradient)  # type: ignore[no-untyped-call]
                 )
         self._handles.append(self._model.register_forward_pre_hook(_note_forward))
-        # of the CPU's activities alone: kernels are of no interest, and tracing them would take memory of the device
+        # CPU activities only: tracing kernels would take device memory
         self._profiler = profile(
             activities=[ProfilerActivity.CPU],
             profile_memory=True,
             record_shapes=True,
-            acc_events=True,  # there is one cycle, and torch warns that it would forget those before
+            acc_events=True,  # avoids a warning that events of earlier cycles are discarded: there is only one cycle
         )
         self._profiler.start()
-        _note_forward()  # where recording begins inside a forward, its own hooks have been called already
+        _note_forward()  # inside a forward, the model's pre-hooks have run already
 
     def stop(self) -> Anatomy:
-        """End the record, and find out what memory was at its peak."""
+        """Stop the record, and return what memory consisted of at its peak."""
         profiler, self._profiler = self._profiler, None
         for handle in self._handles:
             handle.remove()
@@ -180,13 +163,13 @@ class MemoryWatch:
         profiler.stop()
         events = profiler.profiler.kineto_results.experimental_event_tree()
         record = _replay(events, self._known, self._in_use_at_start, self._device, self._vocab_size)
-        for address, named in self._named_blocks().items():  # such as state that was made in this step
+        for address, named in self._named_blocks().items():  # such as state that was allocated in this step
             block = record.living.get(address)
             if block is not None and not block.part:
                 block.part, block.exact_size = named.part, named.exact_size
         return self._dissect(record)
 
-    # ------------------------------------------------------------------ what is known without looking
+    # ------------------------------------------------------------------ tensors that are known without a record
 
     def _in_use_now(self) -> int:
         if self._device.type == "cpu":
@@ -194,7 +177,7 @@ class MemoryWatch:
         return int(torch.get_device_module(self._device).memory_allocated(self._device))
 
     def _named_blocks(self) -> dict[int, _Block]:
-        """Weights, gradients and optimizer state that are on the device now, by the address of their storage."""
+        """Return the weights, gradients and optimizer state on the device, by the address of their storage."""
         found: dict[int, _Block] = {}
         for part, tensors in self._named_tensors():
             for tensor in tensors:
@@ -206,8 +189,8 @@ class MemoryWatch:
     def _named_tensors(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         parameters = list(self._model.parameters())
         weights = [*parameters, *self._model.buffers()]
-        for parameter in parameters:  # of bitsandbytes: scales and code tables beside the weights
-            weights += _tensors_in(vars(getattr(parameter, "quant_state", None) or _Nothing()))
+        for parameter in parameters:  # scales and code tables of bitsandbytes
+            weights += _tensors_in(getattr(parameter, "quant_state", None))
         yield "weights", weights
         yield "gradients", [p.grad for p in parameters if p.grad is not None]
         yield "optimizer state", _tensors_in(list(self._optimizer.state.values()))
@@ -236,16 +219,12 @@ class MemoryWatch:
                 part = _part_of(block, record)
                 sizes[part] += block.size if block.exact_size is None else block.exact_size
                 alike[part, block.op, block.size] += 1
-        named = sum(size for part, size in sizes.items() if part != "temporaries")
+        # includes memory that the record has not seen: workspaces, the batch, rounding
+        sizes["temporaries"] = in_use - sum(size for part, size in sizes.items() if part != "temporaries")
         largest = sorted(alike.items(), key=lambda item: -item[0][2] * item[1])[:_NUM_LARGEST]
         slack, outside = self._beyond(in_use)
         return Anatomy(
-            weights=sizes["weights"],
-            gradients=sizes["gradients"],
-            optimizer_state=sizes["optimizer state"],
-            activations=sizes["activations"],
-            logits_and_loss=sizes["logits and loss"],
-            temporaries=in_use - named,  # with what nobody has named: workspaces, the batch, rounding
+            **{_FIELDS[part]: sizes[part] for part in PARTS[:6]},
             allocator_slack=slack,
             outside=outside,
             host_weights=self._host_bytes("weights"),
@@ -254,20 +233,16 @@ class MemoryWatch:
         )
 
     def _beyond(self, in_use: int) -> tuple[int | None, int | None]:
-        """Slack of the allocator, and what is outside of it."""
-        if self._device.type != "cuda":  # torch does not tell; of the CPU all is outside that is not a tensor
+        """Return the slack of the allocator, and the memory outside it."""
+        if self._device.type != "cuda":  # torch does not report it
             return None, None
         reserved = torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return max(0, reserved - in_use), max(0, total - free - reserved)
 
 
-class _Nothing:
-    pass
-
-
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers and in plain objects that hold tensors, such as bitsandbytes' states."""
+    """Return every tensor in nested containers and in bitsandbytes' quantization states."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -292,7 +267,7 @@ def _note_forward(*called_with: object) -> None:
 def _replay(
     events: Iterable[Any], known: dict[int, _Block], in_use: int, device: torch.device, vocab_size: int | None
 ) -> _Record:
-    """Follow every block through a record."""
+    """Replay the profiler's events."""
     record = _Record(blocks=list(known.values()), in_use=[(-1, in_use)])
     living = dict(known)
     for position, event in enumerate(_in_order(events)):
@@ -300,7 +275,7 @@ def _replay(
         if hasattr(fields, "alloc_size"):
             if _is_on(fields.device, device):
                 in_use += _move(event, position, living, record)
-                if device.type == "cuda":  # its allocator also counts what other threads asked for
+                if device.type == "cuda":  # includes allocations of other threads
                     in_use = int(fields.total_allocated)
                 record.in_use.append((position, in_use))
         elif event.name.startswith(_GRADIENT):
@@ -332,7 +307,7 @@ def _is_on(found: torch.device, wanted: torch.device) -> bool:
 
 
 def _move(event: Any, position: int, living: dict[int, _Block], record: _Record) -> int:
-    """A block is born or dies; by how much that changes what is in use."""
+    """Apply an allocation or a release, and return by how much it changes the memory in use."""
     address, size = int(event.extra_fields.ptr), int(event.extra_fields.alloc_size)
     before = living.pop(address, None)
     if before is not None:
@@ -342,14 +317,14 @@ def _move(event: Any, position: int, living: dict[int, _Block], record: _Record)
     op, is_recomputed = _origin(event)
     living[address] = block = _Block(size, position, op=op, is_recomputed=is_recomputed)
     record.blocks.append(block)
-    # of a block that was there before, the CPU's allocator does not tell when it goes: here it must have gone
+    # the CPU's allocator does not report the release of blocks from before the record: this one was released
     return size - (before.size if before is not None else 0)
 
 
 def _origin(event: Any) -> tuple[str, bool]:
-    """The operation that asked for a block, from the outside in; and whether it computes something again in backward.
+    """Return the operator that allocated a block, outermost first, and whether it is recomputed in backward.
 
-    In backward nothing is recorded for autograd: only operations of a forward that is run again have a number.
+    Operators in backward are not recorded by autograd; only those of a recomputed forward have a sequence number.
     """
     names: list[str] = []
     is_in_backward = has_number = False
@@ -364,10 +339,10 @@ def _origin(event: Any) -> tuple[str, bool]:
 
 
 def _note_width(tensor: Any, vocab_size: int, living: dict[int, _Block]) -> None:
-    """Mark the block of a tensor whose rows are as wide as the vocabulary; a transposed weight's are not rows."""
+    """Mark the block of a tensor whose last dimension is the vocabulary, unless it is a transposed weight."""
     sizes = getattr(tensor, "sizes", None)
     if not sizes or sizes[-1] != vocab_size or tensor.strides[-1] != 1 or math.prod(sizes) == vocab_size:
-        return  # a single row is the gradient of a bias
+        return  # a single row is a bias or its gradient
     block = living.get(tensor.storage_data_ptr)
     if block is not None and not block.part and 2 * tensor.dtype.itemsize * math.prod(sizes) > block.size:
         block.is_wide = True
@@ -381,7 +356,7 @@ def _part_of(block: _Block, record: _Record) -> str:
     if block.is_recomputed:
         return "activations"
     began = bisect_right(record.forwards, block.born)
-    if not began:  # before the first forward: the batch
+    if not began:  # allocated before the first forward: the batch
         return "temporaries"
     turn = bisect_right(record.backwards, record.forwards[began - 1])
     backward = record.backwards[turn] if turn < len(record.backwards) else math.inf

@@ -1,4 +1,4 @@
-"""Variants of a recipe beside each other: what was measured, with its spread."""
+"""The data of a comparison: variants of a recipe, and measurements with their spread."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a recipe: a name, and the keys that differ."""
+    """A changed recipe: a name, and the keys that differ."""
 
     name: str
     changes: Mapping[str, Any]
@@ -22,7 +22,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of several runs, and the least and the most of them."""
+    """The median, minimum and maximum of several runs."""
 
     median: float
     low: float
@@ -31,43 +31,43 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread | None":
-        """The spread of values; None of none."""
+        """Return the spread of values, ignoring NaN; None if there are none."""
         known = [value for value in values if not math.isnan(value)]
         return cls(statistics.median(known), min(known), max(known), len(known)) if known else None
 
     def is_apart_from(self, other: "Spread") -> bool:
-        """Whether no run of one lies among the runs of the other."""
+        """Whether the ranges of the two do not overlap."""
         return self.low > other.high or other.low > self.high
 
     def written(self, places: int = 1, unit: float = 1.0) -> str:
-        """For a table: the median, and in brackets least and most where they are not the same."""
+        """Format for a table: the median, and in brackets least and most if they differ."""
         middle, low, high = (f"{value / unit:,.{places}f}" for value in (self.median, self.low, self.high))
         return middle if low == high else f"{middle} ({low}–{high})"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run of one variant showed. Bytes of the device are None where it is the CPU."""
+    """The measurements of one run of one variant. Device memory is None on the CPU."""
 
     repeat: int
     num_steps: int
-    step_s: tuple[float, ...]  # of each timed step
+    step_s: tuple[float, ...]  # duration of each timed step
     num_rows: int  # in the timed steps
     num_tokens: int
     host_peak_bytes: int  # resident memory of the process
-    allocated_peak_bytes: int | None = None  # in the training steps; evaluation not counted
+    allocated_peak_bytes: int | None = None  # of the training steps, without evaluation
     reserved_peak_bytes: int | None = None
-    outside_bytes: int | None = None  # of the device, outside the allocator
-    losses: tuple[tuple[int, float], ...] = ()  # a step, and the mean loss since the one before
+    outside_bytes: int | None = None  # used on the device outside the allocator
+    losses: tuple[tuple[int, float], ...] = ()  # a step, and the mean loss since the previous one
     metrics: Mapping[str, float] = field(default_factory=dict)
-    metric: str = ""  # the one that would choose the best model
+    metric: str = ""  # the one that selects the best model
     anatomy: Anatomy | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0  # of the whole process
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Measurement":
-        """Read back what `dataclasses.asdict` gave."""
+        """Read the output of `dataclasses.asdict`, after a round trip through JSON."""
         anatomy = values.get("anatomy")
         return cls(
             **{
@@ -80,7 +80,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """The time of all timed steps together."""
+        """The total duration of the timed steps."""
         return sum(self.step_s)
 
     @property
@@ -94,7 +94,7 @@ class Measurement:
         return total / weight if weight else math.nan
 
 
-# How each number of a comparison is found in one run.
+# The numbers of a comparison, computed from one run.
 NUMBERS: dict[str, Callable[[Measurement], float]] = {
     "samples/s": lambda run: run.num_rows / run.seconds,
     "tokens/s": lambda run: run.num_tokens / run.seconds,
@@ -110,7 +110,7 @@ NUMBERS: dict[str, Callable[[Measurement], float]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """A variant and its runs; `failure` says why there are none, or fewer than were wanted."""
+    """A variant and its runs; `failure` explains why there are none, or fewer than requested."""
 
     variant: Variant
     runs: tuple[Measurement, ...] = ()
@@ -122,26 +122,26 @@ class Outcome:
         return self.variant.name
 
     def spread(self, number: str) -> Spread | None:
-        """One of `NUMBERS` over the runs; None if it was not measured."""
+        """Return the spread of one of `NUMBERS` over the runs; None if it was not measured."""
         runs = self.runs
-        if number == "process":  # a run whose memory was recorded holds the record too
+        if number == "process":  # a run whose memory was recorded also holds the record in memory
             runs = tuple(run for run in runs if run.anatomy is None) or runs
         return Spread.of([NUMBERS[number](run) for run in runs])
 
     @property
     def memory(self) -> Spread | None:
-        """The peak that counts: what the allocator of an accelerator handed out; on the CPU the tensors of a step."""
+        """The peak that variants are compared by: allocated device memory; on the CPU, the tensors of a step."""
         return self.spread("allocated") or self.spread("tensors") or self.spread("process")
 
     @property
     def anatomy(self) -> Anatomy | None:
-        """What the memory was at its peak, from the first run that looked."""
+        """What memory consisted of at its peak, from the first run that recorded it."""
         return next((run.anatomy for run in self.runs if run.anatomy is not None), None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was found. The first variant is the one that the others are compared with."""
+    """The results of all variants. The others are compared with the first one."""
 
     outcomes: tuple[Outcome, ...]
     protocol: Mapping[str, Any]
@@ -150,7 +150,7 @@ class Comparison:
     is_complete: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; the numbers of the tables beside those of each run."""
+        """Return plain values for JSON: the numbers of the tables and those of each run."""
         from trimtab.report.verdict import verdict
 
         values = {
@@ -177,7 +177,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for what is no finite number, which JSON cannot say."""
+    """Replace numbers that are not finite, which JSON lacks, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

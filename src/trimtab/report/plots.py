@@ -1,4 +1,4 @@
-"""The two pictures of a comparison: memory by its parts beside speed, and the losses beside each other."""
+"""The two plots of a comparison: memory by its parts next to speed, and the loss curves."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from trimtab.report.anatomy import PARTS
 from trimtab.report.compare import Comparison, Outcome
 from trimtab.report.tables import unit_of
 
-# Parts that stay through a step are blue, those that come and go warm, what nobody asked for grey.
+# Parts that live through a step are blue, transient ones are warm colors, overhead is grey.
 _COLORS = dict(
     zip(
         PARTS,
@@ -20,7 +20,7 @@ _LINES = ("-", "--", ":")
 
 
 def draw(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write memory-and-speed.png and loss.png; gives those that have something to show."""
+    """Write memory-and-speed.png and loss.png and return the files; none if no variant ran."""
     ran = [outcome for outcome in comparison.outcomes if outcome.runs]
     if not ran:
         return []
@@ -65,7 +65,7 @@ def _draw_speed(axes: Any, ran: list[Outcome]) -> None:
         if speed is not None:
             beyond = [[speed.median - speed.low], [speed.high - speed.median]]
             axes.barh(place, speed.median, xerr=beyond, color="#7d8f69", ecolor="#333333", capsize=3, height=0.7)
-    axes.set_xlabel(f"{number}; lines: least and most of the runs")
+    axes.set_xlabel(f"{number}; error bars: least and most of the runs")
 
 
 def _draw_losses(axes: Any, ran: list[Outcome]) -> None:

@@ -1,4 +1,4 @@
-"""Comparisons that people ask for again and again: each is a list of variants made for a recipe."""
+"""Shipped studies: frequent comparisons, each a list of variants of a recipe."""
 
 import difflib
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from trimtab.recipe.schema import Recipe
 from trimtab.report.compare import Variant
 
 
-def study(name: str, recipe: Recipe) -> list[Variant]:
-    """The variants of a shipped study.
+def build_study(name: str, recipe: Recipe) -> list[Variant]:
+    """Return the variants of a shipped study.
 
     Args:
         name: One of `STUDIES`.
-        recipe: What they are variants of.
+        recipe: The recipe to vary.
     """
     if name not in STUDIES:
         near = difflib.get_close_matches(name.lower(), STUDIES, n=1)
@@ -24,13 +24,13 @@ def study(name: str, recipe: Recipe) -> list[Variant]:
 
 
 def _of_key(key: str, *values: Any) -> Callable[[Recipe], list[Variant]]:
-    """A study of one key; a value with a name of its own is a pair."""
+    """Return a study of one key. A value whose name is not its text is given as (name, value)."""
     named = [value if isinstance(value, tuple) else (value, value) for value in values]
     return lambda recipe: [Variant(str(name), {key: value}) for name, value in named]
 
 
 def _accumulation(recipe: Recipe) -> list[Variant]:
-    """The batch of the recipe whole, in ever smaller micro-batches, and a batch as small as the smallest of these."""
+    """Vary the micro-batch size at the batch size of the recipe; last, a batch of the smallest micro-batch size."""
     whole = recipe.train.batch_size
     sizes = [size for size in (whole, whole // 2, whole // 4, whole // 8) if size]
     cut = [
@@ -42,7 +42,7 @@ def _accumulation(recipe: Recipe) -> list[Variant]:
 
 
 def _methods(recipe: Recipe) -> list[Variant]:
-    """Everything trains, the head alone, LoRA, QLoRA. The settings of the recipe's own adapter hold for both."""
+    """Compare full fine-tuning, training the head only, LoRA and QLoRA; adapter settings are those of the recipe."""
     whole: dict[str, Any] = {"train.freeze": {}}
     own: dict[str, Any] = getattr(recipe.adapter, "model_dump", dict)()
     adapters = {kind: {**own, "kind": kind} if own else kind for kind in ("lora", "qlora")}
@@ -53,6 +53,7 @@ def _methods(recipe: Recipe) -> list[Variant]:
     ]
 
 
+# A study of a technique lists its values; `_of_key` is all that it takes.
 STUDIES: dict[str, Callable[[Recipe], list[Variant]]] = {
     "precisions": _of_key("train.precision", "fp32", "tf32", "bf16", "fp16", "bf16-pure"),
     "optimizers": _of_key(
@@ -60,8 +61,6 @@ STUDIES: dict[str, Callable[[Recipe], list[Variant]]] = {
         *("adamw", "adam", "adagrad", "sgd", "adafactor", "adamw8bit", "adam8bit", "adagrad8bit", "paged-adamw8bit"),
     ),
     "accumulation": _accumulation,
-    "checkpointing": _of_key(
-        "memory.gradient_checkpointing", "none", "ops", ("every second", {"every": 2}), ("all", "all")
-    ),
+    "checkpointing": _of_key("memory.gradient_checkpointing", "none", "ops", ("every second", {"every": 2}), "all"),
     "methods": _methods,
 }

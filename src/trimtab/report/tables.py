@@ -12,7 +12,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def main_table(comparison: Comparison) -> Table:
-    """Speed, peak, loss and metric of each variant, medians with least and most; or why it did not run."""
+    """Return speed, peak memory, loss and metric of each variant: medians with least and most."""
     unit, unit_name = unit_of(comparison)
     has_device = any(outcome.spread("allocated") for outcome in comparison.outcomes)
     names = {"allocated": "peak", "reserved": "reserved", "process": "host"}
@@ -36,7 +36,7 @@ def main_table(comparison: Comparison) -> Table:
 
 
 def anatomy_table(comparison: Comparison) -> Table:
-    """What the memory was at its peak, a column for each part."""
+    """Return what memory consisted of at its peak, with a column for each part."""
     unit, unit_name = unit_of(comparison)
     found = [(outcome.name, outcome.anatomy) for outcome in comparison.outcomes if outcome.anatomy is not None]
     parts = [part for part in PARTS if any(anatomy.parts().get(part) for _, anatomy in found)]
@@ -51,7 +51,7 @@ def anatomy_table(comparison: Comparison) -> Table:
 
 
 def unit_of(comparison: Comparison) -> tuple[int, str]:
-    """GiB, or MiB where everything is small."""
+    """Return the unit of memory: GiB, or MiB if all peaks are smaller than 1 GiB."""
     peaks = [outcome.memory.median for outcome in comparison.outcomes if outcome.memory is not None]
     return (GIB, "GiB") if peaks and max(peaks) >= GIB else (MIB, "MiB")
 
@@ -63,31 +63,31 @@ def _cell(outcome: Outcome, number: str, places: int, unit: float = 1.0) -> str:
 
 def _how_often(num_repeats: int) -> str:
     if num_repeats == 1:
-        return "One run of each, so that the spread is not known"
-    return f"Medians of {num_repeats} runs, in brackets least and most"
+        return "One run of each, so the spread is not known"
+    return f"Medians of {num_repeats} runs, least and most in brackets"
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader of the tables has to know."""
-    said = [
+    """Return the notes below the tables: the protocol, failures and other remarks."""
+    found = [
         f"{_how_often(comparison.protocol['repeats'])}; "
         f"{comparison.protocol['steps']} steps, the first {comparison.protocol['warmup steps']} not timed; "
         f"{comparison.protocol['each run']}. The loss is the mean of the last tenth of the steps."
     ]
     if not comparison.is_complete:
-        said.append("Stopped before every run was done.")
+        found.append("Stopped before all runs were done.")
     for outcome in comparison.outcomes:
         if outcome.failure:
-            said.append(f"{outcome.name}: {outcome.failure}")
+            found.append(f"{outcome.name}: {outcome.failure}")
         anatomy, peak = outcome.anatomy, outcome.spread("allocated")
         if anatomy is not None and peak is not None and anatomy.allocated < 0.99 * peak.median:
             share = anatomy.allocated / peak.median
-            said.append(f"The parts of {outcome.name} are those of a step that reached {share:.0%} of the peak.")
-    return said
+            found.append(f"The parts of {outcome.name} are from a step that reached {share:.0%} of the peak.")
+    return found
 
 
 def markdown(comparison: Comparison, title: str, plots: Sequence[str] = ()) -> str:
-    """The whole comparison as a Markdown page."""
+    """Return the whole comparison as a Markdown page."""
     tables = [_markdown_table(*main_table(comparison))]
     if any(outcome.anatomy for outcome in comparison.outcomes):
         tables.append(_markdown_table(*anatomy_table(comparison)))
@@ -103,7 +103,7 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def write_folder(comparison: Comparison, folder: Path, title: str) -> list[Path]:
-    """Write results.json, results.md and the two plots; gives the files."""
+    """Write results.json, results.md and the plots, and return the files."""
     from trimtab.report.plots import draw
 
     written = [folder / "results.json"]

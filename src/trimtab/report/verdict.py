@@ -1,12 +1,12 @@
-"""A comparison in one sentence. A difference inside the spread of the repeats is never called one."""
+"""A comparison in one sentence. A difference within the spread of the repeats is not reported as one."""
 
 from trimtab.report.compare import Comparison, Outcome, Spread
 
-_SAME = 0.005  # below half a percent nobody would notice, however often it was measured
+_SAME = 0.005  # differences below half a percent do not matter, even if they are significant
 
 
 def verdict(comparison: Comparison) -> str:
-    """What the variants buy and cost against the first one that ran; and how many did not run."""
+    """Compare the variants with the first one that ran, and name those that did not run."""
     ran = [outcome for outcome in comparison.outcomes if outcome.runs]
     sentences = []
     if len(ran) < 2:
@@ -15,9 +15,9 @@ def verdict(comparison: Comparison) -> str:
         base, others = ran[0], _worth_naming(ran)
         sentences += [f"{other.name} {_against(other, base)}" for other in others]
         num_unnamed = len(ran) - 1 - len(others)
-        remarks = [f"of {len(ran)} that ran the smallest and the fastest are named"] if num_unnamed else []
+        remarks = [f"the smallest and the fastest of {len(ran)} that ran"] if num_unnamed else []
         if min(len(outcome.runs) for outcome in ran) < 2:
-            remarks.append("from one run each, so that the spread is not known")
+            remarks.append("from one run each, so the spread is not known")
         sentences[-1] += f" ({'; '.join(remarks)})" if remarks else ""
     failed = [outcome.name for outcome in comparison.outcomes if not outcome.runs]
     if failed and ran:
@@ -26,7 +26,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _worth_naming(ran: list[Outcome]) -> list[Outcome]:
-    """Of two the other one; of more the smallest and the fastest of those that are not the first."""
+    """Return the variants that the sentence names: the second of two, or the smallest and the fastest of more."""
     base, *others = ran
     if len(others) == 1:
         return others
@@ -41,7 +41,7 @@ def _middle(spread: Spread | None) -> float:
 
 def _against(other: Outcome, base: Outcome) -> str:
     clauses = [
-        # of a CPU only tensors are told apart; what the process needs beside them is in the table
+        # on the CPU only the memory of tensors is comparable; that of the process is in the table
         _memory_clause(
             other.memory, base.memory, base.name, "memory" if other.spread("allocated") else "tensor memory"
         ),

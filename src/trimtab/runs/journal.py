@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RecipeError
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 
 JOURNAL = "metrics.jsonl"
 # Values that differ each time the same step is computed; all others are reproduced bit for bit by a resumed run.
-OF_THE_MOMENT = {
+VOLATILE_KEYS = {
     "time",
     "tokens_per_s",
     "peak_memory_bytes",
@@ -108,7 +108,9 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._pending.clear()
         except OSError as error:  # keep the lines in memory, and no partial line on the disk
-            say_once(f"{self._file.name} cannot be written ({error.strerror or error}): its lines are kept in memory")
+            log_info_once(
+                f"{self._file.name} cannot be written ({error.strerror or error}): its lines are kept in memory"
+            )
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
         return not self._pending
@@ -126,7 +128,7 @@ class Journal:
         try:
             file = path.open("ab", buffering=0)
         except OSError as error:
-            say_once(
+            log_info_once(
                 f"{path} was removed and cannot be created ({error.strerror or error}): its lines are kept in memory"
             )
             return False
@@ -191,7 +193,7 @@ def _repeated_lines(path: Path, position: int, step: int) -> list[tuple[str, int
 
 
 def _reproducible_part(line: dict[str, Any]) -> str:
-    return json.dumps({key: value for key, value in line.items() if key not in OF_THE_MOMENT}, sort_keys=True)
+    return json.dumps({key: value for key, value in line.items() if key not in VOLATILE_KEYS}, sort_keys=True)
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.disk_errors import cure_of
+from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.process_identity import Process, this_process
 from trimtab.errors import CheckpointError
 from trimtab.log import say
@@ -91,7 +91,8 @@ class RunLock:
                     pass
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} cannot be created: {error.strerror or error}", cure_of(error, "choose another --out")
+                f"{self.path} cannot be created: {error.strerror or error}",
+                cure_for_os_error(error, "choose another --out"),
             ) from error
         self._token = token
         _held.add(token)

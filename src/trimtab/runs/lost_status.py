@@ -30,10 +30,10 @@ def rebuild_status(path: Path) -> dict[str, Any] | None:
     if not (path / CHECKPOINTS).is_dir() or (path / RESTORING).exists():
         return None
     from trimtab.checkpoint.checkpoints_folder import (
-        Shelf,
+        CheckpointsFolder,
     )  # imports torch, which reading an intact run.json does not need
 
-    saved = Shelf(path / CHECKPOINTS).checkpoints()
+    saved = CheckpointsFolder(path / CHECKPOINTS).checkpoints()
     valid = [checkpoint for checkpoint in saved if checkpoint.is_valid]
     if not saved:
         return None

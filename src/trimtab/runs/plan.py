@@ -45,7 +45,9 @@ class Outlook:
         return cls(**{own.name: values.get(own.name) for own in fields(cls)})  # type: ignore[arg-type]
 
 
-_NOTHING_PREDICTED: dict[str, Any] = {own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)}
+_NOTHING_PREDICTED: dict[str, Any] = {
+    own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ class Plan:
         """What a user wants to know before the run starts, a line each."""
         trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters are trainable"
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
-        where = self.device if self.num_processes == 1 else f"{self.num_processes} processes (this one on {self.device})"
+        where = (
+            self.device if self.num_processes == 1 else f"{self.num_processes} processes (this one on {self.device})"
+        )
         techniques = "; ".join(describe(self.spec, {OptimizerState.key: self.spec[OptimizerState.key]}))
         return [
             f"{where}, {self.precision}, {self.spec[OptimizerState.key]}; {trainable}",

@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.disk_errors import cure_of
+from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.folder import clear_leftovers, sync_path
 from trimtab.checkpoint.process_identity import is_running
 from trimtab.errors import CheckpointError, RecipeError
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 from trimtab.runs.journal import JOURNAL, Journal, first_line_end
 from trimtab.runs.lock import LOCK, RunLock, lock_holder
 from trimtab.runs.lost_status import CHECKPOINTS as CHECKPOINTS
 from trimtab.runs.lost_status import RECIPE, rebuild_status, run_facts
-from trimtab.runs.tracking_file import is_tracked, sent_bytes, shipping
-from trimtab.runs.uploader import Companion, NoCompanion
+from trimtab.runs.tracking_file import is_tracked, sent_bytes, upload_lock
+from trimtab.runs.uploader import NoUploader, Uploader
 
 _STATUS = "run.json"
 _STATES = ("running", "finished", "stopped", "failed", "killed")
 _BEAT_S = 60.0
 _STEP_WRITTEN_EVERY_S = 1.0
-SILENT_S = 1800.0  # without a heartbeat, after which a run on another host counts as dead
+HEARTBEAT_TIMEOUT_S = 1800.0  # without a heartbeat, after which a run on another host counts as dead
 _UPLOADER_EXIT_S = 30.0  # the uploader of a killed run notices that within a second and exits
 
 
@@ -64,11 +64,11 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            cure = cure_of(error, "choose another --out")
+            cure = cure_for_os_error(error, "choose another --out")
             raise RecipeError(f"{path} cannot be created: {error.strerror or error}", cure) from error
         self.path = path
         self._goes_on = goes_on
-        self._lock = RunLock(path, take_over=again, patience_s=SILENT_S)
+        self._lock = RunLock(path, take_over=again, patience_s=HEARTBEAT_TIMEOUT_S)
         try:
             self._lock.acquire()
         except CheckpointError:
@@ -88,7 +88,7 @@ class RunFolder:
                 clear_leftovers(folder)
         self._status |= {"path": str(path), "state": "running"} | ({} if job is None else {"job": job})
         self._journal = Journal(path)
-        self._uploader: Companion = NoCompanion()
+        self._uploader: Uploader = NoUploader()
         self._thread = threading.Thread(target=self._write_progress, name="trimtab-run-folder", daemon=True)
         if not goes_on:
             self._claim(before)
@@ -174,7 +174,7 @@ class RunFolder:
         with self._writing:
             self._status["recipe_checksum"] = _checksum(text.encode())
 
-    def facts_for_state(self) -> dict[str, Any]:
+    def facts_for_checkpoint(self) -> dict[str, Any]:
         """Return the part of `run.json` that a checkpoint stores."""
         with self._writing:
             return run_facts(self._status)
@@ -202,7 +202,7 @@ class RunFolder:
                 raise _write_error(self.path / JOURNAL, error) from error
         if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
             self._status["directory"] = str(Path.cwd())
-        self.update(num_steps=num_steps, pid=os.getpid(), host=socket.gethostname())
+        self.update(step=step, num_steps=max(num_steps, step), pid=os.getpid(), host=socket.gethostname())
 
     def resume_own_loop(self) -> None:
         """Reopen the journal for the user's own loop, whose step is unknown; repeated lines are not written again."""
@@ -212,9 +212,9 @@ class RunFolder:
 
     def _journal_lock(self) -> contextlib.AbstractContextManager[None]:
         """The uploader of a killed run must have exited before the journal is truncated."""
-        return shipping(self.path, _UPLOADER_EXIT_S) if is_tracked(self.path) else contextlib.nullcontext()
+        return upload_lock(self.path, _UPLOADER_EXIT_S) if is_tracked(self.path) else contextlib.nullcontext()
 
-    def track(self, uploader: Companion) -> None:
+    def track(self, uploader: Uploader) -> None:
         """Start an uploader, which `finish` ends."""
         self._uploader = uploader
         uploader.start()
@@ -233,7 +233,7 @@ class RunFolder:
             try:
                 self._write(_STATUS, json.dumps(self._status))
             except OSError as error:  # a full disk must not end a run
-                say_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
+                log_info_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
     def journal_position(self) -> int:
         """Write pending lines and return the size of the journal in bytes."""
@@ -274,10 +274,10 @@ class RunFolder:
 
 def _write_error(path: Path, error: OSError) -> CheckpointError:
     problem = f"{path} cannot be written: {error.strerror or error}"
-    return CheckpointError(problem, cure_of(error, "choose another --out"))
+    return CheckpointError(problem, cure_for_os_error(error, "choose another --out"))
 
 
-class FollowedFolder:
+class ReadOnlyRunFolder:
     """The run folder on ranks other than 0, which write nothing.
 
     Args:
@@ -292,7 +292,7 @@ class FollowedFolder:
         """Folder of the best model."""
         return self.path / "best"
 
-    def facts_for_state(self) -> dict[str, Any]:
+    def facts_for_checkpoint(self) -> dict[str, Any]:
         """Return nothing: rank 0 saves the facts."""
         return {}
 
@@ -307,7 +307,7 @@ class FollowedFolder:
     finish = give_up = remove = _leave_to_rank_0
 
 
-Folder = RunFolder | FollowedFolder
+Folder = RunFolder | ReadOnlyRunFolder
 
 
 def clear_folder(path: Path) -> None:
@@ -343,7 +343,7 @@ def find_run(path: Path) -> dict[str, Any] | None:
     return read_status(path) or rebuild_status(path)
 
 
-def is_recipe_as_written(path: Path) -> bool | None:
+def is_recipe_unchanged(path: Path) -> bool | None:
     """Whether the recipe in a run folder is the one that the run wrote; None if its checksum is unknown."""
     known = (find_run(path) or {}).get("recipe_checksum")
     if known is None:
@@ -371,7 +371,7 @@ def actual_state(path: Path) -> tuple[str, str]:
         return state, reason
     holder = lock_holder(path)
     is_alive = holder is not None and (
-        holder.state == "running" or (holder.state == "elsewhere" and holder.silent_s < SILENT_S)
+        holder.state == "running" or (holder.state == "elsewhere" and holder.silent_s < HEARTBEAT_TIMEOUT_S)
     )
     return ("running", "") if is_alive else ("killed", "killed: its process ended without reporting an error")
 

@@ -55,7 +55,7 @@ class ServerState:
 
 
 @dataclass
-class About:
+class RunDescription:
     """Description of a run that every server receives.
 
     Attributes:
@@ -90,8 +90,8 @@ class Tracking:
     """Content of `tracking.json`; the server that was used last comes last."""
 
     folder: Path
-    about: About
-    attachments: list[ServerState] = field(default_factory=list)
+    about: RunDescription
+    servers: list[ServerState] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -102,7 +102,7 @@ class Tracking:
             return None
         try:
             content = json.loads(text)
-            about = About(**_known_fields(About, content["about"]))
+            about = RunDescription(**_known_fields(RunDescription, content["about"]))
             # files of older versions may contain user names
             servers = [server | {"uri": redact(server["uri"])} for server in content["servers"]]
             return cls(folder, about, [ServerState(**_known_fields(ServerState, server)) for server in servers])
@@ -113,13 +113,13 @@ class Tracking:
     def at(self, uri: str) -> ServerState:
         """Return the state of a server, created if needed, and make it the one that was used last."""
         address = redact(uri)
-        state = next((known for known in self.attachments if known.uri == address), None) or ServerState(address)
-        self.attachments = [*(known for known in self.attachments if known is not state), state]
+        state = next((known for known in self.servers if known.uri == address), None) or ServerState(address)
+        self.servers = [*(known for known in self.servers if known is not state), state]
         return state
 
     def write(self) -> None:
         """Replace the file atomically."""
-        content = {"about": asdict(self.about), "servers": [asdict(server) for server in self.attachments]}
+        content = {"about": asdict(self.about), "servers": [asdict(server) for server in self.servers]}
         temporary = self.folder / f".{TRACKING}.writing"
         try:
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -138,11 +138,11 @@ def is_tracked(folder: Path) -> bool:
 def sent_bytes(folder: Path) -> int:
     """Return the offset in metrics.jsonl, in bytes, up to which some server may have the lines."""
     tracking = Tracking.read(folder)
-    return max((server.sent for server in tracking.attachments), default=0) if tracking is not None else 0
+    return max((server.sent for server in tracking.servers), default=0) if tracking is not None else 0
 
 
 @contextlib.contextmanager
-def shipping(folder: Path, patience_s: float) -> Iterator[None]:
+def upload_lock(folder: Path, patience_s: float) -> Iterator[None]:
     """Hold the lock under which a run is uploaded or its journal truncated. It ends with the process that holds it.
 
     Args:

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Companion(Protocol):
+class Uploader(Protocol):
     """Uploads a run to a tracking server while it trains."""
 
     def start(self) -> None:
@@ -13,7 +13,7 @@ class Companion(Protocol):
         """Upload what is left. Called after the final state was written to `run.json`."""
 
 
-class NoCompanion:
+class NoUploader:
     """The uploader of a run that is not tracked."""
 
     def start(self) -> None:

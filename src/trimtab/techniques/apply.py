@@ -139,7 +139,7 @@ def change_collate(collate: Collate, spec: StepSpec) -> Collate:
     return collate
 
 
-def wrap_step(compute_gradients: Callable[..., Any], spec: StepSpec) -> Callable[..., Any]:
+def wrap_step(spec: StepSpec, compute_gradients: Callable[..., Any]) -> Callable[..., Any]:
     """The function that computes the gradients of a window."""
     for technique in TECHNIQUES:
         compute_gradients = technique.wrap_step(compute_gradients, spec[technique.key])

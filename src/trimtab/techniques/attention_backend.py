@@ -48,7 +48,9 @@ class AttentionBackend(Technique):
             return (asked,)
         accelerator = case.accelerator
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
-        is_half = flash_runs(accelerator, case.compute_dtype)  # cuDNN, too, computes in half precision alone
+        is_half = supports_flash_attention(
+            accelerator, case.compute_dtype
+        )  # cuDNN, too, computes in half precision alone
         if case.recipe is None or not (accelerator.is_cuda and is_hopper and is_half and _is_sdpa(case.model)):
             return ("torch",)
         has_few = case.count_shapes is not None and case.count_shapes() <= _FEW_SHAPES
@@ -59,7 +61,7 @@ class AttentionBackend(Technique):
         is_on_gpu = site.accelerator.is_cuda or site.is_traced
         if site.recipe is None or not is_on_gpu:  # the attention of a loop of the user's own is left alone
             return
-        takes_groups = value != "efficient" and flash_runs(site.accelerator, site.compute_dtype)
+        takes_groups = value != "efficient" and supports_flash_attention(site.accelerator, site.compute_dtype)
         repeats = not takes_groups and has_grouped_heads(model)
         if repeats or value != "torch":
             use_attention(model, value, repeats_heads=repeats)
@@ -69,7 +71,7 @@ class AttentionBackend(Technique):
         return f"attention {value}"
 
 
-def flash_runs(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:
+def supports_flash_attention(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:
     """Whether the flash kernel runs on a GPU in a dtype; None is fp32."""
     capability = accelerator.capability
     is_new = capability is not None and capability >= _FLASH_CAPABILITY
@@ -91,7 +93,7 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
 
     # transformers takes a name with "flash" in it for its own integration of flash-attn
     name = f"{_NAME}_{list(_CONTEXTS).index(backend)}" + ("_repeated" if repeats_heads else "")
-    AttentionInterface.register(name, partial(_attention, backend, repeats_heads))
+    AttentionInterface.register(name, _attention_function(backend, repeats_heads))
     AttentionMaskInterface.register(name, sdpa_mask)  # a name without one would get no mask at all
     model.set_attn_implementation(name)
 
@@ -107,24 +109,23 @@ def has_grouped_heads(model: Any) -> bool:
     return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
 
 
-def _attention(
-    backend: str,
-    repeats_heads: bool,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> Any:
+def _attention_function(backend: str, repeats_heads: bool) -> Callable[..., Any]:
+    """A function for transformers' attention interface; it is called for every layer, so it looks nothing up."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    if repeats_heads:
-        groups = getattr(module, "num_key_value_groups", 1)
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=1)
-    with _CONTEXTS[backend]():
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    preference = _CONTEXTS[backend]()
+
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        if repeats_heads:
+            groups = getattr(module, "num_key_value_groups", 1)
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+            module = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=1)
+        with preference:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
 
 
 class _Preference:
@@ -152,6 +153,19 @@ class _Preference:
             enable(value)
 
 
+class _CudnnFirst:
+    """Puts cuDNN before the other kernels; cuDNN is for few shapes, so what this costs is of no account."""
+
+    def __enter__(self) -> None:
+        _switching.acquire()
+        self._inner = sdpa_kernel(_CUDNN_FIRST, set_priority=True)
+        self._inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._inner.__exit__(*exception)
+        _switching.release()
+
+
 _switching = threading.RLock()
 _SWITCHES: tuple[tuple[Any, Any], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
@@ -166,7 +180,7 @@ _CUDNN_FIRST = [
 ]
 _CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch": nullcontext,
-    "cudnn": partial(sdpa_kernel, _CUDNN_FIRST, set_priority=True),
+    "cudnn": _CudnnFirst,
     "flash": partial(_Preference, uses_cudnn=False, uses_flash=True, uses_efficient=True),
     "efficient": partial(_Preference, uses_cudnn=False, uses_flash=False, uses_efficient=True),
     "math": partial(_Preference, uses_cudnn=False, uses_flash=False, uses_efficient=False),

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import RecipeError
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 from trimtab.model.blocks import blocks_of
-from trimtab.model.selective_recompute import Keeping, keep_products
+from trimtab.model.selective_recompute import SavingMode, saving_contexts
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
 from trimtab.techniques.base import Case, Phase, Site, Technique, as_text
@@ -185,7 +185,9 @@ def _without_cache(
             f"{_KEY}: {type(block).__name__} got past_key_values with positions in them, and would add to them twice",
             f"train without past_key_values, or {_KEY}: none",
         )
-    say_once("past_key_values stay empty while blocks are recomputed in backward; use_cache=False says so to the model")
+    log_info_once(
+        "past_key_values stay empty while blocks are recomputed in backward; use_cache=False says so to the model"
+    )
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
@@ -202,7 +204,7 @@ def _keeping_nothing(devices: list[torch.device]) -> tuple["_Drawing", "_Drawing
 
 def _keeping_products(devices: list[torch.device]) -> tuple["_Drawing", "_DrawingAgain"]:
     drawn = _Drawn(devices)
-    keeping, handing_out = keep_products()
+    keeping, handing_out = saving_contexts()
     return _Drawing(drawn, keeping), _DrawingAgain(drawn, handing_out)
 
 
@@ -235,7 +237,7 @@ class _Drawn:
 class _Drawing:
     """Around the forward of a block: finds out whether it draws."""
 
-    def __init__(self, drawn: _Drawn, keeping: Keeping | None = None) -> None:
+    def __init__(self, drawn: _Drawn, keeping: SavingMode | None = None) -> None:
         self._drawn = drawn
         self.keeping = keeping
 

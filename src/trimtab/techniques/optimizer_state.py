@@ -9,7 +9,7 @@ import torch
 from trimtab.hardware.extras import has_package
 from trimtab.optim import build, quantized, stochastic_rounding
 from trimtab.optim.build import PAGED, QUANTIZED
-from trimtab.optim.eight_bit import eight_bit_form, why_not_eight_bits
+from trimtab.optim.eight_bit import eight_bit_obstacle, to_eight_bit
 from trimtab.recipe.schema import AdapterSettings, Recipe
 from trimtab.techniques.base import (
     Accelerator,
@@ -50,14 +50,14 @@ class OptimizerState(Technique):
         if case.optimizer is None:
             return ("",)
         name = type(case.optimizer).__name__
-        is_allowed = _8BIT in case.allow and why_not_eight_bits(case.optimizer) is None
+        is_allowed = _8BIT in case.allow and eight_bit_obstacle(case.optimizer) is None
         return (name, name + _8BIT) if is_allowed else (name,)
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
         """8-bit state, where there is such an optimizer and it is not allowed yet."""
         small = spec[self.key] + _8BIT
         if case.recipe is None:
-            if not self.is_8bit(spec[self.key]) and case.optimizer and why_not_eight_bits(case.optimizer) is None:
+            if not self.is_8bit(spec[self.key]) and case.optimizer and eight_bit_obstacle(case.optimizer) is None:
                 yield Suggestion('memory_allow=["8bit"]', spec.having({self.key: small}))
         elif small in QUANTIZED:
             yield Suggestion("memory.allow: [8bit]", spec.having({self.key: small}))
@@ -71,7 +71,7 @@ class OptimizerState(Technique):
         self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         """The 8-bit form of an optimizer of the user's."""
-        return eight_bit_form(optimizer, groups) if self.is_8bit(value) else optimizer
+        return to_eight_bit(optimizer, groups) if self.is_8bit(value) else optimizer
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
         """Kernels of bitsandbytes and Triton do not run without data; their state is allocated as they do it."""
@@ -106,7 +106,7 @@ class OptimizerState(Technique):
         yield quantized.Quantized, "_call", call
         yield stochastic_rounding, "_kernel_for", lambda _: kernel
         yield stochastic_rounding, "has_fused", lambda *_: True
-        yield stochastic_rounding.Chance, "_generator_on", lambda *_: None
+        yield stochastic_rounding.RoundingNoise, "_generator_for", lambda *_: None
 
     def loads_kernels(self, value: str) -> bool:
         """8-bit state is updated by bitsandbytes' kernels."""

@@ -1,4 +1,4 @@
-"""The states of a run, saved beside the training: when, where, which are kept, and what it goes on from."""
+"""The checkpoints of a run: saved in the background, rotated, and mirrored."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.background import BackgroundWriter
-from trimtab.checkpoint.checkpoints_folder import Checkpoint, Shelf
+from trimtab.checkpoint.checkpoints_folder import Checkpoint, CheckpointsFolder
 from trimtab.checkpoint.mirror import Mirror
 from trimtab.checkpoint.store import read_manifest
 from trimtab.engine.engine import Engine
@@ -16,24 +16,24 @@ from trimtab.errors import CheckpointError
 from trimtab.log import say
 
 _MIRROR_WAIT_S = 600.0
-_SLOW_DISK = 200e6  # bytes a second
+_SLOW_DISK = 200e6  # bytes per second
 
 
 class Checkpoints:
-    """Saves the state of a run and knows which one is the newest.
+    """Saves the training state and finds the newest one.
 
     Args:
         engine: Holds the state.
-        shelf: Where checkpoints are; only the first process writes to it.
+        shelf: The folder of the checkpoints; only the main process writes to it.
         mirror: A second place for everything that is kept, or None.
         on_saved: Called after each save, on the thread that wrote it.
-        facts: What else to write down with each state: the settings, and what is known of the run.
+        facts: Returns what else to store with each checkpoint: the settings and facts of the run.
     """
 
     def __init__(
         self,
         engine: Engine,
-        shelf: Shelf,
+        shelf: CheckpointsFolder,
         mirror: Mirror | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
         facts: Callable[[], dict[str, Any]] = dict,
@@ -55,14 +55,14 @@ class Checkpoints:
         wait: bool = False,
         problem: CheckpointError | None = None,
     ) -> None:
-        """Save the state after `step`. All processes call it, the first one writes.
+        """Save the state after `step`. All processes call it, the main process writes.
 
         Args:
             step: Optimizer steps done.
-            metrics: Of the last evaluation.
+            metrics: Metrics of the last evaluation.
             best_step: The step of the best model, whose checkpoint is never removed.
             wait: Return only when it is on the disk.
-            problem: Why the best model is not on the disk. Then the state is not saved either: whoever went on from it
+            problem: Why the best model is not on the disk. Then the state is not saved either: a run resumed from it
                 would never write that model.
         """
         state = self._engine.capture_state()
@@ -71,7 +71,7 @@ class Checkpoints:
         if problem is not None:
             self._writer.wait()
             self._writer.failure = problem
-            say(f"the state after step {step} is not saved, because the best model is not: {problem.problem}")
+            say(f"step {step} is not saved, because the best model could not be written: {problem.problem}")
             return
         with self._engine.busy("saving a checkpoint"):
             self._writer.save(self.shelf.place(step), state, self._facts(step, metrics) | {"best_step": best_step})
@@ -91,14 +91,14 @@ class Checkpoints:
         self.shelf.tidy(read_manifest(folder).facts.get("best_step"))
         self._on_saved(int(folder.name.removeprefix("step-")))
         if self._mirror is not None:
-            self._mirror.sync_soon()
+            self._mirror.sync_in_background()
 
     def newest(self) -> Checkpoint | None:
-        """The newest valid checkpoint, also of processes before this one, after what is being written; if there is one.
+        """Return the newest valid checkpoint, also of an earlier session; None if there is none.
 
-        All processes call it, and get the same.
+        Waits for a save in progress. All processes call it, and get the same result.
         """
-        return self._engine.first_decides(self._newest)
+        return self._engine.decide_on_main_process(self._newest)
 
     def _newest(self) -> Checkpoint | None:
         self._writer.wait()
@@ -106,33 +106,33 @@ class Checkpoints:
 
     @property
     def seconds_needed(self) -> float:
-        """How long before a deadline a save should begin; before the first one, by its size on a slow disk."""
+        """How long before a deadline a save should begin; before the first save, estimated for a slow disk."""
         measured = self._writer.last_seconds
         return 2.0 * (self._num_bytes / _SLOW_DISK if measured is None else measured)
 
     def warn_if_disk_is_small(self, num_bytes: int) -> None:
-        """Say before the run if its checkpoints, of so many bytes each, will not fit."""
+        """Warn before the run if the disk has no room for checkpoints of `num_bytes` each."""
         self._num_bytes = num_bytes
         if self._engine.is_main_process:
-            shortage = self.shelf.room_for(num_bytes).shortage
+            shortage = self.shelf.disk_shortage(num_bytes)
             if shortage:
                 say(f"checkpoints will fail: {shortage}")
 
     def close(self) -> CheckpointError | None:
-        """Wait for what is being written and copied.
+        """Wait for saves and copies in progress.
 
         Returns:
-            Why the last save failed, if it did.
+            Why the last save failed, or None.
         """
         failure = self._writer.close()
         if self._mirror is not None and self._engine.is_main_process:
-            self._mirror.sync_soon()  # also what was written since the last checkpoint, the best model
+            self._mirror.sync_in_background()  # for what was written since the last checkpoint, such as the best model
             self._mirror.wait(_MIRROR_WAIT_S)
         return failure
 
 
 class NoCheckpoints:
-    """Nothing is saved: the run cannot go on after a kill."""
+    """Saves nothing: the run cannot be resumed."""
 
     seconds_needed = 0.0
 
@@ -145,22 +145,22 @@ class NoCheckpoints:
         wait: bool = False,
         problem: CheckpointError | None = None,
     ) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def newest(self) -> Checkpoint | None:
-        """There is none."""
+        """Return None."""
         return None
 
     def warn_if_disk_is_small(self, num_bytes: int) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def close(self) -> CheckpointError | None:
-        """Nothing to wait for."""
+        """Return None."""
         return None
 
 
 def _numerics(engine: Engine) -> dict[str, Any]:
-    """What decides the last bits of a sum."""
+    """Return what decides the last bits of a sum."""
     return {
         "num_processes": engine.num_processes,
         "num_threads": torch.get_num_threads(),
@@ -170,8 +170,8 @@ def _numerics(engine: Engine) -> dict[str, Any]:
     }
 
 
-def different_numerics(facts: dict[str, Any], engine: Engine) -> list[str]:
-    """What differs between the machine of a checkpoint and this one, and lets the last bits of a resumed run differ."""
+def numeric_differences(facts: dict[str, Any], engine: Engine) -> list[str]:
+    """Describe how this machine differs from that of a checkpoint, which changes the last bits of a resumed run."""
     words = {"num_threads": "threads", "cpu": "CPU capability", "num_processes": "processes"}
     return [
         f"{words.get(name, name)} {facts[name]} then, {value} now"

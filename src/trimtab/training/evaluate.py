@@ -1,57 +1,36 @@
-"""One pass over held-out data. Sums are kept on the device, never logits, so that evaluation needs no more memory.
+"""Evaluation on held-out rows. Only sums stay on the device, never logits, so memory does not grow with the rows.
 
-Where memory runs out all the same, batches are cut into halves from there on; no row is counted twice.
+If memory runs out, batches are split into halves from then on; no row is counted twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from trimtab.data.batching import cut_rows
+from trimtab.data.batching import split_batch
+from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, LossError
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.losses import Loss, StepLoss
-from trimtab.randomness import host_randomness_kept
+from trimtab.randomness import preserve_host_random_state
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
-class Metrics(Protocol):
-    """Streaming metrics of a task."""
-
-    def combine(
-        self, reduce: Callable[[torch.Tensor], torch.Tensor], gather: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Take in what the other processes have seen, by sums and by concatenated tensors."""
-
-    def update(
-        self,
-        logits: torch.Tensor,
-        batch: dict[str, torch.Tensor],
-        loss_sum: torch.Tensor,
-        weight: torch.Tensor | int,
-        hits: torch.Tensor | None = None,
-    ) -> None:
-        """Take in one batch; `logits` are empty where the loss made none, and `hits` may tell what they would."""
-
-    def compute(self) -> dict[str, float]:
-        """The metrics over everything taken in."""
-
-
 class Evaluator:
-    """Evaluates a model on one loader, as often as asked.
+    """Evaluates a model on one loader.
 
     Args:
         engine: The engine that prepared the loader.
-        loader: Batches of held-out data, prepared.
-        loss: The loss that training uses.
-        make_metrics: Fresh streaming metrics for one pass.
-        own_metrics: Functions of (logits, batch) that give one value a row; their mean is reported under their name.
-            They need a loss that makes logits.
+        loader: The prepared loader of held-out rows.
+        loss: Computes the loss of a batch.
+        make_metrics: Returns new streaming metrics for one pass.
+        own_metrics: The user's functions of (logits, batch) that return one value per row; the mean is reported under
+            their name. They need a loss that computes logits.
     """
 
     def __init__(
@@ -67,14 +46,14 @@ class Evaluator:
         self._loss = loss
         self._make_metrics = make_metrics
         self._own = dict(own_metrics or {})
-        self.num_rows: int | None = None  # that go through the model at once, at most; None: whole batches
+        self.num_rows: int | None = None  # the largest micro-batch size; None: whole batches
 
     @torch.no_grad()
     def run(self, model: torch.nn.Module, on_batch: Callable[[int], None] = lambda num_done: None) -> dict[str, float]:
-        """The metrics of `model`, which is left in the mode it was in; so are the random numbers of the training.
+        """Return the metrics of `model`. Its mode and the random number generators do not change.
 
         Args:
-            model: The model to measure.
+            model: The model to evaluate.
             on_batch: Called with the number of batches done, for a progress bar.
         """
         sums = None
@@ -89,30 +68,30 @@ class Evaluator:
 
     @torch.no_grad()
     def try_batch(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        """Evaluate one batch for nothing: to see whether there is memory for it."""
+        """Evaluate one batch and discard the result, to find out whether memory suffices."""
         with self._evaluating(model) as inner:
-            sums = self._fresh_sums()
+            sums = self._new_sums()
             for piece in self._pieces(batch):
                 sums.add(self._loss(inner, piece), piece)
 
     @contextmanager
     def _evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        model = self._engine.unwrap_model(model)  # nothing is exchanged but the sums
+        model = self._engine.unwrap_model(model)  # processes exchange only the sums
         was_training = model.training
         model.eval()
         try:
-            # a loader draws a number when it begins, which must not move the dropout of the steps that follow
-            with host_randomness_kept():
+            # a loader draws a random number when its iteration begins, which must not change the dropout of later steps
+            with preserve_host_random_state():
                 yield model
         finally:
             model.train(was_training)
 
-    def _fresh_sums(self) -> "_Sums":
+    def _new_sums(self) -> "_Sums":
         return _Sums(self._make_metrics(), self._own)
 
     def _pass(self, model: torch.nn.Module, on_batch: Callable[[int], None]) -> "_Sums | None":
-        """The sums over all batches; None where they are spoilt, because memory ran out while they were added to."""
-        sums = self._fresh_sums()
+        """Return the sums over all batches; None if memory ran out while a batch was added: they are then invalid."""
+        sums = self._new_sums()
         for num_done, batch in enumerate(self.loader, 1):
             if self._engine.has_no_rows:
                 continue
@@ -127,7 +106,7 @@ class Evaluator:
                 else:
                     del left[0]
                     continue
-                # out of the except block, whose traceback holds what is to be freed
+                # not in the except block, whose traceback keeps tensors alive
                 self.halve(len(next(iter(left[0].values()))))
                 if sums.num_added > added:
                     return None
@@ -136,35 +115,35 @@ class Evaluator:
         return sums
 
     def _pieces(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        return [batch] if self.num_rows is None else cut_rows(batch, self.num_rows)
+        return [batch] if self.num_rows is None else split_batch(batch, self.num_rows)
 
     def halve(self, num_rows: int) -> None:
-        """From now on at most half of so many rows at once, which were too many.
+        """Limit the micro-batch size to half of `num_rows`, which ran out of memory.
 
         Raises:
-            DoesNotFit: It was one row, or what cannot be cut.
+            DoesNotFit: It was one row, or a batch that cannot be split.
         """
         release_cached_memory(self._engine.device)
         if num_rows == 1 or (self.num_rows is not None and num_rows > self.num_rows):
             raise DoesNotFit(
-                f"out of memory in an evaluation of {'one row' if num_rows == 1 else 'a batch that cannot be cut'}\n"
+                f"out of memory in an evaluation of {'one row' if num_rows == 1 else 'a batch that cannot be split'}\n"
                 "  cure: a larger memory.budget, a smaller data.max_length, or no evaluation (data.eval_share: 0)"
             )
         self.num_rows = (num_rows + 1) // 2
-        say(f"out of memory in an evaluation: {num_rows} → {self.num_rows} rows at once")
+        say(f"out of memory in an evaluation: micro-batch size {num_rows} → {self.num_rows}")
 
 
 class _Sums:
-    """The metrics of a pass, and the sums of the user's own."""
+    """The metrics of a pass, with the sums of the user's own metrics."""
 
     def __init__(self, metrics: Metrics, functions: Mapping[str, OwnMetric]) -> None:
         self.metrics = metrics
         self.own: dict[str, list[torch.Tensor]] = {name: [] for name in functions}
         self._functions = functions
-        self.num_added = 0  # batches, also one that was added in part
+        self.num_added = 0  # batches, including one that was added in part
 
     def add(self, step: StepLoss, batch: dict[str, torch.Tensor]) -> None:
-        """Take one batch in."""
+        """Add a batch."""
         if self._functions and not step.logits.numel():
             raise _no_logits(self._functions)
         self.num_added += 1
@@ -175,8 +154,8 @@ class _Sums:
 
 def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
     return LossError(
-        f"{', '.join(own)} need the logits of the model, and this loss makes none",
-        "compute the loss of evaluations plainly (memory.loss: plain)",
+        f"{', '.join(own)} need the logits of the model, and this loss computes none",
+        "memory.loss: plain",
     )
 
 

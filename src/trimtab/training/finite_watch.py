@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found without holding up the device, and explained."""
+"""Detects losses and gradients that are not finite without a host-device sync per step, and explains them."""
 
 from collections import deque
 
@@ -8,60 +8,60 @@ from trimtab.training.step import StepResult
 
 
 class FiniteWatch:
-    """Looks at each step's loss and gradient norm. On an accelerator one step late, so that the host need not wait.
+    """Checks the loss and gradient norm of each step; on CUDA one step late, so the host never waits for the device.
 
     Args:
         device: Where the steps are computed.
-        norm_counts: Whether a gradient norm that is not finite is a fault; with loss scaling it only skips a step.
+        norm_counts: Whether a gradient norm that is not finite is an error; with loss scaling it only skips a step.
     """
 
     def __init__(self, device: torch.device, norm_counts: bool) -> None:
         self._is_late = device.type == "cuda"
         self._norm_counts = norm_counts
-        self._noted: deque[tuple[int, torch.Tensor, torch.Event | None]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor, torch.Event | None]] = deque()
 
     def note(self, step: int, result: StepResult) -> None:
-        """A step was taken."""
+        """Queue the result of a step."""
         total = result.loss_sum.detach()
         if self._norm_counts and result.grad_norm is not None:
-            total = total + result.grad_norm.detach().to(total.device)  # NaN and infinity pass through
+            total = total + result.grad_norm.detach().to(total.device)  # NaN and infinity propagate through the sum
         arrived = None
         if self._is_late:
             total = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
             arrived = torch.Event("cuda")
             arrived.record()
-        self._noted.append((step, total, arrived))
+        self._pending.append((step, total, arrived))
 
     def forget(self) -> None:
-        """The steps noted so far were taken back."""
-        self._noted.clear()
+        """Drop the results of steps that were undone."""
+        self._pending.clear()
 
     def bad_step(self, flush: bool = False) -> int | None:
-        """The first step that was not finite, as far as steps have been looked at.
+        """Return the first step that is not finite among those whose results have arrived.
 
         Args:
-            flush: Look at the last step too, and wait for the device if need be.
+            flush: Include the last step, which may be a host-device sync.
         """
-        keep = 1 if self._is_late and not flush else 0
-        while len(self._noted) > keep:
-            step, total, arrived = self._noted.popleft()
+        num_left = 1 if self._is_late and not flush else 0
+        while len(self._pending) > num_left:
+            step, total, arrived = self._pending.popleft()
             if arrived is not None:
                 arrived.synchronize()
             if not bool(torch.isfinite(total)):
-                self._noted.clear()
+                self._pending.clear()
                 return step
         return None
 
 
-def explanation(step: int, rows: str, has_fp16: bool, good: str) -> str:
-    """What a user needs to know when a loss is not finite."""
+def explain_nonfinite(step: int, rows: str, has_fp16: bool, good: str) -> str:
+    """Explain to the user why a loss may not be finite; `rows` is a file, `good` describes the last checkpoint."""
     precision = "train.precision: bf16 or fp32" if has_fp16 else "train.max_grad_norm: 1.0, or fewer large values"
     return (
         f"the loss or the gradients of step {step} are not finite. The rows of that step are in {rows}\n"
         "  likely causes, and what to try:\n"
-        "  1. the learning rate is too high, or rises too fast: train.lr, train.warmup\n"
-        f"  2. numbers too large for the precision: {precision}\n"
+        "  1. the learning rate is too high or rises too fast: train.lr, train.warmup\n"
+        f"  2. values too large for the precision: {precision}\n"
         "  3. rows that cannot be learnt from (empty, broken, without labels): look at that file; "
-        "train.on_nan: skip leaves such steps out\n"
+        "train.on_nan: skip skips such steps\n"
         f"  {good}"
     )

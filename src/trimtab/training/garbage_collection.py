@@ -1,8 +1,8 @@
-"""Keeps Python's collector of cycles away from where it only costs time.
+"""Keeps Python's cyclic garbage collector from costing time.
 
-After the imports and the building of a model half a million objects live, and a full collection, which comes by itself
-every few dozen steps, looks at each of them: 0.3 to 0.5 s in which the GPU waits. A planner makes a million small ones
-that all live until it is done: looking through them again and again took a quarter of its time.
+After the imports and the construction of a model half a million objects are alive. A full collection runs every few
+dozen steps and visits each of them: 0.3 to 0.5 s during which the GPU waits. A planner allocates a million small
+objects that all live until it is done; visiting them again and again took a quarter of its time.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def older_objects_set_aside() -> Iterator[None]:
-    """Inside, collections see only what was made inside. Who has frozen objects already keeps them as they are."""
+def gc_frozen() -> Iterator[None]:
+    """Exclude all objects that are alive now from collections. Does nothing if the caller froze or disabled `gc`."""
     if gc.get_freeze_count() or not gc.isenabled():
         yield
         return
-    gc.collect()  # what is garbage now would stay until the end
+    gc.collect()  # garbage that is frozen would stay until the end
     gc.freeze()
     try:
         yield
@@ -25,8 +25,8 @@ def older_objects_set_aside() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Inside, nothing is collected: for seconds, in which little garbage is made."""
+def gc_disabled() -> Iterator[None]:
+    """Disable collections: for a few seconds in which little garbage arises."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

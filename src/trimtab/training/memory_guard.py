@@ -1,7 +1,7 @@
-"""Keeps a run within its memory: looks ahead before step 1, takes a step back that ran out, and cuts batches smaller.
+"""Keeps a run within its memory: rehearses the largest batches before step 1 and retries steps that ran out of memory.
 
-The batches that the optimizer sees, their rows and their weights stay what they are: only how many rows go through the
-model at once becomes less, and stays so for the rest of the run.
+The batches that the optimizer sees, their rows and their weights never change. Only the micro-batch size becomes
+smaller, for the rest of the run.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved
 from trimtab.log import say
-from trimtab.model.losses import Loss
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.training.evaluate import Evaluator
-from trimtab.training.rehearsal import Peak, Preflight
-from trimtab.training.rollback import OutOfMemory, Transaction
+from trimtab.training.rehearsal import Peak, Rehearsal
+from trimtab.training.rollback import OutOfMemory, Rollback
+from trimtab.training.trainer_parts import TrainingParts
 from trimtab.units import format_bytes
 
 T = TypeVar("T")
@@ -28,170 +27,162 @@ _CURES = (
 )
 
 
-class Hold:
-    """What a run does about its memory.
+class MemoryGuard:
+    """Makes the micro-batches of a run smaller when memory runs out.
 
     Args:
-        engine: The engine that prepared everything below.
-        model: The prepared model.
-        optimizer: The prepared optimizer.
-        loss: The loss of training.
-        batches: The prepared loader of micro-batches.
-        evaluator: Held-out data, or None where there is none.
-        released_later: Parameters that begin to train during the run.
-        max_grad_norm: As in training.
-        cap: What the run is held to.
-        looks_ahead: Whether worst batches are run before the first step.
-        predicted_peak_bytes: What the plan predicted of the figure that `peak_memory` measures; None without a plan.
+        parts: What a step is computed with.
+        evaluator: Evaluates on held-out rows; None if there are none.
+        released_later: Parameters that are unfrozen during the run.
+        max_grad_norm: The norm that training clips to.
+        cap: The memory limit of the run.
+        rehearses: Whether to run the largest batches before step 1.
+        predicted_peak_bytes: The prediction of what `peak_memory` measures; None without a plan.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        model: torch.nn.Module,
-        optimizer: Any,
-        loss: Loss,
-        batches: Any,
+        parts: TrainingParts,
         *,
         evaluator: Evaluator | None,
         released_later: list[torch.nn.Parameter],
         max_grad_norm: float | None,
         cap: MemoryCap,
-        looks_ahead: bool,
+        rehearses: bool,
         predicted_peak_bytes: int | None,
     ) -> None:
-        self._engine, self._optimizer, self._evaluator = engine, optimizer, evaluator
-        self._sampler = batches.batch_sampler
+        self._engine, self._optimizer, self._evaluator = parts.engine, parts.optimizer, evaluator
+        self._sampler = parts.batches.batch_sampler
         self._planned = self._sampler.micro_batch_size
-        self._transaction = Transaction(engine, model)
-        self._preflight = Preflight(engine, model, loss, batches, self._transaction, released_later, max_grad_norm)
-        self._looks_ahead, self._predicted = looks_ahead, predicted_peak_bytes
-        self._foreseen: Peak | None = None  # by the look ahead
-        self._foreseen_evaluation = Peak(0, 0)
+        self._rollback = Rollback(parts.engine, parts.model)
+        self._rehearsal = Rehearsal(parts, self._rollback, released_later, max_grad_norm)
+        self._rehearses, self._predicted = rehearses, predicted_peak_bytes
+        self._rehearsed: Peak | None = None  # of training and evaluation
+        self._rehearsed_evaluation = Peak(0, 0)
         self.cap = cap
 
     # ------------------------------------------------------------------ before the first step
 
-    def look_ahead(self, tell: Callable[[str], None]) -> None:
-        """Give the optimizer its state, and run the worst batches of the data; smaller pieces where they do not fit.
+    def rehearse(self, tell: Callable[[str], None]) -> None:
+        """Allocate the optimizer state and run the largest batches, in smaller micro-batches until they fit.
 
         Args:
-            tell: Shows the user a line.
+            tell: Shows a line to the user.
 
         Raises:
-            DoesNotFit: Not even one row fits.
+            DoesNotFit: A micro-batch of one row does not fit.
         """
         self._preallocate()
-        if not self._looks_ahead:
+        if not self._rehearses:
             return
         with self._engine.busy("trying the largest batches"):
-            found = self._preflight.train()
+            found = self._rehearsal.train()
             while isinstance(found, OutOfMemory):
                 tell(self._shrink(found, "before the first step"))
-                found = self._preflight.train()
-            self._foreseen_evaluation = self._look_at_evaluation()
-            self._foreseen = found | self._foreseen_evaluation
-        tell(f"the largest batches need {self._in_words(self._foreseen)}")
+                found = self._rehearsal.train()
+            self._rehearsed_evaluation = self._rehearse_evaluation()
+            self._rehearsed = found | self._rehearsed_evaluation
+        tell(f"the largest batches need {self._describe(self._rehearsed)}")
 
     def _preallocate(self) -> None:
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         try:
-            preallocate_state(self._optimizer.optimizer, held)
+            preallocate_state(self._optimizer.optimizer, parameters)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFit(
-                f"the model and the state of its optimizer alone need more memory than there is\n"
+                "the model and its optimizer state alone do not fit into memory\n"
                 f"  cure: train.optimizer: adamw8bit, {_CURES}"
             ) from error
 
-    def _look_at_evaluation(self) -> Peak:
+    def _rehearse_evaluation(self) -> Peak:
         evaluator = self._evaluator
         if evaluator is None:
             return Peak(0, 0)
-        found = self._preflight.evaluate(evaluator)
+        found = self._rehearsal.evaluate(evaluator)
         while isinstance(found, OutOfMemory):
             evaluator.halve(evaluator.num_rows or evaluator.loader.batch_sampler.micro_batch_size)
-            found = self._preflight.evaluate(evaluator)
+            found = self._rehearsal.evaluate(evaluator)
         return found
 
     # ------------------------------------------------------------------ during the run
 
     def attempt(self, work: Callable[[], T], step: int) -> T | str:
-        """Compute the gradients of a step.
+        """Compute the gradients of a step, and undo it if memory runs out.
 
         Args:
-            work: Does that.
-            step: The number of the step.
+            work: Computes the gradients.
+            step: The number of the step, for messages.
 
         Returns:
-            What `work` gives; or, where memory ran out, a line that says so. Then all is as before the step, but for
-            the size of the micro-batches, which the loader has to be asked for again.
+            The result of `work`; or, if memory ran out, a line that reports it. Then everything is as before the step
+            except the micro-batch size: the caller has to ask the loader for the rows again.
 
         Raises:
-            DoesNotFit: It was one row, or other processes have gone on already.
+            DoesNotFit: The micro-batch had one row, or other processes cannot undo the step any more.
         """
-        result = self._transaction.attempt(work, together=self._engine.use_distributed)
+        result = self._rollback.attempt(work, together=self._engine.use_distributed)
         return self._shrink(result, f"at step {step}") if isinstance(result, OutOfMemory) else result
 
     def _shrink(self, failure: OutOfMemory, where: str) -> str:
-        """From now on half as many rows at once."""
+        """Halve the micro-batch size; return a line that reports it."""
         sampler, num_processes = self._sampler, self._engine.num_processes
         before = min(sampler.micro_batch_size, sampler.batch_size, len(sampler.lengths))
         after = -(-before // 2)
         if failure.is_too_late:
             rows = max(1, after // num_processes)
             raise DoesNotFit(
-                f"{failure} {where} on process {self._engine.process_index}, too late for the other processes to take "
-                f"the step back\n  cure: go on with memory.micro_batch: {rows}"
+                f"{failure} {where} on process {self._engine.process_index}, too late for the other processes to undo "
+                f"the step\n  cure: resume with memory.micro_batch: {rows}"
             )
         if before <= num_processes:
             has_plan = self._predicted is not None or not self.cap.budget_bytes
-            tried = "" if has_plan else " (no plan was made, so nothing but smaller micro-batches was tried)"
-            raise DoesNotFit(f"{failure} {where} with one row at once{tried}\n  cure: {_CURES}")
-        sampler.recut(after)
+            tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
+            raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {_CURES}")
+        sampler.set_micro_batch_size(after)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
-        return f"{failure} {where}: micro-batches of {' → '.join(shown)}"
+        return f"{failure} {where}: micro-batch size {' → '.join(shown)}"
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows that go through the model at once, over all processes."""
+        """The micro-batch size, summed over all processes."""
         return int(self._sampler.micro_batch_size)
 
-    # ------------------------------------------------------------------ the end, and going on
+    # ------------------------------------------------------------------ the end, and resuming
 
     def measured(self) -> dict[str, int]:
-        """Peaks of the run, beside what was foretold and foreseen."""
+        """Return the measured peaks of the run, with the predicted and the rehearsed ones."""
         device = self._engine.device
         numbers = {"peak_memory_bytes": peak_memory(device), "peak_reserved_bytes": peak_reserved(device)}
         if self._predicted is not None:
             numbers["predicted_peak_bytes"] = self._predicted
-        if self._foreseen is not None:
-            numbers["preflight_peak_bytes"] = self._foreseen.allocated_bytes
+        if self._rehearsed is not None:
+            numbers["preflight_peak_bytes"] = self._rehearsed.allocated_bytes
             if self._evaluator is not None:
-                numbers["preflight_eval_peak_bytes"] = self._foreseen_evaluation.allocated_bytes
+                numbers["preflight_eval_peak_bytes"] = self._rehearsed_evaluation.allocated_bytes
         return numbers
 
-    def last_words(self) -> str:
-        """What the run needed, in a line; nothing where it was neither foretold nor foreseen."""
-        if self._predicted is None and self._foreseen is None:
+    def summary(self) -> str:
+        """Describe the peak of the run in a line; empty if it was neither predicted nor rehearsed."""
+        if self._predicted is None and self._rehearsed is None:
             return ""
         device = self._engine.device
-        return f"memory: {self._in_words(Peak(peak_memory(device), peak_reserved(device)))}"
+        return f"memory: {self._describe(Peak(peak_memory(device), peak_reserved(device)))}"
 
-    def _in_words(self, peak: Peak) -> str:
-        words = format_bytes(peak.allocated_bytes)
+    def _describe(self, peak: Peak) -> str:
+        text = format_bytes(peak.allocated_bytes)
         if peak.reserved_bytes != peak.allocated_bytes:
-            words += f" ({format_bytes(peak.reserved_bytes)} reserved)"
+            text += f" ({format_bytes(peak.reserved_bytes)} reserved)"
         if self._predicted:
             difference = peak.allocated_bytes / self._predicted - 1
-            words += f"; predicted {format_bytes(self._predicted)}, so {difference:+.1%}"
+            text += f"; predicted {format_bytes(self._predicted)} ({difference:+.1%})"
         if self.cap.budget_bytes:
-            words += f"; the budget is {format_bytes(self.cap.budget_bytes)}"
-        return words
+            text += f"; budget {format_bytes(self.cap.budget_bytes)}"
+        return text
 
     def state_dict(self) -> dict[str, Any]:
-        """How small micro-batches and evaluations have become, and what was planned then."""
+        """Return the micro-batch sizes of training and evaluation, and the planned one."""
         return {
             "planned": self._planned,
             "micro_batch": self._sampler.micro_batch_size,
@@ -199,11 +190,11 @@ class Hold:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what had become smaller, if the same was planned; nothing becomes larger by going on or back."""
+        """Restore smaller micro-batch sizes if the planned one is the same; a size never becomes larger."""
         if state["planned"] != self._planned:
             return
         if state["micro_batch"] < self._sampler.micro_batch_size:
-            say(f"memory had run out before: {state['micro_batch']} rows at once, not {self._planned}")
-            self._sampler.recut(state["micro_batch"])
+            say(f"memory ran out before: micro-batch size {state['micro_batch']} instead of {self._planned}")
+            self._sampler.set_micro_batch_size(state["micro_batch"])
         if self._evaluator is not None and state["evaluation"] is not None:
             self._evaluator.num_rows = min(state["evaluation"], self._evaluator.num_rows or state["evaluation"])

@@ -1,7 +1,9 @@
-"""Sums between two looks: loss, tokens, time. The device is read only when somebody looks, or when a state is saved."""
+"""Sums of loss, tokens and time between two reports. Reading them, or saving them, is a host-device sync."""
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +13,7 @@ from trimtab.training.step import StepResult
 
 
 class Meter:
-    """Counts what a run does. Training time leaves evaluations out.
-
-    Args:
-        engine: Knows the other processes, whose sums belong to the same run.
-    """
+    """Counts what all processes of a run do. Training time excludes evaluations and saves."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,34 +21,39 @@ class Meter:
         self._began = time.monotonic()
         self._paused_s = 0.0
         self._is_started = False
-        self._before_s = 0.0  # spent by the processes that this one resumes
-        self._results: list[StepResult] = []  # since the last look
-        self._last = (0.0, 0)
+        self._before_s = 0.0  # training time of the sessions before this one
+        self._results: list[StepResult] = []  # since the last report
+        self._last = (0.0, 0)  # training time and tokens at the last report
         self._of_all: list[dict[str, Any]] | None = None
 
     def start(self) -> None:
-        """The run begins, or goes on, now."""
+        """Begin to count the time of this session."""
         self._began, self._paused_s, self._is_started = time.monotonic(), 0.0, True
 
     def seconds(self) -> float:
-        """Time spent on training, also by processes that this one resumes."""
+        """Return the training time, with that of the sessions before a resume."""
         return self._before_s + self.session_seconds() - self._paused_s
 
     def session_seconds(self) -> float:
-        """Time since this process began to train, whatever it was spent on."""
+        """Return the time since this session began, evaluations and saves included."""
         return time.monotonic() - self._began
 
     def add(self, result: StepResult) -> None:
-        """A step was taken."""
+        """Add the result of a step."""
         self._num_tokens = self._num_tokens + result.num_tokens
         self._results.append(result)
 
-    def paused(self) -> "_Pause":
-        """A context whose time does not count as training."""
-        return _Pause(self)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of a block from the training time."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._paused_s += time.monotonic() - since
 
     def read(self) -> tuple[float, float | None, float]:
-        """Mean loss and last gradient norm since the last look, and tokens a second; over all processes."""
+        """Return mean loss, last gradient norm and tokens per second since the last call, over all processes."""
         results, self._results = self._results, []
         weight = float(sum(result.weight for result in results))
         loss_sum = float(torch.stack([result.loss_sum for result in results]).sum())
@@ -65,29 +68,30 @@ class Meter:
         return loss, None if norm is None else float(norm), tokens / max(seconds, 1e-9)
 
     def tokens_of_all(self) -> int:
-        """Tokens trained on so far, by every process."""
+        """Return the tokens trained on so far by all processes."""
         return int(self._engine.reduce(torch.tensor(int(self._num_tokens), dtype=torch.int64)))
 
     def share(self) -> None:
-        """Let the first process know what the others have counted, for a state that it is about to save."""
+        """Send the sums of all processes to the main process, which is about to save them."""
         self._of_all = self._engine.gather_for_metrics([self._own()], use_gather_object=True)
 
     def _own(self) -> dict[str, Any]:
+        norm = self._results[-1].grad_norm if self._results else None
         return {
             "num_tokens": int(self._num_tokens),
             "loss_sums": torch.stack([result.loss_sum for result in self._results]).cpu() if self._results else None,
             "weights": [float(result.weight) for result in self._results],
-            "grad_norm": _number(self._results[-1].grad_norm) if self._results else None,
+            "grad_norm": None if norm is None else float(norm),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know; steps one by one, because sums of sums would round in another way."""
+        """Return the sums of all processes, step by step: a sum of partial sums would round differently."""
         of_all, self._of_all = self._of_all or [self._own()], None
         return {"seconds": self.seconds(), "last": list(self._last), "of_all": of_all}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; with another number of processes the first one takes what all counted."""
-        # the clock of this session goes on, should it be a step back in the middle of it
+        """Restore what `state_dict` returned; if the number of processes differs, the main one takes all sums."""
+        # the clock of a session that has begun keeps running: this may be a rewind
         passed_s = self.session_seconds() - self._paused_s if self._is_started else 0.0
         self._before_s, self._last = state["seconds"] - passed_s, (state["last"][0], state["last"][1])
         of_all = state["of_all"]
@@ -97,26 +101,11 @@ class Meter:
             mine = of_all if self._engine.is_main_process else []
         self._num_tokens = sum(one["num_tokens"] for one in mine)
         self._results = [
-            StepResult(loss_sum.to(self._engine.device), weight, _tensor(one["grad_norm"]), 0)
+            StepResult(loss_sum.to(self._engine.device), weight, _as_tensor(one["grad_norm"]), 0)
             for one in mine
             for loss_sum, weight in zip(one["loss_sums"] if one["weights"] else (), one["weights"], strict=True)
         ]
 
 
-class _Pause:
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *exception: object) -> None:
-        self._meter._paused_s += time.monotonic() - self._since
-
-
-def _number(value: torch.Tensor | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _tensor(value: float | None) -> torch.Tensor | None:
+def _as_tensor(value: float | None) -> torch.Tensor | None:
     return None if value is None else torch.tensor(value)

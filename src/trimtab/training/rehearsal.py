@@ -1,9 +1,9 @@
-"""Before step 1: the worst batches of the data are run through the model for nothing but their need of memory.
+"""Runs the largest batches of the data before step 1 to measure how much memory they need.
 
-Everything is as it was afterwards: weights, gradients, statistics, random numbers, the place in the data.
+Weights, gradients, buffers, random numbers and the position in the data are the same afterwards.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,63 +12,57 @@ import torch
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.hardware.memory import peak_memory, peak_reserved, reset_peak_memory
-from trimtab.model.losses import Loss
 from trimtab.training.evaluate import Evaluator
-from trimtab.training.rollback import OutOfMemory, Transaction
+from trimtab.training.rollback import OutOfMemory, Rollback
 from trimtab.training.step import window_gradients
+from trimtab.training.trainer_parts import TrainingParts
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that was in use at once."""
+    """The largest memory use at one time."""
 
     allocated_bytes: int
     reserved_bytes: int
 
     def __or__(self, other: "Peak") -> "Peak":
-        """The larger of both."""
+        """Return the maximum of both."""
         return Peak(max(self.allocated_bytes, other.allocated_bytes), max(self.reserved_bytes, other.reserved_bytes))
 
 
-class Preflight:
-    """Runs worst batches.
+class Rehearsal:
+    """Measures the peak memory of the largest batches.
 
     Args:
-        engine: The engine that prepared model and loaders.
-        model: The prepared model, in training mode.
-        loss: The loss of training.
-        batches: The prepared loader of training.
-        transaction: Takes everything back.
-        released_later: Parameters that are frozen now and begin to train during the run: then it needs the most.
-        max_grad_norm: As in training.
+        parts: What a step is computed with; the model is in training mode.
+        rollback: Undoes the work.
+        released_later: Parameters that are unfrozen during the run, which then needs the most memory.
+        max_grad_norm: The norm that training clips to.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        model: torch.nn.Module,
-        loss: Loss,
-        batches: Any,
-        transaction: Transaction,
-        released_later: Iterable[torch.nn.Parameter] = (),
-        max_grad_norm: float | None = None,
+        parts: TrainingParts,
+        rollback: Rollback,
+        released_later: Iterable[torch.nn.Parameter],
+        max_grad_norm: float | None,
     ) -> None:
-        self._engine, self._model, self._loss, self._batches = engine, model, loss, batches
-        self._transaction = transaction
+        self._engine, self._model, self._loss, self._batches = parts.engine, parts.model, parts.loss, parts.batches
+        self._rollback = rollback
         self._released_later = list(released_later)
         self._max_grad_norm = max_grad_norm
 
     def train(self) -> Peak | OutOfMemory:
-        """The worst training micro-batch, forward and backward; as the second of its window, if there is one."""
+        """Run forward and backward of the largest micro-batch, as the second one of its window if there are several."""
         engine = self._engine
         sampler = self._batches.batch_sampler
         num_rows = min(sampler.batch_size, len(sampler.lengths))
-        # the gradients of a first micro-batch are there while the second one computes
+        # during a second micro-batch, the gradients of the first one are in memory too
         num_micro_batches = 1 if sampler.micro_batch_size >= num_rows else 2
 
         def work() -> None:
             batch = worst_batch(self._batches, engine)
-            if engine.use_distributed:  # nothing may be exchanged: one process may run out of memory, the others not
+            if engine.use_distributed:  # without communication: one process may run out of memory and the others not
                 for _ in range(num_micro_batches):
                     self._loss(engine.unwrap_model(self._model), batch).value.backward()  # type: ignore[no-untyped-call]
                 return
@@ -76,28 +70,24 @@ class Preflight:
                 engine, self._model, self._loss, [batch] * num_micro_batches, num_micro_batches, self._max_grad_norm
             )
 
-        trained = [parameter.requires_grad for parameter in self._released_later]
+        required_grad = [parameter.requires_grad for parameter in self._released_later]
         try:
             for parameter in self._released_later:
                 parameter.requires_grad_(True)
-            return self._measured(lambda: self._transaction.rehearse(work))
+            return self._measure(work)
         finally:
-            for parameter, trains in zip(self._released_later, trained, strict=True):
-                parameter.requires_grad_(trains)
+            for parameter, requires_grad in zip(self._released_later, required_grad, strict=True):
+                parameter.requires_grad_(requires_grad)
 
     def evaluate(self, evaluator: Evaluator) -> Peak | OutOfMemory:
-        """The worst evaluation batch, in pieces of the size that evaluations have now."""
+        """Run the largest evaluation batch, in micro-batches of the evaluator's present size."""
+        return self._measure(lambda: evaluator.try_batch(self._model, worst_batch(evaluator.loader, self._engine)))
 
-        def work() -> None:
-            evaluator.try_batch(self._model, worst_batch(evaluator.loader, self._engine))
-
-        return self._measured(lambda: self._transaction.rehearse(work))
-
-    def _measured(self, rehearse: Any) -> Peak | OutOfMemory:
+    def _measure(self, work: Callable[[], None]) -> Peak | OutOfMemory:
         device = self._engine.device
         reset_peak_memory(device)
-        outcome: None | OutOfMemory = rehearse()
-        if self._engine.use_distributed:  # all of them go on together, or none does
+        outcome: None | OutOfMemory = self._rollback.rehearse(work)
+        if self._engine.use_distributed:  # a failure of one process counts for all
             failed = torch.tensor(int(outcome is not None), dtype=torch.int32)
             if bool(self._engine.reduce(failed)):
                 outcome = outcome or OutOfMemory()
@@ -105,20 +95,20 @@ class Preflight:
 
 
 def worst_batch(loader: Any, engine: Engine) -> dict[str, torch.Tensor]:
-    """The worst batch of a prepared loader on the device, as this process's share; its place in the data stays."""
+    """Return this process's share of a loader's largest batch, on the device; the loader's position does not change."""
     dataset = loader.dataset
-    rows = loader.batch_sampler.worst_rows(_label_lengths(dataset))
-    own = -(-len(rows) // engine.num_processes)
-    batch: dict[str, torch.Tensor] = loader.collate_fn([dataset[row] for row in rows[:own]])
+    rows = loader.batch_sampler.largest_micro_batch(_label_lengths(dataset))
+    num_own = -(-len(rows) // engine.num_processes)
+    batch: dict[str, torch.Tensor] = loader.collate_fn([dataset[row] for row in rows[:num_own]])
     return to_device(batch, engine.device)  # type: ignore[no-any-return]
 
 
 def _label_lengths(dataset: Any) -> list[int] | None:
-    """The lengths of labels that are padded on their own; None where they are as long as the inputs, or no lists."""
+    """Return the lengths of labels that are padded separately; None if they have those of the inputs or no length."""
     if isinstance(dataset, torch.utils.data.Subset):
         lengths = _label_lengths(dataset.dataset)
         return None if lengths is None else [lengths[row] for row in dataset.indices]
-    at = dataset.offsets.get("labels")
-    if at is None or at is dataset.offsets["input_ids"]:
+    offsets = dataset.offsets.get("labels")
+    if offsets is None or offsets is dataset.offsets["input_ids"]:
         return None
-    return [end - start for start, end in zip(at, at[1:], strict=False)]
+    return [end - start for start, end in zip(offsets, offsets[1:], strict=False)]

@@ -1,9 +1,13 @@
-"""One optimizer step: the micro-batches of a window, through the engine's verbs, without a read from the device."""
+"""One optimizer step: forward and backward of each micro-batch, clipping, and the step itself.
+
+Nothing is read from the device unless steps that are not finite are to be skipped.
+"""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,13 +17,13 @@ from trimtab.model.losses import Loss
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did in this process; tensors stay on the device until somebody looks."""
+    """The sums of one step in this process. Tensors stay on the device."""
 
     loss_sum: torch.Tensor
     weight: torch.Tensor | float
     grad_norm: torch.Tensor | None
     num_tokens: torch.Tensor | int  # without padding
-    was_left_out: bool = False  # not finite, and so no step
+    was_skipped: bool = False  # the gradients are not finite, and the weights do not change
 
 
 def window_gradients(
@@ -29,17 +33,23 @@ def window_gradients(
     micro_batches: Iterable[dict[str, torch.Tensor]],
     num_micro_batches: int,
     max_grad_norm: float | None,
-    leaves_out_nonfinite: bool = False,
+    skips_nonfinite: bool = False,
 ) -> StepResult:
-    """Forward and backward over the micro-batches of one batch; its gradients, clipped, stand in the parameters then.
+    """Accumulate the gradients of one batch in `.grad`, clipped.
 
-    Weights, optimizer and schedule are as they were, so that all of it can be taken back: see `Transaction`.
+    Weights, optimizer and schedule do not change, so `Rollback` can undo all of it.
 
-    Micro-batches are taken from their loader one at a time: the engine ends a window with the loader's last batch, so
-    none may be read ahead; nor has a device to hold more than one.
+    Micro-batches are consumed one at a time. The engine ends a window with the loader's last batch, so none may be
+    read ahead; and the device need not hold more than one.
 
-    With `leaves_out_nonfinite` the result says so where gradients are not finite. To know that, the host waits for the
-    device.
+    Args:
+        engine: The engine that prepared `model`.
+        model: The prepared model.
+        loss: Computes the loss of a micro-batch.
+        micro_batches: The micro-batches of the batch.
+        num_micro_batches: How many there are.
+        max_grad_norm: The norm to clip to; None does not clip.
+        skips_nonfinite: Mark the result as skipped if the gradients are not finite. This is a host-device sync.
     """
     engine.gradient_accumulation_steps = num_micro_batches
     losses, weights, norm = [], [], None
@@ -55,26 +65,32 @@ def window_gradients(
         num_tokens = num_tokens + (
             batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
         )
-        del step  # else its logits would be there through the next forward
-    if (max_grad_norm or leaves_out_nonfinite) and engine.sync_gradients:
-        norm = engine.clip_grad_norm_(trainable(model), max_grad_norm or math.inf)
+        del step  # frees the logits before the next forward
+    if (max_grad_norm or skips_nonfinite) and engine.sync_gradients:
+        parameters = [parameter for parameter in _parameters_of(model) if parameter.grad is not None]
+        norm = engine.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=engine.device)
-    if leaves_out_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
-        return StepResult(torch.zeros_like(loss_sum), 0.0, None, num_tokens, was_left_out=True)
+    if skips_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
+        return StepResult(torch.zeros_like(loss_sum), 0.0, None, num_tokens, was_skipped=True)
     return StepResult(loss_sum, sum(weights), norm, num_tokens)
 
 
-def take_step(optimizer: Any, scheduler: Any, result: StepResult) -> None:
-    """One step of optimizer and schedule with the gradients of a window, unless it is to be left out.
+_known: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = WeakKeyDictionary()
 
-    From here on there is no way back: an optimizer that fails half-way has changed some of the weights.
+
+def _parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of a model, collected once: walking over a BERT's modules takes a millisecond of every step."""
+    if model not in _known:
+        _known[model] = list(model.parameters())
+    return _known[model]
+
+
+def take_step(optimizer: Any, scheduler: Any, result: StepResult) -> None:
+    """Step the optimizer and the schedule, unless the step is skipped, and reset the gradients.
+
+    This cannot be rolled back: an optimizer that fails may have changed some of the weights.
     """
-    if not result.was_left_out:
+    if not result.was_skipped:
         optimizer.step()
         scheduler.step()
     optimizer.zero_grad()
-
-
-def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that have a gradient to clip."""
-    return [p for p in model.parameters() if p.grad is not None]

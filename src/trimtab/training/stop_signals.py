@@ -1,4 +1,4 @@
-"""Signals that end a run in good order: it saves first, and leaves as a run that can go on."""
+"""Signals that interrupt a run: it saves a checkpoint first and can be resumed."""
 
 import signal
 import threading
@@ -8,15 +8,15 @@ from typing import Any
 
 from trimtab.log import say
 
-_SAME_KEY_S = 1.0  # below torchrun one Ctrl-C arrives twice: from the terminal, and passed on
-# a terminal's Ctrl-C and hang-up; what schedulers, clouds and containers send before they take a machine away
+_SAME_KEY_S = 1.0  # below torchrun one Ctrl-C arrives twice: from the terminal, and forwarded by the launcher
+# Ctrl-C and the hang-up of a terminal; what schedulers, clouds and containers send before they take a machine away
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
 
 
 class StopSignals:
-    """A context in which the first signal is only noted. A second SIGINT interrupts at once.
+    """A context in which the first signal is only recorded. A second SIGINT raises KeyboardInterrupt.
 
-    Outside the main thread, where Python allows no handlers, it does nothing; a signal that is ignored stays ignored.
+    Does nothing outside the main thread, where Python allows no handlers. Signals that are ignored stay ignored.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class StopSignals:
             for name in _NAMES:
                 number = getattr(signal, name, None)
                 if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -37,9 +37,9 @@ class StopSignals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT and time.monotonic() - self._since > _SAME_KEY_S:
             raise KeyboardInterrupt
         if self.received is None:
             self.received, self._since = signal.Signals(number).name, time.monotonic()
-            say(f"{self.received}: the run stops after this step and saves (Ctrl-C again: at once, without saving)")
+            say(f"{self.received}: stopping after this step and saving (Ctrl-C again stops at once, without saving)")

@@ -14,7 +14,7 @@ from trimtab.data.tasks.texts import TextColumns, column_texts
 from trimtab.data.tasks.tokenization import ROWS_PER_CALL, tokenize
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import DataError
-from trimtab.log import say_once
+from trimtab.log import log_info_once
 
 
 class CausalLM(Task):
@@ -70,7 +70,7 @@ def token_stream(texts: Sequence[str], tokenizer: Any) -> "array[int]":
     """
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
-        say_once("the tokenizer has no EOS token: texts are concatenated without a separator")
+        log_info_once("the tokenizer has no EOS token: texts are concatenated without a separator")
     stream = array("i")
     for start in range(0, len(texts), ROWS_PER_CALL):
         for ids in tokenize(tokenizer, texts[start : start + ROWS_PER_CALL], max_length=None).input_ids:

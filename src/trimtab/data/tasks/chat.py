@@ -16,7 +16,7 @@ from trimtab.data.tasks.padding import IGNORED, pad
 from trimtab.data.tasks.tokenization import call_batches
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import DataError, ModelError
-from trimtab.log import say, say_once
+from trimtab.log import log_info_once, say
 
 
 class Chat(Task):
@@ -43,11 +43,11 @@ class Chat(Task):
         super().bind(tokenizer, config)
         if not tokenizer.chat_template:
             tokenizer.chat_template = plain_template(tokenizer)
-            say_once(
+            log_info_once(
                 "the tokenizer has no chat template: using a plain one (User: … Assistant: …), saved with the model"
             )
             if tokenizer.eos_token is None:
-                say_once("the tokenizer has no EOS token either: the model cannot learn where an answer ends")
+                log_info_once("the tokenizer has no EOS token either: the model cannot learn where an answer ends")
 
     def problem(self, rows: Rows, index: int) -> Problem:
         """Report a row without a conversation or without an answer."""

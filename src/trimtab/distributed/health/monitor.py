@@ -24,7 +24,7 @@ from trimtab.distributed.health.exchange import ReportExchange
 from trimtab.distributed.health.peers import End, Kind, Peers, Report, Timeouts, Wait
 from trimtab.distributed.health.process_activity import Activity, describe_stack, find_pid_namespace, find_process
 from trimtab.errors import PeerError, RecipeError
-from trimtab.units import SECONDS_WORDS, parse_seconds
+from trimtab.units import SECONDS_SYNTAX, parse_seconds
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -347,7 +347,7 @@ def _read_patience() -> float | None:
         return parse_seconds(text)
     except RecipeError:
         problem = f"{rules.PATIENCE_VARIABLE}={text!r} is not a duration"
-        raise RecipeError(problem, f"write {SECONDS_WORDS}") from None
+        raise RecipeError(problem, f"write {SECONDS_SYNTAX}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.distributed.environment import inspect_machine
-from trimtab.distributed.launch.file import KEYS, LaunchFile, nearest
+from trimtab.distributed.launch.launch_file import KEYS, LaunchFile, nearest
 from trimtab.distributed.launch.settings import Settings, free_port, option, resolve_settings
 from trimtab.errors import RecipeError
 from trimtab.log import say

@@ -19,7 +19,7 @@ from typing import Any
 import trimtab
 from trimtab.distributed.environment import find_place
 from trimtab.distributed.launch.command import LaunchPlan, plan_launch
-from trimtab.distributed.launch.file import LaunchFile
+from trimtab.distributed.launch.launch_file import LaunchFile
 from trimtab.distributed.launch.parent_death_signal import add_parent_death_signal
 from trimtab.errors import MissingDependency, PeerError, RecipeError
 from trimtab.log import say

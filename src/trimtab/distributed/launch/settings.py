@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.distributed.environment import Machine, find_place
-from trimtab.distributed.launch.file import DEFAULT_LOG_DIR, DEFAULT_PORT, LaunchFile, check_value
+from trimtab.distributed.launch.launch_file import DEFAULT_LOG_DIR, DEFAULT_PORT, LaunchFile, check_value
 from trimtab.errors import RecipeError
 
 # Set for torchrun by Kubernetes operators. torchrun itself would read them too, but the options we pass override them.
@@ -155,7 +155,7 @@ def _read_scheduler(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, st
     if place.num_processes == 1:
         return found, None, ""
     one_per_host = re.fullmatch(r"1(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if place.launcher == "torchrun" or place.num_local > 1 or not one_per_host:
+    if place.launcher == "torchrun" or place.local_world_size > 1 or not one_per_host:
         by = {"torchrun": "torchrun or trimtab launch", "slurm": "srun"}.get(place.launcher, "RANK and WORLD_SIZE")
         cure = "run the script, or `trimtab train`, itself"
         cure += "; or srun with --ntasks-per-node=1" if place.launcher == "slurm" else ""

@@ -73,7 +73,7 @@ class StepTracer:
 
         def step(parts: _Parts) -> None:
             batches = (_batch(self._task, batch, parts.recorder) for _ in range(num_micro))
-            compute = wrap_step(window_gradients, spec)
+            compute = wrap_step(spec, window_gradients)
             limit = self._recipe.train.max_grad_norm
             result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, limit)
             parts.recorder.adopt_gradients(parts.model.parameters())

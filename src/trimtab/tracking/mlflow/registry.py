@@ -16,14 +16,14 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trimtab.addresses import redact
-from trimtab.checkpoint.folder import whole_folder
+from trimtab.checkpoint.folder import atomic_folder
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
 from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, model_id_of
 from trimtab.tracking.mlflow.model_folder import MODEL, quiet_mlflow
 from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
-from trimtab.tracking.mlflow.server import mlflow_settings, trouble_of
+from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
 from trimtab.tracking.mlflow.uri import default_uri, sqlite_file
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TrackedModel:
         return cls(record["asked"], uri if redact(uri) == stored else stored, record["exact"], record["words"])
 
 
-def is_on_server(text: str) -> bool:
+def is_tracked_model(text: str) -> bool:
     """Whether the name of a model refers to a tracking server."""
     return text.startswith((BEST, MODELS))
 
@@ -107,7 +107,7 @@ def fetch_model(found: TrackedModel) -> Path:
         if local is not None and _has_model(local / MODEL) and _has_tokenizer(local):
             return local / MODEL
         say(f"{found.asked}: {found.words} is downloaded to {cached}")
-        with whole_folder(cached, marker=None, what="model") as temporary:
+        with atomic_folder(cached, marker=None, what="model") as temporary:
             _download(root, temporary, address)
     return cached
 
@@ -128,14 +128,14 @@ def pull_model(text: str, folder: Path, *, metric: str | None = None, uri: str |
     if not text.startswith(MODELS):
         text = best_name(text.removeprefix(BEST), metric)
     found = find_model(text, uri)
-    with _server(found.uri) as (client, address), whole_folder(folder, marker=None, what="model") as temporary:
+    with _server(found.uri) as (client, address), atomic_folder(folder, marker=None, what="model") as temporary:
         _download(_artifacts_of(client, found.exact), temporary, address)
     return found
 
 
 def local_source(text: str, uri: str | None = None) -> str:
     """Replace the name of a model on a server by a local folder; other names are returned unchanged."""
-    if not is_on_server(text):
+    if not is_tracked_model(text):
         return text
     found = find_model(text, uri)
     folder = fetch_model(found)
@@ -158,14 +158,14 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
             f"there is no tracking store {path}",
             "train something first; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server",
         )
-    with mlflow_settings(), quiet_mlflow():
+    with mlflow_environment(), quiet_mlflow():
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
         try:
             yield MlflowClient(tracking_uri=address, registry_uri=address), address
         except MlflowException as error:
-            failure = trouble_of(error, address)
+            failure = describe_failure(error, address)
             if failure.is_gone:
                 raise ModelError(failure.words, "list what exists: trimtab ui") from error
             cure = failure.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.addresses import redact
-from trimtab.checkpoint.disk_errors import refused_path
+from trimtab.checkpoint.disk_errors import failed_path
 from trimtab.errors import UserError
 from trimtab.tracking.mlflow.uri import artifact_location, sqlite_file
 
@@ -93,7 +93,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def mlflow_settings() -> contextlib.AbstractContextManager[None]:
+def mlflow_environment() -> contextlib.AbstractContextManager[None]:
     """Return a context in which mlflow neither retries for minutes, nor prints, nor sends telemetry."""
     return _environment(_FORCED | {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()})
 
@@ -230,7 +230,7 @@ def long_timeout() -> contextlib.AbstractContextManager[None]:
     return _environment({_TIMEOUT: str(max(_UPLOAD_S, int(os.environ.get(_TIMEOUT) or 0)))})
 
 
-def trouble_of(error: Exception, uri: str) -> UploadFailure:
+def describe_failure(error: Exception, uri: str) -> UploadFailure:
     """Classify an exception from mlflow or the operating system, and describe it to the user."""
     server = redact(uri)
     code = str(getattr(error, "error_code", ""))
@@ -253,7 +253,7 @@ def trouble_of(error: Exception, uri: str) -> UploadFailure:
     if "database or disk is full" in text:
         return UploadFailure(f"the disk of {server} is full")
     if isinstance(error, OSError) and error.strerror:
-        path = refused_path(error)
+        path = failed_path(error)
         recovery = "" if path is None else f"{path} can be written again"
         return UploadFailure(error.strerror if path is None else f"{error.strerror}: {path}", recovery=recovery)
     return UploadFailure(f"{server}: {_cause(text)}")

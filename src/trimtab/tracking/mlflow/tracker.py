@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.hardware.surroundings import describe_surroundings
+from trimtab.hardware.environment import describe_environment
 from trimtab.log import say
 from trimtab.runs.journal import plain
 from trimtab.runs.run_folder import RunFolder, default_folder, is_own_loop, read_status
-from trimtab.runs.tracking_file import About, Tracking
-from trimtab.runs.uploader import NoCompanion
+from trimtab.runs.tracking_file import RunDescription, Tracking
+from trimtab.runs.uploader import NoUploader
 from trimtab.tracking.mlflow.origin_tags import origin_tags
 from trimtab.tracking.mlflow.uri import RUNS, tracking_uri
-from trimtab.tracking.upload.shipper import flat_params
-from trimtab.tracking.upload.uploader import MlflowCompanion
+from trimtab.tracking.upload.run_upload import flatten_params
+from trimtab.tracking.upload.uploader import MlflowUploader
 
 _NO_RUN = "call engine.init_trackers(PROJECT) first"
 
@@ -108,7 +108,7 @@ class MlflowTracker:
     def run_id(self) -> str | None:
         """MLflow's id of the run; None until the server has responded, which may be seconds after `start`."""
         tracking = Tracking.read(self.folder)
-        return tracking.attachments[-1].run_id if tracking is not None and tracking.attachments else None
+        return tracking.servers[-1].run_id if tracking is not None and tracking.servers else None
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
         """Create the run folder and start the uploader process, without waiting for it."""
@@ -124,13 +124,13 @@ class MlflowTracker:
         self._run.update(own_loop=True)
         uri = tracking_uri(self._uri, self._root / project_name)  # not `path`: all projects share one local store
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        facts = describe_surroundings(device, torch.get_num_threads())
-        about = About(
+        facts = describe_environment(device, torch.get_num_threads())
+        about = RunDescription(
             run=(read_status(path) or {})["id"],
             name=self._run_name or path.name,
             experiment=project_name,
             parent=self._parent,
-            params=flat_params(params),
+            params=flatten_params(params),
             tags={
                 **origin_tags(path),
                 "trimtab.hardware": facts["hardware"],
@@ -139,7 +139,7 @@ class MlflowTracker:
             },
             log_model=False,
         )
-        self._run.track(NoCompanion() if uri is None else MlflowCompanion(path, uri, about))
+        self._run.track(NoUploader() if uri is None else MlflowUploader(path, uri, about))
         self._error_at_start, self._process_id = _last_error(), os.getpid()
         atexit.register(self._on_exit)
 

@@ -25,7 +25,7 @@ _POLL_S = 0.2
 _SHOWN_LINES = 15  # of the server's output if it fails to start
 
 
-def serve_page(root: Path, port: int, tell: Callable[[str], None]) -> int:
+def serve_ui(root: Path, port: int, tell: Callable[[str], None]) -> int:
     """Serve MLflow's UI for the runs below a folder, until Ctrl-C.
 
     Args:

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 from trimtab.addresses import redact
 from trimtab.runs.run_folder import actual_state
-from trimtab.runs.tracking_file import About, shipping
-from trimtab.tracking.mlflow.server import UploadFailure, mlflow_settings, trouble_of
-from trimtab.tracking.upload.shipper import RunUpload, close_killed, open_tracking
+from trimtab.runs.tracking_file import RunDescription, upload_lock
+from trimtab.tracking.mlflow.server import UploadFailure, describe_failure, mlflow_environment
+from trimtab.tracking.upload.run_upload import RunUpload, close_killed, open_tracking
 
 _EVERY_S = 2.0  # between two batches
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # after a failure
@@ -147,11 +147,11 @@ def main() -> None:
     parent.listen()
     writer(progress=True)
     folder = Path(job["folder"])
-    with mlflow_settings(), shipping(folder, patience_s=60.0):
-        upload_until_over(folder, job["uri"], About(**job["about"]), parent, writer)
+    with mlflow_environment(), upload_lock(folder, patience_s=60.0):
+        upload_until_over(folder, job["uri"], RunDescription(**job["about"]), parent, writer)
 
 
-def upload_until_over(folder: Path, uri: str, about: About, parent: ParentPipe, writer: MessageWriter) -> None:
+def upload_until_over(folder: Path, uri: str, about: RunDescription, parent: ParentPipe, writer: MessageWriter) -> None:
     """Upload a run until it has ended and everything is uploaded, or the training process has died."""
     tracking = open_tracking(folder, about, uri)
     import mlflow  # noqa: F401  # takes seconds, in which the run may have ended already
@@ -180,7 +180,7 @@ def upload_until_over(folder: Path, uri: str, about: About, parent: ParentPipe, 
             server.record([])  # only here: the failure may have been in a step after the metrics
             wait_s = 0.0 if more else min(files.wait_s, _EVERY_S) if is_over else _EVERY_S
         except Exception as error:
-            failure = trouble_of(error, uri)
+            failure = describe_failure(error, uri)
             if failure.is_gone:
                 upload.detach()
             server.record([failure])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from trimtab.runs.journal import JOURNAL, OF_THE_MOMENT, complete_lines
+from trimtab.runs.journal import JOURNAL, VOLATILE_KEYS, complete_lines
 from trimtab.runs.tracking_file import ServerState
 from trimtab.tracking.mlflow.server import MlflowServer, Row
 from trimtab.tracking.upload.metric_rows import rows_of
@@ -51,11 +51,11 @@ class RowsAhead:
         """
         if not self._marks:
             return list(rows)
-        lasting = [row for row in rows if row.key not in OF_THE_MOMENT]
+        lasting = [row for row in rows if row.key not in VOLATILE_KEYS]
         new = {id(row) for row in lasting if not self._take(_mark(row))}
         if lasting and len(new) == len(lasting):
             return list(rows)
-        new |= {id(row) for row in rows if row.key in OF_THE_MOMENT and not self._take(_mark(row))}
+        new |= {id(row) for row in rows if row.key in VOLATILE_KEYS and not self._take(_mark(row))}
         return [row for row in rows if id(row) in new]
 
     def _take(self, mark: _Mark) -> bool:
@@ -109,7 +109,7 @@ def _rows_by_line(journal: Path, end: int, start: int = 0) -> Iterator[list[Row]
 
 def _mark(row: Row) -> _Mark:
     """Return what identifies a row when its step is computed again; MLflow stores the largest float for infinity."""
-    if row.key in OF_THE_MOMENT:
+    if row.key in VOLATILE_KEYS:
         return row.key, row.step, ""
     if math.isnan(row.value):
         return row.key, row.step, "nan"

@@ -19,11 +19,11 @@ from typing import Any
 from trimtab.addresses import redact
 from trimtab.log import say
 from trimtab.runs.run_folder import actual_state
-from trimtab.runs.tracking_file import About, Tracking
-from trimtab.runs.uploader import Companion as Companion
-from trimtab.runs.uploader import NoCompanion as NoCompanion
+from trimtab.runs.tracking_file import RunDescription, Tracking
+from trimtab.runs.uploader import NoUploader as NoUploader
+from trimtab.runs.uploader import Uploader as Uploader
 from trimtab.tracking.mlflow.uri import sqlite_file
-from trimtab.tracking.upload.shipper import describe_missing
+from trimtab.tracking.upload.run_upload import describe_missing
 
 _END_S = 10.0  # without progress, after which a run that has ended stops waiting for its server
 _END_OF_FILE_S = 60.0  # the same for a sqlite file, which is being created or locked by another run
@@ -33,7 +33,7 @@ _UPLOAD_S = 3600.0  # for a file in transit: mlflow itself gives up on a server 
 _LOG = "tracking.log"
 
 
-class MlflowCompanion:
+class MlflowUploader:
     """Uploads a run to MLflow from a subprocess.
 
     Args:
@@ -43,7 +43,7 @@ class MlflowCompanion:
         end_s: How long `finish` waits for a server that does not respond; None chooses by the kind of server.
     """
 
-    def __init__(self, folder: Path, uri: str, about: About, end_s: float | None = None) -> None:
+    def __init__(self, folder: Path, uri: str, about: RunDescription, end_s: float | None = None) -> None:
         self._folder, self._uri, self._about = folder, uri, about
         self._end_s = end_s or (_END_S if sqlite_file(uri) is None else _END_OF_FILE_S)
         self._process: subprocess.Popen[str] | None = None

@@ -1,0 +1,29 @@
+"""Arguments and options that several commands share, and the recipe that they add up to."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from trimtab.recipe.load import LoadedRecipe
+
+RecipeFile = Annotated[Path | None, typer.Argument(help="Recipe file (YAML). Optional if the flags give every value.")]
+Model = Annotated[str | None, typer.Option(help="Hub name, folder, run, or best:EXPERIMENT.")]
+DataSource = Annotated[str | None, typer.Option("--data", help="Training data: file, folder, glob or hub name.")]
+EvalSource = Annotated[str | None, typer.Option("--eval", help="Evaluation data. Default: split off from --data.")]
+Task = Annotated[str | None, typer.Option(help="classify, regress, causal-lm, chat, seq2seq or masked-lm.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Set any recipe key, such as --set train.lr=3e-5.")]
+Device = Annotated[str | None, typer.Option(help="Device, such as cpu or cuda:1. Default: the best one available.")]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of the run, or its mirror.")]
+NewFolder = Annotated[Path, typer.Argument(help="New folder for the model.")]
+Uri = Annotated[str | None, typer.Option(help="Tracking server. Default: MLFLOW_TRACKING_URI, or the store in runs.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+
+
+def load(recipe: Path | None, sets: list[str] | None, flags: dict[str, Any] | None = None) -> "LoadedRecipe":
+    """Load a recipe from a file, then flags by dotted key, then `--set`; later values win."""
+    from trimtab.recipe.load import load_recipe
+
+    return load_recipe(recipe, flags or {}, sets or [])

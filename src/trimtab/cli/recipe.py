@@ -1,0 +1,107 @@
+"""Commands on a recipe before it trains: init, check, plan and data show."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import DataSource, Device, EvalSource, Model, Quiet, RecipeFile, Sets, Task
+from trimtab.cli.options import load as load_with_flags
+from trimtab.cli.output import set_verbosity, show, show_plans, show_proof
+from trimtab.errors import DoesNotFit, RecipeError
+
+
+def init(
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    to: Annotated[Path, typer.Option(help="File to write; must not exist.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe file with every key documented."""
+    from trimtab.recipe.load import render_commented_yaml
+
+    if to.exists():
+        raise RecipeError(f"{to} exists", "choose another file with --to, or remove this one")
+    text = render_commented_yaml({"model": model, "data.train": data, "data.eval": eval_data, "task": task})
+    try:
+        to.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{to} cannot be written: {error.strerror}", "choose another file with --to") from error
+    typer.echo(f"{to} written; next: trimtab check {to}")
+
+
+def check(
+    recipe: RecipeFile = None,
+    sets: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of recipes, for editors.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Kill a short run and verify a bit-exact resume.")] = False,
+    device: Annotated[str | None, typer.Option(help="Device for --resume, such as cuda:1. Default: the best.")] = None,
+) -> None:
+    """Validate a recipe and print every value with its origin."""
+    from trimtab.recipe.load import build_json_schema, load_recipe, render_resolved_yaml
+
+    if schema:
+        typer.echo(json.dumps(build_json_schema(), indent=1))
+        return
+    from trimtab.build.recipe_check import missing_parts
+
+    loaded = load_recipe(recipe, {}, sets or [], extra_check=missing_parts)
+    if not resume:
+        typer.echo(render_resolved_yaml(loaded))
+        return
+    from trimtab.commands.verify_resume import prove_resume
+
+    proof = prove_resume(loaded.recipe, device)
+    show_proof(proof)
+    if proof.difference:
+        raise typer.Exit(1)
+
+
+def plan(
+    recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    memory: Annotated[str | None, typer.Option(help="Memory budget, such as 8GiB. Default: all of the device.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for a GPU that is not here: t4, rtx-4090, a100 …")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; replaces reading the data.")] = None,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch size that fits.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Find the longest row length that fits.")] = False,
+    device: Device = None,
+    sets: Sets = None,
+    quiet: Quiet = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print all plans as one JSON object.")] = False,
+) -> None:
+    """Predict memory and speed of training; show the chosen plan."""
+    from trimtab.run import survey_plans
+
+    set_verbosity(quiet, False)
+    if gpu is not None and device is not None:
+        raise RecipeError("--gpu and --device exclude each other", "pass --gpu for a GPU that is not in this machine")
+    source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
+    flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": memory}
+    loaded = load_with_flags(recipe, sets, flags)
+    found = survey_plans(loaded, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
+    show_plans(found, as_json=json_lines)
+    if found.problem is not None:
+        raise DoesNotFit(found.problem)
+
+
+def data_show(
+    recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
+    examples: Annotated[int, typer.Option(min=1, help="Number of rows to print.")] = 3,
+    sets: Sets = None,
+) -> None:
+    """Print rows as the model sees them, with lengths and labels."""
+    from trimtab.data.report_table import render
+    from trimtab.run import report_data
+
+    flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
+    show(render(report_data(load_with_flags(recipe, sets, flags), examples)))

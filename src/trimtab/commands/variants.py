@@ -1,0 +1,90 @@
+"""The variants of a comparison: from `--vary`, a study, or a file."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import RecipeError
+from trimtab.recipe.schema import Recipe
+from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
+from trimtab.report.compare import Variant
+from trimtab.report.studies import STUDIES, build_study
+
+
+def choose_variants(recipe: Recipe, vary: Sequence[str], study: str | None, file: Path | None) -> list[Variant]:
+    """Return the variants that the command line selects in one of three ways."""
+    if sum((bool(vary), study is not None, file is not None)) != 1:
+        raise RecipeError(
+            "compare needs one of --vary, --study and --variants",
+            f"--vary train.precision=fp32,bf16, --study with {', '.join(STUDIES)}, or --variants FILE",
+        )
+    if study is not None:
+        return build_study(study, recipe)
+    return combine_values(vary) if file is None else read_variants(file)
+
+
+def combine_values(texts: Sequence[str]) -> list[Variant]:
+    """Return every combination of the values in `--vary KEY=a,b`; the first values make the first variant.
+
+    Args:
+        texts: Each a key and its values; commas inside braces, brackets and quotes do not separate.
+    """
+    axes: list[list[tuple[str, Any]]] = []
+    for text in texts:
+        key, equals, values = text.partition("=")
+        found = [read_value(value) for value in split_values(values)]
+        if not equals or not key.strip() or not found:
+            raise RecipeError(f"--vary {text!r} has no key with values", "--vary train.precision=fp32,bf16")
+        axes.append([(key.strip(), value) for value in found])
+    keys = [axis[0][0] for axis in axes]
+    if len(set(keys)) < len(keys):
+        raise RecipeError(f"--vary has {max(keys, key=keys.count)} twice", "pass all its values together: KEY=a,b,c")
+    bare = {axis[0][0] for axis in axes if all(isinstance(value, str | Mapping) for _, value in axis)}
+    variants = [Variant(_name(chosen, bare), dict(chosen)) for chosen in itertools.product(*axes)]
+    names = [variant.name for variant in variants]
+    return [
+        replace(variant, name=f"{variant.name} ({index})") if names.count(variant.name) > 1 else variant
+        for index, variant in enumerate(variants, 1)
+    ]
+
+
+def split_values(text: str) -> list[str]:
+    """Split a text at its commas, but not inside braces, brackets or quotes."""
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values if value.strip()]
+
+
+def _name(chosen: Sequence[tuple[str, Any]], bare: set[str]) -> str:
+    """Join the values; each gets the last part of its key if it means little alone, such as a number."""
+    words = []
+    for key, value in chosen:
+        written = as_yaml(value).strip('{}"') or "none"
+        words.append(written if key in bare else f"{key.rpartition('.')[2]} {written}")
+    return " + ".join(words)
+
+
+def read_variants(path: Path) -> list[Variant]:
+    """Read variants from a YAML file `{name: {key: value, …}, …}`; a name without keys is the unchanged recipe."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}", "a YAML file: {name: {key: value}}") from None
+    variants = []
+    for name, changes in read_yaml(text, str(path)).values.items():
+        if not isinstance(changes, Mapping | None):
+            raise RecipeError(f"{path}: {name} is {changes!r}", f"{name}: {{train.precision: bf16}}")
+        variants.append(Variant(str(name), dict(changes or {})))
+    return variants

@@ -1,0 +1,15 @@
+"""The point from which a run starts: a new folder, or a checkpoint of a run that is resumed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """The folder of a run, and the checkpoint that it is resumed from."""
+
+    path: Path
+    checkpoint: Path | None = None
+    goes_on: bool = False  # the folder contains a run already
+    is_longer: bool = False  # the recipe changes the length of the run, or the patience of early stopping
+    is_branch: bool = False  # resumed from a checkpoint that the user named, with a recipe that changes the results

@@ -1,0 +1,68 @@
+"""The progress of a run, as callbacks see it, and the result of a finished one."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class RunState:
+    """The progress of a run. Callbacks read it and may set `should_stop`."""
+
+    num_steps: int
+    steps_per_epoch: int
+    model: torch.nn.Module
+    optimizer: Any
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop_reason: str = "finished"
+    interruption: str | None = None  # a signal or the time limit: the run can be resumed
+    _should_stop: bool = False
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run ends after this step. Setting it to False has no effect: another callback may have set it."""
+        return self._should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._should_stop = self._should_stop or bool(value)
+
+    def interrupt(self, reason: str) -> None:
+        """Stop the run before its last step, to be resumed later."""
+        self.should_stop = True
+        self.stop_reason = self.interruption = reason
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, as a fraction."""
+        return self.step / self.steps_per_epoch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further step is taken."""
+        return self.should_stop or self.step >= self.num_steps
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a run ended."""
+
+    step: int
+    metrics: dict[str, float]
+    best_metric: float | None
+    best_step: int | None
+    stop_reason: str
+    train_seconds: float
+    num_tokens: int
+    num_skipped: int
+    peak_memory_bytes: int
+    interruption: str | None = None  # a signal or the time limit: the run can be resumed
+    save_failure: str | None = None  # why there is no checkpoint of the last step
+    rows_at_once: int | None = None  # micro-batch size at the end, summed over all processes
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `run.json` stores of the result."""
+        names = ("step", "train_seconds", "num_tokens", "num_skipped", "peak_memory_bytes")
+        return {name: getattr(self, name) for name in names} | {"stop_reason": self.interruption or self.stop_reason}

@@ -1,0 +1,82 @@
+"""Stopped and resumed, a run ends with the same bits, whatever it saves memory by."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiny_runs import lines_of, reviews, write_csv
+from trimtab import Recipe, fit
+from trimtab.errors import Stopped
+from trimtab.runs.journal import VOLATILE_KEYS
+
+CASES = {
+    "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}},
+    "qlora": {"adapter": {"kind": "qlora", "rank": 4}, "train": {"optimizer": "paged-adamw8bit"}},
+    "lora in bf16": {"adapter": "lora", "train": {"precision": "bf16"}},
+    "lora in fp16": {"adapter": "lora", "train": {"precision": "fp16"}},
+    "all together": {
+        "adapter": {"kind": "qlora", "rank": 4, "dropout": 0.1, "trains": ["lm_head"]},
+        "train": {"optimizer": "adamw8bit", "precision": "bf16"},
+        "memory": {"gradient_checkpointing": "all", "micro_batch": 3},
+    },
+    "recomputed but products": {"memory": {"gradient_checkpointing": "ops"}},
+    "chunked loss": {"memory": {"loss": "chunked"}},
+    "bf16-pure": {"train": {"precision": "bf16-pure"}},
+    "bf16-pure in 8 bits": {"train": {"precision": "bf16-pure", "optimizer": "adamw8bit"}},
+    "unfrozen later, 8 bits": {"train": {"optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}}},
+}
+
+
+QUICK = {"lora", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
+
+
+class Stops:
+    def on_step(self, state):
+        if state.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_bits_are_the_same(own_folder, tiny, case):
+    write_csv(own_folder / "rows.csv", reviews(48))
+    sections = CASES[case]
+
+    def recipe(out):
+        return Recipe(
+            model=tiny.folder(
+                "llama", num_hidden_layers=2, hidden_size=64, intermediate_size=96, attention_dropout=0.1
+            ),
+            task="causal-lm",
+            data={"train": "rows.csv", "text": "text", "eval_share": 0.25},
+            evaluate={"every": "4 steps"},
+            train={"max_steps": 9, "batch_size": 12, "lr": 3e-3, "log_every": 1} | sections.get("train", {}),
+            **{key: value for key, value in sections.items() if key != "train"},
+            out=out,
+        )
+
+    fit(recipe("whole"), progress="quiet")
+    with pytest.raises(Stopped):
+        fit(recipe("stopped"), callbacks=[Stops()], progress="quiet")
+    result = fit(recipe("stopped"), progress="quiet", resume=True)
+    assert result.fit.step == 9
+    assert numbers("stopped") == numbers("whole")
+    for folder in ("best", "checkpoints/step-9"):
+        ours, theirs = (tensors(Path(run) / folder) for run in ("stopped", "whole"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def tensors(folder):
+    found = {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    assert found
+    return found
+
+
+def numbers(run):
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]
