@@ -119,8 +119,18 @@ def test_every_python_block_runs(folder_of_a_reader):
     assert (folder_of_a_reader / "state").is_dir()
 
 
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#]+)\)", page.read_text())]
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
     assert len(links) >= 4
     for page, link in links:
-        assert (page.parent / link).exists(), f"{page.name}: {link}"
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}"
