@@ -1,7 +1,4 @@
-"""Draws pictures of the documentation from stored results.
-
-    python benchmarks/pictures.py
-"""
+"""Draws pictures of the documentation from stored results: `python benchmarks/pictures.py`."""
 
 import json
 import statistics
