@@ -16,8 +16,8 @@ TABLE = [
     [cell.strip() for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if "| `" in line or "**" in line
 ]
 KINDS = {
-    "classify, one label a row": "cross-entropy",
-    "classify, several labels a row": "binary-cross-entropy",
+    "classify, one label per row": "cross-entropy",
+    "classify, several labels per row": "binary-cross-entropy",
     "regress": "mse",
     "causal-lm, chat, seq2seq, masked-lm": "token-cross-entropy",
 }

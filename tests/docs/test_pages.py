@@ -73,6 +73,32 @@ def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
     assert (folder_of_a_reader / "predicted.csv").read_text().count("\n") == 25
 
 
+@pytest.mark.slow
+def test_the_ladder_of_the_readme_is_what_the_command_prints(monkeypatch):
+    """Plans and memory; how many tokens a second depends on constants that are measured anew now and then."""
+    from trimtab.cli.main import app
+
+    text = (ROOT / "README.md").read_text()
+    command = re.search(r"^trimtab plan .*?^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert command is not None
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "160")
+    done = CliRunner().invoke(app, shlex.split(command.group().removesuffix("```").replace("\\\n", " "))[1:])
+    assert done.exit_code == 0, done.output
+    shown = text[command.end() :].partition("```text\n")[2].partition("```")[0]
+    rows = rungs_of(shown)
+    assert len(rows) > 5
+    printed = dict(rungs_of(done.output))
+    assert [name for name, _ in rows] == list(printed)
+    assert dict(rows) == pytest.approx(printed, rel=0.01)
+
+
+def rungs_of(text: str) -> list[tuple[str, float]]:
+    """The plan and the GiB of every line of a ladder."""
+    found = re.findall(r"^[→ ]+(\S.*?)  +[a-z]\S+\|\S+ +([\d.]+)", text, flags=re.MULTILINE)
+    return [(name, float(number)) for name, number in found]
+
+
 def parts_of_a_loop():
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -93,8 +119,18 @@ def test_every_python_block_runs(folder_of_a_reader):
     assert (folder_of_a_reader / "state").is_dir()
 
 
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#]+)\)", page.read_text())]
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
     assert len(links) >= 4
     for page, link in links:
-        assert (page.parent / link).exists(), f"{page.name}: {link}"
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}"

@@ -8,17 +8,21 @@ from trimtab.recipe.schema_keys import keys_of
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 HEAD = """# The recipe
 
-One YAML file, or the same as flags (`--set train.lr=3e-5`); later wins: defaults, file, flags, `--set`. Only `model`
-and `data.train` are needed. `trimtab init` writes a commented file, `trimtab check` validates one, sees that its data,
-model, tokenizer and metrics are there, and prints it resolved with the origin of every value, `trimtab check --schema`
-prints the JSON Schema for editors. A word and the keys of its mapping are one setting: `--set adapter=lora --set
-adapter.rank=8` is `{kind: lora, rank: 8}`; settings that contradict each other on one command line are refused.
+A recipe is one YAML file, or the same settings as flags (`--set train.lr=3e-5`). Later wins: defaults, file, flags,
+`--set`. Only `model` and `data.train` are required.
 
-Keys that you know from HF Trainer, Accelerate or Lightning are answered with ours. Keys marked "Not supported yet" are
-refused when they are set to anything else: no setting is ever ignored in silence. Names of metrics are listed in
-[training.md](training.md#metrics).
+- `trimtab init` writes a commented file.
+- `trimtab check` validates a recipe, checks that its data, model, tokenizer and metrics exist, and prints it resolved,
+  with the origin of every value. `trimtab check --schema` prints the JSON Schema for editors.
+- A setting that is a word or a mapping can be written in parts: `--set adapter=lora --set adapter.rank=8` is
+  `{kind: lora, rank: 8}`. Settings on one command line that contradict each other are refused.
+- Keys of HF Trainer, Accelerate or Lightning are answered with the key of trimtab. Keys marked "Not supported yet" are
+  refused when they are set to anything else: no setting is ever ignored silently.
 
-| key | allowed | default | what it is |
+Names of metrics are in [training.md](training.md#metrics), keys that save memory or time in
+[techniques.md](techniques.md), terms in [glossary.md](glossary.md).
+
+| key | allowed | default | meaning |
 |---|---|---|---|
 """
 
