@@ -82,7 +82,7 @@ def test_each_budget_is_held_and_foretold(precision, caplog):
         assert chosen.allocated_bytes == pytest.approx(peak, rel=0.01), chosen
         assert others == pytest.approx(losses, rel=1e-3), chosen
     assert list(peaks) == ["none", "{every: 2}", "all"]
-    assert "at the peak so far; predicted" in caplog.text
+    assert "the measured peak so far is" in caplog.text
 
 
 def test_state_of_8_bits_where_it_is_allowed():

@@ -125,7 +125,8 @@ class OwnLoop:
         target = self._target(model)
         step = OwnStep(model, optimizer, engine.gradient_accumulation_steps, target)
         precision = engine.mixed_precision.replace("no", "fp32")
-        case = Case(model, Accelerator.of(self._device), precision, None, self._allow, optimizer=optimizer)
+        accelerator = replace(target.accelerator, is_here=True)
+        case = Case(model, accelerator, precision, None, self._allow, optimizer=optimizer)
         planner = _LoopPlanner(step, case, target, batch, num_parts, _other_bytes(engine.device, model, parts))
         if target.is_cpu:  # what tracing imports belongs to the process from then on
             planner.prediction(planner.space.reference())
