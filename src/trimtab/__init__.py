@@ -17,7 +17,7 @@ _HOMES = {
     "Recipe": "trimtab.recipe.schema",
     "fit": "trimtab.run",
     "resume": "trimtab.run",
-    "plan": "trimtab.run",
+    "plan": "trimtab.planner.survey",
     "predict_step_memory": "trimtab.planner.predict_step",
     "launch": "trimtab.distributed.launch.notebook",
     "load": "trimtab.inference.load",
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     from trimtab.errors import Stopped, TrimtabError
     from trimtab.inference.load import best_model, load
     from trimtab.planner.predict_step import predict_step_memory
+    from trimtab.planner.survey import plan
     from trimtab.randomness import set_seed
     from trimtab.recipe.schema import Recipe
-    from trimtab.run import fit, plan, resume
+    from trimtab.run import fit, resume
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, wait
 
 from tiny_runs import lines_of
 from trimtab import Engine
-from trimtab.build import sync_run
+from trimtab.build.tracking import sync_run
 from trimtab.errors import RecipeError
 from trimtab.runs.run_folder import read_status, unfinished_run
 from trimtab.tracking.mlflow.tracker import MlflowTracker

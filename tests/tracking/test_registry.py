@@ -13,11 +13,12 @@ import trimtab
 from tiny_adapters import adapted, export_run
 from tiny_runs import reviews, write_csv
 from trimtab import Recipe, fit
+from trimtab.build.data_report import report_data
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.classify import classify_texts
 from trimtab.inference.load import load
 from trimtab.model.hub import quiet_transformers
-from trimtab.run import report_data, resume
+from trimtab.run import resume
 from trimtab.runs.run_folder import read_status
 from trimtab.tracking.mlflow import ranking, registry
 from trimtab.tracking.mlflow.model_folder import quiet_mlflow

@@ -16,7 +16,7 @@ from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, trac
 
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
-from trimtab.build import sync_run
+from trimtab.build.tracking import sync_run
 from trimtab.errors import TrimtabError
 from trimtab.run import resume
 from trimtab.runs.journal import VOLATILE_KEYS

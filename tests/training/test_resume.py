@@ -109,7 +109,7 @@ def test_a_run_that_ended_early_stays_so_until_it_is_asked_for_more(recipe):
 
 
 def test_nothing_is_said_to_be_saved_that_was_not(recipe):
-    with pytest.raises(TrimtabError, match="no state was saved: checkpoint.every is null") as stopped:
+    with pytest.raises(TrimtabError, match="no checkpoint was saved: checkpoint.every is null") as stopped:
         fit(recipe(checkpoint={"every": None}), callbacks=[Signals(2)], progress="quiet")
     assert not isinstance(stopped.value, Stopped)
 

@@ -76,7 +76,7 @@ def plan(
     json_lines: Annotated[bool, typer.Option("--json", help="Print all plans as one JSON object.")] = False,
 ) -> None:
     """Predict memory and speed of training; show the chosen plan."""
-    from trimtab.run import survey_plans
+    from trimtab.planner.survey import survey
 
     set_verbosity(quiet, False)
     if gpu is not None and device is not None:
@@ -84,7 +84,7 @@ def plan(
     source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
     flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": memory}
     loaded = load_with_flags(recipe, sets, flags)
-    found = survey_plans(loaded, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
+    found = survey(loaded.recipe, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
     show_plans(found, as_json=json_lines)
     if found.problem is not None:
         raise DoesNotFit(found.problem)
@@ -100,8 +100,8 @@ def data_show(
     sets: Sets = None,
 ) -> None:
     """Print rows as the model sees them, with lengths and labels."""
+    from trimtab.build.data_report import report_data
     from trimtab.data.report_table import render
-    from trimtab.run import report_data
 
     flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
-    show(render(report_data(load_with_flags(recipe, sets, flags), examples)))
+    show(render(report_data(load_with_flags(recipe, sets, flags).recipe, examples)))

@@ -58,7 +58,7 @@ def track_sync(
     to: Annotated[str | None, typer.Option(help="Upload to this server: http://…, sqlite:///… or local.")] = None,
 ) -> None:
     """Upload what the tracking server lacks of a run's history."""
-    from trimtab.build import sync_run
+    from trimtab.build.tracking import sync_run
 
     typer.echo(sync_run(run, to))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.build import run_name
+from trimtab.build.data import run_name
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe

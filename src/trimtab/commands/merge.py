@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trimtab.build import build_data
+from trimtab.build.data import build_data
 from trimtab.checkpoint.export import export_model
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset, cached

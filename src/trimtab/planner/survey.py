@@ -8,7 +8,7 @@ from trimtab.build.batches import train_batches
 from trimtab.build.data import build_data, build_tokens
 from trimtab.build.model import build_skeleton
 from trimtab.build.plan import count_steps, make_plan
-from trimtab.errors import RecipeError
+from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.planner.decide import explain_failure, outlook_of
 from trimtab.planner.explain import Rung, as_dict, reason, rung, shown
 from trimtab.planner.recipe_planner import RecipePlanner
@@ -16,6 +16,7 @@ from trimtab.planner.search import Ladder, Row
 from trimtab.planner.shapes import Lengths, LengthsOfData, OneLength, StepTask, named_task
 from trimtab.planner.target import Target, known_target, target_here
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
+from trimtab.recipe.load import LoadedRecipe
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.techniques.base import StepSpec
@@ -130,6 +131,33 @@ def survey(
     why = "" if plan is None else reason(rungs, target.budget_bytes, reference)
     problem = explain_failure(planner, ladder.smallest) if plan is None else None
     return Survey(target, planner.precision, reference, rungs, plan, why, problem, limit, planner.left_out)
+
+
+def plan(
+    recipe: Recipe | LoadedRecipe,
+    *,
+    memory: str | None = None,
+    gpu: str | None = None,
+    device: str | None = None,
+    length: int | None = None,
+) -> Plan:
+    """Decide how a recipe would train, without training it: the fastest plan that fits, and its prediction.
+
+    Args:
+        recipe: A `Recipe`, or one loaded from a file.
+        memory: The budget, such as "8GiB", in place of the recipe's; by default all memory of the device.
+        gpu: A known device that is not in this machine, such as "t4".
+        device: The device in this machine, such as "cuda:1"; found if left out.
+        length: Tokens of every row. No data is read then, and the recipe has to name its task.
+
+    Raises:
+        DoesNotFit: With what the smallest plan needs, and what would fit.
+    """
+    asked = recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe
+    found = survey(asked, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
+    if found.plan is None:
+        raise DoesNotFit(found.problem)
+    return found.plan
 
 
 class RecipeRows:

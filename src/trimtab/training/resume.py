@@ -17,7 +17,7 @@ from trimtab.training.checkpoints import numeric_differences
 from trimtab.training.loop import Trainer
 
 
-def go_on(trainer: Trainer, engine: Engine, beginning: StartPoint, lr: float) -> int | None:
+def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint, lr: float) -> int | None:
     """Load the checkpoint of a start point into a trainer; `lr` is the learning rate of the recipe.
 
     Returns:
