@@ -68,7 +68,7 @@ def fit(
     check_own_metrics(metrics or {})
     engine = build_engine(loaded.recipe, device)
     start = engine.decide_on_main_process(lambda: find_start_point(loaded.recipe, resume, fresh))
-    run = resolve_run(loaded.recipe, engine, start.path if start.goes_on else None, loss)
+    run = resolve_run(loaded.recipe, engine, start.path if start.is_resumed else None, loss)
     folder = open_folder(start, engine)
     with released_on_failure(folder):
         show = build_progress(progress if engine.is_main_process else "quiet")

@@ -10,9 +10,9 @@ import pytest
 from launching import run_by_torchrun, run_together
 
 from trimtab.distributed import accelerate_state
-from trimtab.distributed.environment import Place
+from trimtab.distributed.environment import RankInfo
 
-PLACE = Place(1, 2, 1, 2, "localhost", 29000, "environment")
+PLACE = RankInfo(1, 2, 1, 2, "localhost", 29000, "environment")
 STATE = """
 import os
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trimtab.distributed.environment import SINGLE_PROCESS, Place, find_place
+from trimtab.distributed.environment import SINGLE_PROCESS, RankInfo, read_rank_info
 from trimtab.errors import RecipeError
 
 TORCHRUN = {
@@ -37,20 +37,20 @@ def without(variables, *names, **changes):
 
 
 def test_torchrun():
-    assert find_place(TORCHRUN) == Place(3, 4, 1, 2, None, None, "torchrun", attempt=2, job="reviews-1")
+    assert read_rank_info(TORCHRUN) == RankInfo(3, 4, 1, 2, None, None, "torchrun", attempt=2, job="reviews-1")
     # The agent's own process in an srun step has SLURM's variables as well; torchrun's come first.
-    assert find_place(SRUN | TORCHRUN).launcher == "torchrun"
-    alone = find_place(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    assert alone == Place(0, 1, 0, 1, None, None, "torchrun", attempt=2, job="reviews-1")
-    nameless = find_place(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})  # torchrun itself is the same in all attempts
+    assert read_rank_info(SRUN | TORCHRUN).launcher == "torchrun"
+    alone = read_rank_info(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    assert alone == RankInfo(0, 1, 0, 1, None, None, "torchrun", attempt=2, job="reviews-1")
+    nameless = read_rank_info(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})  # torchrun itself is the same in all attempts
     assert nameless.job == f"torchrun-{os.getppid()}"
 
 
 def test_ranks_without_torchrun():
-    assert find_place(OPERATOR) == Place(1, 3, 0, 1, "train-master-0", 23456, "environment")
+    assert read_rank_info(OPERATOR) == RankInfo(1, 3, 0, 1, "train-master-0", 23456, "environment")
     on_one_host = OPERATOR | {"LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
-    assert find_place(on_one_host) == Place(1, 3, 1, 3, "localhost", 23456, "environment")
-    assert find_place(OPERATOR | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).local_world_size == 2
+    assert read_rank_info(on_one_host) == RankInfo(1, 3, 1, 3, "localhost", 23456, "environment")
+    assert read_rank_info(OPERATOR | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).local_world_size == 2
 
 
 @pytest.mark.parametrize(
@@ -66,27 +66,27 @@ def test_ranks_without_torchrun():
     ],
 )
 def test_one_process(variables):
-    assert find_place(variables) is SINGLE_PROCESS
+    assert read_rank_info(variables) is SINGLE_PROCESS
 
 
 def test_the_environment_of_this_process_is_the_default(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert find_place() == find_place(TORCHRUN)
+    assert read_rank_info() == read_rank_info(TORCHRUN)
 
 
 def test_srun():
-    place = find_place(SRUN)
-    assert place == Place(3, 5, 1, 2, "gpu007", place.port, "slurm", job="slurm-123456.2")
+    place = read_rank_info(SRUN)
+    assert place == RankInfo(3, 5, 1, 2, "gpu007", place.port, "slurm", job="slurm-123456.2")
     last = SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_RESTART_COUNT": "3"}
-    assert find_place(last) == Place(4, 5, 0, 1, "gpu007", place.port, "slurm", attempt=3, job="slurm-123456.2")
-    ports = {find_place(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}).port for job in range(400)}
+    assert read_rank_info(last) == RankInfo(4, 5, 0, 1, "gpu007", place.port, "slurm", attempt=3, job="slurm-123456.2")
+    ports = {read_rank_info(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}).port for job in range(400)}
     assert len(ports) == 400  # jobs that share a host rarely share a port
     assert all(1024 < port < 32768 for port in ports)
-    by_hand = find_place(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "4000"})
+    by_hand = read_rank_info(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "4000"})
     assert (by_hand.address, by_hand.port) == ("head", 4000)
     one_host = without(SRUN, "SLURM_NODEID", "SLURM_STEP_ID", SLURM_STEP_TASKS_PER_NODE="5")
-    assert find_place(one_host).local_world_size == 5
+    assert read_rank_info(one_host).local_world_size == 5
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_srun():
     ],
 )
 def test_the_first_host_of_a_step(nodes, first):
-    assert find_place(SRUN | {"SLURM_STEP_NODELIST": nodes}).address == first
+    assert read_rank_info(SRUN | {"SLURM_STEP_NODELIST": nodes}).address == first
 
 
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_the_first_host_of_a_step(nodes, first):
 )
 def test_contradictions_are_errors_with_a_cure(variables, words):
     with pytest.raises(RecipeError, match="cure: ") as error:
-        find_place(variables)
+        read_rank_info(variables)
     assert words in str(error.value)

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from trimtab.cli.main import app
-from trimtab.distributed.environment import Place, find_place
+from trimtab.distributed.environment import RankInfo, read_rank_info
 from trimtab.distributed.launch.launch_file import KEYS, LaunchFile
 from trimtab.distributed.launch.settings import Machine, resolve_settings
 
@@ -34,9 +34,9 @@ for rank in range(nodes * tasks):
 """
 FAKE_TRIMTAB = """#!{python}
 import dataclasses, json, os, sys
-from trimtab.distributed.environment import find_place
+from trimtab.distributed.environment import read_rank_info
 threads, logs = os.environ["OMP_NUM_THREADS"], os.environ["TRIMTAB_LOG_DIR"]
-print(json.dumps([dataclasses.asdict(find_place()), sys.argv[1:], threads, logs]))
+print(json.dumps([dataclasses.asdict(read_rank_info()), sys.argv[1:], threads, logs]))
 """
 
 
@@ -77,8 +77,8 @@ def test_slurm(tmp_path):
     assert len(found) == nodes * tasks == 8
     assert len({place["port"] for place, *_ in found}) == 1
     for rank, (place, arguments, threads, logs) in enumerate(found):
-        expected = Place(rank, 8, rank % 4, 4, "gpu1", place["port"], "slurm", job="slurm-4711.0")
-        assert Place(**place) == expected
+        expected = RankInfo(rank, 8, rank % 4, 4, "gpu1", place["port"], "slurm", job="slurm-4711.0")
+        assert RankInfo(**place) == expected
         assert parsed(["trimtab", *arguments])["out"] == "runs/reviews/4711"
         assert (threads, logs) == ("8", "runs/logs/4711")
 
@@ -123,5 +123,5 @@ def test_kubernetes_pytorchjob():
         for rank in range(num_pods):
             # What the operator adds.
             pod = {"RANK": str(rank), "WORLD_SIZE": str(num_pods), "MASTER_ADDR": "reviews-master-0"}
-            place = find_place({**given, **pod, "MASTER_PORT": "23456"})
-            assert place == Place(rank, num_pods, 0, 1, "reviews-master-0", 23456, "environment")
+            place = read_rank_info({**given, **pod, "MASTER_PORT": "23456"})
+            assert place == RankInfo(rank, num_pods, 0, 1, "reviews-master-0", 23456, "environment")

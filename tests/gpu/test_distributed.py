@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from trimtab import DistributedType, Engine
 from trimtab.distributed.ddp import DataParallel
-from trimtab.distributed.world import SoloWorld
+from trimtab.distributed.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,7 @@ def build():
 
 
 def train(precision, connected, watch=False):
-    engine = Engine(precision, gradient_accumulation_steps=2, world=None if connected else SoloWorld())
+    engine = Engine(precision, gradient_accumulation_steps=2, world=None if connected else World())
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(rows(), batch_size=4))

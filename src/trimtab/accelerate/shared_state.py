@@ -8,7 +8,7 @@ import os
 import weakref
 from typing import Any
 
-from trimtab.distributed.environment import find_place
+from trimtab.distributed.environment import read_rank_info
 from trimtab.distributed.process_state import ProcessState
 from trimtab.distributed.rendezvous import init_world
 from trimtab.engine.accelerate_verbs import GradientState as _GradientView
@@ -48,7 +48,7 @@ class PartialState(ProcessState):
         if engine is not None:
             return engine.state
         if _without_engine is None:
-            place = find_place()
+            place = read_rank_info()
             use_cpu = cpu or is_set("ACCELERATE_USE_CPU")
             device = find_device("cpu" if use_cpu else None, place.local_device)
             _without_engine = ProcessState(init_world(place, device), device)

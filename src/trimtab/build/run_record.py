@@ -8,7 +8,7 @@ from pathlib import Path
 from trimtab.build.parts import Data, ResolvedRun
 from trimtab.build.tracking import build_uploader
 from trimtab.checkpoint.export import read_facts
-from trimtab.distributed.environment import find_place
+from trimtab.distributed.environment import read_rank_info
 from trimtab.engine.engine import Engine
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.inference.load import load
@@ -26,10 +26,10 @@ from trimtab.training.run_state import FitResult
 def open_folder(start: StartPoint, engine: Engine) -> Folder:
     """The run's folder: the main process holds it, the others only know where it is."""
     made: list[RunFolder] = []
-    place = find_place()
+    place = read_rank_info()
 
     def make() -> Path:
-        made.append(RunFolder(start.path, place.job, goes_on=start.goes_on, again=place.attempt > 0))
+        made.append(RunFolder(start.path, place.job, goes_on=start.is_resumed, again=place.attempt > 0))
         return made[0].path
 
     path = engine.decide_on_main_process(make)

@@ -70,11 +70,11 @@ def _resumed(path: Path, recipe: Recipe, step: int | None) -> StartPoint:
                 "repair or restore one of them; --fresh starts from scratch",
             )
         say(f"{path} contains no checkpoint yet: the run starts from scratch")
-        return StartPoint(path, goes_on=True)
+        return StartPoint(path, is_resumed=True)
     return StartPoint(
         path,
         stored.folder,
-        goes_on=True,
+        is_resumed=True,
         is_longer=any(difference.is_about_length for difference in found),
         is_branch=step is not None and any(not difference.is_harmless for difference in found),
     )

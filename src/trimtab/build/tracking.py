@@ -17,11 +17,12 @@ from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder, find_run, is_own_loop, read_status
 from trimtab.runs.tracking_file import RunDescription, Tracking, upload_lock
+from trimtab.runs.uploader import NoUploader, Uploader
 from trimtab.tracking.mlflow.origin_tags import origin_tags
 from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
 from trimtab.tracking.mlflow.uri import tracking_uri
 from trimtab.tracking.upload.run_upload import flatten_params, upload_run
-from trimtab.tracking.upload.uploader import MlflowUploader, NoUploader, Uploader
+from trimtab.tracking.upload.uploader import MlflowUploader
 
 
 def build_uploader(

@@ -13,7 +13,13 @@ from trimtab.build.paths import with_absolute_paths
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.errors import RecipeError
-from trimtab.hardware.memory import cap_memory, expected_non_allocator_memory, non_allocator_memory, resolve_budget
+from trimtab.hardware.memory import (
+    MemoryCap,
+    cap_memory,
+    expected_non_allocator_memory,
+    non_allocator_memory,
+    resolve_budget,
+)
 from trimtab.log import log_info_once
 from trimtab.model.losses import Loss, loss_from_function
 from trimtab.optim.schedules import build_schedule
@@ -49,16 +55,37 @@ def build_trainer(
         callbacks: Objects of the user's.
         metrics: Metrics of the user's.
     """
-    recipe, engine, plan, task, freezing = run.recipe, run.engine, run.plan, run.data.task, run.freezing
-    settings, tokens, spec = recipe.train, run.tokens, run.plan.spec
-    own_metrics = metrics or {}
+    recipe, engine, plan, own_metrics = run.recipe, run.engine, run.plan, metrics or {}
     budget = resolve_budget(recipe.memory.budget, engine.device)
-    outside = expected_non_allocator_memory(loads_kernels(spec))
+    outside = expected_non_allocator_memory(loads_kernels(plan.spec))
     # what is outside the allocator now grows with the first steps
     cap = cap_memory(engine.device, budget, max(outside, non_allocator_memory(engine.device)))
-    train_loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
-    engine.include_frozen_parameters(freezing.released_later())
-    leave_out_unused(run.loaded.model, freezing, train_loss, task, tokens, engine)
+    parts = _build_parts(run)
+    best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
+    evaluator = _build_evaluator(run, own_metrics)
+    memory_guard = _build_memory_guard(run, parts, evaluator, cap)
+    checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
+    checkpoints.warn_if_disk_is_small(checkpoint_bytes(parts.optimizer, plan, recipe.train.momentum))
+    writer = build_run_writer(folder, engine, run.loaded, run.tokens, _model_card(run), best)
+    trainer = Trainer(
+        parts,
+        _loop_settings(recipe, plan),
+        ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
+        RunOutputs(writer, checkpoints, progress, callbacks),
+        freezing=run.freezing,
+        memory_guard=memory_guard,
+    )
+    engine.register_for_checkpointing(*states_of(parts.model, plan.spec))
+    return trainer
+
+
+def _build_parts(run: ResolvedRun) -> TrainingParts:
+    """Prepare everything that an optimizer step is computed with."""
+    recipe, engine, plan, task, tokens = run.recipe, run.engine, run.plan, run.data.task, run.tokens
+    settings, spec = recipe.train, plan.spec
+    loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
+    engine.include_frozen_parameters(run.freezing.released_later())
+    leave_out_unused(run.loaded.model, run.freezing, loss, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(run.loaded.model)
     optimizer = optimizer_of(recipe, model, spec, engine.device)
@@ -67,52 +94,52 @@ def build_trainer(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
     )
     batches = train_batches(recipe, tokens, plan.global_micro_batch)
-    collate = change_collate(EpochCollate(task, batches), spec)
-    loader = make_loader(tokens.train, batches, collate)
+    loader = make_loader(tokens.train, batches, change_collate(EpochCollate(task, batches), spec))
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
-    best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
-    card = {
-        "task": task.name,
-        "columns": task.columns,
-        "max_length": plan.max_length,
-        "metric": plan.metric,
-        "recipe": with_absolute_paths(recipe).model_dump(mode="json"),  # `merge` reads its data again
-    }
-    evaluator = _build_evaluator(run, own_metrics)
-    parts = TrainingParts(engine, model, optimizer, scheduler, loader, train_loss, partial(wrap_step, spec))
-    memory_guard = MemoryGuard(
+    return TrainingParts(engine, model, optimizer, scheduler, loader, loss, partial(wrap_step, spec))
+
+
+def _build_memory_guard(
+    run: ResolvedRun, parts: TrainingParts, evaluator: Evaluator | None, cap: MemoryCap
+) -> MemoryGuard:
+    plan, is_cpu = run.plan, run.engine.device.type == "cpu"
+    return MemoryGuard(
         parts,
         evaluator=evaluator,
-        released_later=freezing.released_later(),
-        max_grad_norm=settings.max_grad_norm,
+        released_later=run.freezing.released_later(),
+        max_grad_norm=run.recipe.train.max_grad_norm,
         cap=cap,
-        rehearses=cap.budget_bytes is not None or engine.device.type != "cpu",
-        # on a CPU the peak that is measured is the process's, so that of all that it takes was predicted
-        predicted_peak_bytes=plan.predicted_total_bytes if engine.device.type == "cpu" else plan.predicted_peak_bytes,
+        rehearses=cap.budget_bytes is not None or not is_cpu,
+        # on a CPU the measured peak is that of the process, so the prediction is that of all its memory
+        predicted_peak_bytes=plan.predicted_total_bytes if is_cpu else plan.predicted_peak_bytes,
     )
-    checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
-    checkpoints.warn_if_disk_is_small(checkpoint_bytes(optimizer, plan, settings.momentum))
-    trainer = Trainer(
-        parts,
-        LoopSettings(
-            num_steps=plan.num_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            evaluate_every=_evaluation_interval(recipe),
-            save_every=None if recipe.checkpoint.every is None else parse_every(recipe.checkpoint.every),
-            log_every=settings.log_every,
-            max_seconds=None if settings.max_time is None else parse_seconds(settings.max_time),
-            evaluate_at_start=recipe.evaluate.at_start,
-            keeps_best=bool(recipe.checkpoint.best),
-            max_grad_norm=settings.max_grad_norm,
-            on_nan=settings.on_nan,
-        ),
-        ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
-        RunOutputs(build_run_writer(folder, engine, run.loaded, tokens, card, best), checkpoints, progress, callbacks),
-        freezing=freezing,
-        memory_guard=memory_guard,
+
+
+def _loop_settings(recipe: Recipe, plan: Plan) -> LoopSettings:
+    settings, checkpoint = recipe.train, recipe.checkpoint
+    return LoopSettings(
+        num_steps=plan.num_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        evaluate_every=_evaluation_interval(recipe),
+        save_every=None if checkpoint.every is None else parse_every(checkpoint.every),
+        log_every=settings.log_every,
+        max_seconds=None if settings.max_time is None else parse_seconds(settings.max_time),
+        evaluate_at_start=recipe.evaluate.at_start,
+        keeps_best=bool(checkpoint.best),
+        max_grad_norm=settings.max_grad_norm,
+        on_nan=settings.on_nan,
     )
-    engine.register_for_checkpointing(*states_of(model, spec))
-    return trainer
+
+
+def _model_card(run: ResolvedRun) -> dict[str, Any]:
+    """What the exported model says about its training."""
+    return {
+        "task": run.data.task.name,
+        "columns": run.data.task.columns,
+        "max_length": run.plan.max_length,
+        "metric": run.plan.metric,
+        "recipe": with_absolute_paths(run.recipe).model_dump(mode="json"),  # `merge` reads its data again
+    }
 
 
 def _build_loss(

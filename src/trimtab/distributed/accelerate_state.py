@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.distributed.environment import Place
+from trimtab.distributed.environment import RankInfo
 from trimtab.log import logger
 
 _MODULE = "accelerate.state"
 
 
-def make_partial_state(place: Place) -> None:
+def make_partial_state(place: RankInfo) -> None:
     """Make Accelerate's `PartialState` for the CPU process group, now or when Accelerate is imported."""
     if _MODULE in sys.modules:
         _make_state(sys.modules[_MODULE], place)
@@ -33,7 +33,7 @@ def make_partial_state(place: Place) -> None:
         sys.meta_path.insert(0, _AfterImport(lambda module: _make_state(module, place)))
 
 
-def _make_state(module: ModuleType, place: Place) -> None:
+def _make_state(module: ModuleType, place: RankInfo) -> None:
     partial_state: Any = getattr(module, "PartialState", None)
     if partial_state is None:  # an unknown version of Accelerate, or a module that is only partly imported
         return
@@ -51,7 +51,7 @@ def _make_state(module: ModuleType, place: Place) -> None:
 
 
 @contextmanager
-def _launch_variables(place: Place) -> Iterator[None]:
+def _launch_variables(place: RankInfo) -> Iterator[None]:
     """Set the environment variables that Accelerate reads, whichever launcher started the processes; restore them."""
     before = dict(os.environ)
     os.environ |= {

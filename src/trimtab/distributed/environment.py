@@ -26,7 +26,7 @@ _LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Rank and rendezvous of this process.
 
     Args:
@@ -62,7 +62,7 @@ class Place:
         return 0 if self.launcher == "slurm" and inspect_machine().num_devices == 1 else self.local_rank
 
 
-SINGLE_PROCESS = Place(0, 1, 0, 1, None, None, "none")
+SINGLE_PROCESS = RankInfo(0, 1, 0, 1, None, None, "none")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def inspect_machine() -> Machine:
     return Machine(torch.accelerator.device_count() if has_devices else 0, num_cpus)
 
 
-def find_place(environ: Mapping[str, str] | None = None) -> Place:
+def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Read rank and rendezvous from the environment.
 
     Args:
@@ -113,11 +113,11 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place:
 
 def restarted_job_id() -> str | None:
     """Return the id of this job if the launcher has restarted it."""
-    place = find_place()
+    place = read_rank_info()
     return place.job if place.attempt > 0 else None
 
 
-def _from_ranks(given: Mapping[str, str]) -> Place:
+def _from_ranks(given: Mapping[str, str]) -> RankInfo:
     """torchrun, a Kubernetes operator, or a script that sets the same variables."""
     if "WORLD_SIZE" not in given:
         raise RecipeError(f"RANK={given['RANK']} is set, but WORLD_SIZE is not", _RANKS_CURE)
@@ -132,12 +132,12 @@ def _from_ranks(given: Mapping[str, str]) -> Place:
         return SINGLE_PROCESS
     local = _read_local_rank(given, rank, num_processes)
     if job is None:
-        return Place(rank, num_processes, *local, *_read_rendezvous(given), "environment")
+        return RankInfo(rank, num_processes, *local, *_read_rendezvous(given), "environment")
     attempt = _number(given, "TORCHELASTIC_RESTART_COUNT", _RANKS_CURE, default=0)
     # "none" is torchrun's default id; its process id is the same over all restarts.
     job = job if job != "none" else f"torchrun-{os.getppid()}"
     # No address: the store belongs to torchrun, and with one rank 0 would open a second store.
-    return Place(rank, num_processes, *local, None, None, "torchrun", attempt, job)
+    return RankInfo(rank, num_processes, *local, None, None, "torchrun", attempt, job)
 
 
 def _read_local_rank(given: Mapping[str, str], rank: int, num_processes: int) -> tuple[int, int]:
@@ -158,7 +158,7 @@ def _read_local_rank(given: Mapping[str, str], rank: int, num_processes: int) ->
     return local_rank, local_world_size
 
 
-def _from_srun(given: Mapping[str, str]) -> Place:
+def _from_srun(given: Mapping[str, str]) -> RankInfo:
     num_processes = _number(given, _SRUN_MARK, _SRUN_CURE, low=1)
     if num_processes == 1:
         return SINGLE_PROCESS
@@ -185,7 +185,9 @@ def _from_srun(given: Mapping[str, str]) -> Place:
         }
     )
     attempt = _number(given, "SLURM_RESTART_COUNT", _SRUN_CURE, default=0)
-    return Place(rank, num_processes, local_rank, counts[node], address, port, "slurm", attempt, f"slurm-{job}.{step}")
+    return RankInfo(
+        rank, num_processes, local_rank, counts[node], address, port, "slurm", attempt, f"slurm-{job}.{step}"
+    )
 
 
 def _tasks_per_node(given: Mapping[str, str], num_processes: int) -> list[int]:

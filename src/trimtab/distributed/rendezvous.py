@@ -17,7 +17,7 @@ import trimtab
 from trimtab.distributed.accelerate_state import make_partial_state
 from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallelOptions
-from trimtab.distributed.environment import Place
+from trimtab.distributed.environment import RankInfo
 from trimtab.distributed.group import GroupWorld
 from trimtab.distributed.health.monitor import Monitor, PeerMonitor
 from trimtab.distributed.health.peers import Timeouts
@@ -29,7 +29,7 @@ _monitor: PeerMonitor | None = None  # one per process, like torch's default pro
 
 
 def init_world(
-    place: Place,
+    place: RankInfo,
     device: torch.device,
     options: DataParallelOptions | None = None,
     timeout_s: float | None = None,
@@ -57,7 +57,7 @@ def init_world(
     return world
 
 
-def _connect(place: Place, device: torch.device, timeout_s: float) -> None:
+def _connect(place: RankInfo, device: torch.device, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_device_backend(device)}"
@@ -87,7 +87,7 @@ def _device_backend(device: torch.device) -> str:
     return known[device.type]
 
 
-def _shared_monitor(place: Place, timeout_s: float) -> PeerMonitor:
+def _shared_monitor(place: RankInfo, timeout_s: float) -> PeerMonitor:
     global _monitor
     if _monitor is None:
         if dist.get_rank() > 0:
@@ -100,7 +100,7 @@ def _shared_monitor(place: Place, timeout_s: float) -> PeerMonitor:
     return _monitor
 
 
-def _open_store(place: Place) -> c10d.Store:
+def _open_store(place: RankInfo) -> c10d.Store:
     """Open a second connection to the store, for the monitor: a main thread that waits may hold torch's own."""
     address = place.address or os.environ.get("MASTER_ADDR")
     port = place.port or os.environ.get("MASTER_PORT")

@@ -110,9 +110,6 @@ class World:
         return model
 
 
-SoloWorld = World  # the run of one process
-
-
 def check_reduction(reduction: str) -> None:
     """Raise if there is no such reduction."""
     if reduction not in ("sum", "mean", "max", "none"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.distributed.ddp import DataParallel
-from trimtab.distributed.world import SoloWorld, World
+from trimtab.distributed.world import World
 from trimtab.engine.prepared_loader import ActiveLoaders
 from trimtab.errors import LossError, RecipeError
 
@@ -50,7 +50,7 @@ class Accumulation:
     def __init__(self, num_steps: int, world: World | None = None, rules: WindowRules | None = None) -> None:
         self.num_steps = num_steps
         self.rules = rules or WindowRules()
-        self._world: World = world or SoloWorld()
+        self._world: World = world or World()
         self.reset()
 
     def reset(self) -> None:

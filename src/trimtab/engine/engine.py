@@ -16,7 +16,7 @@ from trimtab.checkpoint.codec import Encoded
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallel
-from trimtab.distributed.environment import find_place
+from trimtab.distributed.environment import read_rank_info
 from trimtab.distributed.process_state import ProcessInterface, ProcessState
 from trimtab.distributed.rendezvous import init_world
 from trimtab.distributed.world import DistributedType, World
@@ -119,7 +119,7 @@ class Engine(ProcessInterface):
         memory_planner: MemoryPlanner | None = None,
     ) -> None:
         handlers = read_handlers(kwargs_handlers, find_unused_parameters)
-        place = find_place()
+        place = read_rank_info()
         device = find_device("cpu" if cpu else device, place.local_device)
         rules = loader_rules(dataloader_config, split_batches, self._as_accelerate)
         num_steps, window_rules = accumulation_rules(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.distributed.ddp import DataParallel
-from trimtab.distributed.world import SoloWorld, World
+from trimtab.distributed.world import World
 from trimtab.engine.accumulation import Accumulation, Weight
 from trimtab.engine.agreement import Agreement
 from trimtab.engine.loss_scaler import NO_OWNER, Scaler
@@ -32,7 +32,7 @@ class Gradients:
     def __init__(self, accumulation: Accumulation, scaler: Scaler, world: World | None = None) -> None:
         self._accumulation = accumulation
         self._scaler = scaler
-        self._world: World = world or SoloWorld()
+        self._world: World = world or World()
         self.connected: list[DataParallel] = []  # models whose gradients are exchanged between processes
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab.distributed.consistency import require_same
-from trimtab.distributed.world import SoloWorld, World
+from trimtab.distributed.world import World
 from trimtab.engine.accelerate_sharding import AccelerateSharding
 from trimtab.engine.index_batches import NOTHING, UNREAD, IndexSource
 from trimtab.engine.loader_random_state import LoaderRandomState, set_epoch
@@ -73,7 +73,7 @@ class PreparedLoader:
         sharding: Sharding | None = None,
     ) -> None:
         self.loader = loader
-        self._world: World = world or SoloWorld()
+        self._world: World = world or World()
         self._sharding = sharding or NoSharding()
         self.shard = Shard(None, (0,) * self._world.num_processes, self._world.process_index)  # of the current batch
         self._is_compared = False  # whether the processes were checked to draw the same order

@@ -57,7 +57,7 @@ def predict_step_memory(
         target_length: Tokens to generate, for a model with an encoder and a decoder; `length` if left out.
         num_micro_batches: Micro-batches of an optimizer step: from the second on gradients exist already.
         code: "trimtab" is the step that `fit` takes; "transformers" that of a plain loop: autocast, the model's own
-            loss, one batch, torch's optimizer and transformers' own gradient checkpointing.
+            loss, one batch, an optimizer of torch.
         implementation: The optimizer of a plain loop: "fused" (if left out) or "foreach".
         techniques: How the step is made, by the keys of plan.json, with values as in a recipe: `optimizer="adamw8bit"`,
             `adapter={"kind": "lora", "rank": 16}`, `loss="chunked"` … What is left out is not used; the optimizer is
@@ -69,11 +69,9 @@ def predict_step_memory(
         MissingDependency: A technique needs a package that is not installed.
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
-    _check_words(mask, code, implementation)
+    _check_words(gpu, mask, code, implementation)
     _check_numbers(numbers if target_length is None else numbers | {"target_length": target_length})
     _check_techniques(techniques)
-    if not isinstance(gpu, str):
-        raise RecipeError(f"gpu={gpu!r} has to be a word", 'such as gpu="t4"')
     recipe = _recipe(model, task, precision, techniques)
     target = known_target(gpu, None)
     writes = named_task(recipe).model_kind == "seq2seq-lm"
@@ -94,7 +92,9 @@ def predict_step_memory(
     return target.as_here(found)
 
 
-def _check_words(mask: str, code: str, implementation: str | None) -> None:
+def _check_words(gpu: str, mask: str, code: str, implementation: str | None) -> None:
+    if not isinstance(gpu, str):
+        raise RecipeError(f"gpu={gpu!r} has to be a word", 'such as gpu="t4"')
     known = [("mask", mask, _MASKS), ("code", code, _CODES)]
     if implementation is not None:
         known.append(("implementation", implementation, _IMPLEMENTATIONS))

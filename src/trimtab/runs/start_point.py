@@ -10,6 +10,6 @@ class StartPoint:
 
     path: Path
     checkpoint: Path | None = None
-    goes_on: bool = False  # the folder contains a run already
+    is_resumed: bool = False  # the folder contains a run already
     is_longer: bool = False  # the recipe changes the length of the run, or the patience of early stopping
     is_branch: bool = False  # resumed from a checkpoint that the user named, with a recipe that changes the results

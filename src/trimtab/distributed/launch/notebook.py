@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import trimtab
-from trimtab.distributed.environment import find_place
+from trimtab.distributed.environment import read_rank_info
 from trimtab.distributed.launch.command import LaunchPlan, plan_launch
 from trimtab.distributed.launch.launch_file import LaunchFile
 from trimtab.distributed.launch.parent_death_signal import add_parent_death_signal
@@ -64,7 +64,7 @@ def launch(
         PeerError: The function failed on a rank; with its traceback.
         RecipeError: Nothing can be started: too many processes, a port that is taken, a function that cannot be copied.
     """
-    place = find_place()
+    place = read_rank_info()
     if place.num_processes > 1:
         raise RecipeError(
             f"trimtab.launch was called on rank {place.rank} of {place.num_processes}, which was launched already",

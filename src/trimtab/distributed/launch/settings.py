@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.distributed.environment import Machine, find_place
+from trimtab.distributed.environment import Machine, read_rank_info
 from trimtab.distributed.launch.launch_file import DEFAULT_LOG_DIR, DEFAULT_PORT, LaunchFile, check_value
 from trimtab.errors import RecipeError
 
@@ -149,7 +149,7 @@ def _read_scheduler(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, st
             return {}, None, f"{variable} of the environment: {problem}"
         found[name] = (value, variable)
     try:
-        place = find_place(environ)
+        place = read_rank_info(environ)
     except RecipeError as error:
         return {}, None, f"the environment: {error.problem}; {error.cure}"
     if place.num_processes == 1:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.data.metrics import Metrics
-from trimtab.distributed.world import SoloWorld
+from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
 from trimtab.model.freeze import Freezing
@@ -196,7 +196,7 @@ def _name_missing_tokens(config: Any, kind: str) -> None:
 
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
     """An engine of one process for tensors without data: other processes of a run do not trace."""
-    return Engine(precision, num_micro, device="meta", world=SoloWorld())
+    return Engine(precision, num_micro, device="meta", world=World())
 
 
 @dataclass(frozen=True)

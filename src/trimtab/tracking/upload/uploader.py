@@ -20,8 +20,6 @@ from trimtab.addresses import redact
 from trimtab.log import say
 from trimtab.runs.run_folder import actual_state
 from trimtab.runs.tracking_file import RunDescription, Tracking
-from trimtab.runs.uploader import NoUploader as NoUploader
-from trimtab.runs.uploader import Uploader as Uploader
 from trimtab.tracking.mlflow.uri import sqlite_file
 from trimtab.tracking.upload.run_upload import describe_missing
 
