@@ -15,12 +15,13 @@ from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware.memory import memory_in_use
 from trimtab.optim.quantized import AdamW8bit
 from trimtab.planner import own_loop
+from trimtab.planner.decide import choose_row
 from trimtab.planner.largest_batch import largest_batch
 from trimtab.planner.memory import predict
 from trimtab.planner.target import known_target, target_here
 from trimtab.planner.trace.own_step import OwnStep
-from trimtab.techniques.apply import plain_spec
-from trimtab.techniques.base import as_text
+from trimtab.techniques.apply import change_optimizer, plain_spec
+from trimtab.techniques.base import Accelerator, Case, as_text
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -414,3 +415,22 @@ def test_an_engine_takes_a_memory_planner():
     assert planner.parts == (model,)
     with pytest.raises(RecipeError, match="memory_planner was given with memory_budget"):
         Engine(device="cpu", memory_planner=planner, memory_budget="1GiB")
+
+
+def test_what_does_not_fit_on_a_gpu_is_refused_with_what_would():
+    """Adapters are no suggestion here: the planner cannot add them to a model of the user's."""
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters())
+    target = known_target("t4", "100MiB")
+    step = OwnStep(model, optimizer, 1, target)
+    case = Case(model, Accelerator("cuda", (7, 5)), "fp32", optimizer=optimizer)
+    planner = own_loop._LoopPlanner(step, case, target, largest_batch(DataLoader(rows(), batch_size=8)), 1, 0)
+    with pytest.raises(DoesNotFit, match="mixed_precision") as refused:
+        choose_row(planner, always_explains=True)
+    assert "adapter" not in str(refused.value)
+
+
+def test_an_optimizer_that_has_8_bits_already_stays():
+    optimizer = AdamW8bit(bert().parameters(), lr=1e-3)
+    spec = plain_spec(1, "fp32", optimizer="AdamW8bit")
+    assert change_optimizer(optimizer, spec, optimizer.param_groups) is optimizer

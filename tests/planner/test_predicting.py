@@ -135,6 +135,10 @@ def test_every_setting_counts():
         ({"gpu": "voodoo2"}, "no device is known as 'voodoo2'"),
         ({"precision": "fp7"}, "train.precision: found 'fp7'"),
         ({"loss": "auto"}, "'auto' is decided by a plan"),
+        ({"kernels": "auto"}, "'auto' is decided by a plan"),
+        ({"offload": "auto"}, "'auto' is decided by a plan"),
+        ({"loss": None}, "memory.loss: found null"),
+        ({"optimizer": None}, "train.optimizer: found null"),
         ({"code": "transformers", "adapter": "lora"}, "a plain loop has no adapter"),
         (
             {"code": "transformers", "gradient_checkpointing": {"every": 2}},

@@ -166,6 +166,17 @@ def test_a_model_that_calls_torch_by_itself_is_left_alone():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_model_with_a_mask_for_sdpa_alone_is_left_alone(kind):
+    """Sparse attention puts its choice of keys into the mask only under the names that it knows."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=1, num_local_experts=8))
+    model.config._attn_implementation = "sdpa"
+    assert auto(model, (9, 0), 100) == ("torch",)
+    use_attention(model, "flash")
+    assert model.config._attn_implementation == "sdpa"
+
+
 SWITCHES = {
     "torch": (True, True, True),
     "cudnn": (True, True, True),

@@ -1,17 +1,23 @@
 """What a recipe says about memory arrives in the run: that it computes the same is tested elsewhere."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 from tiny_runs import reviews, write_csv
 from trimtab import Engine, Recipe, fit
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, TrimtabError
 from trimtab.model import linear_cross_entropy
 from trimtab.model.adapters import adapter_of
 from trimtab.model.blocks import blocks_of
+from trimtab.model.load import load_model
 from trimtab.model.nf4 import is_nf4
 from trimtab.optim.build import build_optimizer
-from trimtab.techniques.base import Accelerator
+from trimtab.techniques.base import Accelerator, Site
+from trimtab.techniques.kernels import FusedKernels
 from trimtab.techniques.optimizer_state import default_optimizer
 from trimtab.techniques.recomputation import _OWN_FORWARD
 
@@ -54,6 +60,34 @@ def test_gradient_checkpointing(run, which, wrapped):
     found = [number for number, (_, block) in enumerate(blocks_of(look.model)) if _OWN_FORWARD in block.__dict__]
     assert found == wrapped
     assert look.plan.gradient_checkpointing.startswith(str(which)[:2].replace("{'", "{"))
+
+
+@pytest.mark.parametrize("budget", [None, "8GiB"])
+@pytest.mark.parametrize("which", ["none", "auto"])
+def test_a_config_that_turns_on_checkpointing_does_not_decide(own_folder, tiny, which, budget):
+    write_csv(own_folder / "rows.csv", reviews(24))
+    folder = Path(shutil.copytree(tiny.folder("llama", num_hidden_layers=4), own_folder / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"gradient_checkpointing": True}))
+    look = Look()
+    recipe = Recipe(
+        model=str(folder),
+        task="causal-lm",
+        data={"train": "rows.csv", "text": "text"},
+        train={"max_steps": 1, "batch_size": 6},
+        memory={"gradient_checkpointing": which, "budget": budget},
+        checkpoint={"every": None},
+    )
+    plan = fit(recipe, callbacks=[look], progress="quiet", device="cpu").plan
+    assert not look.model.is_gradient_checkpointing
+    assert plan.gradient_checkpointing == "none"
+
+
+def test_kernels_of_a_plan_from_another_machine_are_refused(tiny):
+    cpu = torch.device("cpu")
+    model = load_model(tiny.folder("llama"), "causal-lm", {}, None)
+    with pytest.raises(TrimtabError, match="memory.kernels: liger needs"):  # a GPU, or the package
+        FusedKernels().change_model(model, "liger", Site(cpu, Accelerator.of(cpu)))
 
 
 @pytest.mark.parametrize(("how", "num_calls"), [("plain", 0), ("auto", 0), ("chunked", 3)])

@@ -119,7 +119,7 @@ def _check_techniques(asked: Mapping[str, Any]) -> None:
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
             raise RecipeError(f"{key}={value!r} is not known", hint)
         is_open = isinstance(value, str) and value == "auto"
-        if is_open and known[key].needs_prediction:
+        if is_open and known[key].effect == "exact" and known[key].off is not None:
             raise RecipeError("'auto' is decided by a plan, and here the step is given", "use trimtab.plan, or a value")
 
 
@@ -132,8 +132,8 @@ def _recipe(model: str | Mapping[str, Any], task: str, precision: str, asked: Ma
         "memory": {},
     }
     for technique in TECHNIQUES:
-        value = asked.get(technique.key, technique.off)
-        if value is not None:
+        if technique.key in asked or technique.off is not None:
+            value = asked.get(technique.key, technique.off)
             section, _, name = technique.setting.rpartition(".")
             (values[section] if section else values)[name] = dict(value) if isinstance(value, Mapping) else value
     return Recipe.model_validate(values)

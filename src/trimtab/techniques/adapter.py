@@ -63,8 +63,8 @@ class AdapterTechnique(Technique):
         return ("none" if settings is None else settings.kind,)
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """LoRA and QLoRA, where a recipe trains all weights on a GPU."""
-        if spec[self.key] == "none" and case.recipe is not None and case.accelerator.is_cuda:
+        """LoRA and QLoRA, where all weights train on a GPU; a loop of the user's own adds its adapters itself."""
+        if case.recipe is not None and spec[self.key] == "none" and case.accelerator.is_cuda:
             for kind in _WORDS:
                 yield Suggestion(f"adapter: {kind}", spec.having({self.key: kind}))
 

@@ -120,7 +120,7 @@ def change_model(model: torch.nn.Module, values: Values, site: Site, phases: Ite
         for technique in TECHNIQUES:
             if technique.phase is phase:
                 value = values[technique.key]
-                if value != technique.off:
+                if value != technique.off or technique.changes_model_when_off:
                     technique.change_model(model, value, site)
 
 

@@ -13,11 +13,13 @@ kernels take them so. Without these torch computes all pairs of positions in fp3
 of the length. There the heads are repeated first, so that the memory-efficient kernel runs.
 """
 
+import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,7 @@ _HOPPER = 9  # major compute capability
 _FLASH_CAPABILITY = (8, 0)
 _FEW_SHAPES = 8  # up to which building cuDNN's plans costs less than its faster kernel gains in an epoch
 _NAME = "trimtab_attention"
+_NAME_IS_READ = re.compile(r"""_attn_implementation\s*(==|!=|(not\s+)?in\b)[^\n]*["']sdpa["']""")
 
 
 class AttentionBackend(Technique):
@@ -101,8 +104,24 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
 
 def _is_sdpa(model: Any) -> bool:
     """Whether attention is torch's, reached through transformers' interface; Falcon, for one, calls it directly."""
-    has_interface = hasattr(sys.modules.get(type(model).__module__), "ALL_ATTENTION_FUNCTIONS")
-    return has_interface and getattr(model.config, "_attn_implementation", None) == "sdpa"
+    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+        return False
+    home = type(model).__module__
+    has_interface = hasattr(sys.modules.get(home), "ALL_ATTENTION_FUNCTIONS")
+    return has_interface and not any(map(_reads_name, {type(module).__module__ for module in model.modules()}))
+
+
+@cache
+def _reads_name(module: str) -> bool:
+    """Whether code of a model does something for the name "sdpa" alone, such as the mask of sparse attention."""
+    found = sys.modules.get(module)
+    if not hasattr(found, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    try:
+        source = inspect.getsource(found)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return False
+    return _NAME_IS_READ.search(source) is not None
 
 
 def has_grouped_heads(model: Any) -> bool:

@@ -259,6 +259,8 @@ class Technique:
             slightly and has to be allowed; "method" trains something else and is the user's choice alone.
         off: The value that does nothing; None where one value is always in use.
         phase: When `change_model` is called.
+        changes_model_when_off: Whether `change_model` is called for `off` as well, because a model may have the
+            technique from elsewhere.
         is_slower_with_each_value: Whether every further value of `values` takes at least as much time and at most as
             much memory as the one before it. The search may then skip values behind one that fits.
         may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
@@ -274,6 +276,7 @@ class Technique:
     effect: ClassVar[Effect] = "exact"
     off: ClassVar[str | None] = "none"
     phase: ClassVar[Phase] = Phase.KERNELS
+    changes_model_when_off: ClassVar[bool] = False
     is_slower_with_each_value: ClassVar[bool] = False
     may_fail_in_trace: ClassVar[bool] = False
     needs_prediction: ClassVar[bool] = False
@@ -335,7 +338,7 @@ class Technique:
         return options
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Change a model in place; called in the order of phases, and not for `off`."""
+        """Change a model in place; called in the order of phases, for `off` only with `changes_model_when_off`."""
 
     def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
         """The loss to use in place of `loss`."""

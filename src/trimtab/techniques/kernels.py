@@ -39,6 +39,7 @@ class FusedKernels(Technique):
         if site.is_traced:
             _use_traced_liger(model, site.accelerator.num_multiprocessors)
         else:
+            _require_liger(model, site.device)  # a stored plan may come from another machine
             use_liger(model)
 
     def loads_kernels(self, value: str) -> bool:

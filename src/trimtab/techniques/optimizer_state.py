@@ -76,7 +76,8 @@ class OptimizerState(Technique):
         self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         """The 8-bit form of an optimizer of the user's."""
-        return to_eight_bit(optimizer, groups) if self.is_8bit(value) else optimizer
+        is_changed = value != type(optimizer).__name__  # it may have 8 bits already
+        return to_eight_bit(optimizer, groups) if is_changed and self.is_8bit(value) else optimizer
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
         """Kernels of bitsandbytes and Triton do not run without data; their state is allocated as they do it."""

@@ -32,6 +32,7 @@ class GradientCheckpointing(Technique):
     key = "gradient_checkpointing"
     setting = _KEY
     phase = Phase.RECOMPUTATION
+    changes_model_when_off = True  # a model whose config turns on transformers' own checkpointing
     is_slower_with_each_value = True
     needs_prediction = True
     advice = "all"
@@ -43,12 +44,15 @@ class GradientCheckpointing(Technique):
         if asked != "auto":
             return (as_text(asked),)
         num_blocks = len(blocks_of(case.model))
-        if not num_blocks or getattr(case.model, "is_gradient_checkpointing", False):
+        recomputes_already = case.recipe is None and getattr(case.model, "is_gradient_checkpointing", False)
+        if not num_blocks or recomputes_already:
             return ("none",)
         return ("none", as_text({"every": 2}), "all") if num_blocks >= _FEWEST_BLOCKS else ("none", "all")
 
     def change_model(self, model: nn.Module, value: str, site: Site) -> None:
         """Wrap the chosen blocks; in a trace the chosen ones among those that were kept."""
+        if value == self.off and site.recipe is None:  # a loop of the user's own keeps its model's setting
+            return
         which = read_value(value)
         if site.kept_blocks is not None and not isinstance(which, str):
             chosen = set(chosen_blocks(which, 1 + max(site.kept_blocks)))
