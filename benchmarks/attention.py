@@ -42,7 +42,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "adapter": "lora",
     },
 }
-VARIANTS = ("auto", "torch", "cudnn", "flash", "efficient")
+RAW = "plain loop without cuDNN"  # autocast, fused AdamW, clipping; the same batches, ready in pinned memory
+VARIANTS = ("auto", "torch", "cudnn", "flash", "efficient", RAW)
 
 
 def lengths_of(job: dict[str, Any], num_rows: int) -> list[int]:
@@ -75,8 +76,50 @@ def write_rows(path: Path, job: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def raw_loop(job: dict[str, Any]) -> float:
+    """Tokens per second of a BERT in a plain loop: what the host can launch."""
+    import time
+
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from trimtab.data.batching import LengthGroupedBatches
+
+    config = BertConfig(**{key: value for key, value in job["config"].items() if key != "model_type"})
+    model = BertForSequenceClassification(config).cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    lengths = lengths_of(job, job["batch_size"] * job["steps"])
+    windows = LengthGroupedBatches(lengths, job["batch_size"], job["batch_size"], seed=0).windows()
+    batches = []
+    for rows in (micro for window in windows for micro in window):
+        ids = torch.randint(5, NUM_WORDS, (len(rows), max(lengths[row] for row in rows)))
+        mask = torch.stack([(torch.arange(ids.shape[1]) < lengths[row]).long() for row in rows])
+        labels = torch.randint(0, 2, (len(rows),))
+        batches.append([tensor.pin_memory() for tensor in (ids, mask, labels)] + [sum(lengths[row] for row in rows)])
+    began, num_tokens, first = 0.0, 0, job["steps"] // 3
+    for number, (*tensors, count) in enumerate(batches):
+        if number == first:
+            torch.cuda.synchronize()
+            began, num_tokens = time.perf_counter(), 0
+        ids, mask, labels = (tensor.cuda(non_blocking=True) for tensor in tensors)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        num_tokens += count
+    torch.cuda.synchronize()
+    return num_tokens / (time.perf_counter() - began)
+
+
 def child(name: str, variant: str, place: Path) -> None:
     import torch
+
+    if variant == RAW:
+        print(json.dumps({"job": name, "variant": variant, "tokens_per_s": round(raw_loop(JOBS[name]))}))
+        return
 
     from trimtab import Recipe, fit
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rounding import assert_same_up_to_rounding
 from tiny_runs import reviews, write_csv
 from trimtab import Recipe, fit, predict_step_memory
+from trimtab.techniques.apply import plain_spec, values_without_plan
 from trimtab.techniques.attention_backend import (
     _CONTEXTS,
     AttentionBackend,
@@ -22,6 +23,7 @@ from trimtab.techniques.attention_backend import (
 from trimtab.techniques.base import Accelerator, Case, Site
 from trimtab.techniques.recomputation import checkpoint_layers
 
+RECIPE = {"model": "nowhere", "data": {"train": "nowhere"}}
 SMALL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -253,3 +255,17 @@ def test_a_run_says_which_kernel_it_used(tiny, own_folder):
     plan = fit(recipe, progress="quiet", device="cpu").plan
     assert plan.attention_backend == "math"
     assert any("attention math" in line for line in plan.describe())
+
+
+def test_a_setting_without_effect_is_reported(tiny, own_folder, caplog):
+    caplog.set_level("INFO", "trimtab")
+    case = Case(small(), Accelerator("cpu"), "fp32", Recipe(**RECIPE, memory={"attention_backend": "efficient"}))
+    assert AttentionBackend().values(case) == ("efficient",)
+    assert "memory.attention_backend: efficient has no effect on cpu" in caplog.text
+
+
+def test_a_resumed_run_keeps_its_kernel_where_nothing_is_predicted():
+    case = Case(small(), Accelerator("cuda", (9, 0)), "bf16", Recipe(**RECIPE), count_shapes=lambda: 1)
+    assert values_without_plan(case)["attention_backend"] == "cudnn"
+    stored = plain_spec(4, "bf16", attention_backend="torch")  # of a version that did not know the technique
+    assert values_without_plan(case, stored)["attention_backend"] == "torch"

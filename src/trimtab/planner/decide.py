@@ -59,12 +59,13 @@ class StepPlanner(Protocol):
         """What could be written so that it fits."""
 
 
-def choose_row(planner: StepPlanner, *, always_explains: bool = False) -> Row:
+def choose_row(planner: StepPlanner, *, always_explains: bool = False, prefix: str = "") -> Row:
     """The row that a run takes: the fastest that fits, or the smallest where that may still run.
 
     Args:
         planner: The planner.
         always_explains: On a CPU, too, log what would fit, which takes more predictions.
+        prefix: Of that log message.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.
@@ -79,7 +80,7 @@ def choose_row(planner: StepPlanner, *, always_explains: bool = False) -> Row:
         problem = f"no plan fits into {format_bytes(target.budget_bytes)}"
         if always_explains:
             problem = explain_failure(planner, row)
-        say(f"{problem}\npredictions for a CPU are estimates, so the smallest plan is used")
+        say(f"{prefix}{problem}\npredictions for a CPU are estimates, so the smallest plan is used")
     return row
 
 
@@ -133,7 +134,7 @@ def decide(
     question = _Question(recipe, data, tokens, loaded, engine, has_own_loss)
     check_settings(question.case)
     if not _is_planned(recipe, engine.device):
-        return Decision(question.without_plan())
+        return Decision(question.without_plan(stored))
     if stored is not None and _is_still_good(stored, recipe):
         return Decision(question.with_stored(stored.spec), stored.outlook)
 
@@ -149,7 +150,7 @@ def decide(
     found = engine.decide_on_main_process(search_plan)
     if isinstance(found, str):
         raise DoesNotFit(found)
-    return Decision(question.without_plan()) if found is None else found
+    return Decision(question.without_plan(stored)) if found is None else found
 
 
 def stored_plan(folder: Path) -> Plan | None:
@@ -193,10 +194,12 @@ class _Question:
     engine: Engine
     has_own_loss: bool
 
-    def without_plan(self) -> StepSpec:
+    def without_plan(self, stored: Plan | None) -> StepSpec:
         """The batch as one micro-batch, and what every technique does without a plan."""
         case = self.case
-        spec = StepSpec.of(self._micro_batch(), case.precision, values_without_plan(case))
+        spec = StepSpec.of(
+            self._micro_batch(), case.precision, values_without_plan(case, None if stored is None else stored.spec)
+        )
         require_possible(spec, case)
         return spec
 

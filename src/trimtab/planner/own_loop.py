@@ -41,6 +41,7 @@ from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import axes_of, change_model, change_optimizer, loads_kernels
 from trimtab.techniques.base import Accelerator, Case, Site, StepSpec
+from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.units import format_bytes, parse_bytes
 
 _LENGTH_STEP = 64  # of the search for shorter rows
@@ -132,14 +133,15 @@ class OwnLoop:
             planner.prediction(planner.space.reference())
             planner.target = self._target(model)
         try:
-            row = choose_row(planner, always_explains=True)
+            row = choose_row(planner, always_explains=True, prefix=f"memory_budget ({batch}): ")
         except DoesNotFit as error:
             raise DoesNotFit(str(error).replace("\n", f" ({batch})\n", 1)) from None
         found, first = planner.prediction(row.spec), planner.space.reference()
         before = "" if row.spec == first else f"; {_words(first)} would need {gib(planner.total_bytes(first))}"
+        asked = f"{precision}, {row.spec[OptimizerState.key]}, {batch}"
         say(
             f"memory_budget {gib(self._budget)} ({target.name}): {_words(row.spec)}, "
-            f"predicted {gib(planner.total_bytes(row.spec))}{before} ({precision}, {batch})"
+            f"predicted {gib(planner.total_bytes(row.spec))}{before} ({asked})"
         )
         say(f"memory_budget: {'; '.join(self._limits(engine, step, optimizer, target))}")
         return Chosen(row.spec, found.allocated + planner.other_bytes, planner.total_bytes(row.spec))

@@ -71,9 +71,18 @@ def values_with_stored(stored: StepSpec, case: Case) -> dict[str, str]:
     return found
 
 
-def values_without_plan(case: Case) -> dict[str, str]:
-    """The value of each technique where nothing is predicted."""
-    return {technique.key: technique.without_plan(case) for technique in TECHNIQUES}
+def values_without_plan(case: Case, stored: StepSpec | None = None) -> dict[str, str]:
+    """The value of each technique where nothing is predicted.
+
+    Args:
+        case: What rules decide by.
+        stored: The specification of a run that is resumed.
+    """
+    values = {technique.key: technique.without_plan(case) for technique in TECHNIQUES}
+    for technique in TECHNIQUES:
+        if stored is not None and technique.is_kept_on_resume and technique.is_open(case.recipe):
+            values[technique.key] = dict(stored.values).get(technique.key, values[technique.key])
+    return values
 
 
 def plain_values() -> dict[str, str]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trimtab.log import log_info_once
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 _HOPPER = 9  # major compute capability
@@ -43,14 +44,17 @@ class AttentionBackend(Technique):
     off = None
     phase = Phase.KERNELS
     before = "torch"
+    is_kept_on_resume = True
     study = ("attention", ("torch", "cudnn", "flash", "efficient", "math"))
 
     def values(self, case: Case) -> tuple[str, ...]:
         """CuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""
-        asked = str(self.asked(case.recipe))
+        asked, accelerator = str(self.asked(case.recipe)), case.accelerator
         if asked != "auto":
+            if asked != "torch" and not (accelerator.is_cuda and _is_sdpa(case.model)):
+                where = f"on {accelerator.type}" if not accelerator.is_cuda else f"for a {type(case.model).__name__}"
+                log_info_once(f"memory.attention_backend: {asked} has no effect {where}")
             return (asked,)
-        accelerator = case.accelerator
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
         is_half = supports_flash_attention(
             accelerator, case.compute_dtype

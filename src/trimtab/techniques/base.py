@@ -267,6 +267,8 @@ class Technique:
         needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
         advice: The value to suggest where memory ran out and nothing was predicted.
         before: What the value was in versions that did not know the technique.
+        is_kept_on_resume: Whether a resumed run keeps its value also where nothing is predicted, because another one
+            rounds differently.
         study: A comparison that `trimtab compare --study` ships: its name, and the values as the recipe writes them;
             a value whose name is not its text is given as (name, value).
     """
@@ -282,6 +284,7 @@ class Technique:
     needs_prediction: ClassVar[bool] = False
     advice: ClassVar[str | None] = None
     before: ClassVar[str | None] = None
+    is_kept_on_resume: ClassVar[bool] = False
     study: ClassVar[tuple[str, tuple[Any, ...]] | None] = None
 
     # ------------------------------------------------------------------ which values
