@@ -44,7 +44,7 @@ from trimtab.training.run_state import FitResult
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves: how it ended, what was planned, and where its best model is."""
+    """The result of a run: how it ended, its plan, and where its best model is."""
 
     fit: FitResult
     plan: Plan
@@ -64,22 +64,22 @@ def fit(
     resume: bool | str = False,
     fresh: bool = False,
 ) -> Result:
-    """Train what a recipe says, and keep the best model.
+    """Train a model from a recipe, and save the best one.
 
     Args:
         recipe: A `Recipe`, or one loaded from a file with the origin of its values.
         callbacks: Objects with any of on_step, on_eval, on_save, on_end.
-        loss: An own loss: a function of (outputs, batch) that gives a mean, or a mean and its weight.
-        metrics: Own metrics: functions of (logits, batch) that give one value a row. `evaluate.metric` may name one;
-            more is better unless the function has an attribute `higher_is_better` that is False.
+        loss: A custom loss: a function of (outputs, batch) that returns a mean, or a mean and its weight.
+        metrics: Custom metrics: functions of (logits, batch) that return one value per row. `evaluate.metric` may name
+            one; higher is better unless the function has an attribute `higher_is_better` that is False.
         progress: "auto", "bar", "plain", "json" or "quiet".
-        device: Where to train; found by itself if left out.
-        resume: Go on with the run that is in the folder, if there is one; "step-100" from that state.
-        fresh: Replace the run that is in the folder.
+        device: The device to train on; detected if left out.
+        resume: Resume the run in the folder, if it exists; "step-100" resumes from that checkpoint.
+        fresh: Replace the run in the folder.
 
     Raises:
-        Stopped: After a signal; the state was saved, and the run can go on.
-        RecipeError: A callback would never be called, or an own metric has the name of one of trimtab's.
+        Stopped: A signal stopped the run; it was saved and can be resumed.
+        RecipeError: A callback would never be called, or a custom metric has the name of a built-in one.
     """
     origins = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
     recipe = origins.recipe
@@ -94,7 +94,7 @@ def fit(
         trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics)
         journal_position = go_on(trainer, engine, beginning, recipe.train.lr)
     except BaseException:
-        folder.give_up()  # nothing has run: a mistake in the recipe costs no name and no --out
+        folder.give_up()  # nothing was trained: keep the name and --out free for the next attempt
         raise
     try:
         for line in run.plan.describe():
@@ -117,13 +117,13 @@ def fit(
     folder.finish("stopped" if result.interruption else "finished", **result.summary())
     show.finish(f"{result.stop_reason} after {result.step} steps: {folder.path}")
     if recipe.limits.fast_dev_run:
-        with engine.busy("trying the model out"):
+        with engine.busy("testing the saved model"):
             return _tried_out(Result(result, run.plan, folder.path, None), run.data, folder)
     if result.interruption and result.interruption != "time limit":
         if recipe.checkpoint.every is None or result.save_failure:
             why = result.save_failure or "checkpoint.every is null"
             raise TrimtabError(f"{result.interruption}: stopped after step {result.step}; no state was saved: {why}")
-        cure = f"go on with: trimtab resume {folder.path}"
+        cure = f"continue with: trimtab resume {folder.path}"
         raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
     best = folder.best if folder.best.exists() else None
     return Result(result, run.plan, folder.path, best, engine.is_main_process)
@@ -137,14 +137,14 @@ def resume(
     out: str | None = None,
     **options: Any,
 ) -> Result:
-    """Go on with a run that was killed or stopped, or train a finished one for longer.
+    """Resume a run that was killed or stopped, or extend a finished one.
 
     Args:
         run: Its folder, or its mirror.
-        from_step: The state to go on from ("step-100"); by default the newest.
+        from_step: The checkpoint to resume from ("step-100"); the newest if left out.
         sets: Changes to its recipe, such as "train.epochs=5".
-        out: Where a mirror is copied to; by default runs/EXPERIMENT/NAME, by the names of the mirror's own folders.
-        options: Those of `fit`.
+        out: Folder to copy a mirror to; runs/EXPERIMENT/NAME, as in the path of the mirror, if left out.
+        options: Arguments of `fit`.
     """
     engine = Engine(device=options.get("device"))
     mirror = mirror_setting(Path(run))
@@ -155,7 +155,7 @@ def resume(
 
 
 def _open_folder(beginning: StartPoint, engine: Engine) -> Folder:
-    """The run's folder: the first process holds it, the others know where it is."""
+    """Open the run folder: for writing on the main process, read-only on all others."""
     made: list[RunFolder] = []
     place = find_place()
 
@@ -168,7 +168,7 @@ def _open_folder(beginning: StartPoint, engine: Engine) -> Folder:
 
 
 def _tried_out(result: Result, data: Data, folder: Folder) -> Result:
-    """The end of a fast_dev_run: the saved model is loaded and used once, then nothing is left behind."""
+    """Finish a fast_dev_run: load the saved model, use it once, and remove the folder."""
     if isinstance(folder, ReadOnlyRunFolder):
         return result
     try:
@@ -178,11 +178,11 @@ def _tried_out(result: Result, data: Data, folder: Folder) -> Result:
             return result
         model = load(folder.best)
         done.append("load")
-        if data.task.name != "masked-lm":  # which names hidden tokens, and says nothing of a text
+        if data.task.name != "masked-lm":  # it predicts masked tokens, not something about a text
             first = data.task.columns.get("text") or data.task.columns.get("prompt")
             name = first[0] if isinstance(first, list) else first
             text = str(data.train.columns[name][0]) if name in data.train.columns else "a text"
-            say(f"saved, loaded, and asked once: {predict_text(model, text, max_new_tokens=8)!r}")
+            say(f"fast_dev_run: prediction of the saved model: {predict_text(model, text, max_new_tokens=8)!r}")
             done.append("predict")
         say(f"fast_dev_run: {', '.join(done)} work; nothing was kept")
     finally:
@@ -198,17 +198,17 @@ def plan(
     device: str | None = None,
     length: int | None = None,
 ) -> Plan:
-    """Decide how a recipe would train, without training it: the fastest way that fits, and what it takes.
+    """Plan a run without training: the fastest plan that fits, with its predicted memory and time.
 
     Args:
         recipe: A `Recipe`, or one loaded from a file.
-        memory: The budget, such as "8GiB", in the place of the recipe's; by default all that the device has.
-        gpu: A known device that is not here, such as "t4".
-        device: The device here, such as "cuda:1"; found by itself if left out.
-        length: Tokens of every row. No data is read then, and the recipe has to name its task.
+        memory: The budget, such as "8GiB", instead of the recipe's; all memory of the device if neither is given.
+        gpu: A device of the catalog, such as "t4", which need not be in this machine.
+        device: The device in this machine, such as "cuda:1"; detected if left out.
+        length: Tokens of every row. No data is read then, and the recipe must name its task.
 
     Raises:
-        DoesNotFit: With what the smallest way needs, and what would fit.
+        DoesNotFit: No plan fits; the message has the smallest plan and changes that would help.
     """
     found = survey_plans(recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
     if found.plan is None:
@@ -217,12 +217,12 @@ def plan(
 
 
 def survey_plans(recipe: Recipe | LoadedRecipe, **asked: Any) -> Survey:
-    """Every plan that is worth a look, with what it takes; `asked` as in `trimtab.build.survey`."""
+    """Predict all relevant plans of a recipe; arguments as in `trimtab.planner.survey.survey`."""
     return survey(recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe, **asked)
 
 
 def report_data(recipe: Recipe | LoadedRecipe, num_examples: int = 3) -> DataReport:
-    """The data of a recipe as the model would see it."""
+    """Report the data of a recipe as the model sees it."""
     recipe = recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe
     data = build_data(recipe)
     loaded = build_skeleton(recipe, data)

@@ -91,7 +91,7 @@ row("killed after it stopped early", *LAST, finishes(from_step=24), changes=EARL
 
 
 def signal_at(step, name):
-    words = f"signal {name}: saved after step {step}; go on with: trimtab resume {{out}}"
+    words = f"signal {name}: saved after step {step}; continue with: trimtab resume {{out}}"
     return stopped(f"{name}: the run stops after this step and saves", words, at={str(step): f"signal {name}"})
 
 

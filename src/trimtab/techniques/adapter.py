@@ -162,7 +162,7 @@ def _give_advice(recipe: Recipe) -> None:
     if isinstance(recipe.model, ModelSettings) and recipe.model.config:
         say("the model is built from a config and is not saved, so its adapter alone cannot be loaded afterwards")
     if recipe.train.lr < _USUAL_LR:
-        say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with {_USUAL_LR:g} to 3e-4")
+        say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with 1e-4 to 3e-4")
 
 
 # ---------------------------------------------------------------------- 4-bit weights in a trace

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trimtab.log import say
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 _HOPPER = 9  # major compute capability
@@ -59,8 +60,11 @@ class AttentionBackend(Technique):
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Replace the model's attention function, unless torch would choose the right kernel anyway."""
-        is_on_gpu = site.accelerator.is_cuda or site.is_traced
-        if site.recipe is None or not is_on_gpu:  # a user's own loop keeps its attention
+        if site.recipe is None:  # a user's own loop keeps its attention
+            return
+        if not site.is_traced:
+            _report_no_effect(model, value, site)
+        if not (site.accelerator.is_cuda or site.is_traced):
             return
         takes_groups = value != "efficient" and supports_flash_attention(site.accelerator, site.compute_dtype)
         repeats = not takes_groups and has_grouped_heads(model)
@@ -70,6 +74,15 @@ class AttentionBackend(Technique):
     def describe(self, value: str) -> str:
         """Such as "attention flash"."""
         return f"attention {value}"
+
+
+def _report_no_effect(model: torch.nn.Module, value: str, site: Site) -> None:
+    if value == "torch":
+        return
+    if not site.accelerator.is_cuda:
+        say(f"memory.attention_backend: {value} has no effect on this device ({site.accelerator.type})")
+    elif not _is_sdpa(model):
+        say(f"memory.attention_backend: {value} has no effect on {type(model).__name__}, which has its own attention")
 
 
 def supports_flash_attention(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:

@@ -42,11 +42,7 @@ class ChunkedLoss(Technique):
         if case.loss_kind != "token-cross-entropy" or case.has_own_loss:
             if asked not in ("auto", "plain"):
                 is_own = case.has_own_loss
-                why = (
-                    "a custom loss needs the logits"
-                    if is_own
-                    else f"only for language models, not for a {case.loss_kind} loss"
-                )
+                why = "a custom loss needs the logits" if is_own else f"a {case.loss_kind} loss has few logits"
                 raise RecipeError(f"memory.loss: {asked}: {why}", "memory.loss: plain, or remove the key")
             return ("plain",)
         if asked == "auto":

@@ -116,8 +116,8 @@ def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
             outside = [number for number in value if not -num_blocks <= number < num_blocks]
             if outside:
                 raise RecipeError(
-                    f"{_KEY}: no block {', '.join(map(str, outside))}; the model has {num_blocks} blocks",
-                    f"numbers from 0 to {num_blocks - 1}, or from {-num_blocks} to -1 from the end",
+                    f"{_KEY}: no block {', '.join(map(str, outside))}; the model has {num_blocks} block{'s' if num_blocks > 1 else ''}",
+                    f"use numbers from {-num_blocks} to {num_blocks - 1}; negative ones count from the end",
                 )
             return sorted({number % num_blocks for number in value})
     raise RecipeError(f"{_KEY}: {which!r} is not known", f"one of {_KINDS}")
