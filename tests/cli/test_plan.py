@@ -120,7 +120,7 @@ def test_from_data_on_this_machine(plan, tiny, own_folder):
 def test_more_memory_than_the_card_has_is_refused(plan):
     code, _, err = plan("recipe.yaml", "--gpu", "t4", "--length", 64, "--memory", "99GiB")
     assert code == 2
-    assert "a t4 has" in err
+    assert "exceeds the 14.7 GiB of t4" in err
     assert "--memory 14GiB" in err
 
 

@@ -115,8 +115,9 @@ def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
         if kind == "layers" and not isinstance(value, str) and all(type(number) is int for number in value):
             outside = [number for number in value if not -num_blocks <= number < num_blocks]
             if outside:
+                count = f"{num_blocks} block{'s' if num_blocks > 1 else ''}"
                 raise RecipeError(
-                    f"{_KEY}: no block {', '.join(map(str, outside))}; the model has {num_blocks} block{'s' if num_blocks > 1 else ''}",
+                    f"{_KEY}: no block {', '.join(map(str, outside))}; the model has {count}",
                     f"use numbers from {-num_blocks} to {num_blocks - 1}; negative ones count from the end",
                 )
             return sorted({number % num_blocks for number in value})
