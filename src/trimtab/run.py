@@ -92,8 +92,8 @@ def resume(
         run: Its folder, or its mirror.
         from_step: The checkpoint to resume from ("step-100"); by default the newest.
         sets: Changes to its recipe, such as "train.epochs=5".
-        out: Where a mirror is copied to; by default runs/EXPERIMENT/NAME, by the names of the mirror's own folders.
-        options: Those of `fit`.
+        out: Folder to copy a mirror to; runs/EXPERIMENT/NAME, as in the path of the mirror, if left out.
+        options: Arguments of `fit`.
     """
     engine = Engine(device=options.get("device"))
     mirror = mirror_setting(Path(run))

@@ -130,13 +130,13 @@ def test_a_budget_of_the_whole_process_is_planned_and_watched(caplog):
     assert memory_in_use(CPU) / 2 < engine._memory_planner.chosen.total_bytes
     assert "memory_budget: the measured peak so far is" in caplog.text
     assert "more than memory.budget" not in caplog.text
-    assert "figures of a CPU are estimates" in caplog.text
+    assert "predictions for a CPU are estimates: they count tensors" in caplog.text
 
 
 def test_on_a_cpu_passing_the_budget_is_said_and_nothing_is_refused(caplog):
     engine, *rest = prepared("1MiB")
     train(engine, *rest, epochs=1)
-    assert "it does not fit into 1.0 MiB (cpu)" in caplog.text
+    assert "over the budget of 1.0 MiB (cpu)" in caplog.text
     assert "the smallest plan is used" in caplog.text
     assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "all"
     assert caplog.text.count("which cannot be enforced on this device") == 1
@@ -225,7 +225,7 @@ def test_what_keeps_an_optimizer_from_8_bits_is_said(alone, caplog):
     assert engine._memory_planner.chosen.spec["optimizer"] == "AdamW"
 
 
-# ---------------------------------------------------------------------- it does not fit
+# ---------------------------------------------------------------------- nothing fits
 
 
 def test_nothing_fits_on_a_gpu(monkeypatch):
@@ -233,11 +233,11 @@ def test_nothing_fits_on_a_gpu(monkeypatch):
     monkeypatch.setattr(own_loop, "target_here", lambda *_: known_target("a100", "860MiB"))
     wide = bert(num_layers=2)
     made = parts(wide, rows(256), batch_size=256)
-    with pytest.raises(DoesNotFit, match=r"it does not fit into 860\.0 MiB \(a100\)") as caught:
+    with pytest.raises(DoesNotFit, match=r"over the budget of 860\.0 MiB \(a100\)") as caught:
         prepared("860MiB", made)
     words = str(caught.value)
-    assert "MiB too much" in words
-    assert 'still too large:\n    memory_allow=["8bit"]: ' in words
+    assert words.startswith("does not fit: needs ")
+    assert 'still too large with:\n    memory_allow=["8bit"]: ' in words
     assert 'mixed_precision="bf16": ' in words
     assert "(256 rows of 48 tokens: the longest of all 256)" in words
     assert caught.value.exit_code == 3
@@ -249,7 +249,7 @@ def test_what_is_proposed_does_fit(monkeypatch):
     monkeypatch.setattr(own_loop, "target_here", lambda *_: known_target("a100", "1000MiB"))
     with pytest.raises(DoesNotFit) as caught:
         prepared("1000MiB", parts(bert(2), rows(512), batch_size=512))
-    fitting = str(caught.value).partition("what would fit:")[2]
+    fitting = str(caught.value).partition("would fit with:")[2]
     assert "DataLoader(batch_size=" in fitting
     size = int(fitting.partition("batch_size=")[2].partition(")")[0])
     assert 1 <= size < 512
@@ -292,7 +292,7 @@ def test_a_model_that_cannot_be_traced_trains_all_the_same(caplog):
     engine, *rest = prepared("2GiB", parts(Untraceable()))
     lines = [line for line in caplog.messages if line.startswith("memory_budget")]
     assert len(lines) == 1
-    assert "this step cannot be traced (" in lines[0]
+    assert "the step cannot be traced (" in lines[0]
     assert engine._memory_planner.chosen is None
     assert same_weights(train(engine, *rest), plain)
 
@@ -308,11 +308,11 @@ class Stream(IterableDataset):
         (lambda: parts()[:1], "a model without optimizer and DataLoader"),
         (lambda: parts()[:2], "a model without DataLoader"),
         (lambda: parts(data=Stream(), shuffle=False), "reads a stream"),
-        (lambda: parts(data=[(row["input_ids"], row["labels"]) for row in rows()]), "gives a list"),
-        (lambda: parts(data=rows(), batch_sampler=[[0], [1]], batch_size=1, shuffle=None), "how large batches are"),
+        (lambda: parts(data=[(row["input_ids"], row["labels"]) for row in rows()]), "batches of type list"),
+        (lambda: parts(data=rows(), batch_sampler=[[0], [1]], batch_size=1, shuffle=None), "list has no batch_size"),
         (lambda: (*parts(), torch.optim.SGD(bert().parameters())), "2 optimizers"),
         (lambda: (bert(), *parts()[1:]), "trains none of the models"),
-        (lambda: (model := torch.nn.Linear(2, 2), *parts(model)[1:]), "Linear is no model of transformers"),
+        (lambda: (model := torch.nn.Linear(2, 2), *parts(model)[1:]), "Linear is not a transformers model"),
     ],
 )
 def test_what_is_not_known_is_said_in_one_line(caplog, made, words):
@@ -320,7 +320,7 @@ def test_what_is_not_known_is_said_in_one_line(caplog, made, words):
     lines = [line for line in caplog.messages if line.startswith("memory_budget")]
     assert len(lines) == 1
     assert words in lines[0]
-    assert "nothing is predicted, and nothing is changed" in lines[0]
+    assert "no prediction, nothing is changed" in lines[0]
 
 
 def test_a_single_model_and_later_parts_are_told_once(caplog):
@@ -385,7 +385,7 @@ def test_the_longest_rows_that_are_looked_at_decide():
     half = largest_batch(DataLoader(data, batch_size=4, collate_fn=padded), num_parts=2)
     assert half.rows == 2
     many = largest_batch(DataLoader(data * 100, batch_size=4, collate_fn=padded))
-    assert many.origin == "the longest of 512 that were looked at, of 4,000"
+    assert many.origin == "the longest of a sample of 512 of 4,000"
     smaller = found.resized(rows=2, length=8)
     assert smaller.inputs["attention_mask"].shape == (2, 8)
 

@@ -21,19 +21,19 @@ def test_on_the_cpu_there_is_nothing_to_do():
 
 
 def test_what_trains_stays():
-    with pytest.raises(RecipeError, match="the embeddings train"):
+    with pytest.raises(RecipeError, match="the embeddings are trainable"):
         keep_embeddings_on_host(llama(tie_word_embeddings=False), torch.device("cpu"))
 
 
 def test_what_trains_later_stays():
     model = llama(tie_word_embeddings=False).requires_grad_(False)
     table = model.get_input_embeddings().weight
-    with pytest.raises(RecipeError, match="the embeddings train"):
+    with pytest.raises(RecipeError, match="the embeddings are trainable"):
         keep_embeddings_on_host(model, torch.device("cpu"), trained_later=[table])
 
 
 def test_a_table_that_is_also_the_head_stays():
-    with pytest.raises(RecipeError, match="shares its weights"):
+    with pytest.raises(RecipeError, match="are tied to its output layer"):
         keep_embeddings_on_host(llama(tie_word_embeddings=True).requires_grad_(False), torch.device("cpu"))
 
 

@@ -305,9 +305,9 @@ def test_unquantized_experts_are_reported(caplog, config, name):
     experts = sum(p.numel() for part, p in model.named_parameters() if ".experts." in part)
     total = sum(map(num_weights, model.parameters()))
     loaded_line, warning = caplog.messages
-    assert f"{quantized / total:.1%} of them in nf4" in loaded_line
+    assert f"{quantized / total:.1%} in nf4" in loaded_line
     assert f"({quantized / total:.0%}) are in 4 bits" in warning
-    assert f"the largest that are not: {name} with {experts / total:.0%}" in warning
+    assert f"the largest others: {name} with {experts / total:.0%}" in warning
     assert "adapter: lora" in warning
 
 
@@ -328,7 +328,7 @@ def test_the_log_message(caplog):
     plain = loaded(config_of("llama"), "llama")
     count = sum(p.numel() for p in plain.parameters())
     share = sum(num_weights(module.weight) for module in model.modules() if is_nf4(module)) / count
-    assert f"{count:,} parameters, {share:.1%} of them in nf4, the others in bf16" in caplog.messages[0]
+    assert f"{count:,} parameters, {share:.1%} in nf4 and the rest in bf16" in caplog.messages[0]
     add_adapter(model, LoraSpec(rank=2))
     assert "LoRA of rank 2 on 14 modules" in caplog.messages[-1]
 

@@ -209,7 +209,7 @@ def test_what_was_chosen_reaches_the_run(train, monkeypatch):
     assert plan.micro_batch_size < 8
     assert plan.predicted_total_bytes <= plan.budget_bytes == 1300 * 2**20
     budget = "855MiB"  # of which a context takes 850
-    with pytest.raises(DoesNotFit, match="it does not fit into 855.0 MiB") as caught:
+    with pytest.raises(DoesNotFit, match="over the budget of 855.0 MiB") as caught:
         train("nothing")
     assert caught.value.exit_code == 3
 

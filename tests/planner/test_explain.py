@@ -96,15 +96,17 @@ def test_what_is_said_where_nothing_fits():
     ]
     said = cannot_fit(smallest, "t4", 4 * GIB, changes, PLAIN).splitlines()
     assert said[0] == (
-        "it does not fit into 4.00 GiB (t4): the smallest plan (micro-batch 1, recompute all) needs 6.00 GiB, "
-        "2.00 GiB too much"
+        "does not fit: needs 6.00 GiB, 2.00 GiB over the budget of 4.00 GiB (t4), "
+        "with the smallest plan (micro-batch 1, recompute all)"
     )
     assert [line.strip() for line in said[1:]] == [
-        "what would fit:",
+        "would fit with:",
         "data.max_length: 256: 3.00 GiB",
         "adapter: lora: 2.00 GiB",
         "adapter: qlora: 1.00 GiB",
     ]
     said = cannot_fit(smallest, "t4", 4 * GIB, changes[1:2], PLAIN)
-    assert "still too large:\n    memory.allow: [8bit]: 5.00 GiB" in said
-    assert "what would fit" not in said
+    assert "still too large with:\n    memory.allow: [8bit]: 5.00 GiB" in said
+    assert "would fit" not in said
+    said = cannot_fit(smallest, "t4", 6 * GIB, [], PLAIN)
+    assert said.startswith("does not fit: needs 6.00 GiB, which leaves no reserve in the budget of 6.00 GiB (t4), with")

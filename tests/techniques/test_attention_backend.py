@@ -110,6 +110,21 @@ def test_heads_are_repeated_only_where_it_helps(heads, capability, dtype, change
     assert (model.config._attn_implementation != "sdpa") is changed
 
 
+@pytest.mark.parametrize(
+    ("type_", "reason"), [("cpu", "on this device (cpu)"), ("cuda", "on FalconForCausalLM, which has its own")]
+)
+def test_a_setting_without_effect_is_reported(type_, reason, caplog):
+    caplog.set_level("INFO", "trimtab")
+    device, recipe = Accelerator(type_, (9, 0)), Recipe(model="m", data={"train": "rows.csv"})
+    with torch.device("meta"):
+        falcon = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", num_hidden_layers=1))
+    for value in ("torch", "flash"):
+        AttentionBackend().change_model(falcon, value, Site(torch.device(type_), device, torch.bfloat16, recipe))
+    (line,) = caplog.messages
+    assert line.startswith("memory.attention_backend: flash has no effect")
+    assert reason in line
+
+
 def test_nothing_of_it_is_written_with_the_model(tmp_path):
     model = small()
     use_attention(model, "flash", repeats_heads=True)
@@ -255,13 +270,6 @@ def test_a_run_says_which_kernel_it_used(tiny, own_folder):
     plan = fit(recipe, progress="quiet", device="cpu").plan
     assert plan.attention_backend == "math"
     assert any("attention math" in line for line in plan.describe())
-
-
-def test_a_setting_without_effect_is_reported(tiny, own_folder, caplog):
-    caplog.set_level("INFO", "trimtab")
-    case = Case(small(), Accelerator("cpu"), "fp32", Recipe(**RECIPE, memory={"attention_backend": "efficient"}))
-    assert AttentionBackend().values(case) == ("efficient",)
-    assert "memory.attention_backend: efficient has no effect on cpu" in caplog.text
 
 
 def test_a_resumed_run_keeps_its_kernel_where_nothing_is_predicted():

@@ -315,7 +315,7 @@ def test_a_cache_is_not_filled_twice():
     with torch.no_grad():
         past = model.eval()(**rows(), use_cache=True).past_key_values
     assert past.get_seq_length() > 0
-    with pytest.raises(RecipeError, match="past_key_values with positions"):
+    with pytest.raises(RecipeError, match="got non-empty past_key_values"):
         model.train()(**{**rows(), "attention_mask": None}, past_key_values=past)
 
 
@@ -325,7 +325,7 @@ def test_checkpointing_of_transformers_is_turned_off(caplog):
     model.gradient_checkpointing_enable()
     checkpoint_layers(model, {"layers": [1]})
     assert not model.is_gradient_checkpointing
-    assert "its own gradient checkpointing was on" in caplog.messages[-1]
+    assert "was switched off" in caplog.messages[-1]
     counts = count_calls(model)
     step(model)
     assert counts == [1, 2, 1]
@@ -512,7 +512,7 @@ def test_mistakes():
         with pytest.raises(RecipeError, match="is not known") as failure:
             checkpoint_layers(model, which)
         assert "{every: 2}" in failure.value.cure
-    with pytest.raises(RecipeError, match="no block 3, -4, the model has 3"):
+    with pytest.raises(RecipeError, match="no block 3, -4; the model has 3 blocks"):
         checkpoint_layers(model, {"layers": [0, 3, -4]})
     with pytest.raises(RecipeError, match=r"has no list of blocks to recompute, only 0 \(Linear\)"):
         checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), "all")

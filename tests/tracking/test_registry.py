@@ -300,7 +300,7 @@ def test_a_recipe_trains_on_and_a_run_stays_with_its_model(models, tiny, tmp_pat
     caplog.clear()
     longer = resume(result.folder, sets=["train.max_steps=4"], progress="quiet", device="cpu")
     assert longer.fit.step == 4
-    assert "best:imdb is the model of run first, accuracy 0.7, as when the run began" in caplog.text
+    assert "best:imdb is the model of run first, accuracy 0.7, as at the start of the run" in caplog.text
     assert read_status(result.folder)["model_source"]["exact"] == first
 
     again = fit(recipe, progress="quiet", device="cpu", fresh=True)

@@ -155,7 +155,7 @@ def test_a_dead_server_costs_a_line_and_nothing_else(recipe, store, caplog, monk
         rf"not uploaded to {uri} yet: \d+ lines of metrics and .+; upload later: trimtab track sync runs/reviews/001"
     )
     assert re.fullmatch(missing, said[-1])
-    assert len(said) <= 3  # and perhaps one that it is uploading the rest
+    assert len(said) <= 3  # and perhaps one about the remaining upload
     with pytest.raises(TrimtabError, match=uri):
         sync_run(result.folder)  # knows which server was meant
     assert sync_run(result.folder, f"sqlite:///{store}").endswith("FINISHED")

@@ -1,4 +1,4 @@
-"""Loaders of training and held-out batches, as a recipe cuts them."""
+"""Loaders of training and evaluation batches of a recipe."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from trimtab.runs.plan import Plan
 
 
 def train_batches(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> LengthGroupedBatches:
-    """Which rows come together, and in what order."""
+    """The sampler of training batches."""
     limit = recipe.limits.train
     num_batches = math.ceil(len(tokens.train) / recipe.train.batch_size)
     return LengthGroupedBatches(
@@ -65,9 +65,9 @@ def make_loader(
 
 
 def eval_loader(recipe: Recipe, collate: Callable[..., Any], tokens: TokenDataset, plan: Plan) -> DataLoader[Any]:
-    """Held-out rows, the longest first; where only some batches are wanted, of rows drawn by the seed.
+    """A loader of evaluation rows, the longest first; with `limits.eval`, of rows drawn by the seed.
 
-    Collated as in epoch 0 every time, so that evaluations of one run ask for the same masked tokens.
+    Rows are always collated as in epoch 0, so all evaluations of a run mask the same tokens.
     """
     batch_size = recipe.evaluate.batch_size or max(plan.global_micro_batch, 8)
     limit = 3 if recipe.limits.fast_dev_run else limited(recipe.limits.eval, math.ceil(len(tokens) / batch_size))

@@ -1,4 +1,4 @@
-"""Rows, their task and their tokens, as a recipe says."""
+"""Builds rows, task and tokens of a recipe."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from trimtab.recipe.schema import Recipe
 
 
 def build_data(recipe: Recipe) -> Data:
-    """Load the rows, find out the task, and hold rows out for evaluation."""
+    """Load the rows, detect the task, and split off rows for evaluation."""
     settings = recipe.data
     train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows)
     held_out = None if settings.eval is None else load_rows(settings.eval, on_bad_rows=settings.on_bad_rows)
@@ -46,11 +46,11 @@ def build_data(recipe: Recipe) -> Data:
 
 
 def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
-    """Tokenize, or take what an earlier run with the same rows, tokenizer and settings tokenized."""
+    """Tokenize the rows, or read the tokens of an earlier run with the same rows, tokenizer and settings."""
     limit = max_positions(loaded.model)
     max_length = recipe.data.max_length or limit or 512
     if limit is not None and max_length > limit:
-        say(f"data.max_length {max_length} is more than the model's {limit} positions: {limit} is used")
+        say(f"data.max_length {max_length} exceeds the model's {limit} positions; {limit} is used")
         max_length = limit
     task = data.task
     config: Any = loaded.model.config
@@ -67,7 +67,7 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
     train = encode(data.train)
     held_out = encode(data.eval) if data.eval is not None else None
     if train.num_truncated:
-        say(f"{train.num_truncated:,} of {len(train):,} rows are longer than {max_length} tokens and were cut")
+        say(f"{train.num_truncated:,} of {len(train):,} rows are longer than {max_length} tokens and were truncated")
     return Tokens(train, held_out, max_length)
 
 
@@ -87,7 +87,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def run_name(recipe: Recipe) -> str:
-    """The experiment of a recipe that names none: after its data."""
+    """The experiment of a recipe; named after its data if it has none."""
     if recipe.track.experiment:
         return recipe.track.experiment
     source = recipe.data.train

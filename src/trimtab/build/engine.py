@@ -1,4 +1,4 @@
-"""The engine of a recipe, and what its processes have to agree on."""
+"""Builds the engine of a recipe, and checks that all processes agree."""
 
 from contextlib import suppress
 from typing import Any
@@ -21,13 +21,13 @@ from trimtab.recipe.schema import Recipe
 
 
 def build_engine(recipe: Recipe, device: str | None) -> Engine:
-    """The engine in the precision asked for; `auto` is a rule on what the device does natively."""
+    """Build the engine; `train.precision: auto` is the native precision of the device."""
     found = find_device(device)
     if found.type == "cpu":
         keep_freed_memory()
     elif found.type == "cuda":
         prefer_expandable_segments()
-    resolve_budget(recipe.memory.budget, found)  # more than there is is refused before anything is loaded
+    resolve_budget(recipe.memory.budget, found)  # refuses a budget above the device memory before anything is loaded
     if recipe.train.deterministic:
         use_deterministic_kernels()
     wanted = recipe.train.precision
@@ -36,7 +36,7 @@ def build_engine(recipe: Recipe, device: str | None) -> Engine:
 
 
 def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine) -> None:
-    """See that every process was given the same recipe and found the same rows."""
+    """Check that all processes have the same recipe and the same rows."""
     if not engine.use_distributed:
         return
     engine.require_same("recipe", flat(recipe.model_dump(mode="json")))
@@ -49,7 +49,7 @@ def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine
 def leave_out_unused(
     model: torch.nn.Module, freezing: Freezing, loss: Loss, task: Task, tokens: Tokens, engine: Engine
 ) -> None:
-    """Find the parameters that take no part in the loss, which processes must not wait for, from one row."""
+    """Exclude parameters without a gradient from synchronization; found with a backward on one row."""
     if not engine.use_distributed:
         return
     model.to(engine.device)

@@ -52,7 +52,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
 
 
 def build_skeleton(recipe: Recipe, data: Data) -> Loaded:
-    """The tokenizer of a recipe, and its model without weights: enough to see what the data becomes."""
+    """The tokenizer of a recipe and its model without weights, enough to tokenize the data."""
     source = source_of(recipe)
     tokenizer = _build_tokenizer(source, data)
     trust = source.trust_remote_code
@@ -62,14 +62,15 @@ def build_skeleton(recipe: Recipe, data: Data) -> Loaded:
 
 def source_of(recipe: Recipe) -> _Source:
     """Where the model of a recipe and its tokenizer come from."""
-    recipe = with_model_here(recipe, find_tracked_model(recipe))  # a run has done so before, for all its processes
+    # no effect in a run, which has resolved the model for all processes
+    recipe = with_model_here(recipe, find_tracked_model(recipe))
     found = recipe.model
     if not isinstance(found, ModelSettings):
         return _Source(found, found, False)
     named: str | dict[str, Any] = dict(found.config) if found.config else str(found.name)
     tokenizer = found.tokenizer or found.name
     if found.trust_remote_code:
-        say("model.trust_remote_code is on: Python code that comes with the model is run")
+        say("model.trust_remote_code is on: Python code from the model's repository is executed")
     if tokenizer is None:
         raise RecipeError(
             "model.tokenizer is missing: a config alone has none", "a name, a folder, or tokenizer: train"
@@ -97,7 +98,7 @@ def _site(recipe: Recipe, engine: Engine, unfrozen_later: Sequence[torch.nn.Para
 
 
 def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:
-    """Freeze what the recipe says; what begins to train later does so in the loop."""
+    """Freeze the parameters of `train.freeze`; the loop unfreezes them later if asked."""
     until = {pattern: None if word == "always" else parse_every(word) for pattern, word in recipe.train.freeze.items()}
     freezing = Freezing(loaded.model, until)
     freezing.apply()

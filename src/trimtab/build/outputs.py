@@ -1,4 +1,4 @@
-"""What a run keeps: its best model, its numbers, its states."""
+"""The outputs of a run: best model, metrics and checkpoints."""
 
 import json
 import math
@@ -25,12 +25,12 @@ from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.training.run_writer import RunWriter
 from trimtab.training.stopping import Best
 
-# tracking.json before the numbers: what it says is sent is then in them
+# tracking.json before the metrics, so that all metrics it lists as sent are in the copy
 _MIRRORED = ("recipe.yaml", "plan.json", "run.json", TRACKING, "metrics.jsonl")
 
 
 class BestModelWriter:
-    """Writes the best model as a plain Hugging Face folder, and the numbers into the run's journal."""
+    """Writes the best model as a plain Hugging Face folder, and metrics to the journal."""
 
     def __init__(
         self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], best: Best
@@ -42,11 +42,11 @@ class BestModelWriter:
 
     @property
     def problem(self) -> CheckpointError | None:
-        """Why the best model is not written yet."""
+        """The error of the last attempt to write the best model; None if it succeeded."""
         return self._export.problem
 
     def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
-        """Write the model beside the one before, then take its place."""
+        """Write the model to a temporary folder, then replace the previous best."""
         value = metrics.get(self._best.metric)
         self._facts = {
             "metric_name": self._best.metric,
@@ -57,7 +57,7 @@ class BestModelWriter:
         return self._written(self._export.write({**self._card, "step": step, "metrics": metrics}))
 
     def write_pending(self) -> str | None:
-        """Try again to write a model for which there was no room."""
+        """Retry to write a model that failed because the disk was full."""
         return self._written(self._export.write_pending())
 
     def _written(self, is_written: bool) -> str | None:
@@ -67,19 +67,19 @@ class BestModelWriter:
         return str(self._folder.best)
 
     def record(self, values: dict[str, Any], step: int) -> None:
-        """Write a line of numbers."""
+        """Append a line of metrics to the journal."""
         self._folder.record(values, step)
 
     def position(self) -> int:
-        """How far the journal has been written."""
+        """The current size of the journal in bytes."""
         return self._folder.journal_position()
 
     def forget_best(self) -> None:
-        """The best model so far is gone."""
+        """Record that there is no best model any more."""
         self._folder.update(best_metric=None, best_step=None, best_files=None)
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
-        """Write rows as the model saw them: their numbers in the data, their text, and what carries loss."""
+        """Write the rows of a bad batch to a file: row number, text and all fields that the model got."""
         lines = []
         for row in rows:
             # a label of a row is a plain number
@@ -89,14 +89,14 @@ class BestModelWriter:
         name = f"bad-rows-step-{step}.jsonl"
         try:
             self._folder.write_text(name, "\n".join(lines) + "\n")
-        except CheckpointError as error:  # what was wrong with the loss is the news, not the disk
+        except CheckpointError as error:  # the caller reports the bad loss; a full disk must not hide that
             say(error.problem)
             return f"{self._folder.path / name} (which could not be written: they are rows {', '.join(map(str, rows))})"
         return str(self._folder.path / name)
 
 
 class NoModelWriter:
-    """Of several processes one writes; the others keep nothing."""
+    """The writer of all processes except the main process: writes nothing."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -104,7 +104,7 @@ class NoModelWriter:
     problem: CheckpointError | None = None
 
     def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
-        """Where the first process writes it."""
+        """The path that the main process writes to."""
         return str(self._folder.best)
 
     def write_pending(self) -> str | None:
@@ -115,21 +115,21 @@ class NoModelWriter:
         """The first process does that."""
 
     def position(self) -> int:
-        """The first process knows it."""
+        """Always 0: only the main process has a journal."""
         return 0
 
     def forget_best(self) -> None:
         """The first process does that."""
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
-        """Where the first process writes them."""
+        """The path that the main process writes to."""
         return str(self._folder.path / f"bad-rows-step-{step}.jsonl")
 
 
 def build_run_writer(
     folder: Folder, engine: Engine, loaded: Loaded, tokens: Tokens, card: dict[str, Any], best: Best
 ) -> RunWriter:
-    """What keeps the best model; of several processes only the first one does."""
+    """Build the writer of a run; only the main process writes."""
     if not engine.is_main_process:
         return NoModelWriter(folder)
     return BestModelWriter(folder, engine, loaded, tokens.train, card, best)
@@ -160,7 +160,7 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
 
 
 def checkpoint_bytes(optimizer: Any, plan: Plan, momentum: float) -> int:
-    """The size of a checkpoint once the optimizer has its state: what trains, and what is kept for it."""
+    """The size of a checkpoint: trainable parameters and their optimizer state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = (
         state_bytes(

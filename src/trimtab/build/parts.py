@@ -1,4 +1,4 @@
-"""What flows between the stages of a run."""
+"""The data classes that stages of a run pass on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from trimtab.tracking.mlflow.registry import TrackedModel
 
 @dataclass(frozen=True)
 class Data:
-    """Rows, and the task that says what they are."""
+    """Rows and their task."""
 
     task: Task
     train: Rows
@@ -55,7 +55,7 @@ class ResolvedRun:
         loaded: The model on its device, with its techniques, and its tokenizer.
         freezing: What is frozen, and until when.
         plan: Every decision, and what was predicted.
-        loss: A loss function of the user's.
+        loss: A loss function passed by the user.
         tracked: The model on a tracking server that the recipe names.
     """
 

@@ -23,7 +23,7 @@ def build_plan(
     spec: StepSpec,
     outlook: Outlook | None = None,
 ) -> Plan:
-    """The plan of a run that follows on this machine."""
+    """Build the plan of a run on this machine."""
     batch_size, num_processes = recipe.train.batch_size, engine.num_processes
     if batch_size < num_processes:
         raise RecipeError(
@@ -62,7 +62,7 @@ def make_plan(
     num_steps: int | None = None,
     num_processes: int = 1,
 ) -> Plan:
-    """A plan from its parts; without data there are no rows, and `num_steps` is the recipe's."""
+    """Build a plan; without data the numbers of rows are 0, and `num_steps` comes from the recipe."""
     steps_per_epoch = 0
     if batches is not None:
         num_steps, steps_per_epoch = count_steps(recipe, batches)

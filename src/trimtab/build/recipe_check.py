@@ -1,6 +1,6 @@
-"""What `trimtab check` finds beyond the schema: files, models, tokenizers and metrics that are not there.
+"""Checks of `trimtab check` beyond the schema: missing files, models, tokenizers and metrics.
 
-Neither rows nor weights are read: configs, tokenizers and descriptions of datasets are.
+It reads configs, tokenizers and descriptions of datasets, but neither rows nor weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from trimtab.tracking.mlflow.registry import is_tracked_model
 
 
 def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
-    """Everything that a recipe names and that is not there."""
+    """Yield a mistake for everything that a recipe names and that does not exist."""
     for key in ("train", "eval"):
         source = getattr(recipe.data, key)
         if isinstance(source, str):
@@ -55,7 +55,7 @@ def _in_metrics(recipe: Recipe) -> Iterator[Mistake]:
     for key, name in named.items():
         if name is not None and name not in allowed:
             near = get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; one of your own is for fit(…, metrics=…)"
+            hint = f"; did you mean {near[0]}?" if near else "; custom metrics need fit(…, metrics=…)"
             task = f" for task {recipe.task}" if recipe.task else ""
             text = f"found {shown(name)}; no such metric{task}; allowed: {', '.join(allowed)}{hint}"
             yield Mistake(tuple(key.split(".")), text, ("task",))

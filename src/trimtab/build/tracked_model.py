@@ -1,4 +1,4 @@
-"""A recipe whose model is on a tracking server: which one it means is decided once, and holds as long as the run."""
+"""Resolves the model of a recipe on a tracking server, once per run."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ MODEL_SOURCE = "model_source"  # in run.json
 
 
 def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel | None:
-    """The exact model that a recipe means; None for a model that is not on a server.
+    """Find the exact model version that a recipe names; None if the model is not on a server.
 
     Args:
         recipe: The recipe.
-        run: The folder of a run that goes on: it stays with the model that it began with.
+        run: The folder of a run to resume, which keeps the model that it started with.
     """
     name = _name(recipe)
     if name is None or not is_tracked_model(name):
@@ -25,7 +25,7 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
     before = ((find_run(run) if run is not None else None) or {}).get("model_source")
     if before is not None and before["asked"] == name:
         found = TrackedModel.from_dict(before, uri)
-        say(f"{name} is {found.words}, as when the run began")
+        say(f"{name} is {found.words}, as at the start of the run")
         return found
     found = find_model(name, uri)
     say(f"{name} is {found.words} ({found.exact})")
@@ -33,7 +33,7 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
 
 
 def with_model_here(recipe: Recipe, found: TrackedModel | None) -> Recipe:
-    """The recipe with the folder of that model, which is fetched if need be."""
+    """The recipe with the local folder of that model, downloaded if necessary."""
     if found is None:
         return recipe
     folder = str(fetch_model(found))
@@ -42,7 +42,7 @@ def with_model_here(recipe: Recipe, found: TrackedModel | None) -> Recipe:
 
 
 def server_of(recipe: Recipe) -> str:
-    """Where a recipe looks for models: its own server; or the store beside its run, else the one below `runs`."""
+    """The server to search for models: the recipe's, else the local store next to the run, else the one in `runs`."""
     if recipe.track.uri not in ("local", "none"):
         return recipe.track.uri
     root = Path(RUNS) if recipe.out is None else store_root(Path(recipe.out))

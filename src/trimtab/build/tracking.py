@@ -1,4 +1,4 @@
-"""What accompanies a run to its tracking server, and what is said of the run there."""
+"""Builds the uploader of a run, and the description of the run on the tracking server."""
 
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
 def _about_before(recipe: Recipe | None, folder: Path) -> RunDescription:
     """Of a run that was not tracked when it was trained: what its folder still tells."""
     status = find_run(folder) or {}
-    if recipe is None:  # a loop of the user's own: ROOT/PROJECT/NAME
+    if recipe is None:  # a user's own loop: ROOT/PROJECT/NAME
         path = folder.absolute()
         about = RunDescription(run=status["id"], name=path.name, experiment=path.parent.name, tags=origin_tags(folder))
     else:

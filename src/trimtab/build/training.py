@@ -1,4 +1,4 @@
-"""Puts every part into the loop."""
+"""Builds the trainer of a run from all its parts."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -51,9 +51,9 @@ def build_trainer(
     Args:
         run: The run.
         folder: Its folder.
-        progress: What the user sees.
-        callbacks: Objects of the user's.
-        metrics: Metrics of the user's.
+        progress: The progress display.
+        callbacks: The user's callbacks.
+        metrics: The user's metrics.
     """
     recipe, engine, plan, own_metrics = run.recipe, run.engine, run.plan, metrics or {}
     budget = resolve_budget(recipe.memory.budget, engine.device)
@@ -149,8 +149,8 @@ def _build_loss(
         return make_loss(spec, LossRequest(task.loss_kind, task.shifts_labels, label_smoothing, counts_hits))
     if label_smoothing:
         raise RecipeError(
-            f"train.label_smoothing is {label_smoothing}, which a loss of your own does not know",
-            "smooth in your function and leave the key out",
+            f"train.label_smoothing is {label_smoothing}, which has no effect on a custom loss",
+            "smooth labels in your function and remove the key",
         )
     return loss_from_function(own)
 
@@ -165,7 +165,7 @@ def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> 
     recipe, task, tokens, engine, plan = run.recipe, run.data.task, run.tokens, run.engine, run.plan
     decisive = [plan.metric, _stopping_metric(recipe) or plan.metric]
     names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]
-    task.metrics(names)  # a metric that the task does not have is refused now, and not after an epoch
+    task.metrics(names)  # refuses unknown metrics before training, not after an epoch
     collate = change_collate(task.collate, plan.spec)
     if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
         batches = train_batches(recipe, tokens, plan.global_micro_batch)
@@ -174,7 +174,7 @@ def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> 
         loader = eval_loader(recipe, collate, tokens.eval, plan)
     else:
         return None
-    # held-out loss and perplexity are those of the true labels, whatever training smooths; own metrics read logits
+    # evaluate without label smoothing; custom metrics need logits
     spec = plan.spec.having(plain_values()) if own_metrics else plan.spec
     loss = _build_loss(task, run.loss, 0.0, spec, counts_hits="token_accuracy" in names)
     evaluator = Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
@@ -196,7 +196,7 @@ def _build_stopping(recipe: Recipe, plan: Plan, own_metrics: Mapping[str, OwnMet
 
 
 def _rises(metric: str, own_metrics: Mapping[str, OwnMetric], recipe: Recipe) -> bool:
-    """Whether more of a metric is better; an own one says so by an attribute, or early_stopping.mode does."""
+    """Whether higher is better; for a custom metric, by its attribute or by early_stopping.mode."""
     if metric not in own_metrics:
         return higher_is_better(metric)
     marked: bool | None = getattr(own_metrics[metric], "higher_is_better", None)
@@ -206,6 +206,6 @@ def _rises(metric: str, own_metrics: Mapping[str, OwnMetric], recipe: Recipe) ->
     if stopping is not None and stopping.mode is not None and stopping.metric in (None, metric):
         return stopping.mode == "max"
     log_info_once(
-        f"more of your metric {metric} counts as better; if less is, set higher_is_better = False on its function"
+        f"metric {metric}: higher counts as better; if lower is better, set higher_is_better = False on its function"
     )
     return True

@@ -229,10 +229,10 @@ def _load_hub(name: str, split: str | None, window: tuple[str, str] | None) -> R
 
 def _similar_names(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist; the current directory is {Path.cwd()}"
+        return f"check the path: the folder {path.parent} does not exist; the current directory is {Path.cwd()}"
     near = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}The folder searched is {path.parent.resolve()}"
+    hint = f"did you mean {' or '.join(near)}?" if near else "check the path;"
+    return f"{hint} files are searched in {path.parent.resolve()}"
 
 
 def _are_files(source: Any) -> bool:

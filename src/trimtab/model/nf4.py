@@ -61,7 +61,7 @@ class LoadOptions:
         count, plain = _count_words(total), _DTYPE_NAMES.get(self.dtype, str(self.dtype))
         if self.nf4 is None:
             return f"{count} parameters in {plain}"
-        return f"{count} parameters, {_num_quantized(model) / total:.1%} of them in nf4, the others in {plain}"
+        return f"{count} parameters, {_num_quantized(model) / total:.1%} in nf4 and the rest in {plain}"
 
 
 def device_for(device: torch.device | str | None, nf4: Nf4 | None) -> torch.device:
@@ -107,8 +107,8 @@ def warn_if_little_quantized(model: torch.nn.Module) -> None:
     largest = ", ".join(f"{name} with {count / total:.0%}" for name, count in plain.most_common(_MAX_NAMED))
     counts = f"{_count_words(quantized)} of {_count_words(total)} weights ({quantized / total:.0%})"
     say(
-        f"adapter: qlora: only {counts} are in 4 bits; the largest that are not: {largest}. Linear modules of the base "
-        "can be quantized, embeddings and fused experts cannot: adapter: lora needs little more memory"
+        f"adapter: qlora: only {counts} are in 4 bits; the largest others: {largest}. Only linear modules of the base "
+        "can be quantized, not embeddings or fused experts; adapter: lora would need little more memory"
     )
 
 

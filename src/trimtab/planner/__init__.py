@@ -1,1 +1,1 @@
-"""Plans a run: what a training step needs in memory and time, and which levers make it fit."""
+"""Plans a run: predicts memory and time of a training step, and searches for the techniques that make it fit."""

@@ -1,16 +1,16 @@
-"""Replays the births and deaths of a step's storages on a model of CUDA's caching allocator (torch 2.11 to 2.13).
+"""Replays the allocations and frees of a step on a model of CUDA's caching allocator (torch 2.11 to 2.13).
 
-What it models, for one stream: sizes are rounded up to 512 B; requests up to 1 MiB and larger ones live in two pools
-that never share memory; a request takes the smallest free block that is large enough, the rest of it is split off, and
-neighbours that are free become one block again. Memory comes in one of two forms:
+The model covers one stream. Sizes are rounded up to 512 B. Requests up to 1 MiB and larger ones use two separate pools.
+A request takes the smallest free block that is large enough; the remainder is split off, and adjacent free blocks are
+merged. Memory is obtained in one of two ways:
 
-- fixed segments, torch's default: a request that fits nowhere gets a segment of its own (2 MiB for small ones, 20 MiB
-  below 10 MiB, else its size rounded up to 2 MiB). What is left over in a segment is lost to larger requests.
+- fixed segments, torch's default: a request that no free block can serve allocates a new segment (2 MiB for small
+  requests, 20 MiB below 10 MiB, else its size rounded up to 2 MiB). Larger requests cannot use the remainders.
 - expandable segments: each pool is one range of addresses, backed on demand by pages of 2 MiB (small) or 20 MiB
-  (large). A request that fits nowhere is put at the lowest address where free and unbacked space suffice.
+  (large). A request that no free block can serve is placed at the lowest address with enough free or unbacked space.
 
-Under a limit, a request that would go beyond it lets the allocator give back all that is free (whole segments, or whole
-pages) and is tried once more.
+With a limit, a request that would exceed it first releases all free memory (whole segments or whole pages), then
+retries once.
 """
 
 from bisect import bisect_left, insort
@@ -26,21 +26,21 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own size
 SEGMENT_ROUNDING = 2 * MIB
-CAP_STEP = 16 * MIB  # how finely the smallest limit is looked for
+CAP_STEP = 16 * MIB  # resolution of the search for the smallest limit
 
-_ADDRESSES = 2**60  # the range of an expandable segment: never used up
+_ADDRESSES = 2**60  # address range of an expandable segment, practically unlimited
 _USED, _FREE, _UNBACKED = range(3)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a sequence of births and deaths asks of the allocator, in bytes.
+    """Memory statistics of a sequence of allocations and frees, in bytes.
 
     Attributes:
-        allocated_peak: The most that was in use at once, as `max_memory_allocated` counts it with expandable segments.
-        reserved_peak: The most that was held at once, free memory included, with expandable segments and no limit.
-        needed: The smallest limit, in steps of 16 MiB, under which all of it succeeds with expandable segments.
-        peak_at: Index of the event that reached `allocated_peak` first; -1 without events.
+        allocated_peak: Peak bytes in use, as `max_memory_allocated` reports them with expandable segments.
+        reserved_peak: Peak bytes held by the allocator, with expandable segments and no limit.
+        needed: The smallest limit, in steps of 16 MiB, under which all requests succeed with expandable segments.
+        peak_at: Index of the first event that reached `allocated_peak`; -1 without events.
         allocated_peak_fixed: As `allocated_peak`, with fixed segments: remainders up to 1 MiB are not split off.
         reserved_peak_fixed: As `reserved_peak`, with fixed segments.
     """
@@ -54,10 +54,10 @@ class Replay:
 
 
 def replay(events: Iterable[Event]) -> Replay:
-    """Replay a trace's events on both forms of the allocator, and look for the smallest limit that they run under.
+    """Replay events with expandable and with fixed segments, and find the smallest limit that they run under.
 
     Args:
-        events: Births and deaths in the order of time; a storage dies at most once, and only after its birth.
+        events: Allocations and frees in chronological order; a storage is freed at most once.
     """
     events = tuple(events)
     plain, fixed = CachingAllocator(), CachingAllocator(expandable=False)
@@ -74,36 +74,36 @@ def replay(events: Iterable[Event]) -> Replay:
 
 
 def peaks(events: Sequence[Event], *, expandable: bool = True) -> tuple[int, int]:
-    """The most that is in use and the most that is reserved at once, without a limit."""
+    """Peak allocated and peak reserved bytes, without a limit."""
     allocator = CachingAllocator(expandable)
     _feed(allocator, events)
     return allocator.allocated_peak, allocator.reserved_peak
 
 
 def runs_under(events: Iterable[Event], cap: int, *, expandable: bool = True) -> bool:
-    """Whether the events succeed under a limit of `cap` bytes: one replay, no search."""
+    """Whether the events succeed under a limit of `cap` bytes; a single replay."""
     return _shortfall(tuple(events), cap, expandable) == 0
 
 
 class OverCap(Exception):
-    """A request went beyond the limit although everything free was given back first.
+    """A request exceeded the limit even after all free memory was released.
 
     Args:
-        wanted: The limit that would have let this request through.
+        wanted: The limit that this request needs.
     """
 
     def __init__(self, wanted: int) -> None:
-        super().__init__(f"a limit of {wanted} bytes would have been needed")
+        super().__init__(f"needs a limit of {wanted} bytes")
         self.wanted = wanted
 
 
 def round_size(size: int) -> int:
-    """The size of the block that a request gets."""
+    """The block size for a request."""
     return -(-size // ROUNDING) * ROUNDING or ROUNDING
 
 
 def segment_size(size: int) -> int:
-    """What a rounded request that fits nowhere counts against the limit; with fixed segments, also what it takes."""
+    """Bytes that a rounded request without a free block counts against the limit; the size of a fixed segment."""
     if size <= SMALL_LIMIT:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
@@ -126,11 +126,11 @@ class Block:
 
 
 class CachingAllocator:
-    """The allocator: hands blocks out, takes them back, and counts.
+    """A caching allocator with statistics.
 
     Args:
-        expandable: Expandable segments; False for fixed ones.
-        cap: The limit on what may be held, in bytes; None for no limit.
+        expandable: Use expandable segments instead of fixed ones.
+        cap: Limit of the reserved bytes; None = no limit.
     """
 
     def __init__(self, expandable: bool = True, cap: int | None = None) -> None:
@@ -139,13 +139,13 @@ class CachingAllocator:
         self.cap = cap
         self.allocated = self.allocated_peak = 0
         self.reserved = self.reserved_peak = 0
-        self.num_flushes = 0  # how often everything free was given back
+        self.num_flushes = 0  # how often all free memory was released
 
     def malloc(self, size: int) -> Block:
-        """A block of at least `size` bytes.
+        """Allocate a block of at least `size` bytes.
 
         Raises:
-            OverCap: The limit does not allow it.
+            OverCap: The request exceeds the limit.
         """
         size = round_size(size)
         pool = self.pools[0 if size <= SMALL_LIMIT else 1]
@@ -157,12 +157,12 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back; it stays reserved."""
+        """Free a block; its memory stays reserved."""
         self.allocated -= block.size
         self.pools[0 if block.small else 1].give(block)
 
     def _grow(self, pool: "_Pool", size: int) -> Block:
-        # torch checks the whole size of the request, also where a part of it is there already
+        # torch checks the whole size of the request, even if a part of it is already backed
         counted = segment_size(size)
         if self.cap is not None and self.reserved + counted > self.cap:
             self.num_flushes += 1
@@ -177,7 +177,7 @@ class CachingAllocator:
 
 
 class _Blocks:
-    """The free blocks of a pool, in the order of size, then address."""
+    """The free blocks of a pool, sorted by size, then address."""
 
     def __init__(self, small: bool, smallest_rest: int) -> None:
         self.small = small
@@ -186,7 +186,7 @@ class _Blocks:
         self._smallest_rest = smallest_rest
 
     def take(self, size: int) -> Block | None:
-        """The smallest free block that is large enough, in use from now on."""
+        """Take the smallest free block that is large enough; None if there is none."""
         index = bisect_left(self.free, (size, 0))
         if index == len(self.free):
             return None
@@ -195,7 +195,7 @@ class _Blocks:
         return block
 
     def split(self, block: Block, size: int) -> None:
-        """Leave `size` bytes in a block that is in use; the rest becomes free, unless it is too little."""
+        """Shrink a used block to `size` bytes and free the remainder, unless it is too small to split off."""
         rest_size = block.size - size
         if rest_size >= self._smallest_rest:
             rest = self._cut(block, size, _FREE)
@@ -203,7 +203,7 @@ class _Blocks:
             insort(self.free, (rest_size, rest.address))
 
     def give(self, block: Block) -> None:
-        """Make a block free, and one with free neighbours."""
+        """Free a block and merge it with free neighbours."""
         block.state = _FREE
         other = block.previous
         if other is not None and other.state == _FREE:
@@ -224,12 +224,12 @@ class _Blocks:
         insort(self.free, (block.size, block.address))
 
     def _forget(self, block: Block) -> None:
-        """Take a block off the list of free ones."""
+        """Remove a block from the free list."""
         del self.free[bisect_left(self.free, (block.size, block.address))]
         del self._at[block.address]
 
     def _cut(self, block: Block, size: int, state: int) -> Block:
-        """Shorten a block to `size`; the rest of it becomes its next neighbour, which is on no list yet."""
+        """Split a block after `size` bytes; return the second part, which is on no list yet."""
         rest = Block(block.address + size, block.size - size, self.small, state)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
@@ -247,13 +247,13 @@ class _FixedPool(_Blocks):
         self._next_address = 0
 
     def grow(self, size: int) -> tuple[Block, int]:
-        """A new segment as one block in use, and the bytes that it takes."""
+        """Allocate a segment as one used block; return it and its bytes."""
         block = Block(self._next_address, segment_size(size), self.small, _USED)
         self._next_address += block.size
         return block, block.size
 
     def release(self) -> int:
-        """Give back the segments that are free as a whole; their bytes."""
+        """Release all segments that are entirely free; return their bytes."""
         blocks = [self._at[address] for _, address in self.free]
         whole = [block for block in blocks if block.previous is None and block.next is None]
         for block in whole:
@@ -270,7 +270,7 @@ class _ExpandablePool(_Blocks):
         self._unbacked = [Block(0, _ADDRESSES, small, _UNBACKED)]  # by address; never adjacent to each other
 
     def take(self, size: int) -> Block | None:
-        """The smallest free block that is large enough; one that can grow counts with what it can grow to."""
+        """Take the smallest free block that is large enough; a block that can grow is compared by its possible size."""
         free = self.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -287,7 +287,7 @@ class _ExpandablePool(_Blocks):
         return block
 
     def grow(self, size: int) -> tuple[Block, int]:
-        """A block in use of at least `size` bytes at the lowest address that has room, and the bytes newly backed."""
+        """Allocate `size` bytes or more at the lowest possible address; return the block and the newly backed bytes."""
         block, added = self._room(size), 0
         if block.state == _UNBACKED:
             added += self._back(block, min(size, block.size))
@@ -301,12 +301,12 @@ class _ExpandablePool(_Blocks):
         return block, added
 
     def release(self) -> int:
-        """Give back every page that is free as a whole; their bytes."""
+        """Release all pages that are entirely free; return their bytes."""
         large_enough = self.free[bisect_left(self.free, (self._page, 0)) :]
         return sum(self._unback(self._at[address]) for _, address in large_enough)
 
     def _room(self, size: int) -> Block:
-        """The first block, free or not backed, from which on `size` bytes are not in use."""
+        """The first free or unbacked block from which `size` contiguous bytes are unused."""
         for unbacked in self._unbacked:
             start = unbacked.previous
             first = start if start is not None and start.state == _FREE else unbacked
@@ -317,10 +317,10 @@ class _ExpandablePool(_Blocks):
                 block = block.next
             if room >= size:
                 return first
-        raise AssertionError("the range of addresses is used up")
+        raise AssertionError("the address range is exhausted")
 
     def _back(self, block: Block, size: int) -> int:
-        """Back the first pages of a block, which becomes free and one with its free neighbours; their bytes."""
+        """Back the first pages of a block, free it and merge it with free neighbours; return the bytes of the pages."""
         added = -(-size // self._page) * self._page
         index = bisect_left(self._unbacked, block.address, key=_address)
         if added < block.size:
@@ -331,7 +331,7 @@ class _ExpandablePool(_Blocks):
         return added
 
     def _unback(self, block: Block) -> int:
-        """Take the pages away that lie within a free block; their bytes."""
+        """Unmap the pages that lie entirely within a free block; return their bytes."""
         begin = -(-block.address // self._page) * self._page
         end = (block.address + block.size) // self._page * self._page
         if begin >= end:
@@ -353,7 +353,7 @@ class _ExpandablePool(_Blocks):
         insort(self.free, (block.size, block.address))
 
     def _join_unbacked(self, block: Block) -> None:
-        """Put a block among the unbacked ones, one with its neighbours of that kind."""
+        """Add a block to the unbacked list, merged with unbacked neighbours."""
         index = bisect_left(self._unbacked, block.address, key=_address)
         before, after = block.previous, block.next
         if after is not None and after.state == _UNBACKED:
@@ -379,13 +379,13 @@ def _address(block: Block) -> int:
 
 
 def _reach(block: Block) -> int:
-    """What a block can grow to."""
+    """The size that a block can grow to."""
     following = block.next
     return block.size + (following.size if following is not None and following.state == _UNBACKED else 0)
 
 
 def _feed(allocator: CachingAllocator, events: Sequence[Event]) -> int:
-    """Let an allocator serve the events; the index of the one that reached the peak."""
+    """Replay events on an allocator; return the index of the event that reached the peak."""
     held: dict[int, Block] = {}
     peak, peak_at = 0, -1
     for index, (storage, size) in enumerate(events):
@@ -399,7 +399,7 @@ def _feed(allocator: CachingAllocator, events: Sequence[Event]) -> int:
 
 
 def _shortfall(events: Sequence[Event], cap: int, expandable: bool = True) -> int:
-    """0 where the events succeed under the limit, else the limit that would have let the failing request through."""
+    """0 if the events succeed under the limit, else the limit that the failing request needs."""
     try:
         _feed(CachingAllocator(expandable, cap), events)
     except OverCap as failure:
@@ -408,12 +408,12 @@ def _shortfall(events: Sequence[Event], cap: int, expandable: bool = True) -> in
 
 
 def smallest_cap(events: Sequence[Event], allocated_peak: int, *, expandable: bool = True) -> int:
-    """The smallest limit that the events run under: one that succeeds, where one step less fails.
+    """The smallest limit that the events run under, in steps of 16 MiB.
 
-    A failure says which limit would have let its request through: the next one to try, unless the strides, which
-    double, lead further. What lies between the first success and the last failure is halved until one step is left.
+    A failure reports the limit that its request needs. The next limit to try is that one or a stride further, where
+    strides double; then a binary search between the last failure and the first success.
     """
-    fails = (allocated_peak - 1) // CAP_STEP  # less than what is in use at once cannot succeed
+    fails = (allocated_peak - 1) // CAP_STEP  # the limit cannot be less than the peak in use
     runs, stride = fails + 1, 1
     while wanted := _shortfall(events, runs * CAP_STEP, expandable):
         fails, runs, stride = runs, max(runs + stride, -(-wanted // CAP_STEP)), 2 * stride

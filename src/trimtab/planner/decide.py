@@ -47,16 +47,16 @@ class StepPlanner(Protocol):
     def space(self) -> Space: ...  # noqa: D102
 
     def choose(self, *, thorough: bool = False) -> Ladder:
-        """The fastest specification that fits, and what else was predicted."""
+        """Search for the fastest specification that fits; the ladder contains all predictions."""
 
     def prediction(self, spec: StepSpec) -> Prediction:
         """The memory of a step."""
 
     def needed_bytes(self, row: Row) -> int:
-        """The smallest limit of the allocator under which a row runs."""
+        """The smallest allocator limit under which a row runs."""
 
     def changes(self, row: Row) -> Iterator[Change]:
-        """What could be written so that it fits."""
+        """Changes to the settings that may make it fit."""
 
 
 def choose_row(planner: StepPlanner, *, always_explains: bool = False, prefix: str = "") -> Row:
@@ -85,7 +85,7 @@ def choose_row(planner: StepPlanner, *, always_explains: bool = False, prefix: s
 
 
 def explain_failure(planner: StepPlanner, row: Row) -> str:
-    """How much the smallest row needs too much, and what would fit."""
+    """Error text for a run that does not fit: by how much the smallest row exceeds the budget, and what would fit."""
     target = planner.target
     smallest = rung(row, planner.needed_bytes(row), None)
     reference = planner.space.reference()
@@ -97,7 +97,7 @@ def explain_failure(planner: StepPlanner, row: Row) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """How the steps of a run are made, and what was predicted for them."""
+    """The specification of a run's steps, and its prediction."""
 
     spec: StepSpec
     outlook: Outlook | None = None
@@ -113,19 +113,19 @@ def decide(
     has_own_loss: bool = False,
     stored: Plan | None = None,
 ) -> Decision:
-    """Decide what a recipe leaves to `auto`.
+    """Choose values for everything that a recipe leaves at `auto`.
 
-    On a GPU, and wherever a budget is given, by a search; a resumed run keeps its plan. On a CPU without a budget
+    On a GPU, or with a budget, the planner searches for them; a resumed run keeps its plan. On a CPU without a budget
     nothing is predicted: the batch is one micro-batch, and nothing is recomputed.
 
     Args:
         recipe: The recipe.
-        data: Its task.
-        tokens: Its rows.
+        data: Its data and task.
+        tokens: Its tokenized rows.
         loaded: Its model.
-        engine: Where it trains, and on how many processes.
-        has_own_loss: Whether the loss is a function of the user's.
-        stored: The plan of the run that is resumed.
+        engine: The engine: device and number of processes.
+        has_own_loss: Whether the user passed a loss function.
+        stored: The plan of the run to resume.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.
@@ -185,7 +185,7 @@ def _words_without_plan(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Question:
-    """A recipe with its parts, about which something is to be decided."""
+    """A recipe and its parts, for which a step specification is chosen."""
 
     recipe: Recipe
     data: Data
@@ -204,7 +204,7 @@ class _Question:
         return spec
 
     def with_stored(self, stored: StepSpec) -> StepSpec:
-        """The stored values, but for what the recipe fixes otherwise."""
+        """The stored values, except those that the recipe now sets."""
         case = self.case
         size = stored.micro_batch if self.recipe.memory.micro_batch == "auto" else self._micro_batch()
         return StepSpec.of(size, case.precision, values_with_stored(stored, case))
@@ -212,14 +212,14 @@ class _Question:
     @one_plan_at_a_time()
     @gc_disabled()
     def by_search(self) -> Decision:
-        """What the planner chooses."""
+        """Let the planner choose."""
         planner = self._planner()
         row = choose_row(planner)
         return Decision(row.spec, outlook_of(planner, row))
 
     @cached_property
     def case(self) -> Case:
-        """What the rules of techniques decide by."""
+        """The input of the techniques' rules."""
         size = self._micro_batch()
         return Case(
             self.loaded.model,

@@ -1,4 +1,4 @@
-"""A ladder in words: its rows as a table with bars, why a row was chosen, and what would help where none fits."""
+"""Text of a ladder: a table with bars, the reason for the chosen row, and changes that would help if none fits."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,19 +27,19 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Rung:
-    """A row of the ladder as it is shown.
+    """A row of the ladder with everything that its table shows.
 
     Attributes:
         spec: How the step is made.
-        parts: Bytes by anatomy, with the allocator's slack and what is outside of it.
-        tokens_s: Tokens a second.
-        step_s: Seconds of a step.
-        run_s: Seconds of the whole run; None where its length is not known.
+        parts: Bytes by anatomy, including the allocator's slack and device memory outside the allocator.
+        tokens_s: Tokens per second.
+        step_s: Seconds per step.
+        run_s: Seconds of the whole run; None if its length is not known.
         fits: Whether it runs within the budget.
-        is_chosen: Whether it is the plan.
+        is_chosen: Whether it is the chosen plan.
         is_alternative: Whether it is another method, which is never chosen.
-        most_rows: The largest batch that fits as one micro-batch with these techniques, where that was asked.
-        longest: The longest rows that fit with these techniques and the smallest micro-batch, where that was asked.
+        most_rows: With `--max-batch`, the largest batch that fits as one micro-batch with these techniques.
+        longest: With `--longest`, the longest rows that fit with these techniques and the smallest micro-batch.
     """
 
     spec: StepSpec
@@ -55,17 +55,17 @@ class Rung:
 
     @property
     def total_bytes(self) -> int:
-        """What the device needs."""
+        """Bytes needed on the device."""
         return sum(self.parts.values())
 
 
 def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
-    """A row with what its table says of it.
+    """Build the rung of a search row.
 
     Args:
         row: The row.
-        needed_bytes: The smallest limit of the allocator under which it runs.
-        num_steps: Of the run; None where that is not known.
+        needed_bytes: The smallest allocator limit under which it runs.
+        num_steps: Steps of the run; None if not known.
     """
     estimate = row.estimate
     slack = max(0, needed_bytes - estimate.allocated_bytes)
@@ -79,7 +79,7 @@ def words_of(spec: StepSpec, reference: StepSpec | None = None) -> str:
 
     Args:
         spec: The specification.
-        reference: The recipe's own values, which need no words.
+        reference: The recipe's own values, which are left out of the text.
     """
     method = describe_method(spec)
     others = [words for words in describe(spec, reference or spec) if words not in method]
@@ -87,7 +87,7 @@ def words_of(spec: StepSpec, reference: StepSpec | None = None) -> str:
 
 
 def shown(rungs: Sequence[Rung]) -> list[Rung]:
-    """At most a dozen rungs: what the same levers do better goes first, then what needs most and does not fit."""
+    """At most a dozen rungs. Dropped first: rungs that the same techniques beat, then the largest that do not fit."""
     kept = list(rungs)
     while len(kept) > _MOST_SHOWN:
         own = [one for one in kept if not one.is_alternative]
@@ -100,7 +100,7 @@ def shown(rungs: Sequence[Rung]) -> list[Rung]:
 
 
 def _is_outdone(one: Rung, others: Sequence[Rung]) -> bool:
-    """Whether the same levers fit with more rows, or do not fit with fewer."""
+    """Whether another micro-batch size with the same techniques makes this rung redundant."""
     for other in others:
         if other is not one and other.spec.values == one.spec.values:
             if one.fits and other.fits and other.tokens_s > one.tokens_s:
@@ -141,7 +141,7 @@ def unit_of(sizes: Sequence[int]) -> tuple[int, str]:
 
 
 def bar(parts: Mapping[str, int], budget_bytes: int, whole_bytes: int) -> str:
-    """The anatomy as letters, one for each so many bytes; where the budget ends stands a line."""
+    """The anatomy as a row of letters; `|` marks the end of the budget."""
     width = _WIDE_BAR if shutil.get_terminal_size().columns >= _WIDE_TERMINAL else _NARROW_BAR
     cells, filled = "", 0
     for part, letter in LETTERS.items():
@@ -153,18 +153,18 @@ def bar(parts: Mapping[str, int], budget_bytes: int, whole_bytes: int) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes with two decimals: plans differ in the second."""
+    """Bytes with two decimals; plans often differ in the second."""
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else format_bytes(num_bytes)
 
 
 def legend(rungs: Sequence[Rung]) -> str:
-    """What the letters are, those that occur."""
+    """Explain the letters that occur in the bars."""
     used = [part for part in LETTERS if any(one.parts.get(part) for one in rungs)]
     return "  ".join(f"{LETTERS[part]} {part}" for part in used)
 
 
 def reason(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> str:
-    """One sentence: why the chosen row."""
+    """One sentence: why this row was chosen."""
     chosen = next(one for one in rungs if one.is_chosen)
     room = f"{gib(chosen.total_bytes)} of {gib(budget_bytes)}"
     faster = [one for one in rungs if not one.is_alternative and not one.fits and one.tokens_s > chosen.tokens_s]
@@ -181,11 +181,11 @@ def reason(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> str
 
 @dataclass(frozen=True)
 class Change:
-    """Something that a user could change so that it fits.
+    """A change that the user could make to fit into memory.
 
     Attributes:
-        words: What to write.
-        total_bytes: What it needs then.
+        words: The setting to write.
+        total_bytes: Bytes needed with the change.
         fits: Whether that is within the budget.
     """
 
@@ -197,29 +197,30 @@ class Change:
 def cannot_fit(
     smallest: Rung, name: str, budget_bytes: int, changes: Sequence[Change], reference: StepSpec, most: int = 3
 ) -> str:
-    """By how much it does not fit, and what would.
+    """Error text for a run that does not fit: how much is missing, and changes that would help.
 
     Args:
-        smallest: The plan that needs least.
-        name: The device.
-        budget_bytes: What there is.
-        changes: What was tried; those that fit are named first.
-        reference: The recipe's own values, which need no words.
-        most: How many are named.
+        smallest: The plan that needs the least memory.
+        name: Name of the device.
+        budget_bytes: The budget.
+        changes: Changes that were tried; those that fit are listed first.
+        reference: The recipe's own values, which are not repeated in the text.
+        most: The maximum number of changes to list.
     """
     over = smallest.total_bytes - budget_bytes
-    by = f"{gib(over)} too much" if over > 0 else "with nothing to spare"
+    budget = f"the budget of {gib(budget_bytes)} ({name})"
+    excess = f"{gib(over)} over {budget}" if over > 0 else f"which leaves no reserve in {budget}"
     lines = [
-        f"it does not fit into {gib(budget_bytes)} ({name}): the smallest plan "
-        f"({words_of(smallest.spec, reference)}) needs {gib(smallest.total_bytes)}, {by}"
+        f"does not fit: needs {gib(smallest.total_bytes)}, {excess}, "
+        f"with the smallest plan ({words_of(smallest.spec, reference)})"
     ]
     helping = [one for one in changes if one.fits][:most]
     if helping:
-        lines.append("  what would fit:")
+        lines.append("  would fit with:")
         lines += [f"    {one.words}: {gib(one.total_bytes)}" for one in helping]
     rest = [one for one in changes if not one.fits][: most - len(helping)]
     if rest:
-        lines.append("  still too large:")
+        lines.append("  still too large with:")
         lines += [f"    {one.words}: {gib(one.total_bytes)}" for one in rest]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What a run on a GPU needs of host memory and of the disk."""
+"""Predicts the host memory and the disk space of a run on a GPU."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ from trimtab.planner.trace.recorder import Trace
 from trimtab.techniques.base import HostUse
 
 GIB = 2**30
-# Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured beside an H200.
+# Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured on H200 hosts.
 PROCESS_BYTES = 23 * GIB // 10
-_PAGED_BYTES = 2  # of 8-bit Adam for each number that trains
+_PAGED_BYTES = 2  # of 8-bit Adam state per trainable parameter
 _SPARE_CHECKPOINTS = 1  # one is written before an old one is removed
 
 
@@ -17,13 +17,13 @@ class HostPrediction:
     """Bytes on the host and on the disk.
 
     Attributes:
-        process: What the process takes before it has a model.
-        loading: The weights while they are on their way to the device.
-        kept: What stays in host memory on purpose: embeddings, paged state.
-        snapshot: A copy of what is saved, while it is written.
-        checkpoint: A checkpoint on the disk.
-        model: The model, or its adapter, as it is handed over.
-        num_checkpoints: How many checkpoints are there at once at most.
+        process: The process before it loads a model.
+        loading: The weights until they are on the device.
+        kept: Tensors that techniques keep on the host: embeddings, paged optimizer state.
+        snapshot: The copy of the state that a background save writes from.
+        checkpoint: One checkpoint on disk.
+        model: The exported model or adapter.
+        num_checkpoints: Maximum number of checkpoints on disk.
     """
 
     process: int
@@ -36,23 +36,24 @@ class HostPrediction:
 
     @property
     def memory(self) -> int:
-        """The most host memory at once: while loading, or while saving."""
+        """Peak host memory, either while loading or while saving."""
         return self.process + max(self.loading, self.kept + self.snapshot)
 
     @property
     def disk(self) -> int:
-        """The most disk space at once."""
-        return self.num_checkpoints * self.checkpoint + 2 * self.model  # the best so far, and a better one
+        """Peak disk space."""
+        # twice the model: a better one is written before the previous best is removed
+        return self.num_checkpoints * self.checkpoint + 2 * self.model
 
 
 def predict_host(trace: Trace, *, loaded_bytes: int, use: HostUse, num_kept: int = 2) -> HostPrediction:
-    """Read from a trace what is trained, and what is kept for it.
+    """Predict host memory and disk space from the trainable parameters and optimizer state in a trace.
 
     Args:
         trace: The trace of a training step.
-        loaded_bytes: The weights in the dtype that they are loaded in.
+        loaded_bytes: Bytes of the weights in the dtype that they are loaded in.
         use: What techniques change.
-        num_kept: Checkpoints that are kept; 0 where none is written.
+        num_kept: Number of checkpoints to keep; 0 if none is written.
     """
     trained = sum(trace.births[storage].size for storage in trace.gradients)
     state = sum(birth.size for birth in trace.births.values() if birth.part == "state")

@@ -1,7 +1,7 @@
-"""The largest batch that a DataLoader of the user's will give, looked at without iterating it.
+"""Finds the largest batch of a user's DataLoader without iterating it.
 
-Rows are read from its dataset and put through its `collate_fn`. Its sampler is not touched, and every generator that
-reading or collating draws from is put back: the loop sees the batches that it would have seen.
+Rows are read from its dataset and collated by its `collate_fn`. Its sampler is not used, and the state of every random
+generator involved is restored, so the loop sees the same batches as without this.
 """
 
 import copy
@@ -20,19 +20,19 @@ _MOST_ROWS_READ = 512
 
 
 class NoBatch(Exception):
-    """A batch cannot be known before the loop asks for it; says why."""
+    """The largest batch cannot be determined in advance; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """What a model will be given.
+    """The largest batch of a loader, as inputs of the model.
 
     Attributes:
         inputs: The batch, its tensors on meta.
-        rows: How many there are in it.
-        length: Tokens of each, padding included; None where rows have no length.
-        is_padded: Whether some batches have padding.
-        origin: Which rows these are, in words.
+        rows: Number of rows.
+        length: Tokens per row, including padding; None if rows have no length.
+        is_padded: Whether some batches contain padding.
+        origin: Description of the rows, for messages.
     """
 
     inputs: dict[str, Any]
@@ -42,7 +42,7 @@ class LargestBatch:
     origin: str
 
     def resized(self, *, rows: int | None = None, length: int | None = None) -> "LargestBatch":
-        """The same with fewer rows, or shorter ones."""
+        """The same batch with fewer or shorter rows."""
         new_rows, new_length = rows or self.rows, length or self.length
 
         def of(value: Any) -> Any:
@@ -62,25 +62,25 @@ class LargestBatch:
 
 
 def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
-    """The batch of a loader with the longest rows among those that are looked at.
+    """Build the batch with the longest rows of a loader, from a sample of at most 512 rows.
 
     Args:
-        loader: The loader; it stays as it is.
-        num_parts: Among how many processes a batch is divided.
+        loader: The loader; it is not changed.
+        num_parts: Number of processes that share a batch.
 
     Raises:
-        NoBatch: It cannot be known, or is not what a model takes by name.
+        NoBatch: It cannot be determined, or it is not a mapping of the model's inputs.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise NoBatch("the loader reads a stream, whose rows are not known before they come")
+        raise NoBatch("the loader reads a stream, whose rows are not known in advance")
     with preserve_host_random_state():
         dataset, collate = _with_own_generators(dataset), _with_own_generators(loader.collate_fn)
         if loader.batch_sampler is None:  # rows come one by one, or the dataset makes batches
-            return _seen(collate(dataset[0]), 1, None, "the first that the dataset gives")
+            return _seen(collate(dataset[0]), 1, None, "the first of the dataset")
         size = getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(size, int):
-            raise NoBatch(f"the loader's {type(loader.batch_sampler).__name__} does not say how large batches are")
+            raise NoBatch(f"the loader's {type(loader.batch_sampler).__name__} has no batch_size")
         total = len(dataset)
         if not total:
             raise NoBatch("the loader has no rows")
@@ -92,7 +92,7 @@ def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
         batch = collate([rows[index] for index in chosen])
     if not any(lengths):
         return _seen(batch, count, None, f"the first of {total:,}")
-    of_all = f"all {total:,}" if num_read == total else f"{num_read:,} that were looked at, of {total:,}"
+    of_all = f"all {total:,}" if num_read == total else f"a sample of {num_read:,} of {total:,}"
     is_uneven = count > 1 and any(length != lengths[0] for length in lengths)
     return _seen(batch, count, is_uneven, f"the longest of {of_all}")
 
@@ -104,7 +104,7 @@ def _read(dataset: Any, indices: list[int]) -> list[Any]:
 
 
 def _with_own_generators(thing: Any) -> Any:
-    """A shallow copy whose generators are copies, too; what has none of its own is as it was."""
+    """A shallow copy with copies of its random generators; the object itself if it has none."""
     held = getattr(thing, "__dict__", None)
     if not held or isinstance(thing, type | FunctionType):
         return thing
@@ -126,7 +126,7 @@ def _copied(generator: Any) -> Any:
 
 
 def _lengths_of(row: Any) -> dict[Any, int]:
-    """How long each field of a row is; a single number has no length."""
+    """The length of every field of a row that is a sequence."""
     if isinstance(row, Mapping):
         fields = list(row.items())
     elif isinstance(row, list | tuple):
@@ -143,7 +143,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _longest(lengths: Sequence[dict[Any, int]], count: int) -> list[int]:
-    """The positions of the longest rows; the longest of every field is among them, because a batch is padded to it."""
+    """Positions of the longest rows, including the longest of every field, because a batch is padded to it."""
     names = list(dict.fromkeys(name for row in lengths for name in row))
     if not names:
         return list(range(count))
@@ -156,8 +156,8 @@ def _longest(lengths: Sequence[dict[Any, int]], count: int) -> list[int]:
 def _seen(batch: Any, rows: int, is_uneven: bool | None, origin: str) -> LargestBatch:
     if not isinstance(batch, Mapping) and not hasattr(batch, "items"):
         raise NoBatch(
-            f"the loader gives a {type(batch).__name__}, which does not say by name what the model is given"
-            " (a collate_fn that returns a dict does)"
+            f"the loader returns batches of type {type(batch).__name__}, without the names of the model's inputs;"
+            " use a collate_fn that returns a dict"
         )
     values = dict(batch.items())
     mask = values.get("attention_mask")

@@ -1,4 +1,4 @@
-"""What a step needs of memory: the peak of its trace, split by anatomy, and what the allocator makes of it."""
+"""Predicts the memory of a step: the peak of its trace, split by anatomy, and the allocator limit that it needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and l
 class Moment:
     """The memory in use at one moment of the step."""
 
-    position: float  # 0 is the beginning of the step, 1 its end
+    position: float  # 0 = start of the step, 1 = end
     stage: str
     num_bytes: int
 
@@ -25,11 +25,11 @@ class Prediction:
     """The memory of one training step on a GPU.
 
     Attributes:
-        allocated: The peak of what tensors take, as `torch.cuda.max_memory_allocated` counts it.
-        parts: The same by anatomy, at the moment of the peak.
-        stage: In which stage of the step that is.
-        outside: Bytes of the device that the allocator does not manage.
-        trace: What it was read from.
+        allocated: Peak bytes of tensors, as `torch.cuda.max_memory_allocated` counts them.
+        parts: The same bytes by anatomy, at the moment of the peak.
+        stage: Stage of the step in which the peak occurs.
+        outside: Device bytes that the allocator does not manage, such as the CUDA context.
+        trace: The trace that it was computed from.
         expandable: Whether the allocator has expandable segments.
     """
 
@@ -42,44 +42,44 @@ class Prediction:
 
     @cached_property
     def needed(self) -> int:
-        """The smallest limit of the allocator under which the step runs."""
+        """The smallest allocator limit under which the step runs."""
         return smallest_cap(self.trace.events, _peak(self.trace.events)[0], expandable=self.expandable)
 
     @cached_property
     def reserved(self) -> int:
-        """What the allocator takes where memory is plentiful."""
+        """Bytes that the allocator reserves without a limit."""
         return peaks(self.trace.events, expandable=self.expandable)[1]
 
     @property
     def total(self) -> int:
-        """What the device needs: the allocator's limit and what is outside of it."""
+        """Bytes needed on the device: the allocator limit plus memory outside the allocator."""
         return self.needed + self.outside
 
     def fits(self, budget: int) -> bool:
-        """Whether the step runs in so many bytes of the device, without looking for the smallest limit."""
+        """Whether the step runs within a budget in bytes; cheaper than `needed`, which searches for a limit."""
         room = budget - self.outside
-        if self.expandable and room < self.allocated:  # fixed segments may keep smaller rests under a limit
+        if self.expandable and room < self.allocated:  # fixed segments may keep smaller remainders under a limit
             return False
         return runs_under(self.trace.events, room, expandable=self.expandable)
 
     def with_fixed_segments(self) -> "Prediction":
-        """The same step where the allocator has fixed segments: blocks keep rests of up to 1 MiB, counted as in use."""
+        """The same step with fixed segments: blocks keep remainders of up to 1 MiB, which count as allocated."""
         allocated, _ = peaks(self.trace.events, expandable=False)
         kept = allocated - sum(self.parts.values())
         parts = {**self.parts, "temporaries": self.parts["temporaries"] + kept}
         return replace(self, allocated=allocated, parts=parts, expandable=False)
 
     def timeline(self, num_points: int = 200) -> list[Moment]:
-        """The memory in use over the step, thinned out to the highest of each stretch."""
+        """Allocated memory over the step, downsampled by the maximum of each interval."""
         return _timeline(self.trace, num_points)
 
 
 def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
-    """Read the peak of a traced step.
+    """Predict the memory of a traced step.
 
     Args:
-        trace: The step, with everything that was there before.
-        with_kernels: Whether kernels of Triton or bitsandbytes are loaded.
+        trace: The step, with everything allocated before it.
+        with_kernels: Whether Triton or bitsandbytes kernels are loaded.
     """
     peak, position = _peak(trace.events)
     return Prediction(
@@ -91,10 +91,10 @@ def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
     )
 
 
-def beside_library_of(trace: Trace, other: Trace) -> Trace:
-    """A trace with the work memory that libraries have kept since another one, which came before."""
+def with_library_memory(trace: Trace, earlier: Trace) -> Trace:
+    """Add the workspaces to a trace that libraries such as cuBLAS allocated in an earlier one and still hold."""
     known = {birth.op for birth in trace.births.values() if birth.part == "library"}
-    kept = [birth for birth in other.births.values() if birth.part == "library" and birth.op not in known]
+    kept = [birth for birth in earlier.births.values() if birth.part == "library" and birth.op not in known]
     first = 1 + max(trace.births, default=0)
     births = {first + number: birth for number, birth in enumerate(kept)}
     events = tuple(Event(storage, birth.size) for storage, birth in births.items())

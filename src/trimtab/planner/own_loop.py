@@ -1,4 +1,4 @@
-"""`Engine(memory_budget=…)`: how the loop of a user stays within a budget, decided when it is prepared.
+"""`Engine(memory_budget=…)`: keeps a user's own loop within a budget; decides in `Engine.prepare`.
 
 The step is traced on a copy of the user's model without weights (`trace/own_step.py`), with the largest batch of the
 loader. Exact techniques are searched first, those that change results slightly only where these do not fit, and every
@@ -105,10 +105,10 @@ class OwnLoop:
             except DoesNotFit as error:
                 return str(error)
             except (NoBatch, RecipeError) as error:
-                say(f"memory_budget: nothing is predicted, and nothing is changed: {error}; {self._held}")
+                say(f"memory_budget: no prediction, nothing is changed: {error}; {self._held}")
             except Exception as error:  # a model that cannot be traced may train all the same
                 what = summarize_error(error)
-                say(f"memory_budget: this step cannot be traced ({what}), and nothing is changed; {self._held}")
+                say(f"memory_budget: the step cannot be traced ({what}), nothing is changed; {self._held}")
             return None
 
         found = engine.decide_on_main_process(decide)
@@ -151,7 +151,7 @@ class OwnLoop:
         return target.without_loaded(model) if target.is_cpu else target
 
     def _limits(self, engine: Engine, step: OwnStep, optimizer: torch.optim.Optimizer, target: Target) -> Iterator[str]:
-        """What a reader of the figures has to know."""
+        """Limits of the prediction, for the log."""
         yield "the micro-batch size stays that of the loop"
         if step.has_loss:
             yield "work of the loop besides model(**batch).loss, and evaluation, is not predicted"
@@ -168,7 +168,7 @@ class OwnLoop:
             yield target.note
         yield self._held
 
-    # ------------------------------------------------------------------ what follows
+    # ------------------------------------------------------------------ apply the decision
 
     def _apply(self, engine: Engine, chosen: Chosen, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         model, optimizer, _ = _trained(parts)
@@ -220,11 +220,11 @@ class _LoopPlanner:
 
     @cached_property
     def space(self) -> Space:
-        """What the loop allows, with what changes results slightly."""
+        """All specifications, including those that change results slightly."""
         return Space((self._batch.rows,), self._case.precision, axes_of(self._case))
 
     def choose(self, *, thorough: bool = False) -> Ladder:
-        """Exact techniques first; what changes results slightly only where these do not fit."""
+        """Search exact techniques first, and those that change results slightly only if none of these fits."""
         room, axes = self.target.room(SPARE), self.space.axes
         exact = [replace(a, values=a.values[:1]) if a.technique.effect == "rounding" else a for a in axes]
         found = search(replace(self.space, axes=tuple(exact)), self._estimate, room=room)
@@ -247,18 +247,18 @@ class _LoopPlanner:
         return replace(found, outside=found.outside + self.other_bytes)
 
     def needed_bytes(self, row: Row) -> int:
-        """The smallest limit of the allocator under which a row runs."""
+        """The smallest allocator limit under which a row runs."""
         return self.target.needed_bytes(self.prediction(row.spec))
 
     def total_bytes(self, spec: StepSpec, batch: LargestBatch | None = None) -> int:
-        """All that the device needs."""
+        """All bytes needed on the device."""
         found = self.prediction(spec, batch)
         return self.target.needed_bytes(found) + found.outside
 
-    # ------------------------------------------------------------------ what would fit
+    # ------------------------------------------------------------------ changes that would fit
 
     def changes(self, row: Row) -> Iterator[Change]:
-        """What could be written so that it fits, the least change first."""
+        """Changes to the loop that may make it fit, the least change first."""
         spec, batch = row.spec, self._batch
         if batch.rows > 1:
             rows = self._largest(spec, lambda rows: batch.resized(rows=rows), batch.rows)
@@ -302,7 +302,7 @@ def _in_bytes(budget: str | int, device: torch.device) -> int:
     if budget == "auto":
         found = resolve_budget("auto", device)
         if found is None:
-            raise RecipeError(f"nobody can say what {device} has free", 'memory_budget="8GiB"')
+            raise RecipeError(f"the free memory of {device} is not known", 'memory_budget="8GiB"')
         return found
     wanted, total = parse_bytes(budget), total_memory(device)
     if total and wanted > total:
@@ -314,10 +314,10 @@ def _in_bytes(budget: str | int, device: torch.device) -> int:
 
 
 def _trained(parts: tuple[Any, ...]) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
-    """The model that trains, its optimizer, and the loader that comes first.
+    """Find the trained model, its optimizer, and the first loader among prepared parts.
 
     Raises:
-        NoBatch: One of them is missing, or there are several.
+        NoBatch: One is missing, or there are several optimizers or trained models.
     """
     optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     loaders = [part for part in parts if isinstance(part, DataLoader)]
@@ -325,7 +325,7 @@ def _trained(parts: tuple[Any, ...]) -> tuple[torch.nn.Module, torch.optim.Optim
     if missing:
         raise NoBatch(f"prepare was given a model without {' and '.join(missing)}; one call with all of them is needed")
     if len(optimizers) > 1:
-        raise NoBatch(f"{len(optimizers)} optimizers take turns in a way that only the loop knows")
+        raise NoBatch(f"prepare was given {len(optimizers)} optimizers; one is supported")
     (optimizer,) = optimizers
     if isinstance(optimizer, PreparedOptimizer):
         raise NoBatch("the optimizer was prepared before its model")
@@ -338,7 +338,7 @@ def _trained(parts: tuple[Any, ...]) -> tuple[torch.nn.Module, torch.optim.Optim
 
 
 def _other_bytes(device: torch.device, model: torch.nn.Module, parts: tuple[Any, ...]) -> int:
-    """What lies on a GPU beside the model that trains, or will; on a CPU the process's memory counts it already."""
+    """Bytes on a GPU, now or later, other than the trained model; 0 on a CPU, where process memory includes them."""
     if device.type == "cpu":
         return 0
     own = sum(parameter.nbytes for parameter in model.parameters() if parameter.device == device)
@@ -348,7 +348,7 @@ def _other_bytes(device: torch.device, model: torch.nn.Module, parts: tuple[Any,
 
 
 def _tell_schedules(before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> None:
-    """Schedules hold the optimizer that they were made with, and look whether it has stepped."""
+    """Keep schedules working: they hold the original optimizer and check whether it has stepped."""
 
     def stepped(*_: Any) -> None:
         before._opt_called = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The memory of one step, asked for by its settings alone: no recipe, no data, no GPU."""
+"""Predicts the memory of one step from its settings alone: no recipe, no data, no GPU."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -102,13 +102,13 @@ def _check_words(gpu: str, mask: str, code: str, implementation: str | None) -> 
         if word not in words:
             raise RecipeError(f"{name}={word!r} is not known", f"one of {', '.join(words)}")
     if implementation is not None and code == "trimtab":
-        raise RecipeError("implementation is a plain loop's to choose", 'code="transformers", or leave it out')
+        raise RecipeError('implementation has no effect with code="trimtab"', 'code="transformers", or leave it out')
 
 
 def _check_numbers(numbers: dict[str, int]) -> None:
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
-            raise RecipeError(f"{name}={number!r} is no number of anything", f"{name}=1 or more")
+            raise RecipeError(f"{name}={number!r} is not a positive integer", f"{name}=1 or more")
 
 
 def _check_techniques(asked: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _recipe(model: str | Mapping[str, Any], task: str, precision: str, asked: Ma
     values: dict[str, Any] = {
         "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
         "task": task,
-        "data": {"train": "rows.jsonl"},  # which is not read
+        "data": {"train": "rows.jsonl"},  # required, never read
         "train": {"precision": precision},
         "memory": {},
     }
@@ -175,7 +175,7 @@ def _plain_step(
 
 
 def _plain_options(recipe: Recipe, target: Target, num_micro: int) -> dict[str, Any]:
-    """The arguments of a plain loop, which knows few techniques."""
+    """The arguments of a plain loop, which supports few techniques."""
     planner = RecipePlanner(recipe, named_task(recipe), target, OneLength(1))
     options: dict[str, Any] = {}
     beyond = ["micro-batches"] if num_micro > 1 else []
@@ -187,11 +187,11 @@ def _plain_options(recipe: Recipe, target: Target, num_micro: int) -> dict[str, 
         else:
             options |= found
     if beyond:
-        raise RecipeError(f"a plain loop has no {', '.join(beyond)}", 'code="trimtab"')
+        raise RecipeError(f'code="transformers" does not support {", ".join(beyond)}', 'code="trimtab"')
     return options
 
 
 def _check_length(model: Any, shape: BatchShape) -> None:
     limit, longest = max_positions(model), max(shape.length, shape.target_length or 0)
     if limit is not None and longest > limit:
-        raise RecipeError(f"{longest} tokens are more than the model's {limit} positions", f"at most {limit}")
+        raise RecipeError(f"{longest} tokens exceed the model's {limit} positions", f"length={limit} or less")

@@ -16,7 +16,7 @@ from trimtab.model.load import max_positions
 from trimtab.model.nf4 import num_weights
 from trimtab.planner.explain import Change
 from trimtab.planner.host import HostPrediction, predict_host
-from trimtab.planner.memory import Prediction, beside_library_of, predict
+from trimtab.planner.memory import Prediction, predict, with_library_memory
 from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
 from trimtab.planner.target import SPARE, Target
@@ -43,7 +43,7 @@ _MOST_LENGTH, _MOST_ROWS = 2**20, 2**16
 
 @dataclass(frozen=True)
 class _Variant:
-    """A recipe with one choice of method, and what was traced for it."""
+    """A recipe with one method, and its tracer."""
 
     recipe: Recipe
     tracer: StepTracer
@@ -54,13 +54,13 @@ class RecipePlanner:
 
     Args:
         recipe: What it fixes is kept; what it leaves to `auto` is searched.
-        task: What the step computes.
+        task: The task, which determines head and loss.
         target: The device and its budget.
-        lengths: How long rows are.
-        num_processes: Over which a batch is spread.
-        has_own_loss: Whether the loss is a function of the user's.
+        lengths: Lengths of the rows.
+        num_processes: Number of processes that share a batch.
+        has_own_loss: Whether the user passed a loss function.
         find_head_problem: See `trimtab.techniques.base.Case`.
-        is_here: Whether the run follows on this machine, so that only installed packages are a choice.
+        is_here: Whether the run will be on this machine: techniques then need their packages installed.
         tokenizer: The tokenizer of the run, whose size the model is adapted to.
     """
 
@@ -96,7 +96,7 @@ class RecipePlanner:
 
     @cached_property
     def case(self) -> Case:
-        """What the rules of techniques decide by."""
+        """The input of the techniques' rules."""
         return self._case(method_values(self.recipe))
 
     @cached_property
@@ -137,7 +137,7 @@ class RecipePlanner:
         return precision
 
     def _variant(self, method: Mapping[str, str]) -> _Variant:
-        """The recipe with another method: one that the user may choose, and the planner never does."""
+        """The recipe with another method, which only the user may choose."""
         key = tuple(sorted(method.items()))
         if key not in self._variants:
             recipe, own = self.recipe, method_values(self.recipe)
@@ -157,7 +157,7 @@ class RecipePlanner:
     def prediction(self, spec: StepSpec, shape: BatchShape | None = None, batch_size: int | None = None) -> Prediction:
         """The memory of a step, and its trace.
 
-        Two micro-batches stand for more: from the second on, gradients are there already.
+        Two micro-batches represent any larger number: from the second on, gradients are already allocated.
 
         Args:
             spec: How the step is made.
@@ -176,7 +176,7 @@ class RecipePlanner:
     def evaluation(self, spec: StepSpec) -> tuple[int, Prediction] | None:
         """The largest evaluation batch that fits while training keeps its memory, and its prediction.
 
-        Not more rows than the recipe says, and one row where nothing fits; None where no rows are held out.
+        At most the recipe's evaluation batch size, at least one row; None if there is no evaluation data.
         """
         known = self.recipe.evaluate.batch_size or max(spec.micro_batch * self._num_processes, 8)
         rows, found = math.ceil(known / self._num_processes), None
@@ -188,7 +188,7 @@ class RecipePlanner:
             rows = shape.rows
             with muted():
                 trace = self.tracer(spec).trace_evaluation(spec, shape)
-            found = self._predicted(spec, beside_library_of(trace, self.prediction(spec).trace))
+            found = self._predicted(spec, with_library_memory(trace, self.prediction(spec).trace))
         return rows, found
 
     def _predicted(self, spec: StepSpec, trace: Trace) -> Prediction:
@@ -223,7 +223,7 @@ class RecipePlanner:
         return Estimate(fits, found.allocated, found.outside, found.parts, seconds, tokens / seconds)
 
     def needed_bytes(self, row: Row) -> int:
-        """The smallest limit of the allocator under which a row runs."""
+        """The smallest allocator limit under which a row runs."""
         return self.target.needed_bytes(self.prediction(row.spec))
 
     def _step_seconds(self, trace: Trace, rows: int) -> float:
@@ -233,18 +233,18 @@ class RecipePlanner:
         before, again = _scaled(before, share), _scaled(again, share)
         if num_micro == 1 or not again:
             return step_seconds([*before, *again, *after], device, tf32=tf32).seconds
-        # the first micro-batches fill the queue of the device; then each takes as long as the one before it
+        # the first micro-batches fill the device queue; every later one takes equally long
         once, twice = (step_seconds([*before, *again * times, *after], device, tf32=tf32).seconds for times in (1, 2))
         return once + (num_micro - 2) * (twice - once)
 
     # ------------------------------------------------------------------ questions
 
     def choose(self, *, thorough: bool = False) -> Ladder:
-        """The fastest specification that fits, and what else was predicted."""
+        """Search for the fastest specification that fits; the ladder contains all predictions."""
         return search(self.space, self.estimate, room=self.target.room(SPARE), thorough=thorough)
 
     def other_methods(self) -> Iterator[tuple[str, Row]]:
-        """What other methods would need, the fastest of each that fits: the words for it, and its row."""
+        """The fastest row that fits for every other method, with the setting that selects the method."""
         reference = self.space.reference()
         for technique in TECHNIQUES:
             if technique.effect == "method":
@@ -265,7 +265,7 @@ class RecipePlanner:
         return (found.chosen or found.smallest) if found.rows else None
 
     def changes(self, row: Row) -> Iterator[Change]:
-        """What could be written so that it fits, the least change first."""
+        """Changes to the recipe that may make it fit, the least change first."""
         length = self.longest(row.spec, most=self.lengths.longest - 1)
         if length is not None:
             shape = replace(self.lengths.shape(row.spec.micro_batch), length=length)

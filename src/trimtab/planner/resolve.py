@@ -19,13 +19,13 @@ from trimtab.recipe.schema import Recipe
 def resolve_run(
     asked: Recipe, engine: Engine, resumed: Path | None, loss: Callable[..., Any] | None = None
 ) -> ResolvedRun:
-    """Read the data of a recipe, load its model, and decide what it leaves open.
+    """Read the data of a recipe, load its model, and resolve everything at `auto`.
 
     Args:
         asked: The recipe.
         engine: The engine of the run.
-        resumed: The folder of the run that is resumed: its model and its plan are kept.
-        loss: A loss function of the user's.
+        resumed: The folder of the run to resume, whose model and plan are kept; None for a new run.
+        loss: A loss function passed by the user.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.

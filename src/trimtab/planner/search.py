@@ -20,9 +20,9 @@ class Estimate:
     """The prediction for a specification.
 
     Attributes:
-        fits: Whether it runs within the budget, with a little to spare.
+        fits: Whether it runs within the budget, less a small reserve.
         allocated_bytes: The peak of allocated tensors.
-        outside_bytes: What the device needs outside the allocator.
+        outside_bytes: Device memory outside the allocator.
         parts: The peak by anatomy.
         step_s: Seconds of an optimizer step.
         tokens_s: Tokens per second.
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def least_bytes(self) -> int:
-        """What the device needs at least; the allocator adds a little."""
+        """Lower bound of the bytes needed on the device; the allocator adds a little."""
         return self.estimate.allocated_bytes + self.estimate.outside_bytes
 
 
@@ -116,7 +116,7 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
 
     Args:
         space: What may be chosen.
-        predict: Predicts a specification, or returns None where the model does not allow it; called once for each.
+        predict: Predicts a specification, or returns None if the model does not support it; called once for each.
         room: Bytes of the budget, to guess by.
         thorough: Also predict specifications that cannot be chosen any more, down to the smallest.
 
@@ -163,7 +163,7 @@ def _is_faster(row: Row, best: Row) -> bool:
 
 
 def _look_one_step_down(best: Row, space: Space, look: Callable[[StepSpec], Row | None]) -> None:
-    """The next smaller micro-batch with the same techniques, to be shown."""
+    """Predict the next smaller micro-batch with the same techniques, to show it in the ladder."""
     smaller = [size for size in space.micro_batches if size < best.spec.micro_batch]
     if smaller:
         look(best.spec.with_micro_batch(smaller[0]))
@@ -216,20 +216,20 @@ def _guess(sizes: Sequence[int], fits: Row, fails: Row, room: int) -> int:
 def largest(
     measure: Callable[[int], tuple[int, bool]], room: int, *, first: int, most: int, step: int = 1
 ) -> int | None:
-    """The largest number that fits, where memory grows with it, in few measurements.
+    """Find the largest number that fits, in few measurements; memory must grow with the number.
 
     Args:
         measure: The bytes of a number, and whether it fits.
-        room: Bytes that there are, to guess by.
-        first: Where to begin.
-        most: Nothing larger is tried.
-        step: Only multiples of it are tried.
+        room: Available bytes, for the linear guess.
+        first: The first number to try.
+        most: The upper limit.
+        step: Try only multiples of it.
 
     Returns:
-        The number; None where even `step` does not fit.
+        The number; None if even `step` does not fit.
     """
     known: dict[int, int] = {}  # in steps, as everything here
-    low, high = 0, most // step + 1  # what lies between them is open
+    low, high = 0, most // step + 1  # numbers strictly between them are undecided
     at = first // step
     while high - low > 1:
         at = min(max(at, low + 1), high - 1)
@@ -237,7 +237,7 @@ def largest(
         low, high = (at, high) if fits else (low, at)
         if len(known) < 2:
             at = at * 2 if fits else at // 2
-        elif len(known) % _MOST_BY_LINE == 0:  # no line, it seems
+        elif len(known) % _MOST_BY_LINE == 0:  # apparently not linear
             at = (low + high) // 2
         else:
             at = int(_crossing(known, room, low, high))
@@ -245,7 +245,7 @@ def largest(
 
 
 def _crossing(known: Mapping[int, int], room: int, low: int, high: int) -> float:
-    """Where a line reaches the limit: the one between what fits and what does not, else through the two nearest."""
+    """Interpolate where memory reaches the limit: between `low` and `high` if known, else by the two nearest."""
     nearest = sorted(known, key=lambda number: abs(known[number] - room))
     one, other = (low, high) if low in known and high in known else nearest[:2]
     slope = (known[other] - known[one]) / (other - one)

@@ -1,4 +1,4 @@
-"""The device that a plan is made for: the one that is here, or a known one that is not."""
+"""The device that a plan is made for: one in this machine, or one from the catalog."""
 
 import os
 from dataclasses import dataclass, replace
@@ -23,27 +23,27 @@ from trimtab.units import format_bytes, parse_bytes
 
 SPARE = 0.02  # share of a budget that a plan leaves free
 _ROCM = {"mi300x"}
-_NOT_CUDA = "figures are those of CUDA's kernels and work memory: those of ROCm were never compared"
+_NOT_CUDA = "predictions assume CUDA kernels and workspaces; they were never compared with measurements on ROCm"
 _FIXED_SEGMENTS = (
-    "figures are those of the allocator's fixed segments, because expandable ones are not set in this process; "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True, or no such variable, needs less memory where torch has them"
+    "predictions are for fixed allocator segments, because expandable segments are off in this process; "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True (or unset) needs less memory where torch supports it"
 )
-# torch computes attention on the CPU without a matrix of all pairs, as its kernel for old GPUs does
+# on a CPU, torch computes attention without storing all pairs, like the memory-efficient kernel of old GPUs
 _LIKE_A_CPU = Gpu(capability=(7, 5), flash=False)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device and how much of it may be used.
+    """A device and a memory budget on it.
 
     Attributes:
-        name: For the user.
-        device: What it can do.
-        gpu: What tracing stands in for.
-        budget_bytes: Of its memory, what is outside the allocator included.
-        outside_bytes: What is outside the allocator; None is what a context usually takes.
-        note: What a user has to know of these figures.
-        expandable: Whether the allocator has expandable segments there.
+        name: Name in messages.
+        device: Its rates and capabilities.
+        gpu: The GPU that a trace simulates.
+        budget_bytes: The budget, including memory outside the allocator.
+        outside_bytes: Memory outside the allocator; None = the usual size of a CUDA context.
+        note: Limitation of these predictions, to show to the user.
+        expandable: Whether the allocator uses expandable segments.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Target:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is the host itself."""
+        """Whether the device is a CPU."""
         return self.device.is_cpu
 
     @property
     def accelerator(self) -> Accelerator:
-        """The device for the rules of techniques."""
+        """The device as the techniques' rules see it."""
         return replace(self.gpu.accelerator, type="cpu" if self.is_cpu else "cuda")
 
     def precision(self, wanted: str) -> str:
-        """What `auto` means on it."""
+        """Resolve `train.precision: auto` for this device."""
         if wanted != "auto":
             return wanted
         if self.is_cpu:
@@ -73,26 +73,26 @@ class Target:
         return "bf16" if self.device.native_bf16 else "fp16"
 
     def room(self, spare: float) -> int:
-        """The budget without a share that stays free."""
+        """The budget in bytes, less a share to keep free."""
         return int(self.budget_bytes * (1 - spare))
 
     def fits(self, prediction: Prediction, spare: float) -> bool:
-        """Whether a step runs in the budget; no allocator of blocks stands between on a CPU."""
+        """Whether a step fits into the budget; on a CPU tensor bytes count without a caching allocator."""
         if self.is_cpu:
             return prediction.allocated + prediction.outside <= self.room(spare)
         return prediction.fits(self.room(spare))
 
     def without_loaded(self, model: torch.nn.Module) -> "Target":
-        """The same CPU, where weights that are in memory already are not counted as memory in use."""
+        """The same CPU without counting loaded weights as memory in use: the prediction includes them."""
         weights = sum(parameter.nbytes for parameter in model.parameters())
         return replace(self, outside_bytes=max(0, (self.outside_bytes or 0) - weights))
 
     def needed_bytes(self, prediction: Prediction) -> int:
-        """The smallest limit under which a step runs; on a CPU no allocator rounds sizes up."""
+        """The smallest limit under which a step runs; on a CPU simply the allocated bytes."""
         return prediction.allocated if self.is_cpu else prediction.needed
 
     def as_here(self, prediction: Prediction) -> Prediction:
-        """A prediction for CUDA as one for this device."""
+        """Adapt a prediction for CUDA to this device."""
         outside = prediction.outside if self.outside_bytes is None else self.outside_bytes
         if not self.is_cpu:
             found = prediction if self.expandable else prediction.with_fixed_segments()
@@ -104,11 +104,11 @@ class Target:
 
 
 def known_target(name: str, budget: str | None) -> Target:
-    """A device that is not here.
+    """The target for a device of the catalog, which need not be in this machine.
 
     Args:
-        name: As people know it: "t4", "RTX 4090".
-        budget: What may be used of it; None or "auto" is all.
+        name: Its common name, such as "t4" or "RTX 4090".
+        budget: The budget, such as "8GiB"; None or "auto" = all of its memory.
     """
     if name.strip().lower() == "cpu":
         return target_here("cpu", budget)
@@ -119,22 +119,22 @@ def known_target(name: str, budget: str | None) -> Target:
     budget_bytes = whole if budget in (None, "auto") else parse_bytes(str(budget))
     if budget_bytes > whole:
         raise RecipeError(
-            f"a {device.name} has {format_bytes(whole)}, less than {format_bytes(budget_bytes)}",
-            f"--memory {whole // 2**30}GiB, or leave it out",
+            f"the budget of {format_bytes(budget_bytes)} exceeds the {format_bytes(whole)} of {device.name}",
+            f"--memory {whole // 2**30}GiB, or omit it",
         )
     is_rocm = device.name in _ROCM
     return Target(device.name, device, gpu, budget_bytes, note=_NOT_CUDA if is_rocm else "", expandable=not is_rocm)
 
 
 def target_here(requested: str | torch.device | None = None, budget: str | None = None) -> Target:
-    """The device that a run would use.
+    """The target for the device in this machine that a run would use.
 
     Args:
-        requested: Such as "cuda:1"; None to look for one.
-        budget: What may be used of it; None is what is free, of a CPU all that the host has.
+        requested: Such as "cuda:1"; None = detected.
+        budget: The budget; None = the free memory of a GPU, or all memory of a CPU host.
 
     Raises:
-        RecipeError: A plan cannot be made for such a device, or it has less memory.
+        RecipeError: Plans do not support this kind of device, or it has less memory than the budget.
     """
     device = find_device(requested)
     inventory = take_inventory(device)
@@ -142,10 +142,10 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
         known = identify_device(inventory)
         assert known is not None
         budget_bytes = resolve_budget(budget, device) or total_memory(device)
-        note = "figures of a CPU are estimates: tensors alone, without what its libraries take for themselves"
+        note = "predictions for a CPU are estimates: they count tensors, not the workspaces of libraries"
         return Target("cpu", known, _LIKE_A_CPU, budget_bytes, memory_in_use(device), note)
     if device.type != "cuda" or inventory.capability is None:
-        raise RecipeError(f"plans are made for NVIDIA GPUs and CPUs; this device is {device.type}", "--gpu NAME")
+        raise RecipeError(f"plans support NVIDIA GPUs and CPUs; this device is {device.type}", "--gpu NAME")
     properties = torch.cuda.get_device_properties(device)
     gpu = Gpu(
         inventory.capability,

@@ -1,8 +1,8 @@
-"""Seconds of a training step, from the operations that were traced and what a device can do.
+"""Predicts the seconds of a training step from the traced operations and the rates of a device (a roofline model).
 
-Each operation takes as long as the slower of its arithmetic and its memory traffic, and a little for being started. The
-host launches operations one after the other and the device runs them in that order: a step ends when the last one has
-run, so that whichever of the two is slower at a time sets the pace, and what cannot overlap is counted.
+An operation takes the longer of its compute time and its memory time, plus a launch latency. The host launches
+operations one after the other, and the device runs them in that order. A simulation of both timelines gives the step
+time: at every moment the slower of the two limits it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,30 +14,30 @@ from trimtab.planner.trace.recorder import Op
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far real steps stay behind what a device could do. Each number can be fitted to measured steps by itself.
+    """The share of a device's peak rates that real steps reach. Every number can be fitted to measurements separately.
 
     The defaults were fitted to 29 steps of plain transformers code (BERT to a Llama of 1B) and to 18 steps of trimtab
     (Llamas of 1B and 8B), measured on H200s with torch 2.11; docs/planner.md says how close they come.
 
     Attributes:
-        product: Share of a data sheet's rate that large matrix products reach. Clocks drop under load, and tiles do not
-            fill the processors evenly: three quarters is usual.
+        product: Share of the data-sheet rate that large matrix products reach. Clocks drop under load, and tiles do not
+            fill all multiprocessors evenly; three quarters is usual.
         fp32_product: The same for fp32 without tensor cores.
         tf32_product: The same for tf32.
-        measured_product: Share of a rate that was measured on the device: products of a step are less even than the
-            large square one that was measured.
-        attention: Share of the rate that attention kernels reach: between its products they compute exponentials, and
-            backward recomputes what forward did not keep.
-        traffic: Share of the bandwidth that operations reach which only move memory. A copy reaches 0.8 to 0.9; steps
-            are full of small tensors and of strides.
+        measured_product: Share of a rate that was measured on the device with one large square product; the products of
+            a step reach less.
+        attention: Share of the rate that attention kernels reach: they also compute exponentials, and their backward
+            recomputes scores that forward did not store.
+        traffic: Share of the bandwidth that memory-bound operations reach. A large copy reaches 0.8 to 0.9; steps
+            have many small and strided tensors.
         measured_traffic: Share of a bandwidth that was measured on the device.
-        kernel_s: Seconds from the start of a kernel to the first of its work, which nothing hides.
-        forward_host: How many times `Device.host_op_s` the host takes for an operation of the forward: Python of the
-            model, dispatch, what autograd notes down, and the views in between, which are no operations of their own.
-        backward_host: The same in backward, which is C++ alone.
-        recompute_host: The same for what backward computes again: a forward, with Python's hooks for each tensor kept.
-        optimizer_host: The same in the optimizer; fused and foreach forms launch few operations for many tensors.
-        bitsandbytes_host: The same in an optimizer of bitsandbytes, which takes parameters one by one in Python.
+        kernel_s: Latency of a kernel in seconds, which never overlaps with other work.
+        forward_host: Host time of a forward operation in units of `Device.host_op_s`: Python code of the model,
+            dispatch, autograd bookkeeping, and views, which are not traced as operations.
+        backward_host: The same in backward, which runs in C++ only.
+        recompute_host: The same for a recomputed forward, with a Python hook for every saved tensor.
+        optimizer_host: The same in the optimizer; fused and foreach versions launch few operations for many tensors.
+        bitsandbytes_host: The same in a bitsandbytes optimizer, which updates parameters one by one in Python.
     """
 
     product: float = 0.78
@@ -55,7 +55,7 @@ class Calibration:
     bitsandbytes_host: float = 47.0
 
     def host_ops(self, op: Op) -> float:
-        """How many times `Device.host_op_s` an operation takes the host."""
+        """Host time of an operation, in units of `Device.host_op_s`."""
         if op.name.startswith("bitsandbytes"):
             return self.bitsandbytes_host
         return {
@@ -74,11 +74,11 @@ class StepTime:
     """How long a step takes, and why.
 
     Attributes:
-        seconds: From the first launch to the end of the last operation.
-        gpu_seconds: In which the device is at work.
-        host_seconds: In which the host launches.
-        by_stage: `seconds` by the stage of the operations.
-        bound: What takes most of it: "compute", "bandwidth", or "host" where the device waits to be given work.
+        seconds: Time from the first launch to the end of the last operation.
+        gpu_seconds: Time in which the device computes.
+        host_seconds: Time in which the host launches operations.
+        by_stage: `seconds` by stage of the operations.
+        bound: What limits the step: "compute", "bandwidth", or "host" if the device mostly waits for launches.
     """
 
     seconds: float
@@ -96,20 +96,20 @@ def step_seconds(
     captured: bool = False,
     calibration: Calibration = CALIBRATION,
 ) -> StepTime:
-    """How long a device takes for the operations of a step.
+    """Predict the time of a step on a device.
 
     Args:
-        ops: In the order in which they are launched.
-        device: What runs them.
-        tf32: fp32 products run as tf32 where the device has it.
-        captured: The step is replayed as a CUDA graph: the host launches nothing.
-        calibration: How far real steps stay behind.
+        ops: Operations in launch order.
+        device: The device that runs them.
+        tf32: Whether fp32 products run as tf32 if the device supports it.
+        captured: Whether the step is replayed as a CUDA graph, so that the host launches nothing.
+        calibration: Share of the peak rates that real steps reach.
     """
     launched = finished = 0.0
     by_stage: dict[str, float] = {}
     busy = {"compute": 0.0, "bandwidth": 0.0}
     is_cpu, kernel_s = device.is_cpu, 0.0 if device.is_cpu else calibration.kernel_s
-    known: dict[int, tuple[float, float, str]] = {}  # blocks that repeat share their operations
+    known: dict[int, tuple[float, float, str]] = {}  # repeated blocks share their Op objects
     for op in ops:
         costs = known.get(id(op))
         if costs is None:
@@ -120,7 +120,7 @@ def step_seconds(
         work, launch, bound = costs
         launched += launch
         began = finished
-        # a CPU launches and computes by turns; the queue of any other device is filled while it works
+        # a CPU launches and computes in turn; other devices compute while the host fills their queue
         if is_cpu:
             finished += launch + work
         else:
@@ -135,7 +135,7 @@ def step_seconds(
 def op_seconds(
     op: Op, device: Device, *, tf32: bool = False, calibration: Calibration = CALIBRATION
 ) -> tuple[float, float]:
-    """Seconds of one operation if its arithmetic alone counted, and if its memory traffic alone did."""
+    """Compute time and memory time of one operation, in seconds."""
     dtype = "tf32" if tf32 and op.dtype == "fp32" else op.dtype
     compute = op.flops / (device.rate(dtype) * _share_of_rate(op, dtype, device, calibration)) if op.flops else 0.0
     traffic = calibration.measured_traffic if device.is_measured else calibration.traffic

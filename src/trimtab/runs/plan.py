@@ -135,7 +135,7 @@ class Plan:
         }
 
     def describe(self) -> list[str]:
-        """What a user wants to know before the run starts, a line each."""
+        """The summary that is logged before a run starts, as lines."""
         trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters are trainable"
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
         where = (
@@ -144,11 +144,11 @@ class Plan:
         techniques = "; ".join(describe(self.spec, {OptimizerState.key: self.spec[OptimizerState.key]}))
         return [
             f"{where}, {self.precision}, {self.spec[OptimizerState.key]}; {trainable}",
-            *([techniques] if techniques else []),
+            *([f"techniques: {techniques}"] if techniques else []),
             *self._prediction(),
             f"{self.num_train_rows:,} training rows, {self.num_eval_rows:,} held-out rows; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
-            f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} an epoch), "
+            f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} per epoch), "
             f"warmup {self.warmup_steps:,}; best by {self.metric}",
         ]
 
@@ -158,7 +158,7 @@ class Plan:
             return []
         return [
             f"predicted: {format_bytes(outlook.predicted_total_bytes)} of {format_bytes(outlook.budget_bytes)}, "
-            f"{format_seconds(outlook.predicted_step_s)} a step{self.host_words()}"
+            f"{format_seconds(outlook.predicted_step_s)} per step{self.host_words()}"
         ]
 
     def host_words(self) -> str:

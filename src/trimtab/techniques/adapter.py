@@ -1,6 +1,6 @@
-"""LoRA and QLoRA: small trainable matrices beside frozen weights, which QLoRA keeps in 4 bits.
+"""LoRA and QLoRA: small trainable matrices added to frozen weights, which QLoRA keeps in 4 bits.
 
-Adapters change the method, so the user alone chooses them; a plan only shows what they would need.
+Adapters change the method, so only the user chooses them; a plan only shows what they would need.
 """
 
 import math
@@ -32,7 +32,7 @@ from trimtab.techniques.base import (
 )
 
 _WORDS = {"lora": "LoRA", "qlora": "QLoRA"}
-_USUAL_LR = 1e-4  # below it adapters learn slowly
+_USUAL_LR = 1e-4  # adapters learn slowly below this rate
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that share one
 
 
@@ -50,7 +50,7 @@ def has_4bit_base(recipe: Recipe) -> bool:
 
 
 class AdapterTechnique(Technique):
-    """Train low-rank matrices beside frozen weights."""
+    """Train low-rank matrices added to frozen weights."""
 
     key = "adapter"
     setting = "adapter"
@@ -58,7 +58,7 @@ class AdapterTechnique(Technique):
     phase = Phase.ADAPTERS
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """What the recipe says."""
+        """Only the recipe's value."""
         settings = None if case.recipe is None else adapter_settings(case.recipe)
         return ("none" if settings is None else settings.kind,)
 
@@ -73,7 +73,7 @@ class AdapterTechnique(Technique):
         return "bf16" if value != "none" and precision == "bf16-pure" else precision
 
     def in_recipe(self, recipe: Recipe, value: str) -> Recipe:
-        """A recipe with an adapter freezes nothing else, and takes the optimizer that suits it."""
+        """The recipe with the adapter, its default optimizer, and no other frozen parameters."""
         train = recipe.train.model_copy(update={"freeze": {}, "optimizer": "auto"})
         return recipe.model_copy(update={"adapter": value, "train": train})
 
@@ -84,7 +84,7 @@ class AdapterTechnique(Technique):
         return replace(options, dtype=half, quantization=nf4.Nf4(compute_dtype=half) if value == "qlora" else None)
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Add the adapter; a trace gets weights of 4 bits here, which a run gets while it loads."""
+        """Add the adapter. In a trace, also quantize the base to 4 bits, which a run does while it loads weights."""
         assert site.recipe is not None
         settings = adapter_settings(site.recipe) or AdapterSettings(kind=value)  # type: ignore[arg-type]
         if not site.is_traced:
@@ -102,13 +102,13 @@ class AdapterTechnique(Technique):
             _add_adapter(settings, model)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Weights of 4 bits have no data; messages would describe a model with fewer blocks."""
+        """Dequantization needs data; messages would describe the shortened model of the trace."""
         yield adapters, "say", lambda *_: None
         yield lora_product, "dequantized", _dequantize_traced
         yield nf4, "dequantized", _dequantize_traced
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """Blocks with an adapter differ from those without."""
+        """Blocks with an adapter are not like blocks without."""
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None or settings.layers is None or not num_blocks:
             return None
@@ -124,7 +124,7 @@ class AdapterTechnique(Technique):
         return any(letter.isdigit() for letter in patterns)
 
     def loads_kernels(self, value: str) -> bool:
-        """Weights of 4 bits need bitsandbytes' kernels."""
+        """4-bit weights need the kernels of bitsandbytes."""
         return value == "qlora"
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
@@ -160,16 +160,16 @@ def _add_adapter(settings: AdapterSettings, model: torch.nn.Module) -> None:
 
 def _give_advice(recipe: Recipe) -> None:
     if isinstance(recipe.model, ModelSettings) and recipe.model.config:
-        say("the model is made from a config and is not saved: its adapter alone cannot be loaded afterwards")
+        say("the model is built from a config and is not saved, so its adapter alone cannot be loaded afterwards")
     if recipe.train.lr < _USUAL_LR:
-        say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with {_USUAL_LR:g} to 3e-4")
+        say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with 1e-4 to 3e-4")
 
 
-# ---------------------------------------------------------------------- weights of 4 bits in a trace
+# ---------------------------------------------------------------------- 4-bit weights in a trace
 
 
 def quantization_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Scales and tables of weights of 4 bits, which are no parameters."""
+    """Scales and lookup tables of 4-bit weights, which are not parameters."""
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
         if state is not None:
@@ -185,7 +185,7 @@ def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantize_traced(model: Any, compute_dtype: torch.dtype) -> None:
-    """Give the linear modules of the base weights of 4 bits on meta."""
+    """Replace the linear modules of the base by modules with 4-bit weights on `meta`."""
     from transformers.pytorch_utils import Conv1D
 
     for name in nf4.quantizable(model):

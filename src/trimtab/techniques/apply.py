@@ -1,4 +1,4 @@
-"""Uses every technique of a specification: one function for each stage of a step."""
+"""Applies all techniques of a specification: one function for each hook of `Technique`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -44,15 +44,15 @@ def axes_of(case: Case) -> tuple[Axis, ...]:
 
 
 def needs_prediction(recipe: Recipe) -> bool:
-    """Whether a recipe leaves something to `auto` that predictions decide."""
+    """Whether a recipe leaves a setting at `auto` that depends on predictions."""
     return any(technique.needs_prediction and technique.is_open(recipe) for technique in TECHNIQUES)
 
 
 def check_settings(case: Case) -> None:
-    """Check everything that the recipe fixes.
+    """Check the values that the recipe sets.
 
     Raises:
-        RecipeError: The recipe asks for something that is not possible.
+        RecipeError: A value is not possible.
     """
     for technique in TECHNIQUES:
         if not technique.is_open(case.recipe):
@@ -60,7 +60,7 @@ def check_settings(case: Case) -> None:
 
 
 def values_with_stored(stored: StepSpec, case: Case) -> dict[str, str]:
-    """The values of a stored specification, but for those that the recipe fixes otherwise."""
+    """The values of a stored specification, except those that the recipe now sets."""
     found = {}
     for technique in TECHNIQUES:
         value = dict(stored.values).get(technique.key)
@@ -108,7 +108,7 @@ def require_possible(spec: StepSpec, case: Case) -> None:
     """
     reason = refusal(spec, case)
     if reason is not None:
-        raise RecipeError(reason, "change one of these settings, or leave it to auto")
+        raise RecipeError(reason, "change one of these settings, or set it to auto")
 
 
 # ---------------------------------------------------------------------- what they do
@@ -156,7 +156,7 @@ def wrap_step(spec: StepSpec, compute_gradients: Callable[..., Any]) -> Callable
 
 
 def states_of(model: torch.nn.Module, spec: StepSpec) -> list[Any]:
-    """Objects of techniques that belong into checkpoints."""
+    """State of techniques to save in checkpoints."""
     states = (technique.state(model, spec[technique.key]) for technique in TECHNIQUES)
     return [state for state in states if state is not None]
 
@@ -164,7 +164,7 @@ def states_of(model: torch.nn.Module, spec: StepSpec) -> list[Any]:
 def change_optimizer(
     optimizer: torch.optim.Optimizer, spec: StepSpec, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The optimizer for a loop of the user's own; the same object where nothing changes it."""
+    """The optimizer for a user's own loop; the same object if no technique changes it."""
     for technique in TECHNIQUES:
         optimizer = technique.change_optimizer(optimizer, spec[technique.key], groups)
     return optimizer
@@ -179,13 +179,13 @@ def trace_patches(recorder: TraceRecorder, accelerator: Accelerator) -> list[Pat
 
 
 def block_marker(values: Values, num_blocks: int, recipe: Recipe | None) -> Callable[[int], tuple[Any, ...]]:
-    """What techniques do to a block, by its number: blocks that differ in it are traced one by one."""
+    """A function that returns a value for the number of a block; blocks with different values are traced separately."""
     marks = [technique.block_mark(values[technique.key], num_blocks, recipe) for technique in TECHNIQUES]
     return lambda number: tuple(mark(number) for mark in marks if mark is not None)
 
 
 def names_blocks(recipe: Recipe | None) -> bool:
-    """Whether settings name single blocks, so that none may be left out of a trace."""
+    """Whether settings name single blocks, so that a trace must contain every block."""
     return any(technique.names_blocks(recipe) for technique in TECHNIQUES)
 
 
@@ -195,7 +195,7 @@ def tries_loss_first(spec: StepSpec) -> bool:
 
 
 def may_fail_in_trace(spec: StepSpec) -> bool:
-    """Whether the model may turn out not to allow a technique that is in use."""
+    """Whether only the trace shows if the model supports a technique in use."""
     return any(technique.may_fail_in_trace and spec[technique.key] != technique.off for technique in TECHNIQUES)
 
 
@@ -219,17 +219,17 @@ def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
 
 
 def describe(spec: StepSpec, reference: Values | None = None) -> list[str]:
-    """What a step does besides the plain one, in a few words each.
+    """A short text for every technique in use.
 
     Args:
         spec: The specification.
-        reference: Values of techniques without an `off` value that need no words.
+        reference: Values of techniques without an `off` value that are not worth mentioning.
     """
     return [words for technique in TECHNIQUES if (words := _words(technique, spec, reference))]
 
 
 def describe_method(spec: StepSpec) -> list[str]:
-    """Those words that name another method."""
+    """The texts of techniques that change the method."""
     return [w for technique in TECHNIQUES if technique.effect == "method" and (w := _words(technique, spec, None))]
 
 
@@ -242,7 +242,7 @@ def _words(technique: Technique, spec: StepSpec, reference: Values | None) -> st
 
 
 def memory_advice() -> list[str]:
-    """What to write where memory ran out and nothing was predicted."""
+    """Settings to suggest if memory ran out and nothing was predicted."""
     return [f"{technique.setting}: {technique.advice}" for technique in TECHNIQUES if technique.advice is not None]
 
 
@@ -252,7 +252,7 @@ def plan_texts(spec: StepSpec, recipe: Recipe | None) -> dict[str, str]:
 
 
 def values_in_plan(stored: Mapping[str, Any]) -> dict[str, str]:
-    """The values in a plan.json; what an older version did not know has the value that it had then."""
+    """The values in a plan.json; techniques that its version did not have get their value of that time."""
     found = {}
     for technique in TECHNIQUES:
         text = stored.get(technique.key, technique.before or technique.off)
@@ -262,6 +262,6 @@ def values_in_plan(stored: Mapping[str, Any]) -> dict[str, str]:
 
 
 def resume_rule(setting: str, old: Any, new: Any) -> OnResume | None:
-    """What another value of a recipe's key means for a resumed run; None for keys that belong to no technique."""
+    """Whether a resumed run may change a recipe key; None if the key belongs to no technique."""
     technique = next((t for t in TECHNIQUES if setting == t.setting or setting.startswith(t.setting + ".")), None)
     return None if technique is None else technique.on_resume(old, new)

@@ -1,16 +1,16 @@
 """Which kernel computes attention: cuDNN's, flash, memory-efficient, or plain matrix products.
 
-torch chooses one for every call, and on Hopper it takes cuDNN's for masked attention. cuDNN builds an execution plan
-for every new shape, which takes longer than a whole step of a small model; where shapes repeat it is the fastest of
-all. So `auto` is a rule on the GPU's generation and on the number of shapes that micro-batches have.
+torch chooses one for every call; on Hopper it chooses cuDNN for masked attention. cuDNN builds an execution plan for
+every new shape, which takes longer than a whole step of a small model. If shapes repeat, cuDNN is the fastest.
+Therefore `auto` depends on the GPU's generation and on the number of distinct micro-batch shapes.
 
-The choice belongs to one model: attention goes through a function of ours that sets torch's switches around the call,
-also where a block is recomputed in backward. Every value is a preference: where its kernel cannot run (flash takes no
-mask, fp32 or head size above 256), the next one of the list does.
+The choice applies to one model: its attention calls a function of this module that sets torch's backend flags around
+the call, also when a block is recomputed in backward. Every value is a preference: if its kernel cannot run (flash does
+not support masks, fp32, or head sizes above 256), the next one of the list runs.
 
-Grouped heads: transformers passes keys and values of fewer heads to torch as they are, and only the flash and cuDNN
-kernels take them so. Without these torch computes all pairs of positions in fp32, in memory that grows with the square
-of the length. There the heads are repeated first, so that the memory-efficient kernel runs.
+Grouped heads: transformers passes keys and values with fewer heads to torch unchanged, and only the flash and cuDNN
+kernels support them. With other kernels torch computes all pairs of positions in fp32, in memory that grows with the
+square of the length. In that case the heads are repeated first, so that the memory-efficient kernel runs.
 """
 
 import inspect
@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trimtab.log import log_info_once
+from trimtab.log import say
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 _HOPPER = 9  # major compute capability
 _FLASH_CAPABILITY = (8, 0)
-_FEW_SHAPES = 8  # up to which building cuDNN's plans costs less than its faster kernel gains in an epoch
+_FEW_SHAPES = 8  # up to this number, cuDNN's faster kernel gains more in an epoch than building its plans costs
 _NAME = "trimtab_attention"
 _NAME_IS_READ = re.compile(r"""_attn_implementation\s*(==|!=|(not\s+)?in\b)[^\n]*["']sdpa["']""")
 
@@ -48,26 +48,24 @@ class AttentionBackend(Technique):
     study = ("attention", ("torch", "cudnn", "flash", "efficient", "math"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """CuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""
+        """Choose cuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""
         asked, accelerator = str(self.asked(case.recipe)), case.accelerator
         if asked != "auto":
-            if asked != "torch" and not (accelerator.is_cuda and _is_sdpa(case.model)):
-                where = f"on {accelerator.type}" if not accelerator.is_cuda else f"for a {type(case.model).__name__}"
-                log_info_once(f"memory.attention_backend: {asked} has no effect {where}")
             return (asked,)
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
-        is_half = supports_flash_attention(
-            accelerator, case.compute_dtype
-        )  # cuDNN, too, computes in half precision alone
+        is_half = supports_flash_attention(accelerator, case.compute_dtype)  # cuDNN needs half precision, too
         if case.recipe is None or not (accelerator.is_cuda and is_hopper and is_half and _is_sdpa(case.model)):
             return ("torch",)
         has_few = case.count_shapes is not None and case.count_shapes() <= _FEW_SHAPES
         return ("cudnn",) if has_few else ("flash",)
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Let attention of the model go through our function, where it would not take the right way by itself."""
-        is_on_gpu = site.accelerator.is_cuda or site.is_traced
-        if site.recipe is None or not is_on_gpu:  # the attention of a loop of the user's own is left alone
+        """Replace the model's attention function, unless torch would choose the right kernel anyway."""
+        if site.recipe is None:  # a user's own loop keeps its attention
+            return
+        if not site.is_traced:
+            _report_no_effect(model, value, site)
+        if not (site.accelerator.is_cuda or site.is_traced):
             return
         takes_groups = value != "efficient" and supports_flash_attention(site.accelerator, site.compute_dtype)
         repeats = not takes_groups and has_grouped_heads(model)
@@ -79,6 +77,15 @@ class AttentionBackend(Technique):
         return f"attention {value}"
 
 
+def _report_no_effect(model: torch.nn.Module, value: str, site: Site) -> None:
+    if value == "torch":
+        return
+    if not site.accelerator.is_cuda:
+        say(f"memory.attention_backend: {value} has no effect on this device ({site.accelerator.type})")
+    elif not _is_sdpa(model):
+        say(f"memory.attention_backend: {value} has no effect on {type(model).__name__}, which has its own attention")
+
+
 def supports_flash_attention(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> bool:
     """Whether the flash kernel runs on a GPU in a dtype; None is fp32."""
     capability = accelerator.capability
@@ -87,10 +94,10 @@ def supports_flash_attention(accelerator: Accelerator, compute_dtype: torch.dtyp
 
 
 def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> None:
-    """Let the attention of a transformers model prefer a kernel.
+    """Make the attention of a transformers model prefer a kernel.
 
     Args:
-        model: A transformers model whose attention implementation is "sdpa"; others are left alone.
+        model: A transformers model whose attention implementation is "sdpa"; others are not changed.
         backend: "cudnn", "flash", "efficient", "math", or "torch" for torch's own choice.
         repeats_heads: Repeat the heads of keys and values before attention.
     """
@@ -99,10 +106,10 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    # transformers takes a name with "flash" in it for its own integration of flash-attn
+    # transformers would mistake a name that contains "flash" for its flash-attn integration
     name = f"{_NAME}_{list(_CONTEXTS).index(backend)}" + ("_repeated" if repeats_heads else "")
     AttentionInterface.register(name, _attention_function(backend, repeats_heads))
-    AttentionMaskInterface.register(name, sdpa_mask)  # a name without one would get no mask at all
+    AttentionMaskInterface.register(name, sdpa_mask)  # without this the model would get no mask
     model.set_attn_implementation(name)
 
 
@@ -134,7 +141,7 @@ def has_grouped_heads(model: Any) -> bool:
 
 
 def _attention_function(backend: str, repeats_heads: bool) -> Callable[..., Any]:
-    """A function for transformers' attention interface; it is called for every layer, so it looks nothing up."""
+    """A function for transformers' attention interface; it is called for every layer, so all lookups happen here."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     preference = _CONTEXTS[backend]()
@@ -153,9 +160,9 @@ def _attention_function(backend: str, repeats_heads: bool) -> Callable[..., Any]
 
 
 class _Preference:
-    """Sets torch's switches of attention kernels, which belong to the process, for the time of one call.
+    """Sets torch's process-wide flags of attention kernels for one call.
 
-    `torch.nn.attention.sdpa_kernel` does the same in 13 µs a call, this in one: small models launch little else.
+    `torch.nn.attention.sdpa_kernel` does the same in 13 µs per call, this class in 1 µs; that matters for small models.
     """
 
     def __init__(self, uses_cudnn: bool, uses_flash: bool, uses_efficient: bool) -> None:
@@ -163,7 +170,7 @@ class _Preference:
         self._before: list[tuple[bool, ...]] = []
 
     def __enter__(self) -> None:
-        _switching.acquire()  # a second thread would restore what the first one has set
+        _switching.acquire()  # without the lock a second thread could restore the values of the first
         self._before.append(tuple(is_enabled() for is_enabled, _ in _SWITCHES))
         self._set(self._wanted)
 
@@ -178,7 +185,7 @@ class _Preference:
 
 
 class _CudnnFirst:
-    """Puts cuDNN before the other kernels; cuDNN is for few shapes, so what this costs is of no account."""
+    """Gives cuDNN priority over the other kernels; slower per call than `_Preference`, which cannot set priorities."""
 
     def __enter__(self) -> None:
         _switching.acquire()

@@ -77,19 +77,19 @@ class StepSpec:
         return replace(self, micro_batch=micro_batch)
 
 
-# ---------------------------------------------------------------------- what rules look at
+# ---------------------------------------------------------------------- inputs of rules
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The device that a step runs on, as far as rules depend on it.
+    """The properties of a device that rules depend on.
 
     Attributes:
         type: "cuda" or "cpu", as `torch.device.type`.
         capability: Compute capability of an NVIDIA GPU.
-        num_multiprocessors: On which the work memory of some kernels depends.
-        has_flash: Whether torch's flash kernel can run there in half precision.
-        is_here: Whether it is in this machine, so that packages which are not installed cannot be used.
+        num_multiprocessors: Determines the workspaces of some kernels.
+        has_flash: Whether torch's flash attention kernel runs on it in half precision.
+        is_here: Whether it is in this machine; techniques then need their packages installed.
     """
 
     type: str
@@ -114,22 +114,22 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules of techniques decide by.
+    """The input of the techniques' rules.
 
     Attributes:
         model: The model, with or without weights.
         accelerator: The device.
         precision: As in `StepSpec`.
-        recipe: The recipe; None for a loop of the user's own, where every setting counts as "auto".
-        allow: What may change results slightly, as `memory.allow`.
-        loss_kind: As `trimtab.data.tasks.base.Task` has it; "" where the loss is not known.
-        has_own_loss: Whether the loss is a function of the user's.
-        num_rows: The largest micro-batch size that is possible.
+        recipe: The recipe; None for a user's own loop, where every setting counts as "auto".
+        allow: Techniques that may change results slightly, as in `memory.allow`.
+        loss_kind: As in `trimtab.data.tasks.base.Task`; "" if the loss is not known.
+        has_own_loss: Whether the user passed a loss function.
+        num_rows: The largest possible micro-batch size.
         num_targets: Positions with a target in the longest row.
-        count_shapes: Counts the shapes that the micro-batches of an epoch have; None where that is not known.
-        find_head_problem: Tries on real weights whether the loss can be computed without all logits: None if it can,
-            else the reason. Left out where there are no weights.
-        optimizer: The optimizer of a loop of the user's own.
+        count_shapes: Counts the distinct shapes of the micro-batches of an epoch; None if they are not known.
+        find_head_problem: Tests on real weights whether the loss can be computed without all logits: returns None if
+            so, else the reason. None without weights.
+        optimizer: The optimizer of a user's own loop.
     """
 
     model: Any
@@ -158,15 +158,15 @@ def compute_dtype(precision: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Site:
-    """Where and when a model is changed: before a run, or in a trace on `meta`.
+    """The context in which techniques change a model: before a run, or in a trace on `meta`.
 
     Attributes:
         device: Where the model will compute; "meta" in a trace.
-        accelerator: The device, or the one that a trace stands for.
+        accelerator: The device, or the simulated one in a trace.
         compute_dtype: The dtype of matrix products; None is fp32.
-        recipe: Settings beside the value itself; None for a loop of the user's own.
-        unfrozen_later: Parameters that are frozen now and train later.
-        kept_blocks: In a trace, the numbers of the blocks that were not left out; None where the model is whole.
+        recipe: The recipe, for settings besides the value itself; None for a user's own loop.
+        unfrozen_later: Parameters that are frozen now and become trainable later.
+        kept_blocks: Numbers of the blocks in a shortened model of a trace; None if the model is complete.
     """
 
     device: torch.device
@@ -212,7 +212,7 @@ class HostUse:
     Attributes:
         kept_bytes: Weights that stay in host memory.
         pages_state: Whether optimizer state is in memory that the driver pages to the host.
-        streams_weights: Whether weights go to the device one by one while loading.
+        streams_weights: Whether weights move to the device one by one while loading.
         exports_trainable: Whether only trainable parameters are exported.
     """
 
@@ -223,7 +223,7 @@ class HostUse:
 
 
 class TraceRecorder(Protocol):
-    """What techniques may use of `trimtab.planner.trace.recorder.Recorder`."""
+    """The part of `trimtab.planner.trace.recorder.Recorder` that techniques use."""
 
     ops: list[Any]
 
@@ -240,7 +240,7 @@ Patch = tuple[Any, str, Callable[..., Any]]  # an owner, the name of a function 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Something that a user could write so that a step fits, and the specification that would follow."""
+    """A setting that the user could write to make a step fit, and the resulting specification."""
 
     words: str
     spec: StepSpec
@@ -256,8 +256,8 @@ class Technique:
         key: Its name in specifications, plan.json and the ladder.
         setting: Its key in a recipe, with dots.
         effect: "exact" changes no result but the order of floating-point operations; "rounding" changes results
-            slightly and has to be allowed; "method" trains something else and is the user's choice alone.
-        off: The value that does nothing; None where one value is always in use.
+            slightly and must be allowed by the user; "method" trains something else and is never chosen by a plan.
+        off: The value that does nothing; None if some value is always in use.
         phase: When `change_model` is called.
         changes_model_when_off: Whether `change_model` is called for `off` as well, because a model may have the
             technique from elsewhere.
@@ -299,10 +299,10 @@ class Technique:
         return found
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The values that a plan may choose from; what the recipe fixes comes alone.
+        """The values that a plan may choose from; only the recipe's value if it sets one.
 
         Raises:
-            RecipeError: The recipe asks for something that is not possible.
+            RecipeError: The recipe's value is not possible.
         """
         return (self.off or "",)
 
@@ -311,7 +311,7 @@ class Technique:
         return bool(self.asked(recipe) == "auto")
 
     def without_plan(self, case: Case) -> str:
-        """The value where nothing is predicted."""
+        """The value if nothing is predicted."""
         return self.values(case)[0]
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
@@ -319,7 +319,7 @@ class Technique:
         return None
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """What the user could allow where nothing fits."""
+        """Settings to suggest to the user if nothing fits."""
         return iter(())
 
     def precision(self, value: str, precision: str) -> str:
@@ -356,13 +356,13 @@ class Technique:
         return compute_gradients
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
-        """An object with `state_dict` and `load_state_dict` that belongs into checkpoints; None where there is none."""
+        """An object with `state_dict` and `load_state_dict` to save in checkpoints; None if it has no state."""
         return None
 
     def change_optimizer(
         self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
-        """The optimizer to use in place of that of a loop of the user's own, for these parameter groups."""
+        """The optimizer to use instead of the one of a user's own loop, for these parameter groups."""
         return optimizer
 
     # ------------------------------------------------------------------ how it is traced
@@ -372,11 +372,14 @@ class Technique:
         return iter(())
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """What it does to a block, by number: blocks that differ in it are traced one by one. None: all are alike."""
+        """A function from the number of a block to a value; blocks with different values are traced separately.
+
+        None if the technique treats all blocks alike.
+        """
         return None
 
     def names_blocks(self, recipe: Recipe | None) -> bool:
-        """Whether settings name single blocks, so that none may be left out of a trace."""
+        """Whether settings name single blocks, so that a trace must contain every block."""
         return False
 
     def tries_loss_first(self, value: str) -> bool:
@@ -388,13 +391,13 @@ class Technique:
         return False
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """Host memory and disk; `weight_bytes` is the size of a weight as it is loaded."""
+        """Use of host memory and disk; `weight_bytes` is the size of one loaded weight."""
         return HostUse()
 
-    # ------------------------------------------------------------------ its words and its place in a run's files
+    # ------------------------------------------------------------------ descriptions and files of a run
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
-        """Arguments of `planner.trace.plain_step.trace_plain_model`; None where a plain loop has no such thing."""
+        """Arguments of `planner.trace.plain_step.trace_plain_model`; None if a plain loop has no such value."""
         return {} if value in (self.off, self.before) else None
 
     def describe(self, value: str) -> str:
@@ -410,7 +413,7 @@ class Technique:
         return text
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
-        """What another value in the recipe of a resumed run means."""
+        """Whether a resumed run may have another value in its recipe."""
         return "free"
 
 

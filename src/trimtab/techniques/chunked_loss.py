@@ -20,7 +20,7 @@ from trimtab.techniques.base import (
     TraceRecorder,
 )
 
-SMALL_LOGITS_BYTES = 128 * 2**20  # below it there is little to gain
+SMALL_LOGITS_BYTES = 128 * 2**20  # smaller logits are not worth chunking
 
 
 class ChunkedLoss(Technique):
@@ -34,16 +34,16 @@ class ChunkedLoss(Technique):
     advice = "chunked"
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Chunks are a choice where logits are large and the head is one matrix product.
+        """Chunks are an option if logits are large and the head is a single matrix product.
 
-        Neither form is always the faster one: chunks are faster on some devices, and slow on old ones in fp16.
+        Which one is faster depends on the device: chunks are faster on some, and slow on old GPUs in fp16.
         """
         asked = str(self.asked(case.recipe))
         if case.loss_kind != "token-cross-entropy" or case.has_own_loss:
             if asked not in ("auto", "plain"):
                 is_own = case.has_own_loss
-                why = "your own loss is computed from logits" if is_own else f"a {case.loss_kind} loss has few logits"
-                raise RecipeError(f"memory.loss: {asked}: {why}", "leave it out")
+                why = "a custom loss needs the logits" if is_own else f"a {case.loss_kind} loss has few logits"
+                raise RecipeError(f"memory.loss: {asked}: {why}", "memory.loss: plain, or remove the key")
             return ("plain",)
         if asked == "auto":
             return ("plain",) if self._is_small(case) or self._problem("chunked", case) else ("plain", "chunked")
@@ -55,12 +55,12 @@ class ChunkedLoss(Technique):
         return (asked,)
 
     def without_plan(self, case: Case) -> str:
-        """Chunks wherever they are possible: they cost little and save much."""
+        """Chunks if possible: they cost little and save much."""
         values = self.values(case)
         if values == ("plain",) and self.asked(case.recipe) == "auto" and not self._is_small(case):
             problem = self._problem("chunked", case)
             if problem is not None:
-                say(f"the loss is computed from all logits, because {problem}")
+                say(f"memory.loss: plain, because {problem}")
         return values[-1]
 
     def _is_small(self, case: Case) -> bool:
@@ -77,7 +77,7 @@ class ChunkedLoss(Technique):
         return loss if value == "plain" else build_task_loss(**vars(request), how=value)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Chunks come one after the other and are alike: three are traced, and the second is counted for the others."""
+        """Trace three of the equal chunks, and count the operations of the second for all others."""
         all_chunks = linear_cross_entropy._chunks
 
         def few_chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
@@ -94,7 +94,7 @@ class ChunkedLoss(Technique):
         yield linear_cross_entropy, "_chunks", few_chunks
 
     def tries_loss_first(self, value: str) -> bool:
-        """What a model does after its head is found by running it once."""
+        """The chunked loss runs the model once to find out what it does after its head."""
         return value != "plain"
 
 

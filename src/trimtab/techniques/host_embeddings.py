@@ -1,8 +1,8 @@
-"""Keeps a frozen table of token embeddings in host memory, where the device reads the few rows that a batch needs.
+"""Keeps frozen token embeddings in host memory; the device reads the few rows that a batch needs.
 
-The table of a large vocabulary is a gigabyte of which a step uses a few thousand rows. On a CUDA device pinned host
-memory can be read by kernels directly: the parameter stays an ordinary CUDA tensor to everybody else, nothing is copied
-ahead and nothing waits, and the numbers are the same to the last bit.
+The embeddings of a large vocabulary take a gigabyte, of which a step uses a few thousand rows. CUDA kernels can read
+pinned host memory directly. The parameter remains an ordinary CUDA tensor for all other code, without copies and
+without host-device syncs, and results are bit-identical.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from trimtab.techniques.base import Case, HostUse, Phase, Site, Technique
 
 
 class HostEmbeddings(Technique):
-    """Keep the table of input embeddings in host memory."""
+    """Keep the input embeddings in host memory."""
 
     key = "offload"
     setting = "memory.offload"
@@ -25,7 +25,7 @@ class HostEmbeddings(Technique):
     is_slower_with_each_value = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The table may leave where an adapter trains, and it is neither trained nor the output layer as well."""
+        """Possible on a GPU with an adapter, if the embeddings are frozen and not tied to the output layer."""
         asked = str(self.asked(case.recipe))
         if asked != "auto":
             return (asked,)
@@ -36,7 +36,7 @@ class HostEmbeddings(Technique):
         return ("none", "embeddings")
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Move the table; a trace only notes that it takes no device memory."""
+        """Move the embeddings; a trace only records that they take no device memory."""
         if site.is_traced:
             check_embeddings_can_leave(model)
             bare: Any = model
@@ -62,52 +62,52 @@ def _is_tied(model: Any) -> bool:
 def keep_embeddings_on_host(
     model: torch.nn.Module, device: torch.device, trained_later: Iterable[torch.nn.Parameter] = ()
 ) -> int:
-    """Move the table of input embeddings out of the device's memory.
+    """Move the input embeddings from the device to pinned host memory.
 
     Args:
         model: A transformers model, its embeddings on the host or on the device.
-        device: Where it will compute; on a CPU there is nothing to do.
-        trained_later: Parameters that are frozen now, and not for good.
+        device: The device of the model; on a CPU nothing is done.
+        trained_later: Parameters that are frozen now and become trainable later.
 
     Returns:
-        The bytes that the device is spared.
+        The device memory saved, in bytes.
 
     Raises:
-        RecipeError: If the table trains, or is also the output layer.
+        RecipeError: The embeddings are trainable or tied to the output layer.
     """
     bare: Any = model
     table: torch.nn.Embedding = bare.get_input_embeddings()
     check_embeddings_can_leave(model, trained_later)
     if device.type == "cpu":
-        say("memory.offload: embeddings: the model is in host memory already")
+        say("memory.offload: embeddings has no effect on a CPU: the model is already in host memory")
         return 0
     if device.type != "cuda":
         raise RecipeError(f"memory.offload is not supported on {device.type}", "memory.offload: none")
     num_bytes = table.weight.numel() * table.weight.element_size()
     pinned = table.weight.detach().cpu().pin_memory()
     table.weight.data = _seen_from(device, pinned)
-    table._host_memory = pinned  # which lives as long as the table
-    table.weight.is_in_host_memory = True  # type: ignore[attr-defined]  # who counts memory wants to know
+    table._host_memory = pinned  # keeps the pinned memory alive
+    table.weight.is_in_host_memory = True  # type: ignore[attr-defined]  # for code that counts device memory
     return num_bytes
 
 
 def check_embeddings_can_leave(model: torch.nn.Module, trained_later: Iterable[torch.nn.Parameter] = ()) -> None:
-    """See that no step needs the table of input embeddings on the device.
+    """Check that no step needs the input embeddings on the device.
 
     Raises:
-        RecipeError: If the table trains, or is also the output layer.
+        RecipeError: The embeddings are trainable or tied to the output layer.
     """
     bare: Any = model
     table, head = bare.get_input_embeddings(), bare.get_output_embeddings()
     if table.weight.requires_grad or any(parameter is table.weight for parameter in trained_later):
         raise RecipeError(
-            "memory.offload: embeddings: the embeddings train, and what trains is needed on the device",
+            "memory.offload: embeddings: the embeddings are trainable; only frozen ones can stay in host memory",
             "memory.offload: none, or freeze them (adapter, train.freeze)",
         )
     if head is not None and getattr(head, "weight", None) is table.weight:
         raise RecipeError(
-            f"memory.offload: embeddings: the output layer of this {type(model).__name__} shares its weights with the "
-            "embeddings, and reads all of them in every step",
+            f"memory.offload: embeddings: the embeddings of {type(model).__name__} are tied to its output layer, "
+            "which reads all of them in every step",
             "memory.offload: none",
         )
 

@@ -1,7 +1,7 @@
-"""Fused norms and gated products from liger-kernel, which keep less for the backward pass and make fewer passes.
+"""Fused norms and gated activations from liger-kernel, which store less for backward and read memory less often.
 
-Only the modules of one model are changed: liger-kernel also replaces the classes of the model's family, for models that
-are built later, and that is undone here.
+Only the modules of one model are changed. liger-kernel also patches the classes of the model's family for models that
+are built later; that is reverted here.
 """
 
 import sys
@@ -17,7 +17,7 @@ from trimtab.techniques.base import Case, Phase, Site, Technique
 
 
 class FusedKernels(Technique):
-    """Compute norms and gated products with liger-kernel's fused kernels."""
+    """Compute norms and gated activations with liger-kernel's fused kernels."""
 
     key = "kernels"
     setting = "memory.kernels"
@@ -25,7 +25,7 @@ class FusedKernels(Technique):
     phase = Phase.KERNELS
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """What `choose_kernels` says; for a device elsewhere nothing has to be installed."""
+        """The result of `choose_kernels`; liger-kernel need not be installed for a device outside this machine."""
         asked = str(self.asked(case.recipe))
         if case.recipe is None:
             return ("plain",)
@@ -35,7 +35,7 @@ class FusedKernels(Technique):
         return (choose_kernels(asked, case.model, device, case.compute_dtype),)
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Replace the forward of norms and gated products; a trace gets modules that allocate the same."""
+        """Use the fused kernels; a trace gets modules that allocate the same memory."""
         if site.is_traced:
             _use_traced_liger(model, site.accelerator.num_multiprocessors)
         else:
@@ -48,16 +48,16 @@ class FusedKernels(Technique):
 
 
 def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> str:
-    """What `auto` is here: liger where it is installed, knows the model, and the model computes in half precision.
+    """Resolve `auto`: liger if it is installed and supports the model, and the model computes in half precision.
 
     Args:
         wanted: "auto", "plain" or "liger".
         model: A transformers model.
-        device: Where it computes.
-        compute_dtype: In what format; None is fp32, which stays as transformers computes it.
+        device: Its device.
+        compute_dtype: Its compute dtype; None is fp32, for which `auto` is "plain".
 
     Raises:
-        RecipeError: If "liger" was asked for and cannot be had.
+        RecipeError: "liger" was requested and is not possible.
     """
     if wanted != "auto":
         if wanted == "liger":
@@ -68,7 +68,7 @@ def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, co
 
 
 def use_liger(model: torch.nn.Module) -> None:
-    """Give the norms and gated products of a model the fused kernels; its loss and its classes stay as they are."""
+    """Use the fused kernels for norms and gated activations of a model; its loss and its classes are not changed."""
     import inspect
 
     apply = _families()[_family(model)]
@@ -95,16 +95,20 @@ def _families() -> dict[str, Any]:
 def _require_liger(model: torch.nn.Module, device: torch.device) -> None:
     require_extra("liger_kernel", "memory.kernels: liger")
     if device.type != "cuda":
-        raise RecipeError(f"memory.kernels: liger needs an NVIDIA GPU; this device is {device.type}", "plain, or auto")
+        raise RecipeError(
+            f"memory.kernels: liger needs an NVIDIA GPU; this device is {device.type}", "memory.kernels: auto"
+        )
     if _family(model) not in _families():
-        raise RecipeError(f"memory.kernels: liger does not know models of the kind {_family(model)}", "plain, or auto")
+        raise RecipeError(
+            f"memory.kernels: liger does not support {_family(model)} models", "memory.kernels: plain, or auto"
+        )
 
 
 # ---------------------------------------------------------------------- in a trace
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and a number for each row; its backward writes into the gradient that it is given."""
+    """Stores its input and one number per row; its backward overwrites the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, num_multiprocessors: int) -> torch.Tensor:
@@ -139,7 +143,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 def _use_traced_liger(model: torch.nn.Module, num_multiprocessors: int) -> None:
-    """Give norms and gated products the allocations of liger-kernel's."""
+    """Replace norms and gated activations by functions that allocate like liger-kernel's."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         apply: Any = _RmsNorm.apply
@@ -159,4 +163,6 @@ def _use_traced_liger(model: torch.nn.Module, num_multiprocessors: int) -> None:
             known += 1
             module.forward = MethodType(gated, module)
     if not known:
-        raise RecipeError(f"memory.kernels: liger has nothing for a {type(model).__name__}", "plain, or auto")
+        raise RecipeError(
+            f"memory.kernels: liger has no kernel for {type(model).__name__}", "memory.kernels: plain, or auto"
+        )

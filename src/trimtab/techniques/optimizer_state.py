@@ -1,4 +1,4 @@
-"""The optimizer, and whether its state is kept in 8 bits or in memory that the driver pages to the host."""
+"""The optimizer, with state in fp32, in 8 bits, or in 8 bits in memory that the driver pages to the host."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ class OptimizerState(Technique):
         return (name, name + _8BIT) if is_allowed else (name,)
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """8-bit state, where there is such an optimizer and it is not allowed yet."""
+        """8-bit state, if the optimizer has an 8-bit version that is not allowed yet."""
         small = spec[self.key] + _8BIT
         if case.recipe is None:
             if not self.is_8bit(spec[self.key]) and case.optimizer and eight_bit_obstacle(case.optimizer) is None:

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: blocks of a model keep their inputs alone, and are computed again when backward needs them.
+"""Gradient checkpointing: blocks store only their inputs in forward, and backward recomputes their activations.
 
-Chosen block by block, on any model of transformers and on most others. Results are those of the plain step, bit for
-bit: a recomputed block draws the random numbers that it drew before.
+It can be chosen per block, for any transformers model and most others. Results are bit-identical to those of the plain
+step, because a recomputed block draws the same random numbers again.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _FEWEST_BLOCKS = 4  # from which on recomputing every second block is a choice o
 
 
 class GradientCheckpointing(Technique):
-    """Recompute blocks in backward in place of keeping their activations."""
+    """Recompute blocks in backward instead of storing their activations."""
 
     key = "gradient_checkpointing"
     setting = _KEY
@@ -39,7 +39,7 @@ class GradientCheckpointing(Technique):
     study = ("checkpointing", ("none", "ops", ("every second", {"every": 2}), "all"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Nothing, every second block, all blocks; a model of the user's that recomputes already stays as it is."""
+        """None, every second block, or all blocks; a model that already recomputes is not changed."""
         asked = self.asked(case.recipe)
         if asked != "auto":
             return (as_text(asked),)
@@ -77,11 +77,11 @@ class GradientCheckpointing(Technique):
 def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
     """Choose the blocks of `model` that are recomputed in backward; an earlier choice is replaced.
 
-    A block is recomputed only while it trains and gradients are wanted. One that has nothing to train, in itself or
-    below, keeps nothing in any case and runs as it is.
+    A block is recomputed only in training mode with gradients enabled. A block without trainable parameters and without
+    inputs that require gradients stores nothing anyway and is not recomputed.
 
     Args:
-        model: The model; its parameters, names and outputs stay what they are.
+        model: The model; its parameters, their names and its outputs do not change.
         which: "none"; "all"; "ops" (every block, but matrix products and attention are kept); {"every": k} (blocks
             0, k, 2k …: the last one is left out where it can be, so that its memory is free before any other is
             recomputed); {"layers": [...]}, counted from 0, from the end where negative, encoder before decoder.
@@ -119,9 +119,10 @@ def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
         if kind == "layers" and not isinstance(value, str) and all(type(number) is int for number in value):
             outside = [number for number in value if not -num_blocks <= number < num_blocks]
             if outside:
+                count = f"{num_blocks} block{'s' if num_blocks > 1 else ''}"
                 raise RecipeError(
-                    f"{_KEY}: there is no block {', '.join(map(str, outside))}, the model has {num_blocks}",
-                    f"numbers from 0 to {num_blocks - 1}, or from {-num_blocks} to -1 from the end",
+                    f"{_KEY}: no block {', '.join(map(str, outside))}; the model has {count}",
+                    f"use numbers from {-num_blocks} to {num_blocks - 1}; negative ones count from the end",
                 )
             return sorted({number % num_blocks for number in value})
     raise RecipeError(f"{_KEY}: {which!r} is not known", f"one of {_KINDS}")
@@ -130,7 +131,7 @@ def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
 def _stop_own_checkpointing(model: nn.Module) -> None:
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
-        say(f"{type(model).__name__}: its own gradient checkpointing was on and is off now; {_KEY} decides")
+        say(f"the gradient checkpointing of {type(model).__name__} was switched off; {_KEY} controls it")
 
 
 def _wrap(block: nn.Module, contexts: Callable[[list[torch.device]], tuple["_Drawing", "_DrawingAgain"]]) -> None:
@@ -142,7 +143,7 @@ def _wrap(block: nn.Module, contexts: Callable[[list[torch.device]], tuple["_Dra
 
     # Bound methods follow their object through copy.deepcopy; a closure over the block would not.
     own = block.forward
-    forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for those who read signatures
+    forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
     block.__dict__[_OWN_FORWARD] = own
     block.forward = MethodType(forward, block)
 
@@ -184,19 +185,17 @@ def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _without_cache(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A recomputed block would write its keys and values into a cache for a second time."""
+    """Remove empty caches from the arguments: a recomputed block would write to them a second time."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs
     layer = next((module.layer_idx for module in block.modules() if hasattr(module, "layer_idx")), 0)
     if any(cache.get_seq_length(layer) for cache in caches):
         raise RecipeError(
-            f"{_KEY}: {type(block).__name__} got past_key_values with positions in them, and would add to them twice",
+            f"{_KEY}: {type(block).__name__} got non-empty past_key_values, which recomputation would extend twice",
             f"train without past_key_values, or {_KEY}: none",
         )
-    log_info_once(
-        "past_key_values stay empty while blocks are recomputed in backward; use_cache=False says so to the model"
-    )
+    log_info_once("past_key_values stay empty with gradient checkpointing; set use_cache=False to avoid this message")
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
@@ -218,13 +217,13 @@ def _keeping_products(devices: list[torch.device]) -> tuple["_Drawing", "_Drawin
 
 
 class _Drawn:
-    """Where the generators stood before a block, if it drew from them.
+    """The state of the random generators before a block, if the block drew from them.
 
-    torch.utils.checkpoint would keep and set back all of them for each block; most blocks draw nothing.
+    torch.utils.checkpoint would save and restore all of them for each block; most blocks draw nothing.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
-        # where nothing has data nothing is drawn, and the host's generator is another thread's
+        # meta tensors draw nothing, and another thread may be using the host generator
         has_data = any(device.type != "meta" for device in devices) or not devices
         self._generators = [torch.default_generator] if has_data else []
         for device in devices:
@@ -235,7 +234,7 @@ class _Drawn:
         self.before: list[torch.Tensor] | None = None
 
     def read(self) -> list[torch.Tensor]:
-        # as numbers of 4 bytes they are compared faster than byte by byte
+        # comparing 4-byte integers is faster than comparing bytes
         return [generator.get_state().view(torch.int32) for generator in self._generators]
 
     def set(self, states: list[torch.Tensor]) -> None:
@@ -244,7 +243,7 @@ class _Drawn:
 
 
 class _Drawing:
-    """Around the forward of a block: finds out whether it draws."""
+    """Context of the forward of a block: detects whether it draws random numbers."""
 
     def __init__(self, drawn: _Drawn, keeping: SavingMode | None = None) -> None:
         self._drawn = drawn
@@ -264,7 +263,7 @@ class _Drawing:
 
 
 class _DrawingAgain:
-    """Around the recomputation: it draws what the forward drew, and the generators go on as if nothing had been."""
+    """Context of the recomputation: draws the same random numbers as the forward, then restores the generators."""
 
     def __init__(self, drawn: _Drawn, inner: Any = None) -> None:
         self._drawn = drawn

@@ -1,7 +1,7 @@
-"""CUDA's autocast for tensors that have no device: casts in the same places, and keeps the same copies of weights.
+"""CUDA's autocast for `meta` tensors: the same casts, and the same cache of cast weights.
 
-torch's own autocast acts on tensors of its device alone. Here the same lists of functions are applied by a
-`TorchFunctionMode`, which sees calls before autograd does, so that casts are part of the graph as they are on a GPU.
+torch's autocast ignores `meta` tensors. Here a `TorchFunctionMode` applies the same lists of functions. It sees calls
+before autograd does, so casts are part of the graph, as on a GPU.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ _UPPER: set[Any] = {
 }
 if hasattr(functional, "rms_norm"):
     _UPPER.add(functional.rms_norm)
-# computed in fp32 from what they are given: {function: it takes (input, dim, dtype)}
+# computed in fp32 from half-precision inputs; they take (input, dim, dtype)
 _TO_FP32: set[Any] = {
     functional.softmax,
     functional.log_softmax,
@@ -94,12 +94,12 @@ _TO_FP32: set[Any] = {
     torch.Tensor.log_softmax,
 }
 _SUMS: set[Any] = {torch.sum, torch.cumsum, torch.prod, torch.Tensor.sum, torch.Tensor.cumsum, torch.Tensor.prod}
-# all inputs in the widest of their formats
+# all inputs are cast to the widest of their dtypes
 _WIDEST: set[Any] = {torch.addcdiv, torch.addcmul, torch.atan2, torch.dot, torch.cross, torch.tensordot}
 
 
 class _State:
-    """Whether autocast is on, in which format, and its copies of weights."""
+    """Nesting depth and dtype of autocast, and its cache of cast weights."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -108,12 +108,12 @@ class _State:
 
 
 class Autocast(TorchFunctionMode):
-    """One `with torch.autocast(…)` on the stand-in; nests, and is left in order.
+    """The context of one `with torch.autocast(…)` on `meta` tensors; contexts nest.
 
     Args:
-        state: Shared by all of a trace.
-        dtype: The format of products.
-        enabled: False switches it off inside.
+        state: Shared by all contexts of a trace.
+        dtype: The dtype of matrix products.
+        enabled: False disables autocast inside.
     """
 
     def __init__(self, state: _State, dtype: torch.dtype | None, enabled: bool) -> None:
@@ -177,7 +177,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
-    """CUDA's softmax reads fp16 and writes fp32 in one pass; bf16 is made fp32 first."""
+    """CUDA's softmax reads fp16 and writes fp32 in one kernel; bf16 is cast to fp32 first."""
     x = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if x.dtype is torch.float16 and dim is not None:
@@ -187,7 +187,7 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A log-softmax in fp32 and a sum, as CUDA's autocast has it."""
+    """Cross-entropy with its log-softmax in fp32, as under CUDA's autocast."""
     if _is_half(logits):
         logits = logits.float()
     return functional.cross_entropy(logits, target, *args, **kwargs)
@@ -195,14 +195,14 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwa
 
 @contextlib.contextmanager
 def autocast_on_stand_in() -> Iterator[None]:
-    """Inside, and on this thread, `torch.autocast` of CUDA and of meta acts on meta tensors."""
+    """Make `torch.autocast` for "cuda" and "meta" act on `meta` tensors of this thread."""
     state = _State()
     with stand_ins_on_this_thread([*_autocast_methods(state), *_autocast_questions(state)]):
         yield
 
 
 def _autocast_methods(state: _State) -> Iterator[tuple[Any, str, Any]]:
-    """Stand-ins for the methods of `torch.autocast`; the class itself stays, other threads may ask for it."""
+    """Replacements for the methods of `torch.autocast`; the class stays, because other threads use it."""
     real: Any = torch.amp.autocast_mode.autocast
     init, enter, leave = real.__init__, real.__enter__, real.__exit__
 
@@ -234,7 +234,7 @@ def _autocast_methods(state: _State) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _autocast_questions(state: _State) -> Iterator[tuple[Any, str, Any]]:
-    """Stand-ins for the functions that say whether autocast is on."""
+    """Replacements for the functions that return the state of autocast."""
     enabled_really, dtype_really = torch.is_autocast_enabled, torch.get_autocast_dtype
     available_really = torch.amp.is_autocast_available
 

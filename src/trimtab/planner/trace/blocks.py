@@ -1,7 +1,7 @@
-"""Blocks of a model repeat: a few of them are traced, and the record of the whole model is made from theirs.
+"""Builds the trace of a whole model from the trace of a few of its repeated blocks.
 
-Not by a formula: the events of one block are repeated, each storage in the place that it would have, so that everything
-that reads a trace (peaks, the allocator's model, times) sees what a trace of the whole model would have shown.
+This is not an estimate: the events of one block are repeated with new storages in the right positions. Everything that
+reads a trace (peaks, allocator model, times) gets the same result as from a trace of the whole model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,21 +12,21 @@ import torch
 
 from trimtab.planner.trace.recorder import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
 
-_BEFORE, _AFTER = 1, 2  # blocks at each side of the repeated ones that have other neighbours
+_BEFORE, _AFTER = 1, 2  # blocks to keep before and after the repeated unit, because their neighbours differ
 
 
 class NotPeriodic(Exception):  # noqa: N818 (the cure is to trace the whole model)
-    """The blocks that were traced do not tell what the others would do."""
+    """The traced blocks do not determine the trace of the other blocks."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Which blocks of a stack are repeated.
+    """The repeated unit of a stack of blocks.
 
     Attributes:
         first: The first block of the unit, in the traced model.
-        period: How many blocks the unit has.
-        num_more: How often it is repeated beyond the one time that was traced.
+        period: Number of blocks in the unit.
+        num_more: Number of repetitions to add to the traced one.
     """
 
     first: int
@@ -35,13 +35,13 @@ class Repeat:
 
 
 def find_repeat(kinds: Sequence[Any]) -> tuple[Repeat, list[int]] | None:
-    """How a stack of blocks can be shortened.
+    """Find out how a stack of blocks can be shortened.
 
     Args:
-        kinds: What each block is: those that are alike are equal.
+        kinds: A value for each block; blocks with equal values are interchangeable.
 
     Returns:
-        The unit, and the blocks to keep; None where nothing is won.
+        The unit, and the blocks to keep; None if shortening does not help.
     """
     best: tuple[Repeat, list[int]] | None = None
     for period in range(1, len(kinds) // 2 + 1):
@@ -59,7 +59,7 @@ def find_repeat(kinds: Sequence[Any]) -> tuple[Repeat, list[int]] | None:
 
 
 def _longest_run(kinds: Sequence[Any], period: int) -> tuple[int, int]:
-    """The longest stretch in which each block is like the one a period before."""
+    """Start and end of the longest range in which every block equals the one a period before."""
     best, begin = (0, 0), 0
     for index in range(len(kinds) + 1):
         if index == len(kinds) or (index >= begin + period and kinds[index] != kinds[index - period]):
@@ -73,7 +73,7 @@ def _longest_run(kinds: Sequence[Any], period: int) -> tuple[int, int]:
 
 
 def watch_blocks(stacks: Sequence[Sequence[torch.nn.Module]], recorder: Recorder) -> None:
-    """Tell a recorder in which block the step is, forward and backward."""
+    """Register hooks that tell a recorder which block runs, in forward and in backward."""
     for stack, blocks in enumerate(stacks):
         for number, block in enumerate(blocks):
             _watch(block, Owner(stack, number), len(blocks), recorder)
@@ -114,20 +114,20 @@ def _floating(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def extend(trace: Trace, repeats: dict[int, Repeat]) -> Trace:
-    """The trace of the whole model from that of a shortened one.
+    """Build the trace of the whole model from the trace of a shortened one.
 
     Args:
-        trace: Of the shortened model.
-        repeats: For each stack that was shortened, its unit.
+        trace: The trace of the shortened model.
+        repeats: The unit of every shortened stack, by number of the stack.
 
     Raises:
-        NotPeriodic: If what was traced does not fit together that way.
+        NotPeriodic: The traced blocks do not repeat consistently.
     """
     return _Extension(trace, repeats).made() if repeats else trace
 
 
 class _Extension:
-    """One trace on its way to be a longer one. Storages are known by their number and how far they were shifted."""
+    """Extends one trace. A storage of the result is identified by its traced number and its shift in blocks."""
 
     def __init__(self, trace: Trace, repeats: dict[int, Repeat]) -> None:
         self._trace, self._repeats = trace, repeats
@@ -167,7 +167,7 @@ class _Extension:
         self._marks += [Mark(mark.name, len(self._events)) for mark in marks]
         mortal = {storage for storage, size in trace.events if not size}
         if any(storage in mortal for storage, _ in self._numbers):
-            raise NotPeriodic("lives on, where it died in what was traced")
+            raise NotPeriodic("a storage is never freed, but it was in the trace")
         return Trace(
             tuple(self._events),
             self._births,
@@ -179,7 +179,7 @@ class _Extension:
         )
 
     def _addresses(self) -> dict[int, tuple[Place, int]]:
-        """Where each storage was born: in which pass, and as which of its births."""
+        """Where each storage was allocated: the place, and its index among the allocations there."""
         found: dict[int, tuple[Place, int]] = {}
         for index, segment in enumerate(self._trace.segments):
             count = 0
@@ -210,7 +210,7 @@ class _Extension:
             self._emit(self._by_place[there], copy * repeat.period, [])
 
     def _emit(self, index: int, shift: int, marks: list[Mark]) -> None:
-        """Write a segment with everything in it moved by so many blocks."""
+        """Append a segment, with everything in it shifted by a number of blocks."""
         place = self._trace.segments[index].place
         first, end, first_op, end_op = self._span(index)
         owner = place.owner
@@ -226,11 +226,11 @@ class _Extension:
                 if not size:
                     dying = numbers.pop(key, None)
                     if dying is None:
-                        raise NotPeriodic("dies before it is born, or twice")
+                        raise NotPeriodic("a storage is freed before it is allocated, or twice")
                     written.append(Event(dying, 0))
                     continue
                 if key in numbers:
-                    raise NotPeriodic("born twice")
+                    raise NotPeriodic("a storage is allocated twice")
                 number = numbers[key] = len(self._births)
                 birth = births[key[0]]
                 self._births[number] = _moved(birth, key[1]) if key[1] else birth
@@ -241,7 +241,7 @@ class _Extension:
             self._ops += self._scaled(position)
 
     def _keys(self, storage: int, here: Owner | None, shift: int) -> list[tuple[int, int]]:
-        """Which storages of the new trace one of the old stands for, seen from a place."""
+        """The storages of the new trace that a traced one represents, seen from a block."""
         owner = self._trace.births[storage].owner
         assert owner is not None
         repeat, block = self._repeats[owner.stack], owner.block
@@ -252,14 +252,14 @@ class _Extension:
             if block < repeat.first:
                 return [(storage, 0)]
             return [(storage, copy * repeat.period) for copy in range(repeat.num_more + 1)]
-        if block > last and here.block < repeat.first:  # beyond all copies: this one and no neighbour
+        if block > last and here.block < repeat.first:  # on the other side of all copies: exactly this storage
             return [(storage, whole)]
         if block < repeat.first and here.block > last:
             return [(storage, 0)]
         return [self._counterpart(storage, owner, block + shift, repeat)]
 
     def _counterpart(self, storage: int, owner: Owner, block: int, repeat: Repeat) -> tuple[int, int]:
-        """The storage that plays the same part in a block of the whole model."""
+        """The corresponding storage in a block of the whole model."""
         whole = repeat.num_more * repeat.period
         if block < repeat.first:
             traced = block
@@ -271,14 +271,14 @@ class _Extension:
             return storage, block - traced
         place, count = self._where[storage]
         if place.owner is None:
-            raise NotPeriodic("a storage from between the blocks")
+            raise NotPeriodic("a storage was allocated between blocks")
         other = self._at.get((Place(place.kind, Owner(owner.stack, traced), place.number), count))
         if other is None or self._trace.births[other][:3] != self._trace.births[storage][:3]:
             raise NotPeriodic(f"no counterpart in block {traced}")
         return other, block - traced
 
     def _scaled(self, position: int) -> list[Op]:
-        """An operation between blocks: as often as there are blocks for it, or with the bytes of all of them."""
+        """An operation between blocks, repeated for every block, or with the bytes of all blocks added up."""
         op, shares = self._trace.ops[position], self._trace.shares.get(position, {})
         more = [
             (self._repeats[owner.stack].num_more, size) for owner, size in shares.items() if self._is_repeated(owner)
@@ -295,7 +295,7 @@ class _Extension:
 
 
 def _moved(birth: Birth, shift: int) -> Birth:
-    """The same of a block further on."""
+    """The same storage in a block `shift` blocks later."""
     size, part, op, is_wide, owner = birth
     assert owner is not None
     return Birth(size, part, op, is_wide, Owner(owner.stack, owner.block + shift))

@@ -1,15 +1,15 @@
-"""What operations on tensors without data return, remembered.
+"""Caches the results of operations on `meta` tensors.
 
-Many of these operations torch computes in Python, at a fifth of a millisecond each, and the blocks of a model ask for
-the same ones again and again. What they return follows from the shapes, strides and formats that go in: it is computed
-once, and made anew from then on.
+torch computes many of them in Python, at about 0.2 ms each, and the blocks of a model repeat the same operations.
+Shapes, strides and dtypes of the inputs determine those of the result, so a result is computed once and then recreated
+from the cache.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-_MOST = 100_000  # of these in a process that plans for a long time
+_MOST = 100_000  # entries, so that a process that plans for a long time does not grow
 _known: dict[Any, Any] = {}
 
 
@@ -26,7 +26,7 @@ _UNKNOWN = "has to be computed each time"
 
 
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation of aten on tensors without data, or do what it did with others like them."""
+    """Run an aten operation on `meta` tensors, or recreate its result from the cache."""
     try:
         key = func, torch.get_default_dtype(), _likeness(args), _likeness(kwargs.items())
         found = _known.get(key)
@@ -44,11 +44,11 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 class _NoLikeness(Exception):
-    """An argument that nothing is known of."""
+    """An argument cannot be part of a cache key."""
 
 
 def _likeness(values: Any) -> Any:
-    """What of some arguments decides about the result."""
+    """The part of a cache key for some arguments."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -64,12 +64,12 @@ def _likeness(values: Any) -> Any:
     return tuple(found)
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others compute in their own way
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # subclasses may override operations
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _learn(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute, and remember what is remarkable about the result."""
+    """Run the operation, and cache how to recreate its result."""
     before = _look(args[0]) if args and isinstance(args[0], torch.Tensor) else None
     held = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
     out = func(*args, **kwargs)
@@ -93,7 +93,7 @@ def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _made(one: Any, held: set[int]) -> _Made | None:
-    """How to make a result again; None where it is not simply a new tensor."""
+    """How to recreate a result; None if it is not a new tensor."""
     if type(one) is not torch.Tensor or not one.is_meta:
         return None
     storage = one.untyped_storage()
@@ -106,7 +106,7 @@ def _made(one: Any, held: set[int]) -> _Made | None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument or a result, and of the lists in it."""
+    """All tensors in an argument or a result, including nested lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []

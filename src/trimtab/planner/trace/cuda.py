@@ -1,6 +1,6 @@
-"""What a step on CUDA does that tensors without data do not show: kernels chosen, work memory, fused optimizers.
+"""Properties of a step on CUDA that `meta` tensors do not show: choice of kernels, workspaces, fused optimizers.
 
-Facts of torch 2.11 to 2.13, each held by a measured row in tests/planner.
+They hold for torch 2.11 to 2.13; measured rows in tests/planner verify each.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ _FEW_INDICES = 3072  # up to which it does not sort
 
 @dataclass(frozen=True)
 class Gpu:
-    """What matters of a GPU for memory.
+    """The properties of a GPU that memory depends on.
 
     Attributes:
         capability: CUDA's compute capability.
-        flash: Whether the flash kernel runs.
-        num_multiprocessors: On which the work memory of some kernels depends.
-        threads_per_multiprocessor: Likewise.
-        workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None where none is set.
+        flash: Whether torch's flash attention kernel runs.
+        num_multiprocessors: Determines the workspaces of some kernels.
+        threads_per_multiprocessor: Determines the workspaces of some kernels.
+        workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None if it is not set.
     """
 
     capability: tuple[int, int] = (9, 0)
@@ -52,12 +52,12 @@ class Gpu:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The same for the rules of techniques."""
+        """The GPU as the techniques' rules see it."""
         return Accelerator("cuda", self.capability, self.num_multiprocessors, self.flash, is_here=False)
 
     @property
     def workspace_bytes(self) -> int:
-        """What cuBLAS takes for each thread that calls it: the buffers configured, as size in KiB and number."""
+        """Bytes of the cuBLAS workspace per thread: CUBLAS_WORKSPACE_CONFIG (`:SIZE_IN_KIB:COUNT`) or the default."""
         buffers = re.findall(r":(\d+):(\d+)", self.workspace_config or "")
         if buffers:
             return sum(int(size) * int(number) for size, number in buffers) * 1024
@@ -71,7 +71,7 @@ class CudaRules:
         self.gpu = gpu
 
     def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
-        """For each thread cuBLAS keeps work memory: for that of forward, and for autograd's."""
+        """CuBLAS keeps a workspace per thread: one for the main thread, one for autograd's."""
         packet = func._overloadpacket
         if packet not in _PRODUCTS:
             return []
@@ -82,12 +82,12 @@ class CudaRules:
         return found
 
     def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> list[int]:
-        """Bytes of what a kernel takes for itself while it runs."""
+        """Bytes of temporary buffers inside a kernel."""
         rule = _TEMPORARIES.get(func._overloadpacket)
         return [] if rule is None else [size for size in rule(self.gpu, args, out) if size > 0]
 
     def stand_in(self, func: Any) -> Callable[..., Any] | None:
-        """What to run in the place of an operation that does not run on meta."""
+        """The replacement of an operation that does not run on `meta`, or is slow there."""
         return _STAND_INS.get(func) or _STAND_INS.get(func._overloadpacket)
 
 
@@ -95,7 +95,7 @@ class CudaRules:
 
 
 def _embedding_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """Indices are sorted, and rows that belong together summed in fp32 in two passes."""
+    """Indices are sorted, and rows with the same index are summed in fp32 in two passes."""
     grad, indices, num_weights = args[:3]
     count, width = indices.numel(), grad.shape[-1]
     if count <= _FEW_INDICES:
@@ -107,10 +107,10 @@ def _embedding_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
 
 
 def _sum(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """Where few sums are taken over many numbers, blocks of threads leave parts of them in memory.
+    """A reduction of many numbers to few sums stores partial sums of thread blocks.
 
-    The shape of torch's kernel for reductions: a thread takes four neighbouring sums where the numbers of one sum do
-    not lie side by side, as in the gradient of a bias.
+    This follows the launch configuration of torch's reduction kernel: a thread computes four adjacent sums if the
+    numbers of one sum are not contiguous, as in the gradient of a bias.
     """
     values = args[0]
     num_outputs = max(1, out.numel())
@@ -141,7 +141,7 @@ def _sum(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
 
 
 def _foreach_norm(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """A part of a norm for each stretch of each tensor, as many for all as the longest has."""
+    """A partial norm for each chunk of each tensor; all tensors get as many chunks as the longest one."""
     longest = max(tensor.numel() for tensor in args[0])
     return [4 * len(args[0]) * -(-longest // _NORM_STRETCH)]
 
@@ -151,7 +151,7 @@ def _power_below(number: int) -> int:
 
 
 def _safe_softmax(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """A mask of what was minus infinity: rows of nothing else become zero."""
+    """A mask of the entries that are minus infinity; rows of only such entries become zero."""
     return [args[0].numel()]
 
 
@@ -175,7 +175,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-# torch computes the shapes of these in Python, in milliseconds; here they take microseconds.
+# torch computes the shapes of these in Python, which takes milliseconds; these replacements take microseconds.
 
 
 def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> tuple[torch.Tensor, ...]:
@@ -204,7 +204,7 @@ def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **option
 
 
 def _addmm_into(*tensors: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
-    return out  # with another format of the result, which the meta kernel of torch 2.11 takes for a number
+    return out  # the meta kernel of torch 2.11 misreads the output dtype as a number
 
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
@@ -225,7 +225,7 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention` with the kernel that a GPU takes."""
+    """`scaled_dot_product_attention` with the kernel that torch would choose on a GPU."""
 
     def attention(
         query: torch.Tensor,
@@ -248,7 +248,7 @@ def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
         if uses_flash and query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-        # T5's position biases learn, and lie the wrong way round in memory if nobody copies them
+        # the position biases of T5 are trainable, and not contiguous unless the model copies them
         plain_mask = attn_mask is None or (not attn_mask.requires_grad and attn_mask.stride(-1) == 1)
         uses_efficient = switches.mem_efficient_sdp_enabled()
         if uses_efficient and not grouped and plain_mask and query.shape[-1] % 4 == 0:
@@ -311,10 +311,10 @@ def _math(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention without a kernel of its own, as torch composes it on a GPU.
+    """Attention from matrix products, as torch's math backend composes it on a GPU.
 
-    On meta torch composes another: the mask is not added in place, and a dropped element costs more than a byte. The
-    operations are aten's, so that autocast, which is off in there, leaves them alone.
+    On `meta` torch composes it differently: the mask is not added in place, and dropout masks take more than a byte per
+    element. Operations of aten are called directly, because autocast must not change them.
     """
     dtype, width = query.dtype, query.shape[-1]
     if dtype in _HALF:
@@ -335,25 +335,25 @@ def _math(
     scores = aten._safe_softmax(scores, -1)
     if dropout_p:
         scores = aten.native_dropout(scores, dropout_p, True)[0]
-    held += (scores.to(dtype),)  # which torch returns, too
+    held += (scores.to(dtype),)  # torch returns it, too
     result: torch.Tensor = aten.matmul(scores, value).to(dtype)
     del held
     return result
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA's dropout keeps a mask of one byte an element."""
+    """CUDA's dropout stores a mask of one byte per element."""
     if not training or not p:
         return x
     return torch.native_dropout(x, p, True)[0]
 
 
-# ---------------------------------------------------------------------- together
+# ---------------------------------------------------------------------- all patches
 
 
 @contextlib.contextmanager
 def as_on_cuda(gpu: Gpu) -> Iterator[None]:
-    """Inside, what this thread runs on meta takes the way that it would take on a GPU; nothing of it stays."""
+    """Make operations of this thread on `meta` allocate as they would on a GPU."""
     with autocast_on_stand_in(), stand_ins_on_this_thread(_stand_ins_for(gpu)):
         yield
 
@@ -361,7 +361,7 @@ def as_on_cuda(gpu: Gpu) -> Iterator[None]:
 def _stand_ins_for(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield functional, "scaled_dot_product_attention", attention_for(gpu)
     yield functional, "dropout", _dropout
-    # torch.utils.checkpoint sets the host's generator back, which on meta nothing has drawn from, but other threads may
+    # torch.utils.checkpoint restores the host generator: useless on meta, and harmful to other threads
     yield torch, "set_rng_state", _nothing
     fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices
     foreach = torch.utils._foreach_utils._get_foreach_kernels_supported_devices

@@ -1,4 +1,4 @@
-"""Builds models in a dtype of their own without touching torch's default dtype, which all threads share."""
+"""Builds models in a given dtype without changing torch's default dtype, which all threads share."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 
 
 class _DefaultDtype(TorchFunctionMode):
-    """Gives new tensors of this thread, on meta, the dtype that they would have under another default.
+    """Creates `meta` tensors of this thread as if torch's default dtype were another one.
 
-    The default decides where neither an argument nor an input with a floating dtype does: in `torch.empty(3)`, in
-    `torch.log(torch.arange(3))`.
+    The default applies if neither a dtype argument nor a floating-point input determines the dtype, as in
+    `torch.empty(3)` or `torch.log(torch.arange(3))`.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -39,7 +39,7 @@ def _says_a_dtype(value: Any) -> bool:
 
 @contextlib.contextmanager
 def own_default_dtype() -> Iterator[None]:
-    """Inside, models that this thread makes with transformers' `from_config` leave torch's default dtype alone."""
+    """Keep transformers' `from_config` on this thread from changing torch's default dtype."""
     from transformers import modeling_utils
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Traces work on a model without weights as a GPU would do it; blocks that repeat are traced once.
+"""Traces code that runs a model on `meta` as a GPU would run it; repeated blocks are traced once.
 
-`planner/trace/recipe_step.py`, `own_step.py` and `plain_step.py` say what the work is.
+`recipe_step.py`, `own_step.py` and `plain_step.py` in this package define the code to trace.
 """
 
 from collections import defaultdict
@@ -39,10 +39,11 @@ def trace_model(
         skeleton: The model, on meta; it is not changed.
         prepare: Called with a copy of the model that may have fewer blocks, and the recorder; returns the work, which
             runs while operations are recorded.
-        gpu: The GPU that the trace stands for.
+        gpu: The GPU to simulate.
         is_padded: Whether batches have padding: attention then gets a mask.
-        mark: What the work does to a block, by its number counted through all stacks; blocks that differ in it differ.
-        whole: Trace every block, also those that are like others.
+        mark: Returns a value for the number of a block, counted over all stacks; blocks with different values are not
+            interchangeable.
+        whole: Trace every block, also repeated ones.
     """
 
     def traced(short: Shortened) -> Trace:
@@ -73,7 +74,7 @@ def _read_value(tensor: torch.Tensor, is_padded: bool) -> Any:
 
 
 class BlockVisits:
-    """Tells a recorder to which block of a model the tensors belong that are made or adopted now.
+    """Tells a recorder which block of a model new tensors belong to.
 
     Args:
         recorder: The recorder.
@@ -93,20 +94,20 @@ class BlockVisits:
         }
 
     def adopt_weights(self, model: torch.nn.Module) -> None:
-        """Everything of the model that is in device memory."""
+        """Record all parameters and buffers of the model that are in device memory."""
         for tensor in (*model.parameters(), *model.buffers(), *quantization_tensors(model)):
             if not getattr(tensor, "is_in_host_memory", False):
                 self.adopt(tensor, [tensor], "weights")
         self.leave()
 
     def adopt(self, owner: torch.Tensor, tensors: Iterable[Any], part: str) -> None:
-        """Tensors that exist already, and belong to the block of a tensor of the model."""
+        """Record existing tensors as part of the block that `owner` belongs to."""
         self.visit(owner, part)
         self._recorder.adopt((tensor for tensor in tensors if isinstance(tensor, torch.Tensor)), part)
 
     def watch_state_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """See which parameter's state is made in the first step; torch's optimizers make it in `_init_group`."""
-        for parameter in list(optimizer.state):  # Adagrad makes its state with itself
+        """Assign new optimizer state to the block of its parameter; torch's optimizers create it in `_init_group`."""
+        for parameter in list(optimizer.state):  # Adagrad creates its state in its constructor
             self.adopt(parameter, optimizer.state[parameter].values(), "state")
         self.leave()
         optimizer.state = _State(lambda parameter: self.visit(parameter, "state"), optimizer.state)
@@ -117,28 +118,28 @@ class BlockVisits:
 
         def make_watched(*args: Any, **kwargs: Any) -> Any:
             with self._recorder.born_as("state"):
-                made = make(*args, **kwargs)  # of a parameter, or of a group
+                made = make(*args, **kwargs)  # state of one parameter, or of a group
             self.leave()
             return made
 
         setattr(optimizer, name, make_watched)
 
     def visit(self, tensor: torch.Tensor, kind: str) -> None:
-        """What is made now belongs to the block of this parameter or buffer."""
+        """Assign new tensors to the block of this parameter or buffer."""
         owner = self._owners.get(id(tensor))
         if owner != self._here:
             self._here = owner
             self._recorder.enter(kind if owner is not None else "", owner)
 
     def leave(self) -> None:
-        """What is made now belongs to no block."""
+        """Assign new tensors to no block."""
         if self._here is not None:
             self._here = None
             self._recorder.enter("", None)
 
 
 class _State(defaultdict[torch.Tensor, Any]):
-    """The state of an optimizer, which calls a function when that of a parameter is asked for and is missing."""
+    """The state of an optimizer; calls a function when the state of a parameter is created."""
 
     def __init__(self, visit: Callable[[torch.Tensor], None], before: Mapping[torch.Tensor, Any]) -> None:
         super().__init__(dict, before)

@@ -1,4 +1,4 @@
-"""The step of a loop of the user's own, on a copy of the model without weights: for `trimtab.planner.own_loop`."""
+"""Traces a step of a user's own loop on a `meta` copy of the model, for `trimtab.planner.own_loop`."""
 
 import copy
 import inspect
@@ -19,28 +19,28 @@ from trimtab.techniques.base import Site, StepSpec
 
 
 class OwnStep:
-    """Traces steps of a loop that does what most do: `outputs = model(**batch)`, backward, step, zero_grad.
+    """Traces steps of a typical loop: `outputs = model(**batch)`, backward, step, zero_grad.
 
-    What the model gave is held until the next forward has given something else, as a name in a loop holds it.
+    The outputs are kept until the next forward has returned, as a variable of a loop keeps them.
 
     Args:
-        model: A model of transformers; it is not touched.
-        optimizer: Its optimizer; it is not touched either.
-        num_micro: Micro-batches of an optimizer step.
-        target: The device that is stood in for.
+        model: A transformers model; it is not changed.
+        optimizer: Its optimizer; it is not changed.
+        num_micro: Micro-batches per optimizer step.
+        target: The device to predict for.
 
     Raises:
-        NoBatch: The model is none that can be traced.
+        NoBatch: The model cannot be traced.
     """
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_micro: int, target: Target
     ) -> None:
         if "_orig_mod" in model._modules:
-            raise NoBatch("a compiled model plans memory by itself")
+            raise NoBatch("compiled models are not supported")
         if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-            raise NoBatch(f"{type(model).__name__} is no model of transformers")
-        self._num_micro = min(2, num_micro)  # two stand for more: from the second on gradients exist
+            raise NoBatch(f"{type(model).__name__} is not a transformers model")
+        self._num_micro = min(2, num_micro)  # two represent any larger number: from the second on gradients exist
         self._optimizer, self._target = optimizer, target
         self.recomputes_already = bool(getattr(model, "is_gradient_checkpointing", False))
         self.has_loss = False  # seen in the first trace
@@ -54,7 +54,7 @@ class OwnStep:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks could be recomputed."""
+        """Number of blocks that could be recomputed."""
         return len(self._blocks)
 
     def trace(self, spec: StepSpec, batch: LargestBatch) -> Trace:
@@ -77,7 +77,7 @@ class OwnStep:
             groups = [self._group_of.get(id(self._originals[id(p)])) for p in self._blocks[number].parameters()]
             return touched(number), tuple(groups)
 
-        # Where an optimizer makes its state out of sight, its blocks are not known.
+        # Without a known method that creates state, state cannot be assigned to blocks.
         state_methods = ("_init_group", "_fresh_state")
         is_opaque = not any(hasattr(self._optimizer, name) for name in state_methods)
         return trace_loop(
@@ -124,13 +124,13 @@ class OwnStep:
             return loss
         logits = logits_of(output)
         if logits is None:
-            raise NoBatch(f"the model gives neither a loss nor logits for {type(output).__name__}")
+            raise NoBatch(f"the model returns neither a loss nor logits, but {type(output).__name__}")
         return logits.mean()
 
     # ------------------------------------------------------------------ the optimizer
 
     def _counterpart(self, short: Shortened, spec: StepSpec) -> torch.optim.Optimizer:
-        """The optimizer of the loop for the parameters of a copy of the model."""
+        """A copy of the loop's optimizer for the parameters of a shortened model."""
         origins = self._origins(short)
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._optimizer.param_groups]
         for parameter in short.model.parameters():
@@ -146,7 +146,7 @@ class OwnStep:
         return _copied(self._optimizer, groups, origins) if changed is self._optimizer else changed
 
     def _origins(self, short: Shortened) -> dict[int, torch.Tensor]:
-        """For each parameter of a copy, by its id, the user's own."""
+        """The user's parameter for each parameter of a shortened model, by id."""
         found: dict[int, torch.Tensor] = {}
         copies = [block for _, blocks in stacks_of(short.model) for block in blocks]
         for index, number in enumerate(short.kept):
@@ -160,7 +160,7 @@ class OwnStep:
 
 
 def _without_weights(model: torch.nn.Module) -> tuple[Any, dict[int, torch.Tensor]]:
-    """A copy on meta, with ties as they are, and for each of its parameters, by its id, the one that it stands for."""
+    """Copy a model to `meta`, keeping tied weights; also return the original of each parameter, by id of the copy."""
     copies: dict[int, Any] = {}
     originals: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
@@ -174,10 +174,10 @@ def _without_weights(model: torch.nn.Module) -> tuple[Any, dict[int, torch.Tenso
 def _copied(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], origins: dict[int, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings for other parameters; its class need not have a known constructor."""
+    """Copy an optimizer for other parameters without calling its constructor, whose signature is not known."""
     made: Any = object.__new__(type(optimizer))
     hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
-    # schedules put a step of their own into the instance, which would step the user's
+    # schedules wrap `step` of the instance; the wrapper would step the user's optimizer
     made.__dict__.update(
         {name: value for name, value in vars(optimizer).items() if name not in ("step", "_opt_called")}
     )
@@ -192,13 +192,13 @@ def _copied(
 
 
 def _on_meta(value: Any) -> Any:
-    """A count of steps stays what it is: its value is read."""
+    """Move a tensor to `meta`; scalars such as step counts keep their values, because optimizers read them."""
     is_large = isinstance(value, torch.Tensor) and value.dim() > 0
     return torch.empty_like(value, device="meta") if is_large else copy.copy(value)
 
 
 def _named(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the model takes of a batch; a loop does not hand it the rest."""
+    """The fields of a batch that the model accepts."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     return {name: value for name, value in inputs.items() if name in names} if names else dict(inputs)

@@ -1,7 +1,7 @@
-"""One step of a plain transformers loop, traced: what benchmarks/planner/plain_rows.py does on a GPU, without one.
+"""Traces a step of a plain transformers loop, the one that benchmarks/planner/plain_rows.py runs on a GPU.
 
-`trace_plain_step` has nothing of trimtab's step in it: it holds the tracer against measurements that anybody can
-repeat. `trace_loop` is the part of it that knows neither model nor step, and traces the loops of users as well.
+`trace_plain_step` does not use trimtab's step, so the tracer can be compared with measurements of plain PyTorch code.
+`trace_loop` is its part that is independent of model and step; it also traces the loops of users.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from trimtab.planner.trace.shortened_model import Shortened
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NUM_STEPS = 2  # the state of optimizers is born in the first
+_NUM_STEPS = 2  # optimizers create their state in the first
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop has on a model without weights.
+    """A loop on a model without weights.
 
     Attributes:
         model: The model.
         optimizer: The optimizer itself, not a prepared one.
-        step: One step of the loop, `zero_grad` included; it tells the recorder when backward and the optimizer run,
-            and which gradients there are.
+        step: One step of the loop, including `zero_grad`; it tells the recorder when backward and the optimizer run,
+            and which tensors are gradients.
     """
 
     model: Any
@@ -40,12 +40,12 @@ class Loop:
 
 
 def trace_plain_step(config: Mapping[str, Any], head: str, rows: int, length: int, **options: Any) -> Trace:
-    """The second of two steps, with everything that was there before it.
+    """Trace the second of two steps, with everything that was allocated before it.
 
     Args:
-        config: Of the model, with its `model_type`.
-        head: The class of transformers that makes the model, such as "AutoModelForCausalLM".
-        rows: Of the batch.
+        config: Config of the model, with its `model_type`.
+        head: The transformers class that builds the model, such as "AutoModelForCausalLM".
+        rows: Rows of the batch.
         length: Tokens of each row.
         options: As for `trace_plain_model`.
     """
@@ -67,20 +67,20 @@ def trace_plain_model(
     gpu: Gpu | None = None,
     whole: bool = False,
 ) -> Trace:
-    """The same of a model that is there, without weights.
+    """Trace the second of two steps of a model on `meta`.
 
     Args:
-        skeleton: The model, on meta, in the format of its weights.
-        rows: Of the batch.
+        skeleton: The model on meta, in the dtype of its weights.
+        rows: Rows of the batch.
         length: Tokens of each row.
         precision: fp32, tf32, bf16 or fp16 (with autocast), or bf16-pure.
         optimizer: One of torch's: see `OPTIMIZERS`.
         implementation: "fused" or "foreach".
-        recomputes: Whether every block is recomputed, by transformers' own switch.
+        recomputes: Whether to enable transformers' own gradient checkpointing.
         mask: "none", "full" (all ones) or "padded".
-        target_length: Tokens to be written, for a model with a decoder of its own.
-        gpu: The device that is stood in for; an H200 by default.
-        whole: Trace every block, also those that are like others.
+        target_length: Tokens to generate, for a model with an encoder and a decoder.
+        gpu: The GPU to simulate; an H200 by default.
+        whole: Trace every block, also repeated ones.
     """
     batch = _batch(skeleton, rows, length, mask, target_length)
 
@@ -110,9 +110,9 @@ def trace_loop(
         skeleton: The model, on meta; it is not changed.
         build: Builds the loop for a copy of the model that may have fewer blocks.
         batch: The batch of every step, on meta.
-        gpu: The GPU that the trace stands for; an H200 by default.
-        is_padded: As in `trace_model`; so are `mark` and `whole`.
-        mark: What the loop does to a block, by its number.
+        gpu: The GPU to simulate; an H200 by default.
+        is_padded: As in `trace_model`.
+        mark: As in `trace_model`.
         whole: Trace every block.
     """
 
@@ -189,5 +189,5 @@ def _plain_loop(
 
 
 def _scale() -> tuple[torch.Tensor, ...]:
-    """What a `GradScaler` has on the device all the time: its scale, and how many steps went well."""
+    """The tensors that a `GradScaler` keeps on the device: its scale and its growth counter."""
     return tuple(torch.empty((), dtype=dtype, device="meta") for dtype in (torch.float32, torch.int32))

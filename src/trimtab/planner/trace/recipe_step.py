@@ -1,4 +1,4 @@
-"""A step of a recipe, traced without a GPU and without weights, with the builders and the step function of a run."""
+"""Traces a step of a recipe without GPU and weights, with the builders and the step function of a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -49,10 +49,10 @@ class StepTracer:
     """Traces steps of one recipe; its model is built once, without weights.
 
     Args:
-        recipe: The recipe; what a `StepSpec` says takes precedence.
+        recipe: The recipe; values of a `StepSpec` take precedence.
         task: Its task.
-        gpu: The GPU that the trace stands for.
-        tokenizer: The tokenizer of the run, whose size the model is adapted to; None is that of the model.
+        gpu: The GPU to simulate.
+        tokenizer: The tokenizer of the run, whose size the model is adapted to; None = the size of the model's own.
     """
 
     def __init__(self, recipe: Recipe, task: StepTask, gpu: Gpu, tokenizer: Any = None) -> None:
@@ -68,7 +68,7 @@ class StepTracer:
             spec: How the step is made.
             batch: The shape of a micro-batch.
             num_micro: Micro-batches of the step.
-            whole: Trace every block, also those that are like others.
+            whole: Trace every block, also repeated ones.
         """
 
         def step(parts: _Parts) -> None:
@@ -82,7 +82,7 @@ class StepTracer:
         return self._trace(spec, batch, step, whole)
 
     def trace_evaluation(self, spec: StepSpec, batch: BatchShape, *, whole: bool = False) -> Trace:
-        """Trace one held-out batch, with everything that training keeps meanwhile."""
+        """Trace one evaluation batch, with everything that training keeps allocated."""
 
         def evaluate(parts: _Parts) -> None:
             kind, shifts = self._task.loss_kind, self._task.shifts_labels
@@ -95,7 +95,7 @@ class StepTracer:
         return self._trace(spec, batch, evaluate, whole)
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> Any:
-        """The model as it is loaded, without weights."""
+        """The model on `meta`, before techniques change it."""
         if dtype not in self._skeletons:
             source, task = source_of(self._recipe), self._task
             with own_default_dtype():

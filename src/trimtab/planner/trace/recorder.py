@@ -1,7 +1,7 @@
-"""The record of one training step on tensors without data: every storage's birth and death, every operation.
+"""Records a training step on `meta` tensors: when every storage is allocated and freed, and every operation.
 
-The step runs on the `meta` device, where operations compute shapes and allocate nothing. What the real device would do
-beside that (work memory of its libraries, temporaries inside kernels) is said by rules: `trimtab.planner.trace.cuda`.
+On the `meta` device operations compute shapes and allocate nothing. What a real device allocates in addition
+(workspaces of libraries, temporary buffers inside kernels) is defined by `Rules`: see `trimtab.planner.trace.cuda`.
 """
 
 import weakref
@@ -23,10 +23,10 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Event(NamedTuple):
-    """One storage is born or dies."""
+    """A storage is allocated or freed."""
 
     storage: int  # unique in a trace
-    size: int  # bytes, more than 0 where it is born; 0 where it dies
+    size: int  # bytes if it is allocated; 0 if it is freed
 
 
 class Op(NamedTuple):
@@ -34,7 +34,7 @@ class Op(NamedTuple):
 
     name: str
     stage: str  # "forward", "backward", "recompute" (inside backward) or "optimizer"
-    flops: int  # a multiplication with an addition counts two; 0 for what only moves memory
+    flops: int  # a multiply-add counts two; 0 for operations that only move memory
     moved: int  # bytes read and written
     dtype: str  # of the product: fp32, bf16, fp16
 
@@ -47,25 +47,25 @@ class Owner(NamedTuple):
 
 
 class Birth(NamedTuple):
-    """What is known of a storage."""
+    """The allocation of a storage."""
 
     size: int
-    part: str  # "weights", "inputs", "state", "library", or the stage in which it was made
+    part: str  # "weights", "inputs", "state", "library", or the stage that allocated it
     op: str
-    is_wide: bool  # as wide as the vocabulary
+    is_wide: bool  # its last dimension is the vocabulary
     owner: Owner | None  # the block that it belongs to
 
 
 class Place(NamedTuple):
-    """A stretch of the step: one pass of one block, or what lies between."""
+    """A part of the step: one pass of one block, or the code between blocks."""
 
     kind: str  # "forward" or "backward" of a block, its "weights" or their "state"; "" between blocks
     owner: Owner | None
-    number: int  # how often this pass of this block was there before
+    number: int  # how many passes of this kind the block had before
 
 
 class Segment(NamedTuple):
-    """What happened in one place, as positions in the events and in the operations."""
+    """Where the events and operations of one place start."""
 
     place: Place
     first_event: int
@@ -74,24 +74,24 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment that has a name, such as the end of a forward."""
+    """A named moment, such as the end of forward."""
 
     name: str
-    event: int  # how many events came before
+    event: int  # number of events before it
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened in a step.
+    """The record of a step.
 
     Attributes:
-        events: In the order of time; what exists before the step is born first.
-        births: What each storage is.
-        ops: Of the step that is timed.
-        marks: Moments with a name.
+        events: Allocations and frees in chronological order, starting with tensors that exist before the step.
+        births: The allocation of each storage.
+        ops: Operations of the timed step.
+        marks: Named moments.
         gradients: Storages that became gradients of parameters.
-        segments: The stretches of the step, in order.
-        shares: Of operations between blocks that work on all parameters: the bytes that belong to each block.
+        segments: The parts of the step, in order.
+        shares: Bytes per block of operations between blocks that work on all parameters, by index in `ops`.
     """
 
     events: tuple[Event, ...]
@@ -104,24 +104,24 @@ class Trace:
 
 
 class Rules(Protocol):
-    """What a real device does beside what the shapes say."""
+    """What a real device allocates in addition to the tensors of a step."""
 
     def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> list[int]:
-        """Bytes of what a kernel takes for itself while it runs."""
+        """Bytes of temporary buffers inside a kernel."""
 
     def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
-        """Work memory that a library takes with its first call and keeps: a name for each, and its bytes."""
+        """Workspaces that a library allocates in its first call and keeps: name and bytes of each."""
 
     def stand_in(self, func: Any) -> Callable[..., Any] | None:
-        """What to run in the place of an operation that does not run on meta."""
+        """The replacement of an operation that does not run on `meta`; None if there is none."""
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations on `meta` tensors and writes down what they allocate and free.
+    """Runs operations on `meta` tensors and records what they would allocate and free.
 
     Args:
-        rules: Of the device that is stood in for.
-        answer: What a question to the device (`bool(tensor)`, `tensor.item()`) is answered with.
+        rules: The rules of the simulated device.
+        answer: Returns the value for code that reads a tensor (`bool(tensor)`, `tensor.item()`).
     """
 
     def __init__(self, rules: Rules, answer: Callable[[torch.Tensor], Any]) -> None:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         self.enter("", None)
 
     def trace(self) -> Trace:
-        """What was recorded so far; work memory of libraries, which stays, is there from the beginning."""
+        """The record so far; workspaces of libraries, which are never freed, are moved to its start."""
         later = len(self._library)
         first, *others = self.segments
         return Trace(
@@ -168,17 +168,17 @@ class Recorder(TorchDispatchMode):
     @property
     def stage(self) -> str:
         """One of "forward", "backward", "recompute" and "optimizer"."""
-        again = torch.is_grad_enabled() or self._is_recomputing  # functions of one's own compute without autograd
+        again = torch.is_grad_enabled() or self._is_recomputing  # custom autograd functions recompute without autograd
         return "recompute" if self._stage == "backward" and again else self._stage
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether autograd is at work."""
+        """Whether backward runs."""
         return self._stage == "backward"
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """A stage of the step."""
+        """Record what runs inside as a stage of the step."""
         before, self._stage = self._stage, stage
         self.mark(f"{stage} begins")
         try:
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """What a forward has done is done again."""
+        """Record what runs inside as recomputation."""
         before, self._is_recomputing = self._is_recomputing, True
         try:
             yield
@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):
         self.marks.append(Mark(name, len(self.events)))
 
     def enter(self, kind: str, owner: Owner | None) -> None:
-        """A pass of a block begins, or, without an owner, what lies between blocks."""
+        """Start a pass of a block, or, without an owner, the code between blocks."""
         if self._is_paused:
             return
         number = self._visits.get((kind, owner), 0)
@@ -216,13 +216,13 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------ what exists already
 
     def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Let tensors that were made outside be born now."""
+        """Record existing tensors as allocated now."""
         for tensor in tensors:
             if tensor.is_meta:
                 self._bear(tensor, part, "", self._owner)
 
     def adopt_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """What parameters have as gradients now are gradients."""
+        """Record the tensors in `.grad` of the parameters as gradients."""
         for parameter in parameters:
             if parameter.grad is not None:
                 number = self._living.get(parameter.grad.untyped_storage()._cdata)
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def born_as(self, part: str) -> Iterator[None]:
-        """Inside, new tensors are of this part."""
+        """Record new tensors inside as this part of the anatomy."""
         before, self._part = self._part, part
         try:
             yield
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Inside, new tensors take no memory of the device."""
+        """Record new tensors inside as host memory, which does not count."""
         before, self._is_on_host = self._is_on_host, True
         try:
             yield
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is written down; what is made there has to be gone at the end."""
+        """Record nothing inside; tensors created there must be freed before the end."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def note(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Write a kernel down that is stood in for, and reads and writes these tensors."""
+        """Record a replaced kernel that reads and writes these tensors."""
         if self.is_timing:
             self.ops.append(Op(name, self.stage, 0, sum(map(_nbytes, tensors)), "fp32"))
             self._share_out(tensors)
@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):
             self._share_out(tensors)
 
     def _owners_in_lists(self, args: Any, outs: list[torch.Tensor]) -> list[Owner | None]:
-        """The block of each result: the one that is at work, or, of a list, that of its item."""
+        """The block of each result: the running block, or the block of the corresponding item of a list argument."""
         here = self._owner
         if here is not None or not args or not isinstance(args[0], list | tuple) or len(args[0]) != len(outs):
             return [here] * len(outs)
@@ -333,7 +333,7 @@ class Recorder(TorchDispatchMode):
         if address in self._living or not size:
             return False
         if self._is_on_host:
-            number = -1  # nor do views of it take any later
+            number = -1  # its views do not count either
         else:
             is_wide = self.vocab_size is not None and tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
             number = self._make(size, part, op, is_wide, owner)
@@ -356,22 +356,23 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------ sums of gradients
 
     def _adds_in_place(self, args: Any, kwargs: Any) -> bool:
-        """Whether this is autograd adding up two gradients, in the memory of the first.
+        """Whether this is autograd accumulating two gradients in place of the first.
 
-        It does so where nobody else holds that one; never on `meta`, which is why it is told here.
+        On real devices it adds in place if autograd holds the only reference to the first gradient; on `meta` it never
+        does, so the recorder decides.
         """
         if torch.is_grad_enabled() or kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
             return False
         first, second = args
         counts = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
-        if self._counts_of_unshared is None:  # the first addition is one that is known
+        if self._counts_of_unshared is None:  # the first addition comes from `_learn_counts`
             self._counts_of_unshared = counts
         is_alike = first.dtype == second.dtype and first.shape == second.shape
         is_dense = first.numel() * first.element_size() <= first.untyped_storage().nbytes()
         return is_alike and is_dense and counts == self._counts_of_unshared
 
     def _learn_counts(self) -> None:
-        """See how often a gradient is held that only autograd holds, by a backward in which this is so."""
+        """Determine the reference counts of a gradient that only autograd holds, with a small backward."""
         weight = torch.empty((2, 2), device="meta", requires_grad=True)
         with self, self.during("backward"):
             (torch.empty((2, 2), device="meta") @ weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
@@ -392,7 +393,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _known(func: Any) -> tuple[str, bool]:
-    """The name of an operation, and whether it writes into what it is given."""
+    """The name of an operation, and whether it writes to its arguments."""
     return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
 
 
@@ -405,7 +406,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
-    """Multiplications and additions of a product, and its format; 0 of everything else."""
+    """FLOPs of a matrix product and its dtype; 0 FLOPs for other operations."""
     name = func._overloadpacket.__name__
     tensors = tensors_in(args)
     if not tensors:
@@ -418,12 +419,12 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         return 0, dtype
     num_tensors = _TENSORS_OF_PRODUCTS.get(name)
     if num_tensors is not None:
-        args = args[:num_tensors]  # a format may follow
+        args = args[:num_tensors]  # a dtype may follow
         dtype = _NAMES.get(args[-1].dtype, "fp32")
     return int(count(*args, out_val=out)), dtype
 
 
 def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Of its two products; backward has five. Heads of keys may be fewer than those of queries."""
+    """FLOPs of the two products of attention; backward has five. Keys may have fewer heads than queries."""
     pairs = query.numel() // query.shape[-1] * key.shape[-2]
     return 2 * pairs * (query.shape[-1] + value.shape[-1])

@@ -1,4 +1,4 @@
-"""A model with fewer of its repeated blocks, for tracing."""
+"""Copies a model without some of its repeated blocks, for tracing."""
 
 import contextlib
 import copy
@@ -14,12 +14,12 @@ from trimtab.planner.trace.blocks import Repeat, find_repeat
 
 @dataclass(frozen=True)
 class Shortened:
-    """A model of which some blocks were left out.
+    """A copy of a model without some blocks.
 
     Attributes:
-        model: The model, its own copy.
-        repeats: For each stack that was shortened, what has to be repeated.
-        kept: The blocks of all stacks that are left, by their number in the whole model, counted through.
+        model: The copy.
+        repeats: The unit to repeat, for every shortened stack.
+        kept: Numbers of the remaining blocks in the whole model, counted over all stacks.
     """
 
     model: Any
@@ -28,12 +28,13 @@ class Shortened:
 
 
 def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed: bool = True) -> Shortened:
-    """Leave blocks out that are like their neighbours.
+    """Copy a model without the blocks that equal their neighbours.
 
     Args:
-        whole: A model on meta; it stays as it is.
-        mark: What a plan does to a block, by its number counted through all stacks; blocks that differ in it differ.
-        allowed: False copies the model as it is.
+        whole: A model on meta; it is not changed.
+        mark: Returns a value for the number of a block, counted over all stacks; blocks with different values are not
+            interchangeable.
+        allowed: False copies the whole model.
     """
     stacks = stacks_of(whole)
     repeats: dict[int, Repeat] = {}
@@ -53,7 +54,7 @@ def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed:
 
 
 def stacks_of(model: Any) -> list[tuple[str, list[torch.nn.Module]]]:
-    """The lists of blocks of a model, by name; empty where it has none."""
+    """The lists of blocks of a model, by name; empty if it has none."""
     stacks: dict[str, list[torch.nn.Module]] = {}
     for name, block in blocks_of(model):
         stacks.setdefault(name.rpartition(".")[0], []).append(block)
@@ -61,7 +62,7 @@ def stacks_of(model: Any) -> list[tuple[str, list[torch.nn.Module]]]:
 
 
 def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
-    """What makes blocks alike: their class, the shapes of their weights, and what the config says of each."""
+    """What must be equal in interchangeable blocks: class, weight shapes, and per-layer settings of the config."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     config = getattr(model.config, "text_config", None) or model.config
@@ -75,7 +76,7 @@ def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
 
 
 def _copied(whole: Any, stacks: list[tuple[str, list[torch.nn.Module]]], kept: list[list[int]]) -> Any:
-    """A copy with these blocks alone; what is left out is not copied at all."""
+    """Copy the model with only these blocks, without copying the others first."""
     homes = [whole.get_submodule(name) for name, _ in stacks]
     before = [dict(home._modules) for home in homes]
     try:

@@ -1,8 +1,7 @@
-"""Confines what planning changes to the thread that plans.
+"""Patches functions for the planning thread only.
 
-To trace a step as a GPU would run it, some functions of torch and of trimtab need stand-ins. They are looked up by
-name in their modules, so the names have to lead to something else during a plan. They lead to a function that acts on
-the planning thread alone; all other threads get the original.
+To trace a step as a GPU would run it, some functions of torch and of trimtab are replaced in their modules during a
+plan. The replacement dispatches by thread: the planning thread gets the stand-in, all other threads get the original.
 """
 
 import contextlib
@@ -16,10 +15,10 @@ _planning = threading.RLock()
 
 @contextlib.contextmanager
 def one_plan_at_a_time() -> Iterator[None]:
-    """Inside, other threads that want to plan wait.
+    """Hold the lock that allows one thread to plan at a time.
 
-    Building a model without weights changes settings of the process for moments, such as transformers' verbosity, and
-    puts them back: two plans at once would put back each other's values.
+    Building a model without weights temporarily changes global settings, such as transformers' verbosity. Two
+    concurrent plans would restore each other's values.
     """
     with _planning:
         yield
@@ -27,7 +26,7 @@ def one_plan_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of an object, class or module has another value, for every thread."""
+    """Replace an attribute of an object, class or module for all threads."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)  # not getattr: of a class it would bind static and class methods
     setattr(owner, name, value)
@@ -42,10 +41,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stand_ins_on_this_thread(stand_ins: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside, calls from this thread reach the stand-ins; calls from other threads reach what was there before.
+    """Replace functions for this thread; other threads still call the originals.
 
     Args:
-        stand_ins: A module or class, the name of a function in it, and what this thread calls in its place.
+        stand_ins: (module or class, name of a function in it, replacement).
     """
     with one_plan_at_a_time(), contextlib.ExitStack() as stack:
         for owner, name, stand_in in stand_ins:

@@ -133,7 +133,7 @@ class MlflowUploader:
                 if is_said or time.monotonic() >= end:
                     return
                 is_said = True
-                say(f"uploading the rest to {redact(self._uri)} …")
+                say(f"uploading the remaining metrics and files to {redact(self._uri)} …")
                 continue
             if "ended" in message or "done" in message:
                 return
