@@ -92,7 +92,7 @@ def test_from_a_kill_to_a_longer_run(command, fork_server):
 def test_ctrl_c_prints_the_command_that_resumes(recipe, fork_server):
     code, err = stop_long_run(fork_server, signal.SIGINT)
     assert code == 75
-    command = re.search(r"go on with: (trimtab resume \S+)", err)[1]
+    command = re.search(r"resume with: (trimtab resume \S+)", err)[1]
     resumed = fork_server.start_command(*command.split()[1:], "--set", "train.epochs=1")
     assert resumed.wait() == 0, resumed.err
     assert re.search(rf"resuming from step-\d+ \({RUN}\)", resumed.err)

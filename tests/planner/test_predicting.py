@@ -128,7 +128,7 @@ def test_every_setting_counts():
         ({"target_length": 8}, "task classify generates nothing"),
         ({"length": 5000}, "5000 tokens exceed the model's"),
         ({"offload": "embeddings"}, "the embeddings are trainable"),
-        ({"gpu": None}, "gpu=None is not a text"),
+        ({"gpu": None}, "gpu=None has to be a word"),
         ({"offlod": "none"}, "did you mean offload"),
         ({"kernels": "liger"}, "liger has no kernel for BertForSequenceClassification"),
         ({"implementation": "foreach"}, "implementation has no effect"),
@@ -139,7 +139,7 @@ def test_every_setting_counts():
         ({"offload": "auto"}, "'auto' is decided by a plan"),
         ({"loss": None}, "memory.loss: found null"),
         ({"optimizer": None}, "train.optimizer: found null"),
-        ({"code": "transformers", "adapter": "lora"}, "a plain loop has no adapter"),
+        ({"code": "transformers", "adapter": "lora"}, "does not support adapter lora"),
         (
             {"code": "transformers", "gradient_checkpointing": {"every": 2}},
             "does not support gradient_checkpointing {every: 2}",
