@@ -20,7 +20,7 @@ def killed(stage):
 def test_a_run_that_is_alive_is_left_alone(stage, killed):
     """While a process trains there, no other can resume, replace or start a run in its folder."""
     at_work = stage.train(killed)
-    at_work.wait_until(lambda: status_of(killed["out"])["state"] == "running" and "goes on from" in at_work.said)
+    at_work.wait_until(lambda: status_of(killed["out"])["state"] == "running" and "resuming from" in at_work.said)
     at_work.kill(signal.SIGSTOP)  # it is slow, and not dead
     for command in ({"resume": True}, {"command": "resume"}, {"resume": False, "fresh": True}):
         other = stage.train(killed, **command)
@@ -28,7 +28,7 @@ def test_a_run_that_is_alive_is_left_alone(stage, killed):
         assert f"is in use by process {at_work.pid}" in other.said
     other = stage.train(killed, resume=False)
     assert other.wait() == 2
-    assert "holds a run that is not finished" in other.said
+    assert "holds an unfinished run" in other.said
     os.kill(at_work.pid, signal.SIGCONT)
     assert at_work.wait() == 0
     assert_went_on(killed["out"], at_work.said)
@@ -71,7 +71,7 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     recipe = stage.recipe()
     first = stage.train(recipe, at={"20": "sleep 60"})
     first.wait_until(lambda: saved_steps(recipe["out"]) == [10, 15])
-    words = rf"not finished \(step \d+ of 40\): process {first.pid} of this machine trains it\n.*"
+    words = rf"unfinished run \(step \d+ of 40\), which process {first.pid} on this machine is training\n.*"
     cure = rf"cure: wait until it is done, or stop it \(kill {first.pid}\), then run this again"
     other = stage.train(recipe, resume=False)
     assert other.wait() == 2
@@ -80,7 +80,7 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     assert first.wait() == -signal.SIGKILL
     other = stage.train(recipe, resume=False)
     assert other.wait() == 2
-    assert "cure: --resume to go on" in other.said
+    assert "cure: --resume to resume it" in other.said
 
 
 @pytest.mark.slow

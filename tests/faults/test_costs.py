@@ -59,7 +59,10 @@ def test_other_rows_are_refused(stage, tmp_path):
     recipe = stage.recipe(data={"train": str(rows)})
     stage.finish(recipe)
     more = {"command": "resume", "options": {"sets": ["train.epochs=5"]}}
-    for others, words in ((reviews(88, first=500), "the training rows are not those"), (reviews(40), "not the same")):
+    for others, words in (
+        (reviews(88, first=500), "the training rows differ from those"),
+        (reviews(40), "the data or the batch size differ"),
+    ):
         write_csv(rows, others)
         child = stage.train(recipe, **more)
         assert child.wait() == 2

@@ -85,7 +85,7 @@ def test_where_a_run_is_not_restored_to(stage, lost, tmp_path):
     shutil.copytree(stage.whole(), recipe["out"])
     for out, words in (
         (recipe["out"], f"{recipe['out']} is not empty"),
-        (mirror, "is a mirror, where no run can go on"),
+        (mirror, "is a mirror and cannot be resumed in place"),
     ):
         child = resume(stage, mirror, tmp_path, out)
         assert child.wait() == 2

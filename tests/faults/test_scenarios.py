@@ -92,7 +92,7 @@ row("killed after it stopped early", *LAST, finishes(from_step=24), changes=EARL
 
 def signal_at(step, name):
     words = f"signal {name}: saved after step {step}; resume with: trimtab resume {{out}}"
-    return stopped(f"{name}: the run stops after this step and saves", words, at={str(step): f"signal {name}"})
+    return stopped(f"{name}: stopping after this step and saving", words, at={str(step): f"signal {name}"})
 
 
 SIGNALS = {7: "SIGTERM", 14: "SIGINT", 21: "SIGUSR1", 28: "SIGHUP", 33: "SIGXCPU"}
@@ -297,7 +297,7 @@ row("a bit of run.json is flipped", AFTER_33, in_status(change_a_key), *rebuilt(
 NOT_FINISHED = ("holds an unfinished run (step 33 of 40)", "--resume to resume it")
 FORGOTTEN = refused(*NOT_FINISHED, omits=("remove the folder",), resume=False)
 quick("run.json is empty, and --resume is forgotten", AFTER_33, in_status(empty), FORGOTTEN)
-MEND = refused("mend or restore one of them")
+MEND = refused("repair or restore one of them")
 row("run.json is missing, and all checkpoints are damaged", AFTER_33, in_status(Path.unlink), remove_manifests, MEND)
 
 
@@ -320,7 +320,7 @@ SETS = {"sets": ["train.epochs=5", "checkpoint.every=50 steps"]}
 row(
     "a change by --set survives a kill before the next save",
     *(AFTER_33, killed(**RESUME, options=SETS, at={"33": "die"})),
-    finishes("train.epochs: 4.0 → 5.0 (counts from here on)", omits=("are used",), **RESUME),
+    finishes("train.epochs: 4.0 → 5.0 (takes effect from here on)", omits=("are used",), **RESUME),
     lambda place: status_of(place.run)["step"] == 50,
     like=None,
 )
@@ -334,15 +334,20 @@ row("checkpoints without the settings", AFTER_33, NO_SETTINGS, finishes(**RESUME
 CONSTANT = {"train": {"schedule": "constant", "log_every": 4}}
 SIX_EPOCHS = {"train": CONSTANT["train"] | {"epochs": 6}}
 LONGER = finishes(
-    "train.epochs: 4.0 → 6.0 (counts from here on)",
-    "checkpoint.keep: 2 → 3 (changes nothing that is computed)",
+    "train.epochs: 4.0 → 6.0 (takes effect from here on)",
+    "checkpoint.keep: 2 → 3 (does not change results)",
     omits=("train.log_every",),
     **RESUME,
     options={"sets": ["train.epochs=6", "checkpoint.keep=3", "train.log_every=4"]},
     from_step=40,
 )
 row("two more epochs", finishes(), LONGER, changes=CONSTANT, like=SIX_EPOCHS)
-row("nothing is left to do", finishes(), finishes("all its steps are done", **RESUME, from_step=40), changes=CONSTANT)
+row(
+    "nothing is left to do",
+    finishes(),
+    finishes("all steps of the run are done", **RESUME, from_step=40),
+    changes=CONSTANT,
+)
 # the steps after it are taken again, and everything that was written of them is replaced
 row(
     "from a checkpoint before the last",
@@ -399,7 +404,7 @@ quick(
 )
 row(
     "the disk is full until the end",
-    finishes("lines of numbers are lost", save_failure=NO_MODEL, at={"12": FILL}),
+    finishes("lines of metrics are lost", save_failure=NO_MODEL, at={"12": FILL}),
     *(lambda place: (place.disk / "filler").unlink(), finishes(from_step=10)),
     disk="3m",
 )
@@ -447,7 +452,7 @@ def new_files(place):
     assert status_of(place.run)["state"] == "finished"
 
 
-REMOVED = "{out}/metrics.jsonl was removed while the run went on: its numbers so far are lost"
+REMOVED = "{out}/metrics.jsonl was removed during the run: the metrics so far are lost"
 row("the run's folder vanishes", finishes(REMOVED, at={"12": "sleep 0.3; vanish {out}"}), new_files, like=None)
 
 
@@ -483,7 +488,7 @@ row("the folder is not writable", AFTER_23, close("", 0o555), *NOT_ALLOWED, clos
 row(
     "no folder can be made for the run",
     lambda place: (place.tmp / "closed").mkdir(mode=0o555),
-    refused("cannot be made: Permission denied", nobody_special=True),
+    refused("cannot be created: Permission denied", nobody_special=True),
     out="{tmp}/closed/below/it",
 )
 
