@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -147,3 +148,25 @@ def as_somebody():
     for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
         folder.chmod(0o755)
     shutil.rmtree(place)
+
+
+@pytest.fixture
+def trimtab_command(monkeypatch, capsys):
+    """Runs a command in this process; returns its exit code, stdout and stderr."""
+    from trimtab.cli.main import main
+
+    monkeypatch.setenv("COLUMNS", "240")
+    logger = logging.getLogger("trimtab")
+    handlers, level = list(logger.handlers), logger.level
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return ending.value.code or 0, out, err
+
+    yield run
+    logger.handlers[:] = handlers
+    logger.setLevel(level)

@@ -279,6 +279,26 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_no_failure(run, tmp_pa
     assert steps(tmp_path / "m") == [2]
 
 
+def test_a_run_that_saves_faster_than_the_drive_leaves_the_last_copy(run, tmp_path, monkeypatch):
+    """Everything that was to be copied is gone by then: the mirror keeps what it has, and catches up later."""
+    mirror = Mirror(run.folder, tmp_path / "m")
+    run.save(1)
+    mirror.sync()
+    run.save(2)
+    copyfile = shutil.copyfile
+
+    def slow(source, target):
+        run.save(3, 4)
+        copyfile(source, target)
+
+    monkeypatch.setattr(mirror_module.shutil, "copyfile", slow)
+    assert mirror.sync() == ""
+    assert steps(tmp_path / "m") == [1]
+    monkeypatch.undo()
+    mirror.sync()
+    assert steps(tmp_path / "m") == [3, 4]
+
+
 def test_what_never_rests_is_given_up_until_later(run, tmp_path, monkeypatch):
     run.export("x")
     copyfile, count = shutil.copyfile, iter(range(1000))

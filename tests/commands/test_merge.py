@@ -2,8 +2,6 @@
 
 import gc
 import json
-import logging
-import sys
 import weakref
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from tiny_adapters import LABELS, adapted, export_run, nf4
 from tiny_models import batch_of
 from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.checkpoint.export import export_model, read_facts
-from trimtab.cli.main import main
 from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_to_nf4
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.adapted import load_base
@@ -328,21 +325,8 @@ def test_what_cannot_be_merged(own_folder, tiny, data):
 
 
 @pytest.fixture
-def trimtab(own_folder, monkeypatch, capsys):
-    logger = logging.getLogger("trimtab")
-    before = list(logger.handlers), logger.level
-
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return ending.value.code or 0, out, err
-
-    yield command
-    logger.handlers[:] = before[0]
-    logger.setLevel(before[1])
+def trimtab(own_folder, trimtab_command):
+    return trimtab_command
 
 
 def test_from_training_to_predicting(own_folder, tiny, trimtab):

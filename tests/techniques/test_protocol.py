@@ -93,6 +93,7 @@ class Sample(Technique):
 
     def __init__(self):
         self.changed, self.collated, self.stepped, self.state_saved = [], 0, 0, 0
+        self.refusal, self.refused_loss = "sample does not go with this loss", None
 
     def asked(self, recipe):
         return "auto"
@@ -102,6 +103,9 @@ class Sample(Technique):
 
     def without_plan(self, case):
         return "yes"
+
+    def refuse(self, spec, case):
+        return self.refusal if spec["sample"] == "yes" and spec["loss"] == self.refused_loss else None
 
     def change_model(self, model, value, site):
         self.changed.append((value, site.is_traced))
@@ -202,3 +206,23 @@ def test_a_plan_of_before_a_technique_is_still_read(sample):
     assert stored["sample"] == "no"
     assert stored["adapter"] == "lora"
     assert stored["attention_backend"] == "torch", "what torch chose before there was a choice"
+
+
+def test_a_combination_that_a_technique_refuses_is_neither_searched_nor_run(sample, tiny, own_folder):
+    sample.refused_loss = "plain"
+    recipe = Recipe(
+        model={"config": LLAMA, "tokenizer": "train"},
+        task="causal-lm",
+        data={"train": "nowhere"},
+        train={"batch_size": 2},
+        memory={"gradient_checkpointing": "none"},
+    )
+    from trimtab.planner.survey import survey
+
+    found = survey(recipe, gpu="t4", length=64, thorough=False)
+    assert {rung.spec["sample"] for rung in found.rungs} == {"no"}
+    rows = write_csv(own_folder / "reviews.csv", reviews(8))
+    asked = Recipe(model=tiny.folder("bert"), data={"train": str(rows)}, out=str(own_folder / "run"), track="none")
+    with pytest.raises(trimtab.TrimtabError, match="sample does not go with this loss"):
+        trimtab.fit(asked, progress="quiet", device="cpu")
+    assert not (own_folder / "run").exists()

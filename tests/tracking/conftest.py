@@ -1,10 +1,8 @@
 """Stores and servers of MLflow that the tests of tracking share."""
 
 import fcntl
-import logging
 import os
 import shutil
-import sys
 
 import pytest
 
@@ -54,25 +52,3 @@ def tracked(monkeypatch):
     """Tracking as users have it; the suite switches it off."""
     monkeypatch.delenv("TRIMTAB_TRACK")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
-@pytest.fixture
-def trimtab_command(monkeypatch, capsys):
-    """Runs a command in this process; returns its exit code, stdout and stderr."""
-    from trimtab.cli.main import main
-
-    monkeypatch.setenv("COLUMNS", "240")
-    logger = logging.getLogger("trimtab")
-    handlers, level = list(logger.handlers), logger.level
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return ending.value.code or 0, out, err
-
-    yield run
-    logger.handlers[:] = handlers
-    logger.setLevel(level)

@@ -153,10 +153,16 @@ class Mirror:
         return {c.step for c in CheckpointsFolder(self.source / _CHECKPOINTS).checkpoints() if c.is_valid}
 
     def _prune(self, newest_may_go: bool) -> None:
-        """Remove checkpoints that the run has removed, but none if the run has lost all, perhaps by accident."""
+        """Remove checkpoints that the run has removed, but none if the run has lost all, perhaps by accident.
+
+        The newest stays until the mirror has another that the run still has: a run that saves faster than its drive
+        takes may have removed everything that was to be copied.
+        """
         here = self._steps_here()
         there = CheckpointsFolder(self.target / _CHECKPOINTS).checkpoints()
-        newest = max((c.step for c in there if c.is_valid), default=None)
+        valid = {c.step for c in there if c.is_valid}
+        newest = max(valid, default=None)
+        newest_may_go = newest_may_go and bool(valid & here)
         for checkpoint in there if here else []:
             if checkpoint.step not in here and (newest_may_go or checkpoint.step != newest):
                 remove_folder(checkpoint.path)

@@ -64,9 +64,8 @@ def predict_step_memory(
             adamw, and the attention backend follows its rule.
 
     Raises:
-        RecipeError: Something is not known, or not possible together.
-        ModelError: There is no such model, none for that task, or its step cannot be traced.
-        MissingDependency: A technique needs a package that is not installed.
+        RecipeError: A value is not known, or values are not possible together.
+        ModelError: There is no such model for the task, or its step cannot be traced.
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
     _check_words(gpu, mask, code, implementation)
