@@ -18,6 +18,8 @@ RECIPES = {
     "micro": {"train": COMMON | {"freeze": {"base": "3 steps"}}, "memory": {"micro_batch": 2}, "limits": {"eval": 2}},
     "lm": {"task": "causal-lm", "train": COMMON | {"batch_size": 3}, "memory": {"micro_batch": 1}},
     "overfit": {"train": COMMON, "limits": {"overfit_batches": 2}, "early_stopping": {"metric": "loss", "patience": 2}},
+    "packed": {"train": COMMON, "memory": {"padding": "none", "micro_batch_tokens": 24}},
+    "packed lm": {"task": "causal-lm", "train": COMMON | {"batch_size": 3}, "memory": {"padding": "none"}},
     "fp16": {"train": COMMON | {"precision": "fp16", "epochs": 0.3}},
 }
 

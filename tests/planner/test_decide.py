@@ -59,6 +59,7 @@ def test_what_is_open():
         "offload": ("none",),  # embeddings that train stay on the device
         "kernels": ("plain",),
         "attention_backend": ("torch",),
+        "padding": ("longest",),
     }
 
 

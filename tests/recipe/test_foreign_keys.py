@@ -49,12 +49,11 @@ def test_every_argument_is_known(package, file, name, names_of, at_least):
     assert [name for name in names if name not in KEYS and not translate_key(name, 1, {name: 1})] == []
 
 
-def test_packing_is_not_taken_for_padding():
+def test_packing_is_a_way_to_pad():
     for section in ({"packing": True}, {"memory": {"packing": True}}, {"train": {"packing": True}}):
         with pytest.raises(RecipeError) as caught:
             Recipe(model="bert", data={"train": "rows.csv"}, **section)
-        assert "rows are not packed yet; task: causal-lm concatenates all texts" in str(caught.value)
-        assert "memory.padding" not in str(caught.value)
+        assert "write memory.padding: none" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,8 @@ def test_unknown_keys(values, line):
         ({"memory": {"budget": "8G"}}, ["found '8G', which may be 8GiB or 8GB", "auto, or a size such as 8GiB"]),
         ({"memory": {"budget": 8}}, ["found 8, which is less than 1.0 MiB: a unit may be missing"]),
         ({"memory": {"budget": "lots"}}, ["found 'lots', which is not a size; allowed: auto, or a size such as 8GiB"]),
-        (
-            {"memory": {"padding": "none"}},
-            ["memory.padding: found 'none'; not supported yet in this version; allowed: "],
-        ),
+        ({"memory": {"padding": "nothing"}}, ["memory.padding: found 'nothing'; allowed: auto | longest | none"]),
+        ({"memory": {"micro_batch_tokens": 0}}, ["memory.micro_batch_tokens: found 0", "a whole number from 1"]),
         ({"name": 2024}, ["put text in quotes: '2024'"]),
         ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),
         ({"model": 5}, ["found 5", "a hub name, a folder or a run"]),

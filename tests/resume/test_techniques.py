@@ -25,13 +25,14 @@ CASES = {
     },
     "recomputed but products": {"memory": {"gradient_checkpointing": "ops"}},
     "chunked loss": {"memory": {"loss": "chunked"}},
+    "no padding": {"memory": {"padding": "none", "micro_batch_tokens": 40}},
     "bf16-pure": {"train": {"precision": "bf16-pure"}},
     "bf16-pure in 8 bits": {"train": {"precision": "bf16-pure", "optimizer": "adamw8bit"}},
     "unfrozen later, 8 bits": {"train": {"optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}}},
 }
 
 
-QUICK = {"lora", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
+QUICK = {"lora", "no padding", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
 
 
 class Stops:

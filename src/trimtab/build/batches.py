@@ -8,16 +8,30 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from trimtab.build.parts import Tokens
-from trimtab.data.batching import LengthGroupedBatches
+from trimtab.data.batching import Batching, LengthGroupedBatches
+from trimtab.data.packing import PackedCollate
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 
 
-def train_batches(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> LengthGroupedBatches:
-    """The sampler of training batches."""
-    limit = recipe.limits.train
+def train_batches(
+    recipe: Recipe, tokens: Tokens, micro_batch_size: int, batching: Batching, num_processes: int = 1
+) -> LengthGroupedBatches:
+    """The sampler of training batches.
+
+    Args:
+        recipe: The recipe.
+        tokens: Its rows.
+        micro_batch_size: Rows of a micro-batch over all processes, each as long as the longest; if batches are divided
+            by tokens, a micro-batch has as many tokens.
+        batching: How rows become batches.
+        num_processes: Number of processes that share a batch.
+    """
+    limit, tokens_per_row = recipe.limits.train, None
+    if batching.is_packed:
+        tokens_per_row = _tokens_per_row(recipe, tokens, math.ceil(micro_batch_size / num_processes))
     num_batches = math.ceil(len(tokens.train) / recipe.train.batch_size)
     return LengthGroupedBatches(
         tokens.train.lengths,
@@ -27,7 +41,27 @@ def train_batches(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> Leng
         group_by_length=recipe.train.group_by_length,
         shuffle=not recipe.limits.overfit_batches,
         limit_batches=recipe.limits.overfit_batches or limited(limit, num_batches),
+        tokens_per_row=tokens_per_row,
+        limits_rows=recipe.memory.micro_batch != "auto",
+        num_processes=num_processes,
     )
+
+
+def _tokens_per_row(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> float | None:
+    """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows."""
+    memory = recipe.memory
+    if memory.micro_batch_tokens != "auto":
+        return int(memory.micro_batch_tokens) / micro_batch_size
+    return max(tokens.train.lengths) if memory.micro_batch == "auto" else None
+
+
+def micro_batch_asked(recipe: Recipe, longest: int) -> int | None:
+    """Rows of a micro-batch that a recipe sets, each as long as the longest; None if it leaves them to the planner."""
+    rows, num_tokens = recipe.memory.micro_batch, recipe.memory.micro_batch_tokens
+    limits = [] if rows == "auto" else [int(rows)]
+    if num_tokens != "auto":
+        limits.append(max(1, int(num_tokens) // longest))
+    return min(limits, default=None)
 
 
 def limited(limit: int | float | None, num_batches: int) -> int | None:
@@ -41,6 +75,11 @@ def fast_steps(recipe: Recipe) -> int:
     """The steps of a fast_dev_run."""
     wanted = recipe.limits.fast_dev_run
     return 3 if wanted is True else int(wanted)
+
+
+def make_collate(task: Task, collate: Callable[..., Any], batching: Batching) -> Callable[..., Any]:
+    """The function that makes a batch of rows."""
+    return PackedCollate(collate, task.shifts_labels, task.pad_id) if batching.is_packed else collate
 
 
 class EpochCollate:

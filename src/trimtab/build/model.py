@@ -47,7 +47,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
         nf4=options.quantization,
         device=engine.device,
     )
-    change_model(model, method_values(recipe), _site(recipe, engine), [Phase.ADAPTERS])
+    change_model(model, method_values(recipe), _site(recipe, data, engine), [Phase.ADAPTERS])
     return Loaded(model, tokenizer)
 
 
@@ -85,16 +85,17 @@ def _build_tokenizer(source: _Source, data: Data) -> Any:
     return train_tokenizer(texts_of(data), vocab_size=int(config.get("vocab_size", 8000)))
 
 
-def place_model(recipe: Recipe, loaded: Loaded, spec: StepSpec, freezing: Freezing, engine: Engine) -> None:
+def place_model(recipe: Recipe, data: Data, loaded: Loaded, spec: StepSpec, freezing: Freezing, engine: Engine) -> None:
     """Move the model to its device and apply the techniques of a specification to it."""
-    site = _site(recipe, engine, freezing.released_later())
+    site = _site(recipe, data, engine, freezing.released_later())
     change_model(loaded.model, spec, site, [Phase.PLACEMENT])
     loaded.model.to(engine.device)
     change_model(loaded.model, spec, site, [phase for phase in Phase if phase > Phase.PLACEMENT])
 
 
-def _site(recipe: Recipe, engine: Engine, unfrozen_later: Sequence[torch.nn.Parameter] = ()) -> Site:
-    return Site(engine.device, Accelerator.of(engine.device), engine.compute_dtype, recipe, unfrozen_later)
+def _site(recipe: Recipe, data: Data, engine: Engine, unfrozen_later: Sequence[torch.nn.Parameter] = ()) -> Site:
+    accelerator, kind = Accelerator.of(engine.device), data.task.model_kind
+    return Site(engine.device, accelerator, engine.compute_dtype, recipe, kind, unfrozen_later)
 
 
 def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:

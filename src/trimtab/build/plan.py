@@ -10,7 +10,7 @@ from trimtab.errors import RecipeError
 from trimtab.model.nf4 import num_weights
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Outlook, Plan
-from trimtab.techniques.apply import plan_texts
+from trimtab.techniques.apply import batching_of, plan_texts
 from trimtab.techniques.base import StepSpec
 
 
@@ -36,7 +36,7 @@ def build_plan(
         recipe,
         spec.with_micro_batch(math.ceil(whole / num_processes)),
         device=str(engine.device),
-        batches=train_batches(recipe, tokens, whole),
+        batches=train_batches(recipe, tokens, whole, batching_of(spec), num_processes),
         tokens=tokens,
         max_length=tokens.max_length,
         num_processes=num_processes,
@@ -80,10 +80,16 @@ def make_plan(
         num_parameters=num_parameters,
         num_trainable=num_trainable,
         max_length=max_length if tokens is None else tokens.max_length,
-        padding_share=0.0 if batches is None or tokens is None else padding_share(tokens.train.lengths, list(batches)),
+        padding_share=_padding_share(spec, tokens, batches),
         metric=deciding_metric(recipe) or default_metric,
         outlook=outlook,
     )
+
+
+def _padding_share(spec: StepSpec, tokens: Tokens | None, batches: LengthGroupedBatches | None) -> float:
+    if tokens is None or batches is None or batching_of(spec).is_packed:
+        return 0.0
+    return padding_share(tokens.train.lengths, list(batches))
 
 
 def count_steps(recipe: Recipe, batches: LengthGroupedBatches) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_loader, train_batches
+from trimtab.build.batches import EpochCollate, eval_loader, fast_steps, make_collate, make_loader, train_batches
 from trimtab.build.engine import leave_out_unused
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
@@ -27,7 +27,7 @@ from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
-from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of, wrap_step
+from trimtab.techniques.apply import batching_of, loads_kernels, make_loss, plain_values, states_of, wrap_step
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
 from trimtab.training.loop import Trainer
@@ -93,8 +93,9 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
     scheduler = build_schedule(
         settings.schedule, optimizer, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps, d_model=d_model
     )
-    batches = train_batches(recipe, tokens, plan.global_micro_batch)
-    loader = make_loader(tokens.train, batches, change_collate(EpochCollate(task, batches), spec))
+    batching = batching_of(spec)
+    batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
+    loader = make_loader(tokens.train, batches, make_collate(task, EpochCollate(task, batches), batching))
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     return TrainingParts(engine, model, optimizer, scheduler, loader, loss, partial(wrap_step, spec))
 
@@ -166,16 +167,17 @@ def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> 
     decisive = [plan.metric, _stopping_metric(recipe) or plan.metric]
     names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]
     task.metrics(names)  # refuses unknown metrics before training, not after an epoch
-    collate = change_collate(task.collate, plan.spec)
+    # evaluate without label smoothing; custom metrics need logits of padded rows
+    spec = plan.spec.having(plain_values()) if own_metrics else plan.spec
+    batching = batching_of(spec)
+    collate = make_collate(task, task.collate, batching)
     if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
-        batches = train_batches(recipe, tokens, plan.global_micro_batch)
+        batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
         loader = make_loader(tokens.train, batches, collate)
     elif tokens.eval is not None:
         loader = eval_loader(recipe, collate, tokens.eval, plan)
     else:
         return None
-    # evaluate without label smoothing; custom metrics need logits
-    spec = plan.spec.having(plain_values()) if own_metrics else plan.spec
     loss = _build_loss(task, run.loss, 0.0, spec, counts_hits="token_accuracy" in names)
     evaluator = Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
     evaluator.num_rows = None if plan.outlook is None else plan.outlook.eval_micro_batch

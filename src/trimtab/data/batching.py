@@ -6,11 +6,25 @@ again: there is little padding, and the order stays random.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
+from trimtab.data.packing import is_packed, share_by_tokens, split_by_tokens, split_packed
+
 Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows become batches; techniques change it.
+
+    Attributes:
+        is_packed: Whether batches are packed (`trimtab.data.packing`) and not padded.
+    """
+
+    is_packed: bool = False
 
 
 def epoch_batches(
@@ -93,6 +107,10 @@ class LengthGroupedBatches:
         group_by_length: Group rows of similar length.
         shuffle: Whether the order is random.
         limit_batches: Maximum number of optimizer batches per epoch.
+        tokens_per_row: Divide a batch by tokens: a micro-batch has at most `micro_batch_size` times as many tokens, and
+            any number of rows. None = by rows.
+        limits_rows: With `tokens_per_row`, a micro-batch has at most `micro_batch_size` rows as well.
+        num_processes: With `tokens_per_row`, the processes that share a micro-batch; sizes above count all of them.
     """
 
     def __init__(
@@ -105,6 +123,9 @@ class LengthGroupedBatches:
         group_by_length: bool = True,
         shuffle: bool = True,
         limit_batches: int | None = None,
+        tokens_per_row: float | None = None,
+        limits_rows: bool = False,
+        num_processes: int = 1,
     ) -> None:
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
@@ -115,8 +136,15 @@ class LengthGroupedBatches:
         self.group_by_length = group_by_length
         self.shuffle = shuffle
         self.limit_batches = limit_batches
+        self._tokens_per_row = tokens_per_row
+        self._limits_rows = limits_rows
+        self._num_processes = num_processes
+        longest = self.lengths.sort(descending=True).values[:batch_size]
+        self._longest_row, self._longest_batch = (int(longest[0]), int(longest.sum())) if len(longest) else (0, 0)
         self.epoch = 0
-        self._drawn: tuple[int, list[list[list[int]]]] | None = None
+        self._drawn_epoch: int | None = None
+        self._batches: list[list[int]] = []
+        self._windows: list[Sequence[list[int]]] = []
         self._sizes: list[int] = []  # read at every micro-batch
         self._num_micro_batches = 0
 
@@ -124,9 +152,9 @@ class LengthGroupedBatches:
         """Set the epoch of the next iteration."""
         self.epoch = epoch
 
-    def windows(self) -> list[list[list[int]]]:
+    def windows(self) -> list[Sequence[list[int]]]:
         """Return the optimizer batches of the current epoch, each as its micro-batches; drawn once per epoch."""
-        if self._drawn is None or self._drawn[0] != self.epoch:
+        if self._drawn_epoch != self.epoch:
             batches = epoch_batches(
                 self.lengths,
                 self.batch_size,
@@ -135,23 +163,41 @@ class LengthGroupedBatches:
                 group_by_length=self.group_by_length,
                 shuffle=self.shuffle,
             )
-            self._keep(self.epoch, batches[: self.limit_batches])
-        assert self._drawn is not None
-        return self._drawn[1]
+            self._batches, self._drawn_epoch = batches[: self.limit_batches], self.epoch
+            self._divide()
+        return self._windows
 
-    def _keep(self, epoch: int, batches: list[list[int]]) -> None:
-        self._drawn = epoch, [_split(rows, self.micro_batch_size) for rows in batches]
-        self._sizes = [len(window) for window in self._drawn[1]]
+    def _divide(self) -> None:
+        self._windows = [self._divided(rows) for rows in self._batches]
+        self._sizes = [len(window) for window in self._windows]
         self._num_micro_batches = sum(self._sizes)
+
+    def _divided(self, rows: list[int]) -> Sequence[list[int]]:
+        max_tokens = self.max_tokens
+        if max_tokens is None:
+            return _split(rows, self.micro_batch_size)
+        max_rows = self._rows_of_process if self._limits_rows else None
+        if self._num_processes > 1:
+            return share_by_tokens(rows, self.lengths, max_tokens, self._num_processes, max_rows)
+        return split_by_tokens(rows, self.lengths, max_tokens, max_rows)
+
+    @property
+    def _rows_of_process(self) -> int:
+        return -(-self.micro_batch_size // self._num_processes)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the largest micro-batch of one process; None if batches are divided by rows."""
+        if self._tokens_per_row is None:
+            return None
+        return min(max(self._longest_row, int(self._rows_of_process * self._tokens_per_row)), self._longest_batch)
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Split the same batches into micro-batches of another size, from the next iteration on."""
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
         self.micro_batch_size = micro_batch_size
-        if self._drawn is not None:
-            epoch, windows = self._drawn
-            self._keep(epoch, [[row for micro_batch in window for row in micro_batch] for window in windows])
+        self._divide()
 
     def largest_micro_batch(self, other_lengths: Sequence[int] | None = None) -> list[int]:
         """Return the rows of a micro-batch that needs as much memory as any of the run.
@@ -163,11 +209,16 @@ class LengthGroupedBatches:
             other_lengths: Lengths of a field that is padded separately: the labels of an encoder-decoder. Half of the
                 rows are then the longest ones of that field.
         """
+        max_tokens = self.max_tokens
         if self.limit_batches is not None:  # the longest rows may not be among the few batches
             micro_batches = [rows for window in self.windows() for rows in window]
+            if max_tokens is not None:
+                return max(micro_batches, key=lambda rows: int(self.lengths[list(rows)].sum()))
             return max(micro_batches, key=lambda rows: (len(rows) * self._longest(rows), self._longest(rows)))
         num_rows = min(self.micro_batch_size, self.batch_size, len(self.lengths))
         longest = self.lengths.argsort(stable=True, descending=True).tolist()
+        if max_tokens is not None:
+            return self._divided(longest[: self.batch_size])[0]
         if other_lengths is None:
             return longest[:num_rows]
         others = torch.as_tensor(other_lengths, dtype=torch.int64)
@@ -205,6 +256,8 @@ def split_batch(batch: Batch, num_rows: int) -> list[Batch]:
     Returns:
         The pieces; the batch itself if it is small enough, or if its tensors have different numbers of rows.
     """
+    if is_packed(batch):
+        return split_packed(batch, num_rows)
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in batch.values()}
     total = max(sizes, default=0)
     if total <= num_rows or len(sizes) > 1:

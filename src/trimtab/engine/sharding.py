@@ -6,6 +6,7 @@ because every process must run forward, and `num_rows` is 0 for them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -157,17 +158,20 @@ class SplitRows:
         self.num_processes = num_processes
         self._rank = rank
 
-    def _bounds(self, num_rows: int) -> tuple[int, int, tuple[int, ...]]:
+    def _bounds(self, num_rows: int, rows_of_all: Sequence[int] | None = None) -> tuple[int, int, tuple[int, ...]]:
         bounds = [split_bounds(num_rows, rank, self.num_processes) for rank in range(self.num_processes)]
+        if rows_of_all is not None:
+            ends = list(accumulate(rows_of_all))
+            bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         start, end = bounds[self._rank]
         if start == end:  # padding: the first row, which belongs to another process
             start, end = 0, 1
         return start, end, tuple(last - first for first, last in bounds)
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """Return consecutive indices."""
+        """Return consecutive indices: as many as the sampler says in `rows_of_all`, else about as many as others."""
         indices = list(group[0])
-        start, end, rows_of_all = self._bounds(len(indices))
+        start, end, rows_of_all = self._bounds(len(indices), getattr(group[0], "rows_of_all", None))
         return Shard(indices[start:end], rows_of_all, self._rank)
 
     def share_loaded(self, group: list[Any], first: list[Any]) -> Shard:

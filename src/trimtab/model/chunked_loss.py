@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trimtab.data.packing import ROW_STARTS
 from trimtab.errors import LossError, RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.model.forward import IGNORED, NUM_LABELLED, Batch, bare_model, logits_of, run_model
@@ -342,8 +343,11 @@ def _steps_after_head(model: torch.nn.Module, head: torch.nn.Linear, batch: Batc
 
 
 def _short_row(batch: Batch) -> dict[str, Tensor]:
-    """The start of the row with the least padding if every input is a matrix of tokens, else the batch as given."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    """The start of the row with the least padding if every input is a matrix of tokens, else the batch as given.
+
+    The start of a packed batch becomes one row: what follows the head does not depend on attention.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name != ROW_STARTS}
     labels = tensors["labels"]
     if labels.dim() != 2 or any(value.dim() != 2 or len(value) != len(labels) for value in tensors.values()):
         return tensors

@@ -10,7 +10,9 @@ from typing import Protocol
 
 import torch
 
+from trimtab.build.batches import micro_batch_asked
 from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.data.batching import Batching
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.errors import DoesNotFit, TraceError, summarize_error
@@ -165,7 +167,7 @@ def _is_planned(recipe: Recipe, device: torch.device) -> bool:
     memory = recipe.memory
     if device.type == "cpu":
         return memory.budget is not None
-    is_open = memory.micro_batch == "auto" or needs_prediction(recipe)
+    is_open = micro_batch_asked(recipe, 1) is None or needs_prediction(recipe)
     return device.type == "cuda" and (is_open or memory.budget is not None)
 
 
@@ -206,7 +208,8 @@ class _Question:
     def with_stored(self, stored: StepSpec) -> StepSpec:
         """The stored values, except those that the recipe now sets."""
         case = self.case
-        size = stored.micro_batch if self.recipe.memory.micro_batch == "auto" else self._micro_batch()
+        is_open = micro_batch_asked(self.recipe, 1) is None
+        size = stored.micro_batch if is_open else self._micro_batch()
         return StepSpec.of(size, case.precision, values_with_stored(stored, case))
 
     @one_plan_at_a_time()
@@ -229,17 +232,18 @@ class _Question:
             frozenset(self.recipe.memory.allow),
             self.data.task.loss_kind,
             self.has_own_loss,
+            model_kind=self.data.task.model_kind,
             num_rows=size,
             num_targets=max(self.tokens.train.lengths),
-            count_shapes=lambda: self._lengths().num_shapes(size),
+            count_shapes=lambda: self._lengths().num_shapes(size, Batching()),
             find_head_problem=self._find_head_problem,
         )
 
     def _micro_batch(self) -> int:
         """The micro-batch size of the recipe; `auto` is the whole batch."""
         num_processes, batch_size = self.engine.num_processes, self.recipe.train.batch_size
-        asked = self.recipe.memory.micro_batch
-        whole = batch_size if asked == "auto" else min(int(asked) * num_processes, batch_size)
+        asked = micro_batch_asked(self.recipe, max(self.tokens.train.lengths))
+        whole = batch_size if asked is None else min(asked * num_processes, batch_size)
         return math.ceil(whole / num_processes)
 
     def _lengths(self) -> LengthsOfData:

@@ -1,6 +1,7 @@
 """Predicts the memory of one step from its settings alone: no recipe, no data, no GPU."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +19,7 @@ from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
-from trimtab.techniques.apply import loads_kernels
+from trimtab.techniques.apply import batching_of, loads_kernels
 from trimtab.techniques.base import StepSpec
 from trimtab.training.garbage_collection import gc_disabled
 
@@ -145,6 +146,8 @@ def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target)
     axes = planner.space.axes
     values = {axis.technique.key: axis.values[0] for axis in axes}
     spec = StepSpec.of(shape.rows, planner.precision, values)
+    if batching_of(spec).is_packed:
+        shape = replace(shape, is_packed=True, is_padded=False)
     with muted():
         trace = planner.tracer(spec).trace(spec, shape, min(2, num_micro))
     return predict(trace, with_kernels=loads_kernels(spec))

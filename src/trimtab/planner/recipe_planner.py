@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trimtab.build.batches import micro_batch_asked
+from trimtab.data.batching import Batching
 from trimtab.errors import LossError, RecipeError, TraceError, UserError, summarize_error
 from trimtab.log import muted
 from trimtab.model.freeze import Freezing
@@ -27,6 +29,7 @@ from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import (
     axes_of,
+    batching_of,
     change_model,
     host_use,
     loads_kernels,
@@ -106,7 +109,8 @@ class RecipePlanner:
 
     def _case(self, method: Mapping[str, str]) -> Case:
         variant = self._variant(method)
-        shape = self.lengths.shape(self._micro_batches[0])
+        padded, num_rows = Batching(), self._micro_batches[0]
+        shape = self.lengths.shape(num_rows, padded)
         return Case(
             variant.tracer.skeleton(),
             replace(self.target.accelerator, is_here=self._is_here),
@@ -115,9 +119,10 @@ class RecipePlanner:
             frozenset(self.recipe.memory.allow),
             self.task.loss_kind,
             self._has_own_loss,
-            num_rows=self._micro_batches[0],
+            model_kind=self.task.model_kind,
+            num_rows=num_rows,
             num_targets=shape.target_length or self.lengths.longest,
-            count_shapes=partial(self.lengths.num_shapes, self._micro_batches[0]),
+            count_shapes=partial(self.lengths.num_shapes, num_rows, padded),
             find_head_problem=self._find_head_problem,
         )
 
@@ -126,8 +131,8 @@ class RecipePlanner:
 
     @cached_property
     def _micro_batches(self) -> tuple[int, ...]:
-        asked = self.recipe.memory.micro_batch
-        return tuple(_halved(self.batch_size)) if asked == "auto" else (int(asked),)
+        asked = micro_batch_asked(self.recipe, self.lengths.longest)
+        return tuple(_halved(self.batch_size)) if asked is None else (min(asked, self.batch_size),)
 
     def _precision(self, method: Mapping[str, str]) -> str:
         precision = self.precision
@@ -164,7 +169,7 @@ class RecipePlanner:
             shape: The shape of a micro-batch; the largest of the data if left out.
             batch_size: Rows of the step; the recipe's if left out.
         """
-        shape = shape or self.lengths.shape(spec.micro_batch)
+        shape = shape or self.shape(spec)
         num_micro = min(2, math.ceil((batch_size or self.batch_size) / spec.micro_batch))
         key = spec, shape, num_micro
         if key not in self._predictions:
@@ -172,6 +177,10 @@ class RecipePlanner:
                 trace = self.tracer(spec).trace(spec, shape, num_micro)
             self._predictions[key] = self._predicted(spec, trace)
         return self._predictions[key]
+
+    def shape(self, spec: StepSpec) -> BatchShape:
+        """The largest micro-batch of a specification."""
+        return self.lengths.shape(spec.micro_batch, batching_of(spec))
 
     def evaluation(self, spec: StepSpec) -> tuple[int, Prediction] | None:
         """The largest evaluation batch that fits while training keeps its memory, and its prediction.
@@ -182,7 +191,7 @@ class RecipePlanner:
         rows, found = math.ceil(known / self._num_processes), None
         while found is None or (rows > 1 and not self.target.fits(found, SPARE)):
             rows = rows if found is None else math.ceil(rows / 2)
-            shape = self.lengths.eval_shape(rows)
+            shape = self.lengths.eval_shape(rows, batching_of(spec))
             if shape is None:
                 return None
             rows = shape.rows
@@ -217,7 +226,7 @@ class RecipePlanner:
             if may_fail_in_trace(spec):
                 return None
             raise
-        seconds = self._step_seconds(found.trace, spec.micro_batch)
+        seconds = self._step_seconds(found.trace, spec)
         tokens = self.lengths.tokens(self.recipe.train.batch_size)
         fits = self.target.fits(found, SPARE)
         return Estimate(fits, found.allocated, found.outside, found.parts, seconds, tokens / seconds)
@@ -226,8 +235,9 @@ class RecipePlanner:
         """The smallest allocator limit under which a row runs."""
         return self.target.needed_bytes(self.prediction(row.spec))
 
-    def _step_seconds(self, trace: Trace, rows: int) -> float:
-        num_micro, share = math.ceil(self.batch_size / rows), self.lengths.mean_share(rows)
+    def _step_seconds(self, trace: Trace, spec: StepSpec) -> float:
+        num_micro = math.ceil(self.batch_size / spec.micro_batch)
+        share = self.lengths.mean_share(spec.micro_batch, batching_of(spec))
         device, tf32 = self.target.device, self.precision == "tf32"
         before, again, after = _split(trace.ops)
         before, again = _scaled(before, share), _scaled(again, share)
@@ -268,7 +278,7 @@ class RecipePlanner:
         """Changes to the recipe that may make it fit, the least change first."""
         length = self.longest(row.spec, most=self.lengths.longest - 1)
         if length is not None:
-            shape = replace(self.lengths.shape(row.spec.micro_batch), length=length)
+            shape = replace(self.shape(row.spec), length=length)
             shorter = self.prediction(row.spec, replace(shape, target_length=shape.target_length and length))
             yield Change(f"data.max_length: {length}", shorter.allocated + shorter.outside, True)
         for technique in TECHNIQUES:
@@ -287,7 +297,8 @@ class RecipePlanner:
         """The largest batch that fits as one micro-batch."""
 
         def measure(rows: int) -> tuple[int, bool]:
-            found = self.prediction(spec.with_micro_batch(rows), self.lengths.shape(rows), batch_size=rows)
+            larger = spec.with_micro_batch(rows)
+            found = self.prediction(larger, self.shape(larger), batch_size=rows)
             return found.allocated + found.outside, self.target.fits(found, SPARE)
 
         return largest(measure, self.target.room(SPARE), first=spec.micro_batch, most=_MOST_ROWS)
@@ -296,7 +307,7 @@ class RecipePlanner:
         """The longest rows, in tokens, that fit; at most as long as the model's positions."""
         limit = self.max_positions() or _MOST_LENGTH
         limit = limit if most is None else min(most, limit)
-        shape = self.lengths.shape(spec.micro_batch)
+        shape = self.shape(spec)
 
         def measure(length: int) -> tuple[int, bool]:
             target = None if shape.target_length is None else length

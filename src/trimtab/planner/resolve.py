@@ -42,6 +42,6 @@ def resolve_run(
     freezing = build_freezing(recipe, loaded)
     before = None if resumed is None else stored_plan(resumed)
     decision = decide(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before)
-    place_model(recipe, loaded, decision.spec, freezing, engine)
+    place_model(recipe, data, loaded, decision.spec, freezing, engine)
     plan = build_plan(recipe, data, tokens, loaded, engine, decision.spec, decision.outlook)
     return ResolvedRun(written, recipe, engine, data, tokens, loaded, freezing, plan, loss, tracked)

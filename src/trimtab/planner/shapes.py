@@ -1,13 +1,15 @@
 """The shapes of the batches that a step is predicted for: from the rows of a run, or from a length alone."""
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from trimtab.build.batches import train_batches
 from trimtab.build.parts import Tokens
+from trimtab.data.batching import Batching, LengthGroupedBatches
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import Recipe
@@ -25,6 +27,9 @@ class BatchShape:
         is_padded: Whether some tokens are padding: attention then gets a mask.
         target_length: Tokens to generate, for models with an encoder and a decoder.
         num_labels: Labels of each row, where it has several.
+        is_packed: Whether the rows are one sequence without padding.
+        max_tokens: The most tokens of a packed batch; None = `rows` times `length`.
+        max_rows: The most rows of a packed batch, which may be shorter than `length`; None = `rows`.
     """
 
     rows: int
@@ -32,6 +37,14 @@ class BatchShape:
     is_padded: bool = False
     target_length: int | None = None
     num_labels: int = 1
+    is_packed: bool = False
+    max_tokens: int | None = None
+    max_rows: int | None = None
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens of a packed batch."""
+        return min(self.rows * self.length, self.max_tokens or sys.maxsize)
 
 
 class StepTask(Protocol):
@@ -103,19 +116,19 @@ class Lengths(Protocol):
         """Tokens of the longest row."""
         ...
 
-    def shape(self, rows: int) -> BatchShape:
+    def shape(self, rows: int, batching: Batching) -> BatchShape:
         """The largest micro-batch of so many rows."""
         ...
 
-    def eval_shape(self, rows: int) -> BatchShape | None:
+    def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
         """The largest evaluation batch of so many rows; None where no rows are held out."""
         ...
 
-    def mean_share(self, rows: int) -> float:
+    def mean_share(self, rows: int, batching: Batching) -> float:
         """Tokens of a mean micro-batch, padding included, as a share of the largest one's."""
         ...
 
-    def num_shapes(self, rows: int) -> int:
+    def num_shapes(self, rows: int, batching: Batching) -> int:
         """How many shapes micro-batches of so many rows have."""
         ...
 
@@ -132,16 +145,17 @@ class OneLength:
     has_targets: bool = False
     num_rows: int | None = None
 
-    def shape(self, rows: int) -> BatchShape:  # noqa: D102
-        return BatchShape(rows, self.longest, target_length=self.longest if self.has_targets else None)
+    def shape(self, rows: int, batching: Batching) -> BatchShape:  # noqa: D102
+        target_length = self.longest if self.has_targets else None
+        return BatchShape(rows, self.longest, target_length=target_length, is_packed=batching.is_packed)
 
-    def eval_shape(self, rows: int) -> BatchShape | None:  # noqa: D102
-        return self.shape(rows)
+    def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:  # noqa: D102
+        return self.shape(rows, batching)
 
-    def mean_share(self, rows: int) -> float:  # noqa: D102
+    def mean_share(self, rows: int, batching: Batching) -> float:  # noqa: D102
         return 1.0
 
-    def num_shapes(self, rows: int) -> int:  # noqa: D102
+    def num_shapes(self, rows: int, batching: Batching) -> int:  # noqa: D102
         return 1
 
     def tokens(self, batch_size: int) -> float:  # noqa: D102
@@ -154,20 +168,29 @@ class LengthsOfData:
     def __init__(self, recipe: Recipe, tokens: Tokens, task: StepTask, num_processes: int = 1) -> None:
         self._recipe, self._tokens, self._num_processes = recipe, tokens, num_processes
         self._lengths = torch.tensor(tokens.train.lengths)
-        self._shapes: dict[int, list[tuple[int, int]]] = {}
+        self._shapes: dict[tuple[int, Batching], list[tuple[int, int]]] = {}
         self.num_rows: int | None = len(tokens.train)
         self.longest = int(self._lengths.max())
         self._has_targets = task.model_kind == "seq2seq-lm"
         self._num_labels = int(task.head().get("num_labels") or 1)
 
-    def shape(self, rows: int) -> BatchShape:
+    def shape(self, rows: int, batching: Batching) -> BatchShape:
         """As long as the longest row; padded where any micro-batch may be."""
-        return self._largest(self._tokens.train, rows)
+        if not batching.is_packed:
+            return self._largest(self._tokens.train, rows)
+        batches = self._batches(rows, batching)
+        if batches.max_tokens is None:
+            return self._packed(self._tokens.train, rows)
+        shape = self._packed(self._tokens.train, min(batches.batch_size, len(self._lengths)))
+        return replace(shape, rows=math.ceil(batches.max_tokens / self.longest), max_tokens=batches.max_tokens)
 
-    def eval_shape(self, rows: int) -> BatchShape | None:
+    def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
         """Of the held-out rows; with `limits.overfit_batches` of the training rows."""
         held_out = self._tokens.train if self._recipe.limits.overfit_batches else self._tokens.eval
-        return None if held_out is None or not len(held_out) else self._largest(held_out, min(rows, len(held_out)))
+        if held_out is None or not len(held_out):
+            return None
+        largest = self._packed if batching.is_packed else self._largest
+        return largest(held_out, min(rows, len(held_out)))
 
     def _largest(self, tokens: TokenDataset, rows: int) -> BatchShape:
         longest = max(tokens.lengths)
@@ -176,29 +199,43 @@ class LengthsOfData:
         target = max(end - start for start, end in zip(at, at[1:], strict=False)) if at else None
         return BatchShape(rows, longest, is_padded, target, self._num_labels)
 
-    def mean_share(self, rows: int) -> float:
+    def _packed(self, tokens: TokenDataset, rows: int) -> BatchShape:
+        """The longest rows of a dataset as one sequence."""
+        longest = sorted(tokens.lengths, reverse=True)[:rows]
+        return BatchShape(
+            rows, longest[0], num_labels=self._num_labels, is_packed=True, max_tokens=sum(longest), max_rows=rows
+        )
+
+    def mean_share(self, rows: int, batching: Batching) -> float:
         """From the first batches of the first epoch."""
-        shapes = self._shapes_seen(rows)
+        shapes = self._shapes_seen(rows, batching)
         num_windows = min(_NUM_WINDOWS_SEEN, self._num_windows)
         per_step = math.ceil(min(self._recipe.train.batch_size, len(self._lengths)) / (rows * self._num_processes))
         largest_step = per_step * rows * self._num_processes * self.longest
         return sum(count * length for count, length in shapes) / max(1, num_windows * largest_step)
 
-    def num_shapes(self, rows: int) -> int:
+    def num_shapes(self, rows: int, batching: Batching) -> int:
         """Of the first batches of the first epoch."""
-        return len(set(self._shapes_seen(rows)))
+        return len(set(self._shapes_seen(rows, batching)))
 
     def tokens(self, batch_size: int) -> float:
         """From the mean length of all rows."""
         return float(self._lengths.double().mean()) * min(batch_size, len(self._lengths))
 
-    def _shapes_seen(self, rows: int) -> list[tuple[int, int]]:
-        """(rows, longest row) of micro-batches over all processes."""
-        if rows not in self._shapes:
-            windows = train_batches(self._recipe, self._tokens, rows * self._num_processes).windows()
+    def _shapes_seen(self, rows: int, batching: Batching) -> list[tuple[int, int]]:
+        """(rows, longest row) of micro-batches over all processes; (1, tokens) of packed ones."""
+        if (rows, batching) not in self._shapes:
+            windows = self._batches(rows, batching).windows()
             self._num_windows = len(windows)
             micro_batches = (micro for window in windows[:_NUM_WINDOWS_SEEN] for micro in window if micro)
-            self._shapes[rows] = [(len(micro), int(self._lengths[micro].max())) for micro in micro_batches]
-        return self._shapes[rows]
+            self._shapes[rows, batching] = [self._shape_of(micro, batching) for micro in micro_batches]
+        return self._shapes[rows, batching]
+
+    def _shape_of(self, rows: list[int], batching: Batching) -> tuple[int, int]:
+        lengths = self._lengths[rows]
+        return (1, int(lengths.sum())) if batching.is_packed else (len(rows), int(lengths.max()))
+
+    def _batches(self, rows: int, batching: Batching) -> LengthGroupedBatches:
+        return train_batches(self._recipe, self._tokens, rows * self._num_processes, batching, self._num_processes)
 
     _num_windows = 0  # in an epoch; does not depend on the micro-batch size

@@ -8,6 +8,7 @@ from trimtab.build.batches import train_batches
 from trimtab.build.data import build_data, build_tokens
 from trimtab.build.model import build_skeleton
 from trimtab.build.plan import count_steps, make_plan
+from trimtab.data.batching import Batching
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.planner.decide import explain_failure, outlook_of
 from trimtab.planner.explain import Rung, as_dict, reason, rung, shown
@@ -19,6 +20,7 @@ from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.load import LoadedRecipe
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
+from trimtab.techniques.apply import batching_of
 from trimtab.techniques.base import StepSpec
 from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.training.garbage_collection import gc_disabled
@@ -124,7 +126,9 @@ def survey(
         raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
     ladder = planner.choose(thorough=thorough)
     others = [row for _, row in planner.other_methods()] if thorough else []
-    num_steps = recipe.train.max_steps if rows is None else count_steps(recipe, rows.batches(planner.batch_size))[0]
+    num_steps = recipe.train.max_steps
+    if rows is not None:
+        num_steps = count_steps(recipe, rows.batches(planner.batch_size, Batching()))[0]
     rungs = tuple(_rungs(planner, ladder, others, num_steps, max_batch, longest))
     reference = planner.space.reference()
     plan = None if ladder.chosen is None else _plan_of(planner, ladder.chosen, rows, num_steps)
@@ -170,9 +174,9 @@ class RecipeRows:
         self.tokenizer = skeleton.tokenizer
         self.tokens = build_tokens(recipe, self.data, skeleton)
 
-    def batches(self, micro_batch: int) -> Any:
+    def batches(self, micro_batch: int, batching: Batching) -> Any:
         """The batches of training."""
-        return train_batches(self._recipe, self.tokens, micro_batch)
+        return train_batches(self._recipe, self.tokens, micro_batch, batching)
 
 
 def planner_for(
@@ -213,7 +217,7 @@ def _plan_of(planner: RecipePlanner, row: Row, rows: RecipeRows | None, num_step
         planner.recipe,
         row.spec,
         device=planner.target.name,
-        batches=None if rows is None else rows.batches(row.spec.micro_batch),
+        batches=None if rows is None else rows.batches(row.spec.micro_batch, batching_of(row.spec)),
         tokens=None if rows is None else rows.tokens,
         max_length=planner.lengths.longest,
         num_steps=num_steps,

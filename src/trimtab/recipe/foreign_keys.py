@@ -196,9 +196,10 @@ _UPLOAD = _omit("best/ is a Hugging Face folder, ready to upload")
 _WORKERS = _omit("data is loaded in the background automatically")
 _TRACKING = _write("track.uri", _tracker, "MLflow; local is a store in runs/")
 _MAX_STEPS = _write("train.max_steps", lambda value: None if value == -1 else value)
-_PACKING = _omit(
-    "rows are not packed yet; task: causal-lm concatenates all texts and splits them into full blocks of "
-    "data.max_length, and train.group_by_length: true keeps the padding of other tasks small"
+_PACKING = _write(
+    "memory.padding",
+    lambda value: "longest" if value is False else "none",
+    "rows of a batch are concatenated, and attention stays within each",
 )
 
 _HF_TRAINER: dict[str, Answer] = {
@@ -354,7 +355,8 @@ _LIGHTNING: dict[str, Answer] = {
 }
 
 _TRL: dict[str, Answer] = {
-    **_all("packing packing_strategy eval_packing padding_free sample_packing", _PACKING),
+    **_all("packing eval_packing padding_free sample_packing", _PACKING),
+    "packing_strategy": _omit("memory.padding: none packs by best fit within a batch"),
     **_all("completion_only_loss assistant_only_loss", _omit("task: chat computes the loss on answers only")),
 }
 

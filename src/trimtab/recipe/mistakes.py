@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from trimtab.addresses import redact
 from trimtab.errors import RecipeError
 from trimtab.recipe.foreign_keys import translate_key, translate_value
-from trimtab.recipe.schema_keys import Key, Reserved, choices_of, is_section, keys_of
+from trimtab.recipe.schema_keys import Key, choices_of, is_section, keys_of
 from trimtab.recipe.yaml_text import as_yaml
 
 _MAX_VALUE_CHARS = 60
@@ -174,8 +174,6 @@ def _wrong_value(path: tuple[str, ...], value: Any, kind: str, reason: str, keys
     if value is None and key.field.is_required():
         return f"required, but null; allowed: {key.allowed}"
     found = f"found {shown(value)}" + (f", which {reason}" if reason else "")
-    if any(isinstance(mark, Reserved) for mark in key.field.metadata):
-        return f"{found}; not supported yet in this version; allowed: {key.allowed}"
     if dotted != ".".join(path):
         return f"{found}; allowed: {key.allowed_inside}"
     hint = translate_value(dotted, value) or _suggestion(key, value, kind)

@@ -20,7 +20,6 @@ from pydantic import (
 
 from trimtab.recipe.consistency import find_contradictions
 from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes
-from trimtab.recipe.schema_keys import Reserved
 from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
@@ -237,8 +236,11 @@ class MemorySettings(Section):
     """Kernel that computes attention, where it can run: cudnn; flash; efficient = memory-efficient; math = matrix
     products; torch = torch's own choice; auto = on Hopper GPUs cudnn where micro-batches have few shapes, else flash;
     on other devices torch."""
-    padding: Annotated[Literal["longest"], Reserved()] = "longest"
-    """Rows are padded to the longest row of their micro-batch, the only mode in this version."""
+    micro_batch_tokens: MicroBatch = "auto"
+    """Tokens per forward pass, in addition to the limit of rows; a row that is longer is passed alone."""
+    padding: Literal["auto", "longest", "none"] = "auto"
+    """longest = pad rows to the longest one of their micro-batch; none = concatenate rows and compute attention within
+    each (BERT and its relatives, Llama and its relatives; other models are padded)."""
 
 
 class EvaluateSettings(Section):

@@ -21,11 +21,6 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Reserved:
-    """Annotation of a key that allows only its default in this version; any other value is refused, not ignored."""
-
-
-@dataclass(frozen=True)
 class Key:
     """One key of the recipe: a section, or a leaf that holds a value."""
 

@@ -7,6 +7,7 @@ from trimtab.techniques.chunked_loss import ChunkedLoss
 from trimtab.techniques.host_embeddings import HostEmbeddings
 from trimtab.techniques.kernels import FusedKernels
 from trimtab.techniques.optimizer_state import OptimizerState
+from trimtab.techniques.padding import Padding
 from trimtab.techniques.recomputation import GradientCheckpointing
 
 TECHNIQUES: list[Technique] = [
@@ -17,4 +18,5 @@ TECHNIQUES: list[Technique] = [
     HostEmbeddings(),
     FusedKernels(),
     AttentionBackend(),
+    Padding(),
 ]

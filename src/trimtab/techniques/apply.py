@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trimtab.data.batching import Batching
 from trimtab.errors import RecipeError
 from trimtab.model.losses import Loss, build_loss
 from trimtab.recipe.schema import Recipe
@@ -13,7 +14,6 @@ from trimtab.techniques.base import (
     Accelerator,
     Axis,
     Case,
-    Collate,
     HostUse,
     LoadOptions,
     LossRequest,
@@ -141,11 +141,12 @@ def make_loss(spec: StepSpec, request: LossRequest) -> Loss:
     return loss
 
 
-def change_collate(collate: Collate, spec: StepSpec) -> Collate:
-    """The function that makes a batch of rows."""
+def batching_of(values: Values) -> Batching:
+    """How rows become batches."""
+    batching = Batching()
     for technique in TECHNIQUES:
-        collate = technique.change_collate(collate, spec[technique.key])
-    return collate
+        batching = technique.change_batching(batching, values[technique.key])
+    return batching
 
 
 def wrap_step(spec: StepSpec, compute_gradients: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from trimtab.data.batching import Batching
 from trimtab.model.losses import Loss
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
@@ -124,6 +125,7 @@ class Case:
         allow: Techniques that may change results slightly, as in `memory.allow`.
         loss_kind: As in `trimtab.data.tasks.base.Task`; "" if the loss is not known.
         has_own_loss: Whether the user passed a loss function.
+        model_kind: As in `trimtab.data.tasks.base.Task`; "" if it is not known.
         num_rows: The largest possible micro-batch size.
         num_targets: Positions with a target in the longest row.
         count_shapes: Counts the distinct shapes of the micro-batches of an epoch; None if they are not known.
@@ -139,6 +141,7 @@ class Case:
     allow: frozenset[str] = frozenset()
     loss_kind: str = ""
     has_own_loss: bool = False
+    model_kind: str = ""
     num_rows: int = 1
     num_targets: int = 1
     count_shapes: Callable[[], int] | None = None
@@ -165,6 +168,7 @@ class Site:
         accelerator: The device, or the simulated one in a trace.
         compute_dtype: The dtype of matrix products; None is fp32.
         recipe: The recipe, for settings besides the value itself; None for a user's own loop.
+        model_kind: As in `trimtab.data.tasks.base.Task`; "" if it is not known.
         unfrozen_later: Parameters that are frozen now and become trainable later.
         kept_blocks: Numbers of the blocks in a shortened model of a trace; None if the model is complete.
     """
@@ -173,6 +177,7 @@ class Site:
     accelerator: Accelerator
     compute_dtype: torch.dtype | None = None
     recipe: Recipe | None = None
+    model_kind: str = ""
     unfrozen_later: Sequence[torch.nn.Parameter] = ()
     kept_blocks: tuple[int, ...] | None = None
 
@@ -234,7 +239,6 @@ class TraceRecorder(Protocol):
         """A context in which new tensors take no device memory."""
 
 
-Collate = Callable[..., dict[str, torch.Tensor]]
 Patch = tuple[Any, str, Callable[..., Any]]  # an owner, the name of a function in it, and its replacement
 
 
@@ -347,9 +351,9 @@ class Technique:
         """The loss to use in place of `loss`."""
         return loss
 
-    def change_collate(self, collate: Collate, value: str) -> Collate:
-        """The function that makes a batch of rows, in place of `collate`; for training and for evaluation."""
-        return collate
+    def change_batching(self, batching: Batching, value: str) -> Batching:
+        """How rows become batches, for training and for evaluation."""
+        return batching
 
     def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
         """The function to use in place of `trimtab.training.step.window_gradients`."""

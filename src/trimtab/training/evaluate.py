@@ -11,6 +11,7 @@ import torch
 
 from trimtab.data.batching import split_batch
 from trimtab.data.metrics import Metrics
+from trimtab.data.packing import count_rows
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, LossError
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
@@ -107,7 +108,7 @@ class Evaluator:
                     del left[0]
                     continue
                 # not in the except block, whose traceback keeps tensors alive
-                self.halve(len(next(iter(left[0].values()))))
+                self.halve(count_rows(left[0]))
                 if sums.num_added > added:
                     return None
                 left = [smaller for piece in left for smaller in self._pieces(piece)]

@@ -98,8 +98,12 @@ def worst_batch(loader: Any, engine: Engine) -> dict[str, torch.Tensor]:
     """Return this process's share of a loader's largest batch, on the device; the loader's position does not change."""
     dataset = loader.dataset
     rows = loader.batch_sampler.largest_micro_batch(_label_lengths(dataset))
-    num_own = -(-len(rows) // engine.num_processes)
-    batch: dict[str, torch.Tensor] = loader.collate_fn([dataset[row] for row in rows[:num_own]])
+    shares = getattr(rows, "rows_of_all", None)  # of processes, if batches are divided by tokens
+    num_own = max(shares) if shares else -(-len(rows) // engine.num_processes)
+    examples = [dataset[row] for row in rows[:num_own]]
+    max_tokens = loader.batch_sampler.max_tokens
+    # filler up to the bound: another epoch may fill a micro-batch completely
+    batch = loader.collate_fn(examples) if max_tokens is None else loader.collate_fn(examples, num_tokens=max_tokens)
     return to_device(batch, engine.device)  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trimtab.data.packing import count_tokens
 from trimtab.engine.engine import Engine
 from trimtab.model.losses import Loss
 
@@ -62,9 +63,7 @@ def window_gradients(
             continue
         losses.append(step.loss_sum())
         weights.append(step.weight)
-        num_tokens = num_tokens + (
-            batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
-        )
+        num_tokens = num_tokens + count_tokens(batch)
         del step  # frees the logits before the next forward
     if (max_grad_norm or skips_nonfinite) and engine.sync_gradients:
         parameters = [parameter for parameter in _parameters_of(model) if parameter.grad is not None]

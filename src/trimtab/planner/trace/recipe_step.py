@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.data.metrics import Metrics
+from trimtab.data.packing import MAX_LENGTH, ROW_STARTS
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
@@ -177,6 +178,7 @@ class StepTracer:
             self._gpu.accelerator,
             engine.compute_dtype,
             self._recipe,
+            self._task.model_kind,
             kept_blocks=short.kept,
         )
         change_model(short.model, spec, site, [Phase.ADAPTERS])
@@ -221,17 +223,22 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
     visits.leave()
 
 
-def _batch(task: StepTask, batch: BatchShape, recorder: Recorder) -> dict[str, torch.Tensor]:
-    shape = (batch.rows, batch.length)
+def _batch(task: StepTask, batch: BatchShape, recorder: Recorder) -> dict[str, Any]:
+    shape = (1, batch.packed_tokens) if batch.is_packed else (batch.rows, batch.length)
+    num_rows = batch.max_rows or batch.rows if batch.is_packed else batch.rows
+    names = ("input_ids", "position_ids") if batch.is_packed else ("input_ids", "attention_mask")
     with recorder.born_as("inputs"):
-        made = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "attention_mask")}
+        made: dict[str, Any] = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
+        if batch.is_packed:
+            made[ROW_STARTS] = torch.empty(num_rows + 2, dtype=torch.int32, device="meta")
+            made[MAX_LENGTH] = batch.length
         if task.loss_kind == "token-cross-entropy":
-            length = batch.target_length or batch.length
-            made["labels"] = torch.empty((batch.rows, length), dtype=torch.long, device="meta")
+            label_shape = shape if batch.target_length is None else (batch.rows, batch.target_length)
+            made["labels"] = torch.empty(label_shape, dtype=torch.long, device="meta")
         elif task.loss_kind == "cross-entropy":
-            made["labels"] = torch.empty(batch.rows, dtype=torch.long, device="meta")
+            made["labels"] = torch.empty(num_rows, dtype=torch.long, device="meta")
         else:
-            made["labels"] = torch.empty((batch.rows, batch.num_labels), device="meta")
+            made["labels"] = torch.empty((num_rows, batch.num_labels), device="meta")
     return made
 
 

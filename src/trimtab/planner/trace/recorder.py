@@ -413,7 +413,9 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         return 0, "fp32"
     dtype = _NAMES.get(tensors[0].dtype, "fp32")
     if "attention" in name:
-        return _flops_of_attention(*args[1:4]) * 5 // 2 if "backward" in name else _flops_of_attention(*args[:3]), dtype
+        first = 1 if "backward" in name else 0  # backward has five products in place of two
+        flops = _flops_of_attention(*args[first : first + 3], args[_MAX_LENGTH[name]] if name in _MAX_LENGTH else None)
+        return flops * 5 // 2 if first else flops, dtype
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0, dtype
@@ -424,7 +426,16 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
     return int(count(*args, out_val=out)), dtype
 
 
-def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """FLOPs of the two products of attention; backward has five. Keys may have fewer heads than queries."""
-    pairs = query.numel() // query.shape[-1] * key.shape[-2]
+# Position of the length of the longest row among the arguments of attention over packed rows.
+_MAX_LENGTH = {
+    "_flash_attention_forward": 6,
+    "_flash_attention_backward": 9,
+    "_efficient_attention_forward": 7,
+    "_efficient_attention_backward": 9,
+}
+
+
+def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, max_length: int | None) -> int:
+    """FLOPs of the two products of attention. Keys may have fewer heads than queries; packed rows count as longest."""
+    pairs = query.numel() // query.shape[-1] * (max_length or key.shape[-2])
     return 2 * pairs * (query.shape[-1] + value.shape[-1])

@@ -1,0 +1,261 @@
+"""Packed batches: rows one after another in one sequence of tokens, without padding.
+
+A packed batch has these entries:
+
+- `input_ids`, `position_ids` and `token_type_ids` of shape (1, tokens); positions start at 0 in every row. Labels of
+  tokens have the same shape, labels of rows stay as they are.
+- `cu_seq_lens_q`: the first token of every row, then of the filler, then the number of all tokens (int32). The last row
+  is always the filler: tokens that round the batch up to a size that repeats. It may be empty, and is never trained on.
+- `max_length_q`: an upper bound of the length of a row or of the filler, as an int.
+
+The last two have the names that transformers passes on to an attention function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from trimtab.data.tasks.padding import IGNORED
+
+Batch = dict[str, Any]
+ROW_STARTS = "cu_seq_lens_q"
+MAX_LENGTH = "max_length_q"
+_FILLER = {"labels": IGNORED}  # other entries are filled with the pad token or 0
+
+
+# ---------------------------------------------------------------------- which rows share a micro-batch
+
+
+def split_by_tokens(
+    rows: Sequence[int], lengths: torch.Tensor, max_tokens: int, max_rows: int | None = None
+) -> list[list[int]]:
+    """Divide rows into micro-batches by best fit, the longest rows first.
+
+    A row that is longer than `max_tokens` has a micro-batch of its own. Rows of a micro-batch keep their order, and
+    micro-batches are in the order of their first rows.
+
+    Args:
+        rows: Numbers of rows.
+        lengths: Number of tokens of every row of the dataset.
+        max_tokens: Most tokens of a micro-batch.
+        max_rows: Most rows of a micro-batch; None = no limit.
+    """
+    sizes: list[int] = lengths[list(rows)].tolist()
+    bins: list[list[int]] = []  # positions in `rows`
+    room: list[int] = []
+    for position in sorted(range(len(rows)), key=lambda position: -sizes[position]):
+        fitting = [(left, number) for number, left in enumerate(room) if left >= sizes[position]]
+        if not fitting:
+            bins.append([])
+            room.append(max_tokens)
+        number = min(fitting)[1] if fitting else len(bins) - 1
+        bins[number].append(position)
+        room[number] -= sizes[position]
+        if len(bins[number]) == max_rows:
+            room[number] = -1
+    return [[rows[position] for position in positions] for positions in sorted(map(sorted, bins))]
+
+
+class SharedRows(list[int]):
+    """The rows of a micro-batch over all processes.
+
+    Attributes:
+        rows_of_all: How many consecutive rows each process takes.
+    """
+
+    rows_of_all: tuple[int, ...]
+
+    def __init__(self, shares: Sequence[Sequence[int]]) -> None:
+        super().__init__(row for share in shares for row in share)
+        self.rows_of_all = tuple(map(len, shares))
+
+
+def share_by_tokens(
+    rows: Sequence[int], lengths: torch.Tensor, max_tokens: int, num_processes: int, max_rows: int | None = None
+) -> list[SharedRows]:
+    """Divide rows into micro-batches of several processes, each with at most `max_tokens` tokens and as even as may be.
+
+    Args:
+        rows: Numbers of rows.
+        lengths: Number of tokens of every row of the dataset.
+        max_tokens: Most tokens of a micro-batch of one process.
+        num_processes: Processes that take a share of every micro-batch.
+        max_rows: Most rows of a micro-batch of one process; None = no limit.
+    """
+    shares = split_by_tokens(rows, lengths, max_tokens, max_rows)
+    num_shares = -(-len(shares) // num_processes) * num_processes
+    even = _evenly(rows, lengths, num_shares)
+    most_rows = max_rows or len(rows)
+    if all(int(lengths[share].sum()) <= max_tokens and len(share) <= most_rows for share in even):
+        shares = even
+    # processes wait for each other at the end of a window: shares of similar size belong together
+    shares = sorted(shares, key=lambda share: -int(lengths[share].sum()))
+    shares += [[]] * (num_shares - len(shares))
+    return [SharedRows(shares[start : start + num_processes]) for start in range(0, num_shares, num_processes)]
+
+
+def _evenly(rows: Sequence[int], lengths: torch.Tensor, num_shares: int) -> list[list[int]]:
+    """Give every row, the longest first, to the share with the fewest tokens."""
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    totals = [0] * num_shares
+    for row in sorted(rows, key=lambda row: -int(lengths[row])):
+        number = totals.index(min(totals))
+        shares[number].append(row)
+        totals[number] += int(lengths[row])
+    return shares
+
+
+def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int = 32) -> tuple[int, ...]:
+    """Choose few sizes to which numbers of tokens are rounded up.
+
+    The smallest number of sizes is chosen with which filler is at most `max_filler` of all tokens, up to `max_sizes`.
+
+    Args:
+        totals: Tokens of micro-batches, without filler.
+        max_filler: Largest share of filler.
+        max_sizes: Largest number of sizes.
+
+    Returns:
+        The sizes in ascending order; the largest is that of the largest micro-batch.
+    """
+    if not totals:
+        return ()
+    ordered = sorted(totals)
+    num_tokens, largest = sum(ordered), ordered[-1]
+    for num_sizes in range(1, max_sizes + 1):
+        ratio = (largest / ordered[0]) ** (1 / num_sizes)
+        sizes = sorted({_aligned(largest / ratio**power) for power in range(num_sizes)} | {largest})
+        filler = _filler_tokens(ordered, sizes)
+        if filler <= max_filler * num_tokens:
+            break
+    return tuple(sizes)
+
+
+_ALIGNMENT = 8  # tokens: matrix products in half precision are fast for multiples of it
+
+
+def _aligned(size: float) -> int:
+    return -(-int(size) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _filler_tokens(ordered: list[int], sizes: list[int]) -> int:
+    filler, number = 0, 0
+    for total in ordered:
+        while sizes[number] < total:
+            number += 1
+        filler += sizes[number] - total
+    return filler
+
+
+def rounded_up(num_tokens: int, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes` that is large enough; `num_tokens` if none is."""
+    return min((size for size in sizes if size >= num_tokens), default=num_tokens)
+
+
+# ---------------------------------------------------------------------- from padded to packed
+
+
+class PackedCollate:
+    """Collates rows to a packed batch.
+
+    Args:
+        collate: Makes a padded batch of rows, with an attention mask.
+        shifts_labels: Whether a token is scored against the label of the next one. The first token of a row is then
+            never a label: it would be predicted from the row before it.
+        pad_id: The token that filler consists of.
+        sizes: Numbers of tokens that batches are rounded up to; empty = no filler.
+    """
+
+    def __init__(
+        self, collate: Callable[..., Batch], shifts_labels: bool, pad_id: int, sizes: Sequence[int] = ()
+    ) -> None:
+        self._collate = collate
+        self._shifts_labels = shifts_labels
+        self._pad_id = pad_id
+        self._sizes = tuple(sizes)
+
+    def __call__(self, examples: list[dict[str, torch.Tensor]], num_tokens: int | None = None) -> Batch:
+        """Rows as one batch, with filler up to `num_tokens` if that is given."""
+        batch = self._collate(examples)
+        lengths = batch["attention_mask"].sum(dim=1)
+        total = int(lengths.sum())
+        size = rounded_up(total, self._sizes) if num_tokens is None else max(total, num_tokens)
+        return pack_batch(batch, size, self._pad_id, self._shifts_labels)
+
+
+def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Batch:
+    """Remove the padding of a batch that is padded on the right.
+
+    Args:
+        batch: The padded batch; `attention_mask` marks its tokens.
+        size: Number of tokens of the result, filler included.
+        pad_id: The token that filler consists of.
+        shifts_labels: As in `PackedCollate`.
+    """
+    mask = batch["attention_mask"].bool()
+    lengths = mask.sum(dim=1)
+    num_rows, num_tokens = len(mask), int(lengths.sum())
+    starts = torch.full((num_rows + 2,), size, dtype=torch.int32)
+    starts[0] = 0
+    starts[1 : num_rows + 1] = lengths.cumsum(0)
+    # positions of a padded row are its columns
+    columns = torch.arange(mask.shape[1]).expand(mask.shape)
+    packed: Batch = {}
+    for name, value in {**batch, "position_ids": columns}.items():
+        if name == "attention_mask":
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+            filler = pad_id if name == "input_ids" else _FILLER.get(name, 0)
+            tokens = value.new_full((size,), filler)
+            tokens[:num_tokens] = value[mask]
+            if name == "labels" and shifts_labels:
+                tokens[starts[:num_rows].long()] = IGNORED
+            value = tokens[None]
+        packed[name] = value
+    return packed | {ROW_STARTS: starts, MAX_LENGTH: max(int(lengths.max()), size - num_tokens)}
+
+
+# ---------------------------------------------------------------------- what is in a batch
+
+
+def is_packed(batch: Batch) -> bool:
+    """Whether a batch is packed."""
+    return ROW_STARTS in batch
+
+
+def count_rows(batch: Batch) -> int:
+    """The number of rows of a packed or a padded batch."""
+    return len(batch[ROW_STARTS]) - 2 if is_packed(batch) else len(next(iter(batch.values())))
+
+
+def count_tokens(batch: Batch) -> torch.Tensor | int:
+    """The tokens of a batch without padding and filler; a tensor where they are known on the device alone."""
+    if is_packed(batch):
+        return batch[ROW_STARTS][-2]  # type: ignore[no-any-return]
+    if "attention_mask" in batch:
+        return batch["attention_mask"].sum()  # type: ignore[no-any-return]
+    return batch["input_ids"].numel()  # type: ignore[no-any-return]
+
+
+def split_packed(batch: Batch, num_rows: int) -> list[Batch]:
+    """Split a packed batch into pieces of at most `num_rows` rows, without filler. This is a host-device sync."""
+    starts: list[int] = batch[ROW_STARTS].tolist()
+    total, num_tokens = count_rows(batch), batch["input_ids"].shape[1]
+    if total <= num_rows:
+        return [batch]
+    pieces = []
+    for first in range(0, total, num_rows):
+        last = min(first + num_rows, total)
+        tokens, piece = slice(starts[first], starts[last]), {}
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
+                value = value[:, tokens]
+            elif name == ROW_STARTS:
+                bounds = [start - starts[first] for start in starts[first : last + 1]]
+                value = torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=value.device)
+            elif isinstance(value, torch.Tensor) and value.dim() and len(value) == total:
+                value = value[first:last]
+            piece[name] = value
+        pieces.append(piece)
+    return pieces

@@ -1,0 +1,57 @@
+"""Batches without padding: the rows of a micro-batch are one sequence of tokens, and attention stays within each row.
+
+No operation computes padding, so micro-batches can be filled up to a number of tokens with rows of any length. The
+batches are made in `trimtab.data.packing`; `trimtab.model.padding_free` changes the attention of a model and what its
+head reads.
+"""
+
+import torch
+
+from trimtab.data.batching import Batching
+from trimtab.log import log_info_once
+from trimtab.model.packed_attention import kernel_for
+from trimtab.model.padding_free import enable, find_problem
+from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
+
+
+class Padding(Technique):
+    """Concatenate rows in place of padding them."""
+
+    key = "padding"
+    setting = "memory.padding"
+    off = "longest"
+    phase = Phase.KERNELS
+    is_kept_on_resume = True
+    study = ("padding", ("longest", "none"))
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """`auto` pads, like other tools; with `none`, a model that needs padding gets it."""
+        if self.asked(case.recipe) != "none":
+            return ("longest",)
+        problem = self._problem(case)
+        if problem is not None:
+            log_info_once(f"memory.padding: longest, because {problem}")
+        return ("none",) if problem is None else ("longest",)
+
+    def _problem(self, case: Case) -> str | None:
+        if case.has_own_loss:
+            return "a custom loss gets rows of equal length"
+        return find_problem(case.model, case.model_kind, _kernel(case.accelerator, case.compute_dtype))
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Let the model take batches with and without padding."""
+        kernel = _kernel(site.accelerator, site.compute_dtype)
+        assert kernel is not None, "values() offers it only where there is a kernel"
+        enable(model, site.model_kind, kernel)
+
+    def change_batching(self, batching: Batching, value: str) -> Batching:
+        """Pack the rows of a batch."""
+        return batching if value == "longest" else Batching(is_packed=True)
+
+    def describe(self, value: str) -> str:
+        """Such as "no padding"."""
+        return "no padding" if value == "none" else f"padding {value}"
+
+
+def _kernel(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> str | None:
+    return kernel_for(accelerator.type, compute_dtype, accelerator.capability, accelerator.has_flash)

@@ -1,0 +1,188 @@
+"""Packed batches hold the tokens of their rows and nothing else; micro-batches are filled up to a number of tokens."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.data.batching import LengthGroupedBatches, split_batch
+from trimtab.data.packing import (
+    MAX_LENGTH,
+    ROW_STARTS,
+    PackedCollate,
+    choose_sizes,
+    count_rows,
+    count_tokens,
+    pack_batch,
+    rounded_up,
+    share_by_tokens,
+    split_by_tokens,
+)
+from trimtab.data.tasks.padding import IGNORED
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+PAD = 99
+
+
+def padded(lengths, labels_of_tokens=True):
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.arange(mask.numel()).view(mask.shape)
+    labels = ids.masked_fill(mask == 0, IGNORED) if labels_of_tokens else torch.arange(len(lengths))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+# ---------------------------------------------------------------------- micro-batches by tokens
+
+
+@given(LENGTHS, st.integers(1, 200), st.none() | st.integers(1, 5))
+def test_every_row_is_in_one_micro_batch_within_the_limits(lengths, max_tokens, max_rows):
+    rows, sizes = list(range(len(lengths)))[::-1], torch.tensor(lengths)
+    found = split_by_tokens(rows, sizes, max_tokens, max_rows)
+    assert sorted(row for micro in found for row in micro) == sorted(rows)
+    for micro in found:
+        assert len(micro) <= (max_rows or len(rows))
+        assert len(micro) == 1 or sum(lengths[row] for row in micro) <= max_tokens
+        assert micro == sorted(micro, key=rows.index), "rows keep their order"
+
+
+def test_best_fit_fills_micro_batches():
+    lengths = torch.tensor([6, 5, 4, 3, 2])
+    assert split_by_tokens(range(5), lengths, 10) == [[0, 2], [1, 3, 4]]
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 12))
+def test_batches_are_the_same_whatever_divides_them(lengths, batch_size, micro_batch):
+    by_rows, by_tokens = (
+        LengthGroupedBatches(lengths, batch_size, min(micro_batch, batch_size), seed=3, tokens_per_row=per_row)
+        for per_row in (None, max(lengths))
+    )
+    for rows, tokens in zip(by_rows.windows(), by_tokens.windows(), strict=True):
+        assert sorted(sum(rows, [])) == sorted(sum(tokens, []))
+        assert all(sum(lengths[row] for row in micro) <= by_tokens.max_tokens for micro in tokens)
+        assert len(tokens) <= len(rows), "as many rows fit, and shorter ones leave room"
+    worst = sum(lengths[row] for row in by_tokens.largest_micro_batch())
+    assert worst <= by_tokens.max_tokens <= max(max(lengths), by_tokens.micro_batch_size * max(lengths))
+
+
+@given(LENGTHS, st.integers(1, 200), st.integers(2, 4), st.none() | st.integers(1, 5))
+def test_processes_have_as_many_micro_batches_each_within_the_limits(lengths, max_tokens, num_processes, max_rows):
+    rows, sizes = list(range(len(lengths))), torch.tensor(lengths)
+    found = share_by_tokens(rows, sizes, max_tokens, num_processes, max_rows)
+    assert sorted(row for micro in found for row in micro) == rows
+    assert len(found) == -(-len(split_by_tokens(rows, sizes, max_tokens, max_rows)) // num_processes)
+    for micro in found:
+        assert len(micro.rows_of_all) == num_processes
+        left = list(micro)
+        for num_rows in micro.rows_of_all:
+            share, left = left[:num_rows], left[num_rows:]
+            assert num_rows <= (max_rows or len(rows))
+            assert num_rows <= 1 or sum(lengths[row] for row in share) <= max_tokens
+        assert not left
+
+
+def test_processes_get_even_shares():
+    lengths = torch.tensor([50, 40, 30, 20, 10, 10])
+    (micro,) = share_by_tokens(range(6), lengths, 100, 2)
+    shares = [list(micro)[: micro.rows_of_all[0]], list(micro)[micro.rows_of_all[0] :]]
+    assert [int(lengths[share].sum()) for share in shares] == [80, 80]
+
+
+def test_smaller_micro_batches_are_those_of_a_new_sampler():
+    """A run that was resumed after memory ran out divides its batches in the same way."""
+    lengths = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6] * 4
+
+    def sampler(micro_batch):
+        return LengthGroupedBatches(lengths, 8, micro_batch, seed=0, tokens_per_row=9)
+
+    shrunk = sampler(8)
+    shrunk.windows()
+    shrunk.set_micro_batch_size(2)
+    assert shrunk.windows() == sampler(2).windows()
+    assert len(shrunk) == sum(shrunk.window_sizes()) == len(list(shrunk))
+
+
+# ---------------------------------------------------------------------- few sizes
+
+
+@given(st.lists(st.integers(50, 5000), min_size=1, max_size=200))
+def test_sizes_are_few_and_hold_every_micro_batch(totals):
+    sizes = choose_sizes(totals, max_filler=0.03, max_sizes=32)
+    assert len(sizes) <= 33
+    assert sizes == tuple(sorted(set(sizes)))
+    rounded = [rounded_up(total, sizes) for total in totals]
+    assert all(size >= total for size, total in zip(rounded, totals, strict=True))
+    assert set(rounded) <= set(sizes)
+
+
+def test_filler_is_little():
+    lengths = torch.randint(30, 512, (3200,), generator=torch.Generator().manual_seed(0))
+    totals = lengths.view(-1, 32).sum(1).tolist()
+    sizes = choose_sizes(totals)
+    filler = sum(rounded_up(total, sizes) - total for total in totals)
+    assert filler <= 0.03 * sum(totals)
+    assert len(sizes) <= 12
+
+
+def test_a_size_that_is_not_in_the_list():
+    assert rounded_up(100, ()) == 100
+    assert rounded_up(100, (64, 80)) == 100
+    assert choose_sizes([]) == ()
+
+
+# ---------------------------------------------------------------------- packed batches
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 5))
+def test_tokens_are_those_of_the_rows(lengths, num_filler):
+    batch, total = padded(lengths), sum(lengths)
+    packed = pack_batch(batch, total + num_filler, PAD, shifts_labels=False)
+    is_token = batch["attention_mask"].bool()
+    assert set(packed) == {"input_ids", "labels", "position_ids", ROW_STARTS, MAX_LENGTH}
+    assert packed["input_ids"].tolist() == [batch["input_ids"][is_token].tolist() + [PAD] * num_filler]
+    assert packed["labels"].tolist() == [batch["labels"][is_token].tolist() + [IGNORED] * num_filler]
+    assert packed["position_ids"].tolist() == [[at for n in lengths for at in range(n)] + [0] * num_filler]
+    starts = packed[ROW_STARTS]
+    assert starts.dtype is torch.int32
+    assert starts.diff().tolist() == [*lengths, num_filler]
+    assert packed[MAX_LENGTH] == max(*lengths, num_filler)
+    assert count_rows(packed) == count_rows(batch) == len(lengths)
+    assert int(count_tokens(packed)) == int(count_tokens(batch)) == total
+
+
+def test_no_row_is_predicted_from_the_row_before():
+    packed = pack_batch(padded([3, 1, 2]), 6, PAD, shifts_labels=True)
+    labels = packed["labels"][0]
+    starts = packed[ROW_STARTS][:3].long()
+    assert (labels[starts] == IGNORED).all()
+    assert (labels != IGNORED).sum() == 3
+
+
+def test_labels_of_rows_stay():
+    packed = pack_batch(padded([3, 1], labels_of_tokens=False), 4, PAD, shifts_labels=False)
+    assert packed["labels"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("labels_of_tokens", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
+def test_pieces_of_a_packed_batch(labels_of_tokens, num_rows):
+    lengths = [4, 2, 7, 1, 3]
+    whole = pack_batch(padded(lengths, labels_of_tokens), sum(lengths) + 3, PAD, shifts_labels=False)
+    pieces = split_batch(whole, num_rows)
+    assert [count_rows(piece) for piece in pieces] == [min(num_rows, 5 - first) for first in range(0, 5, num_rows)]
+    assert sum(int(count_tokens(piece)) for piece in pieces) == sum(lengths)
+    total = sum(lengths)
+    for name in ("input_ids", "position_ids"):
+        assert torch.cat([piece[name][:, : int(count_tokens(piece))] for piece in pieces], 1).tolist() == (
+            whole[name][:, :total].tolist()
+        )
+    dim = 1 if labels_of_tokens else 0
+    labels = torch.cat([piece["labels"] for piece in pieces], dim)
+    assert labels.flatten().tolist()[: whole["labels"].numel()][:total] == whole["labels"].flatten().tolist()[:total]
+
+
+def test_the_collator_rounds_up():
+    collate = PackedCollate(lambda examples: padded(examples), False, PAD, sizes=(8, 16))
+    assert collate([3, 4])["input_ids"].shape == (1, 8)
+    assert collate([9, 4])["input_ids"].shape == (1, 16)
+    assert collate([9, 9])["input_ids"].shape == (1, 18), "larger than all sizes"
+    assert collate([3, 4], num_tokens=12)["input_ids"].shape == (1, 12)
