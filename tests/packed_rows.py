@@ -33,7 +33,15 @@ OTHER_NAMES = {
     "qwen3": {"head_dim": 8},
 }
 DROPOUTS = (
-    *("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "dropout", "classifier_dropout"),
+    *(
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "attn_pdrop",
+        "embd_pdrop",
+        "dropout",
+        "classifier_dropout",
+    ),
     *("residual_dropout", "embedding_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "embed_dropout"),
     *("activation_dropout", "seq_classif_dropout", "summary_last_dropout", "mlp_dropout", "classifier_dropout_prob"),
 )
@@ -140,6 +148,6 @@ def assert_same_step(found, wanted, bound=1e-5):
 
 def assert_close(found, wanted, bound, name, at_least=0.0):
     assert found.shape == wanted.shape, name
-    scale = max(float(wanted.abs().max()), at_least)
-    difference = float((found.float() - wanted.float()).abs().max())
+    scale = max(float(wanted.detach().abs().max()), at_least)
+    difference = float((found.detach().float() - wanted.detach().float()).abs().max())
     assert difference <= bound * scale, f"{name} differs by {difference:.2e}, its values go up to {scale:.2e}"

@@ -10,6 +10,8 @@ import packed_rows as pr
 from trimtab.model import padding_free
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.padding_free import enable, find_problem
+from trimtab.techniques.attention_backend import use_attention
+from trimtab.techniques.recomputation import checkpoint_layers
 
 ROW, MASKED, CAUSAL = "sequence-classification", "masked-lm", "causal-lm"
 ENCODERS = sorted(padding_free._ENCODERS)
@@ -89,15 +91,17 @@ def test_adapters(model_type, model_kind):
     assert any("lora_A" in name for name in gradients)
 
 
-@pytest.mark.parametrize("uses_reentrant", [False, True])
+@pytest.mark.parametrize("which", ["all", "ops", "transformers"])
 @pytest.mark.parametrize(("model_type", "model_kind"), ONE_OF_EACH)
-def test_gradient_checkpointing(model_type, model_kind, uses_reentrant):
+def test_gradient_checkpointing(model_type, model_kind, which):
     """A padded forward before backward does not change how blocks of the packed batch are recomputed."""
     model, rows = pr.small_model(model_type, model_kind), pr.some_rows()
     wanted = pr.step(pr.logits_of_padded, model, rows, model_kind)
     enable(model, model_kind, "rows")
-    model.gradient_checkpointing_enable({"use_reentrant": uses_reentrant})
-    model.enable_input_require_grads()
+    if which == "transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        checkpoint_layers(model, which)
     model.zero_grad()
     logits = pr.logits_of_packed(model, rows, model_kind)
     with torch.no_grad():
@@ -152,8 +156,6 @@ def test_copies_of_a_model():
 
 def test_another_implementation_chosen_later():
     """The technique that chooses attention kernels may change a model before or after it is enabled."""
-    from trimtab.techniques.attention_backend import use_attention
-
     model, rows = pr.small_model("llama", CAUSAL), pr.some_rows()
     wanted = pr.step(pr.logits_of_padded, model, rows, CAUSAL)
     use_attention(model, "math")
@@ -192,7 +194,8 @@ def test_step_without_data(model_type, model_kind, kernel, dtype, recomputes):
     logits = model(**pr.on_device(pr.packed_batch(pr.some_rows()), "meta")).logits
     num_rows, num_tokens = len(pr.LENGTHS), sum(pr.LENGTHS) + pr.FILLER
     assert logits.shape == ((num_rows, pr.NUM_LABELS) if model_kind == ROW else (1, num_tokens, pr.VOCAB))
-    functional.cross_entropy(logits.flatten(0, -2), torch.zeros(logits[..., 0].numel(), dtype=torch.long, device="meta")).backward()
+    labels = torch.zeros(logits[..., 0].numel(), dtype=torch.long, device="meta")
+    functional.cross_entropy(logits.flatten(0, -2), labels).backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -113,7 +113,8 @@ def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Rotary embeddings and norms of queries and keys give fp32 under autocast, values are in half precision.
     """
     device = tensors[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casts else tensors[-1].dtype
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
