@@ -1,0 +1,329 @@
+"""Attention over packed rows: rows of different lengths lie behind each other, and no token attends to another row.
+
+A function of this module stands in transformers' attention interface. It computes a packed batch if the call has row
+boundaries (`cu_seq_lens_q`), else it calls the implementation that it replaced. Boundaries are arguments, so a block
+that is recomputed in backward attends as it did in its forward.
+
+Three kernels. "flash" and "efficient" are torch's, called below `scaled_dot_product_attention` because only there they
+take row boundaries and dropout; they run without a host-device sync. "rows" is one call of
+`scaled_dot_product_attention` for each row, for CPUs.
+
+Shapes: T tokens of all rows, H heads, D numbers in a head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+KERNELS = ("rows", "flash", "efficient")
+_FLASH_CAPABILITY = (8, 0)
+_HALF = (torch.float16, torch.bfloat16)
+_NAME = "trimtab_packed"
+# Arguments of transformers that change scores; no kernel here knows them.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_NO_MASK, _CAUSAL = 0, 1  # `custom_mask_type` of torch's efficient kernel
+aten = torch.ops.aten
+
+
+def kernel_for(
+    device_type: str,
+    compute_dtype: torch.dtype | None,
+    capability: tuple[int, int] | None = None,
+    has_flash: bool = True,
+) -> str | None:
+    """The kernel for packed rows on a device; None if there is none.
+
+    Args:
+        device_type: As `torch.device.type`.
+        compute_dtype: The dtype of matrix products; None is fp32.
+        capability: Compute capability of an NVIDIA GPU.
+        has_flash: Whether torch's flash kernel runs on the GPU.
+    """
+    if device_type == "cpu":
+        return "rows"
+    if device_type != "cuda" or torch.version.hip is not None:
+        return None
+    is_new = capability is not None and capability >= _FLASH_CAPABILITY
+    return "flash" if has_flash and is_new and compute_dtype in _HALF else "efficient"
+
+
+def register_packed_attention(kernel: str, previous: str) -> tuple[str, str]:
+    """Add packed attention to transformers' interface.
+
+    Args:
+        kernel: One of `KERNELS`; on `meta` tensors its operations are called without data.
+        previous: Name of the registered implementation for batches without row boundaries.
+
+    Returns:
+        Two names for `config._attn_implementation`. With the first, the model builds the masks of `previous`, and
+        attention computes both kinds of batches. With the second the model builds no masks, and attention computes only
+        packed batches.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    # no word "flash" in it, which transformers would mistake for its flash-attn integration
+    name = f"{_NAME}_{KERNELS.index(kernel)}_{previous}"
+    unmasked = f"{name}_unmasked"
+    AttentionInterface.register(name, _attention_function(kernel, AttentionInterface()[previous]))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[previous])
+    # Without a mask function, transformers builds no mask. A function that returns None would be too late: before it is
+    # called, transformers compares positions, which is a host-device sync.
+    AttentionInterface.register(unmasked, _attention_function(kernel, _refuse))
+    return name, unmasked
+
+
+def _attention_function(kernel: str, previous: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("cu_seq_lens_q") is None:
+            return previous(module, query, key, value, attention_mask, **kwargs)
+        if attention_mask is not None:
+            raise ValueError("a packed batch has no attention mask: leave attention_mask out of it")
+        found = next((name for name in _UNSUPPORTED if kwargs.get(name) is not None), None)
+        if found is not None:
+            raise ValueError(f"packed attention does not support {found}: use padded batches for this model")
+        is_causal = kwargs.get("is_causal")
+        output_1THD = packed_attention(
+            *_in_one_dtype(query, key, value),
+            kwargs["cu_seq_lens_q"],
+            kwargs["max_length_q"],
+            kernel=kernel,
+            is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            window=kwargs.get("sliding_window"),
+            scale=kwargs.get("scaling"),
+            dropout=kwargs.get("dropout", 0.0),
+        )
+        return output_1THD, None
+
+    return attention
+
+
+def _refuse(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Without masks and boundaries, tokens would attend to other rows."""
+    raise ValueError(f"the boundaries of packed rows did not reach {type(module).__name__}: use padded batches")
+
+
+def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as autocast would: its list has `scaled_dot_product_attention`, but not the operations below it.
+
+    Rotary embeddings and norms of queries and keys give fp32 under autocast, values are in half precision.
+    """
+    device = tensors[0].device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casts else tensors[-1].dtype
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def packed_attention(
+    query_1HTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    boundaries: torch.Tensor,
+    max_length: int,
+    *,
+    kernel: str,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute attention inside each row of a packed batch.
+
+    Args:
+        query_1HTD: Queries of all rows.
+        key_1HTD: Keys; with fewer heads if several query heads share one.
+        value_1HTD: Values.
+        boundaries: Start offsets of the rows, then T; int32. Rows may be empty.
+        max_length: At least the length of the longest row, filler included: the output of tokens beyond it would be
+            undefined on a GPU.
+        kernel: One of `KERNELS`; "flash" computes half precision only, in fp32 "efficient" runs in its place.
+        **options: `is_causal`; `window`, the number of tokens that a token attends to in one direction, itself
+            included, or None; `scale` of the scores, or None for 1/√D; `dropout`, a probability.
+
+    Returns:
+        The output as (1, T, H, D).
+    """
+    if kernel == "rows":
+        return _rows(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
+    is_half = query_1HTD.dtype in _HALF
+    compute = _flash if kernel == "flash" and is_half else _efficient
+    return compute(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
+
+
+# ---------------------------------------------------------------------- kernels of a GPU
+
+
+def _flash(
+    query_1HTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    boundaries: torch.Tensor,
+    max_length: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
+    # For single-token rows the kernel would assume as many tokens as rows, and rows may be empty.
+    longest = max(2, max_length)
+    side = -1 if window is None or window >= longest else window - 1
+    output: torch.Tensor = aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        dropout,
+        is_causal,
+        False,
+        scale=scale,
+        window_size_left=side,
+        window_size_right=0 if is_causal else side,
+    )[0]
+    return output[None]
+
+
+def _efficient(
+    query_1HTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    boundaries: torch.Tensor,
+    max_length: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
+    query, key, value = (x.transpose(1, 2) for x in (query_1HTD, key_1HTD, value_1HTD))
+    longest = min(max_length, query.shape[1])  # the kernel refuses more
+    if window is not None and window >= longest:
+        window = None
+    if window is not None and not is_causal:
+        raise ValueError("torch's efficient attention kernel has no windows in both directions: use half precision")
+    mask = _CAUSAL if is_causal else _NO_MASK
+    output: torch.Tensor = _EfficientAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, boundaries, longest, dropout, mask, scale, window
+    )
+    return output
+
+
+class _EfficientAttention(torch.autograd.Function):
+    """Torch's efficient kernel. Its own derivative forgets the window."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        boundaries: torch.Tensor,
+        longest: int,
+        dropout: float,
+        mask: int,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        output, logsumexp, seed, offset, _, _ = aten._efficient_attention_forward(
+            query,
+            key,
+            value,
+            None,
+            boundaries,
+            boundaries,
+            longest,
+            longest,
+            dropout,
+            mask,
+            True,
+            scale=scale,
+            window_size=window,
+        )
+        ctx.save_for_backward(query, key, value, output, boundaries, logsumexp, seed, offset)
+        ctx.settings = (longest, dropout, mask, scale, window)
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, boundaries, logsumexp, seed, offset = ctx.saved_tensors
+        longest, dropout, mask, scale, window = ctx.settings
+        # The signature of torch's shape function lacks an argument, and it fails if these are passed.
+        options = {} if grad.device.type == "meta" else {"scale": scale, "window_size": window}
+        gradients = aten._efficient_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            None,
+            output,
+            boundaries,
+            boundaries,
+            longest,
+            longest,
+            logsumexp,
+            dropout,
+            seed,
+            offset,
+            mask,
+            False,
+            **options,
+        )[:3]
+        return (*gradients, *(None,) * 6)
+
+
+# ---------------------------------------------------------------------- rows on a CPU
+
+
+def _rows(
+    query_1HTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    boundaries: torch.Tensor,
+    max_length: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
+    lengths = _lengths(boundaries, query_1HTD.shape[2])
+    if max(lengths) > max_length:
+        raise ValueError(f"a row has {max(lengths)} tokens, but max_length_q is {max_length}")
+    outputs = []
+    # `split` and not slices: backward of a slice allocates the gradient of all tokens for each row
+    for query, key, value in zip(*(x.split(lengths, 2) for x in (query_1HTD, key_1HTD, value_1HTD)), strict=True):
+        length = query.shape[2]
+        if not length:
+            continue
+        mask = None if window is None or window >= length else _window_mask(length, window, is_causal, query.device)
+        output = functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=is_causal and mask is None, scale=scale
+        )
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, 1)
+
+
+def _lengths(boundaries: torch.Tensor, num_tokens: int) -> list[int]:
+    """Lengths of rows; equal ones on `meta`, where offsets have no values."""
+    if boundaries.device.type == "meta":
+        num_rows = boundaries.numel() - 1
+        return [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
+    return boundaries.diff().tolist()  # type: ignore[no-any-return]
+
+
+def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> torch.Tensor:
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril(0 if is_causal else window - 1).triu(1 - window)
+
+
+def _repeat_heads(shared_1HTD: torch.Tensor, query_1HTD: torch.Tensor) -> torch.Tensor:
+    num_queries = query_1HTD.shape[1] // shared_1HTD.shape[1]
+    return shared_1HTD if num_queries == 1 else shared_1HTD.repeat_interleave(num_queries, 1)
