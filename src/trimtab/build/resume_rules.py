@@ -14,6 +14,7 @@ _PLACE = ("name", "out")  # ignored: a run resumes in its own folder
 _HARMLESS = {
     "memory.budget",
     "memory.micro_batch",
+    "memory.micro_batch_tokens",
     "train.max_time",
     "train.log_every",
     "train.deterministic",

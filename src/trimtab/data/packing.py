@@ -178,8 +178,7 @@ class PackedCollate:
     def __call__(self, examples: list[dict[str, torch.Tensor]], num_tokens: int | None = None) -> Batch:
         """Rows as one batch, with filler up to `num_tokens` if that is given."""
         batch = self._collate(examples)
-        lengths = batch["attention_mask"].sum(dim=1)
-        total = int(lengths.sum())
+        total = int(batch["attention_mask"].sum())
         size = rounded_up(total, self._sizes) if num_tokens is None else max(total, num_tokens)
         return pack_batch(batch, size, self._pad_id, self._shifts_labels)
 
@@ -193,27 +192,27 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
         pad_id: The token that filler consists of.
         shifts_labels: As in `PackedCollate`.
     """
-    mask = batch["attention_mask"].bool()
+    mask = batch["attention_mask"]
     lengths = mask.sum(dim=1)
-    num_rows, num_tokens = len(mask), int(lengths.sum())
+    num_rows, longest = len(mask), int(lengths.max())
     starts = torch.full((num_rows + 2,), size, dtype=torch.int32)
     starts[0] = 0
-    starts[1 : num_rows + 1] = lengths.cumsum(0)
-    # positions of a padded row are its columns
-    columns = torch.arange(mask.shape[1]).expand(mask.shape)
+    starts[1:-1] = lengths.cumsum(0)
+    num_tokens = int(starts[-2])
+    is_token = mask.flatten().nonzero().flatten()
+    positions = torch.arange(mask.shape[1]).expand(mask.shape)
     packed: Batch = {}
-    for name, value in {**batch, "position_ids": columns}.items():
+    for name, value in {**batch, "position_ids": positions}.items():
         if name == "attention_mask":
             continue
         if isinstance(value, torch.Tensor) and value.shape == mask.shape:
-            filler = pad_id if name == "input_ids" else _FILLER.get(name, 0)
-            tokens = value.new_full((size,), filler)
-            tokens[:num_tokens] = value[mask]
+            tokens = value.new_full((size,), pad_id if name == "input_ids" else _FILLER.get(name, 0))
+            torch.index_select(value.reshape(-1), 0, is_token, out=tokens[:num_tokens])
             if name == "labels" and shifts_labels:
                 tokens[starts[:num_rows].long()] = IGNORED
             value = tokens[None]
         packed[name] = value
-    return packed | {ROW_STARTS: starts, MAX_LENGTH: max(int(lengths.max()), size - num_tokens)}
+    return packed | {ROW_STARTS: starts, MAX_LENGTH: max(longest, size - num_tokens)}
 
 
 # ---------------------------------------------------------------------- what is in a batch
