@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.data.batching import LengthGroupedBatches, split_batch
+from trimtab.data.batching import Batching, LengthGroupedBatches, split_batch
 from trimtab.data.packing import (
     MAX_LENGTH,
     ROW_STARTS,
     PackedCollate,
+    RoundedCollate,
     choose_sizes,
     count_rows,
     count_tokens,
@@ -181,8 +182,42 @@ def test_pieces_of_a_packed_batch(labels_of_tokens, num_rows):
 
 
 def test_the_collator_rounds_up():
-    collate = PackedCollate(lambda examples: padded(examples), False, PAD, sizes=(8, 16))
+    collate = PackedCollate(padded, False, PAD, lambda: (8, 16))
     assert collate([3, 4])["input_ids"].shape == (1, 8)
     assert collate([9, 4])["input_ids"].shape == (1, 16)
     assert collate([9, 9])["input_ids"].shape == (1, 18), "larger than all sizes"
     assert collate([3, 4], num_tokens=12)["input_ids"].shape == (1, 12)
+
+
+def test_padded_rows_are_rounded_up_too():
+    collate = RoundedCollate(padded, PAD, lambda: (8, 16))
+    batch = collate([3, 5])
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, 8)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 5]
+    assert (batch["input_ids"][:, 5:] == PAD).all()
+    assert (batch["labels"][:, 5:] == IGNORED).all()
+    assert collate([8, 1])["input_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+@pytest.mark.parametrize("tokens_per_row", [None, 60])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_run_has_few_sizes(is_packed, tokens_per_row, num_processes):
+    lengths = torch.randint(5, 60, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    made = {
+        "tokens_per_row": tokens_per_row if is_packed else None,
+        "num_processes": num_processes,
+        "batching": Batching(is_packed=is_packed, has_few_sizes=True),
+    }
+    batches = LengthGroupedBatches(lengths, 24, 12, seed=0, **made)
+    shapes = {batches.shape_of(rows) for rows in batches}
+    assert {extent for _, extent in shapes} <= set(batches.sizes)
+    assert len(batches.sizes) < 40
+    sizes = batches.sizes
+    batches.set_epoch(1)
+    assert batches.sizes == sizes
+    later = LengthGroupedBatches(lengths, 24, 12, seed=0, **made)
+    later.set_epoch(1)
+    assert later.sizes == sizes
+    batches.set_micro_batch_size(6)
+    assert batches.sizes == LengthGroupedBatches(lengths, 24, 6, seed=0, **made).sizes

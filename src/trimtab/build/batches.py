@@ -1,7 +1,7 @@
 """Loaders of training and evaluation batches of a recipe."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Subset
 
 from trimtab.build.parts import Tokens
 from trimtab.data.batching import Batching, LengthGroupedBatches
-from trimtab.data.packing import PackedCollate
+from trimtab.data.packing import PackedCollate, RoundedCollate
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset
 from trimtab.recipe.schema import Recipe
@@ -44,6 +44,7 @@ def train_batches(
         tokens_per_row=tokens_per_row,
         limits_rows=recipe.memory.micro_batch != "auto",
         num_processes=num_processes,
+        batching=batching,
     )
 
 
@@ -77,9 +78,14 @@ def fast_steps(recipe: Recipe) -> int:
     return 3 if wanted is True else int(wanted)
 
 
-def make_collate(task: Task, collate: Callable[..., Any], batching: Batching) -> Callable[..., Any]:
-    """The function that makes a batch of rows."""
-    return PackedCollate(collate, task.shifts_labels, task.pad_id) if batching.is_packed else collate
+def make_collate(
+    task: Task, collate: Callable[..., Any], batching: Batching, batches: LengthGroupedBatches | None = None
+) -> Callable[..., Any]:
+    """The function that makes a batch of rows, of one of the sizes of `batches` if that is given."""
+    find_sizes: Callable[[], Sequence[int]] = tuple if batches is None else lambda: batches.sizes
+    if batching.is_packed:
+        return PackedCollate(collate, task.shifts_labels, task.pad_id, find_sizes)
+    return RoundedCollate(collate, task.pad_id, find_sizes) if batching.has_few_sizes else collate
 
 
 class EpochCollate:

@@ -1,6 +1,7 @@
 """Builds the trainer of a run from all its parts."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -95,7 +96,7 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
     )
     batching = batching_of(spec)
     batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
-    loader = make_loader(tokens.train, batches, make_collate(task, EpochCollate(task, batches), batching))
+    loader = make_loader(tokens.train, batches, make_collate(task, EpochCollate(task, batches), batching, batches))
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     return TrainingParts(engine, model, optimizer, scheduler, loader, loss, partial(wrap_step, spec))
 
@@ -169,7 +170,7 @@ def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> 
     task.metrics(names)  # refuses unknown metrics before training, not after an epoch
     # evaluate without label smoothing; custom metrics need logits of padded rows
     spec = plan.spec.having(plain_values()) if own_metrics else plan.spec
-    batching = batching_of(spec)
+    batching = replace(batching_of(spec), has_few_sizes=False)
     collate = make_collate(task, task.collate, batching)
     if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
         batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)

@@ -7,11 +7,18 @@ again: there is little padding, and the order stays random.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 
-from trimtab.data.packing import is_packed, share_by_tokens, split_by_tokens, split_packed
+from trimtab.data.packing import (
+    choose_sizes,
+    is_packed,
+    rounded_up,
+    share_by_tokens,
+    split_by_tokens,
+    split_packed,
+)
 
 Batch = dict[str, torch.Tensor]
 
@@ -22,9 +29,11 @@ class Batching:
 
     Attributes:
         is_packed: Whether batches are packed (`trimtab.data.packing`) and not padded.
+        has_few_sizes: Whether micro-batches are rounded up to few sizes.
     """
 
     is_packed: bool = False
+    has_few_sizes: bool = False
 
 
 def epoch_batches(
@@ -110,7 +119,8 @@ class LengthGroupedBatches:
         tokens_per_row: Divide a batch by tokens: a micro-batch has at most `micro_batch_size` times as many tokens, and
             any number of rows. None = by rows.
         limits_rows: With `tokens_per_row`, a micro-batch has at most `micro_batch_size` rows as well.
-        num_processes: With `tokens_per_row`, the processes that share a micro-batch; sizes above count all of them.
+        num_processes: Processes that share a micro-batch; sizes above count all of them.
+        batching: How rows become batches; determines `sizes`.
     """
 
     def __init__(
@@ -126,6 +136,7 @@ class LengthGroupedBatches:
         tokens_per_row: float | None = None,
         limits_rows: bool = False,
         num_processes: int = 1,
+        batching: Batching | None = None,
     ) -> None:
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
@@ -139,6 +150,8 @@ class LengthGroupedBatches:
         self._tokens_per_row = tokens_per_row
         self._limits_rows = limits_rows
         self._num_processes = num_processes
+        self._batching = batching or Batching()
+        self._chosen_sizes: tuple[int, ...] | None = None
         longest = self.lengths.sort(descending=True).values[:batch_size]
         self._longest_row, self._longest_batch = (int(longest[0]), int(longest.sum())) if len(longest) else (0, 0)
         self.epoch = 0
@@ -155,17 +168,20 @@ class LengthGroupedBatches:
     def windows(self) -> list[Sequence[list[int]]]:
         """Return the optimizer batches of the current epoch, each as its micro-batches; drawn once per epoch."""
         if self._drawn_epoch != self.epoch:
-            batches = epoch_batches(
-                self.lengths,
-                self.batch_size,
-                seed=self.seed,
-                epoch=self.epoch,
-                group_by_length=self.group_by_length,
-                shuffle=self.shuffle,
-            )
-            self._batches, self._drawn_epoch = batches[: self.limit_batches], self.epoch
+            self._batches, self._drawn_epoch = self._draw(self.epoch), self.epoch
             self._divide()
         return self._windows
+
+    def _draw(self, epoch: int) -> list[list[int]]:
+        batches = epoch_batches(
+            self.lengths,
+            self.batch_size,
+            seed=self.seed,
+            epoch=epoch,
+            group_by_length=self.group_by_length,
+            shuffle=self.shuffle,
+        )
+        return batches[: self.limit_batches]
 
     def _divide(self) -> None:
         self._windows = [self._divided(rows) for rows in self._batches]
@@ -192,11 +208,45 @@ class LengthGroupedBatches:
             return None
         return min(max(self._longest_row, int(self._rows_of_process * self._tokens_per_row)), self._longest_batch)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens, or lengths of padded rows, that micro-batches are rounded up to; empty = not rounded.
+
+        They are chosen by the first epoch, so they do not depend on where a run is resumed.
+        """
+        if not self._batching.has_few_sizes:
+            return ()
+        if self._chosen_sizes is None:
+            micro_batches = [rows for batch in self._draw(0) for rows in self._divided(batch)]
+            extents = [self._extent(share) for rows in micro_batches for share in self._shares(rows)]
+            largest = [self.max_tokens] if self.max_tokens is not None else []
+            self._chosen_sizes = choose_sizes([*extents, *largest])
+        return self._chosen_sizes
+
+    def shape_of(self, rows: list[int]) -> tuple[int, int]:
+        """The shape of the largest share of a process in a micro-batch, padding and filler included."""
+        extent, num_rows = max((self._extent(share), len(share)) for share in self._shares(rows))
+        return 1 if self._batching.is_packed else num_rows, rounded_up(extent, self.sizes)
+
+    def _extent(self, rows: list[int]) -> int:
+        lengths = self.lengths[rows]
+        return int(lengths.sum() if self._batching.is_packed else lengths.max())
+
+    def _shares(self, rows: list[int]) -> list[list[int]]:
+        """The rows of every process that has any."""
+        counts = getattr(rows, "rows_of_all", None)
+        if counts is None:
+            size = -(-len(rows) // self._num_processes)
+            return _split(rows, size)
+        ends = list(accumulate(counts))
+        return [rows[end - count : end] for end, count in zip(ends, counts, strict=True) if count]
+
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Split the same batches into micro-batches of another size, from the next iteration on."""
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
         self.micro_batch_size = micro_batch_size
+        self._chosen_sizes = None
         self._divide()
 
     def largest_micro_batch(self, other_lengths: Sequence[int] | None = None) -> list[int]:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from trimtab.data.tasks.padding import IGNORED
 
 Batch = dict[str, Any]
 ROW_STARTS = "cu_seq_lens_q"
 MAX_LENGTH = "max_length_q"
-_FILLER = {"labels": IGNORED}  # other entries are filled with the pad token or 0
 
 
 # ---------------------------------------------------------------------- which rows share a micro-batch
@@ -164,23 +164,60 @@ class PackedCollate:
         shifts_labels: Whether a token is scored against the label of the next one. The first token of a row is then
             never a label: it would be predicted from the row before it.
         pad_id: The token that filler consists of.
-        sizes: Numbers of tokens that batches are rounded up to; empty = no filler.
+        find_sizes: Returns the numbers of tokens that batches are rounded up to; empty = no filler.
     """
 
     def __init__(
-        self, collate: Callable[..., Batch], shifts_labels: bool, pad_id: int, sizes: Sequence[int] = ()
+        self,
+        collate: Callable[..., Batch],
+        shifts_labels: bool,
+        pad_id: int,
+        find_sizes: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self._collate = collate
         self._shifts_labels = shifts_labels
         self._pad_id = pad_id
-        self._sizes = tuple(sizes)
+        self._find_sizes = find_sizes
 
     def __call__(self, examples: list[dict[str, torch.Tensor]], num_tokens: int | None = None) -> Batch:
         """Rows as one batch, with filler up to `num_tokens` if that is given."""
         batch = self._collate(examples)
         total = int(batch["attention_mask"].sum())
-        size = rounded_up(total, self._sizes) if num_tokens is None else max(total, num_tokens)
+        size = rounded_up(total, self._find_sizes()) if num_tokens is None else max(total, num_tokens)
         return pack_batch(batch, size, self._pad_id, self._shifts_labels)
+
+
+class RoundedCollate:
+    """Collates rows to a padded batch whose length is one of few sizes.
+
+    Args:
+        collate: Makes a padded batch of rows, with an attention mask.
+        pad_id: The token that padding consists of.
+        find_sizes: Returns the lengths that batches are rounded up to.
+    """
+
+    def __init__(self, collate: Callable[..., Batch], pad_id: int, find_sizes: Callable[[], Sequence[int]]) -> None:
+        self._collate = collate
+        self._pad_id = pad_id
+        self._find_sizes = find_sizes
+
+    def __call__(self, examples: list[dict[str, torch.Tensor]]) -> Batch:
+        """Rows as one batch."""
+        batch = self._collate(examples)
+        shape = batch["attention_mask"].shape
+        missing = rounded_up(shape[1], self._find_sizes()) - shape[1]
+        if not missing:
+            return batch
+        return {
+            name: functional.pad(value, (0, missing), value=_filler(name, self._pad_id))
+            if isinstance(value, torch.Tensor) and value.shape == shape
+            else value
+            for name, value in batch.items()
+        }
+
+
+def _filler(name: str, pad_id: int) -> int:
+    return {"input_ids": pad_id, "labels": IGNORED}.get(name, 0)
 
 
 def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Batch:
@@ -206,7 +243,7 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
         if name == "attention_mask":
             continue
         if isinstance(value, torch.Tensor) and value.shape == mask.shape:
-            tokens = value.new_full((size,), pad_id if name == "input_ids" else _FILLER.get(name, 0))
+            tokens = value.new_full((size,), _filler(name, pad_id))
             torch.index_select(value.reshape(-1), 0, is_token, out=tokens[:num_tokens])
             if name == "labels" and shifts_labels:
                 tokens[starts[:num_rows].long()] = IGNORED

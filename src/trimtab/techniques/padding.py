@@ -5,6 +5,8 @@ batches are made in `trimtab.data.packing`; `trimtab.model.padding_free` changes
 head reads.
 """
 
+from dataclasses import replace
+
 import torch
 
 from trimtab.data.batching import Batching
@@ -46,7 +48,7 @@ class Padding(Technique):
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
         """Pack the rows of a batch."""
-        return batching if value == "longest" else Batching(is_packed=True)
+        return batching if value == "longest" else replace(batching, is_packed=True)
 
     def describe(self, value: str) -> str:
         """Such as "no padding"."""
