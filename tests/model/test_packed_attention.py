@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -111,6 +112,20 @@ def test_kernels_without_data(kernel, dtype, window, recomputes):
     )
     output.sum().backward()
     assert all(tensor.grad.shape == tensor.shape for tensor in tensors)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(Kernel.FLASH, torch.float16), (Kernel.EFFICIENT, torch.float32)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_kernels_under_a_compiler(kernel, dtype, window):
+    """A compiler asks for the shapes of results, with tensors that have a device but no data."""
+    options = {"is_causal": True, "window": window, "scale": 0.5, "dropout": 0.0}
+    with FakeTensorMode():
+        tensors = inputs(num_shared=2, dtype=dtype)
+        offsets = torch.empty(len(LENGTHS) + 1, dtype=torch.int32)
+        output = packed_attention(*tensors, offsets, 17, kernel=kernel, **options)
+        gradients = torch.autograd.grad(output.sum(), tensors)
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors]
+    assert {gradient.device.type for gradient in gradients} == {"cpu"}
 
 
 def test_windows_in_both_directions_need_flash():

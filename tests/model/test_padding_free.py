@@ -125,6 +125,13 @@ def test_padded_batches_stay_the_same(model_type, model_kind):
         pr.step(pr.logits_of_packed, model, rows, model_kind)
 
 
+def test_no_cache():
+    model = pr.small_model("llama", CAUSAL)
+    enable(model, CAUSAL, Kernel.ROWS)
+    assert model(**pr.packed_batch(pr.some_rows())).past_key_values is None
+    assert model(**pr.padded_batch(pr.some_rows())).past_key_values is not None
+
+
 def test_generation_stays_the_same():
     model = pr.small_model("llama", CAUSAL).eval()
     inputs = pr.padded_batch(pr.some_rows((6, 6)))

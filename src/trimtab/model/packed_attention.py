@@ -264,30 +264,55 @@ class _EfficientAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, boundaries, logsumexp, seed, offset = ctx.saved_tensors
-        longest, dropout, mask, scale, window = ctx.settings
-        # The signature of torch's shape function lacks an argument, and it fails if these are passed.
-        options = {} if grad.device.type == "meta" else {"scale": scale, "window_size": window}
-        gradients = aten._efficient_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            None,
-            output,
-            boundaries,
-            boundaries,
-            longest,
-            longest,
-            logsumexp,
-            dropout,
-            seed,
-            offset,
-            mask,
-            False,
-            **options,
-        )[:3]
+        query, key, value, *others = ctx.saved_tensors
+        gradients = _efficient_attention_backward(grad, query, key, value, others, *ctx.settings)
         return (*gradients, *(None,) * 6)
+
+
+@torch.library.custom_op("trimtab::efficient_attention_backward", mutates_args=())
+def _efficient_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: list[torch.Tensor],
+    longest: int,
+    dropout: float,
+    mask: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Torch's operation, made an own one because torch's shape function for it lacks an argument.
+
+    A compiler and a trace on `meta` ask for shapes.
+    """
+    output, boundaries, logsumexp, seed, offset = others
+    gradients = aten._efficient_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        None,
+        output,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        logsumexp,
+        dropout,
+        seed,
+        offset,
+        mask,
+        False,
+        scale=scale,
+        window_size=window,
+    )
+    return gradients[0], gradients[1], gradients[2]
+
+
+@_efficient_attention_backward.register_fake
+def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
 # ---------------------------------------------------------------------- rows on a CPU

@@ -167,7 +167,9 @@ def enable(model: Any, model_kind: str, kernel: Kernel) -> None:
     for module in model.modules():
         if hasattr(module, _PADDING_WARNING):
             setattr(module, _PADDING_WARNING, _ignore)
-    switch = _Switch(model, kernel, offset)
+    # nothing follows a packed batch, so keys and values are not copied to a cache
+    arguments = {"use_cache": False} if model_kind == "causal-lm" else {}
+    switch = _Switch(model, kernel, offset, arguments)
     model.register_forward_pre_hook(switch, with_kwargs=True)
     model.register_forward_hook(switch.end_forward, always_call=True)
     if encoder and model_kind == _ROW_KIND:
@@ -185,12 +187,13 @@ class _Switch:
     is recomputed after the forward.
     """
 
-    def __init__(self, model: Any, kernel: Kernel, offset: int) -> None:
+    def __init__(self, model: Any, kernel: Kernel, offset: int, arguments: dict[str, Any]) -> None:
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         found = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
         self._configs = list(found.values())
         self._kernel = kernel
         self._offset = offset
+        self._arguments = arguments
         self._names = ("", "")
         self._install()
 
@@ -200,8 +203,8 @@ class _Switch:
         if kwargs.get(LENGTHS) is None:
             return None
         self._set(self._names[1])
-        changed = {"position_ids": kwargs["position_ids"] + self._offset} if self._offset else {}
-        return args, kwargs | changed
+        positions = {"position_ids": kwargs["position_ids"] + self._offset} if self._offset else {}
+        return args, kwargs | positions | self._arguments
 
     def end_forward(self, *_: Any) -> None:
         """Build masks again: parts of a model can be called without the model."""
