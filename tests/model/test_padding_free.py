@@ -235,7 +235,11 @@ def test_reasons(model_type, model_kind, settings, reason):
 def test_reasons_of_kernels():
     model = pr.small_model("llama", CAUSAL, hidden_size=48)  # heads of 12
     assert find_problem(model, CAUSAL, Kernel.ROWS) is None
-    assert "heads of 12" in find_problem(model, CAUSAL, Kernel.FLASH)
+    assert "heads of size 12" in find_problem(model, CAUSAL, Kernel.FLASH)
+    model.config.head_dim = 256
+    assert find_problem(model, CAUSAL, Kernel.FLASH) is None
+    model.config.attention_dropout = 0.1
+    assert "at most 192" in find_problem(model, CAUSAL, Kernel.FLASH)
     assert "no attention kernel" in find_problem(model, CAUSAL, None)
     local = pr.small_model("modernbert", MASKED)
     assert find_problem(local, MASKED, Kernel.FLASH) is None

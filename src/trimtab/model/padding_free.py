@@ -21,7 +21,8 @@ LENGTHS = "cu_seq_lens_q"  # in the inputs of a packed batch, and only there
 _ROW_KIND = "sequence-classification"
 # A method of transformers' models that looks for padding in batches without a mask, which is a host-device sync.
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
-_HEAD_ALIGNMENT, _MAX_HEAD_SIZE = 8, 256  # of torch's attention kernels
+# Of torch's attention kernels; on some GPUs the backward of larger heads has no room for dropout.
+_HEAD_ALIGNMENT, _MAX_HEAD_SIZE, _MAX_HEAD_SIZE_WITH_DROPOUT = 8, 256, 192
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,9 @@ def _kernel_problem(config: Any, kernel: Kernel) -> str | None:
     if kernel is Kernel.ROWS:
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size % _HEAD_ALIGNMENT or size > _MAX_HEAD_SIZE:
-        return f"heads of {size} numbers: kernels for packed rows need a multiple of 8, at most {_MAX_HEAD_SIZE}"
+    most = _MAX_HEAD_SIZE_WITH_DROPOUT if getattr(config, "attention_dropout", 0) else _MAX_HEAD_SIZE
+    if size % _HEAD_ALIGNMENT or size > most:
+        return f"attention heads of size {size}: kernels for packed rows need a multiple of 8, at most {most}"
     if kernel is Kernel.EFFICIENT and config.model_type == "modernbert":
         return "local attention in both directions needs half precision, and a GPU of the Ampere generation or newer"
     return None
