@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import packed_rows as pr
-from trimtab.model.packed_attention import kernel_for, packed_attention
+from trimtab.model.packed_attention import Kernel, kernel_for, packed_attention
 from trimtab.model.padding_free import enable, find_problem
 
 pytestmark = [
@@ -30,7 +30,7 @@ MODELS = [
 LENGTHS = (9, 0, 1, 300, 129, 5)
 HAS_FLASH = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 needs_flash = pytest.mark.skipif(not HAS_FLASH, reason="torch's flash kernel needs compute capability 8.0")
-KERNELS = [pytest.param("flash", torch.bfloat16, marks=needs_flash), ("efficient", torch.float32)]
+KERNELS = [pytest.param(Kernel.FLASH, torch.bfloat16, marks=needs_flash), (Kernel.EFFICIENT, torch.float32)]
 
 
 def kernel_here(dtype):
@@ -57,13 +57,13 @@ def inputs(dtype, num_heads=4, num_shared=4, width=64, lengths=LENGTHS):
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_kernels_equal_rows(kernel, dtype, is_causal, window, num_shared, width):
     """Against one call per row in fp32, as on a CPU. Longest is an upper bound of lengths."""
-    if kernel == "efficient" and not is_causal and window is not None and window < max(LENGTHS):
+    if kernel is Kernel.EFFICIENT and not is_causal and window is not None and window < max(LENGTHS):
         pytest.skip("the kernel has no windows in both directions")
     tensors = inputs(dtype, num_shared=num_shared, width=width)
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
     options = {"is_causal": is_causal, "window": window, "scale": 0.3, "dropout": 0.0}
     found = packed_attention(*tensors, boundaries(LENGTHS), 320, kernel=kernel, **options)
-    wanted = packed_attention(*exact, boundaries(LENGTHS), 320, kernel="rows", **options)
+    wanted = packed_attention(*exact, boundaries(LENGTHS), 320, kernel=Kernel.ROWS, **options)
     bound = 4 * torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4  # TF32 is off by default
     pr.assert_close(found, wanted, bound, "output")
     weights = torch.randn_like(wanted)
@@ -80,7 +80,7 @@ def test_rows_of_one_token_and_none(kernel, dtype, lengths):
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
     options = {"is_causal": True, "window": None, "scale": None, "dropout": 0.0}
     found = packed_attention(*tensors, boundaries(lengths), max(lengths), kernel=kernel, **options)
-    wanted = packed_attention(*exact, boundaries(lengths), max(lengths), kernel="rows", **options)
+    wanted = packed_attention(*exact, boundaries(lengths), max(lengths), kernel=Kernel.ROWS, **options)
     bound = 4 * torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
     pr.assert_close(found, wanted, bound, "output")
     found.sum().backward()
@@ -147,8 +147,8 @@ def test_bf16_equals_padded(model_type, model_kind, settings, is_pure):
     cast = contextlib.nullcontext() if is_pure else torch.autocast("cuda", torch.bfloat16)
     with cast:
         padded = pr.step(pr.logits_of_padded, model, rows, model_kind)
-        assert find_problem(model, model_kind, "flash") is None
-        enable(model, model_kind, "flash")
+        assert find_problem(model, model_kind, Kernel.FLASH) is None
+        enable(model, model_kind, Kernel.FLASH)
         packed = pr.step(pr.logits_of_packed, model, rows, model_kind)
     eps = torch.finfo(torch.bfloat16).eps
     for found, reference in zip(zip(packed, padded, strict=True), exact, strict=True):
@@ -191,7 +191,7 @@ def test_flash_runs_in_half_precision():
     query, key, value = inputs(torch.bfloat16, num_shared=2)
     options = {"is_causal": True, "window": None, "scale": None, "dropout": 0.0}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        packed_attention(query, key, value, boundaries(LENGTHS), 300, kernel="flash", **options)
+        packed_attention(query, key, value, boundaries(LENGTHS), 300, kernel=Kernel.FLASH, **options)
     names = {event.name for event in profile.events()}
     assert "aten::_flash_attention_forward" in names
     assert not names & {"aten::repeat_interleave", "aten::copy_", "aten::item"}

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from packed_rows import assert_close
-from trimtab.model.packed_attention import kernel_for, packed_attention, register_packed_attention
+from trimtab.model.packed_attention import Kernel, kernel_for, packed_attention, register_packed_attention
 
 LENGTHS = (9, 0, 1, 17, 5)
 OPTIONS = {"is_causal": False, "window": None, "scale": None, "dropout": 0.0}
@@ -48,7 +49,7 @@ def plain_attention(query, key, value, lengths, is_causal, window, scale):
 def test_rows_equal_plain_attention(is_causal, window, num_shared, scale):
     tensors = inputs(num_shared=num_shared)
     options = {"is_causal": is_causal, "window": window, "scale": scale}
-    found = packed_attention(*tensors, boundaries(), 17, kernel="rows", dropout=0.0, **options)
+    found = packed_attention(*tensors, boundaries(), 17, kernel=Kernel.ROWS, dropout=0.0, **options)
     wanted = plain_attention(*tensors, LENGTHS, **options)
     assert_close(found, wanted, 1e-5, "output")
     weights = torch.randn_like(found)
@@ -64,11 +65,11 @@ def test_dropout_of_rows(window):
     query, key, _ = inputs(1, 1, 16, lengths)
     value = torch.eye(16)[None, None]
     options = OPTIONS | {"is_causal": True, "window": window}
-    wanted = packed_attention(query, key, value, boundaries(lengths), 12, kernel="rows", **options).detach()
+    wanted = packed_attention(query, key, value, boundaries(lengths), 12, kernel=Kernel.ROWS, **options).detach()
     options["dropout"] = probability
     draws = torch.stack(
         [
-            packed_attention(query, key, value, boundaries(lengths), 12, kernel="rows", **options).detach()
+            packed_attention(query, key, value, boundaries(lengths), 12, kernel=Kernel.ROWS, **options).detach()
             for _ in range(num_draws)
         ]
     )
@@ -84,7 +85,7 @@ def test_dropout_of_rows(window):
 def test_rows_longer_than_announced():
     """A GPU kernel would leave the output of the last tokens undefined."""
     with pytest.raises(ValueError, match="a row has 17 tokens, but max_length_q is 16"):
-        packed_attention(*inputs(), boundaries(), 16, kernel="rows", **OPTIONS)
+        packed_attention(*inputs(), boundaries(), 16, kernel=Kernel.ROWS, **OPTIONS)
 
 
 # ---------------------------------------------------------------------- without data
@@ -92,7 +93,8 @@ def test_rows_longer_than_announced():
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [("flash", torch.bfloat16), ("flash", torch.float32), ("efficient", torch.float32)]
+    ("kernel", "dtype"),
+    [(Kernel.FLASH, torch.bfloat16), (Kernel.FLASH, torch.float32), (Kernel.EFFICIENT, torch.float32)],
 )
 @pytest.mark.parametrize("window", [None, 4])
 def test_kernels_without_data(kernel, dtype, window, recomputes):
@@ -105,26 +107,42 @@ def test_kernels_without_data(kernel, dtype, window, recomputes):
     output = checkpoint(run, *tensors, use_reentrant=False) if recomputes else run(*tensors)
     assert output.shape == (1, sum(LENGTHS), 4, 8)
     names = output.grad_fn.name(), output.grad_fn.next_functions[0][0].name()
-    assert any(("Flash" if kernel == "flash" and dtype is torch.bfloat16 else "Efficient") in name for name in names)
+    assert any(
+        ("Flash" if kernel is Kernel.FLASH and dtype is torch.bfloat16 else "Efficient") in name for name in names
+    )
     output.sum().backward()
     assert all(tensor.grad.shape == tensor.shape for tensor in tensors)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(Kernel.FLASH, torch.float16), (Kernel.EFFICIENT, torch.float32)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_kernels_under_a_compiler(kernel, dtype, window):
+    """A compiler asks for the shapes of results, with tensors that have a device but no data."""
+    options = {"is_causal": True, "window": window, "scale": 0.5, "dropout": 0.0}
+    with FakeTensorMode():
+        tensors = inputs(num_shared=2, dtype=dtype)
+        offsets = torch.empty(len(LENGTHS) + 1, dtype=torch.int32)
+        output = packed_attention(*tensors, offsets, 17, kernel=kernel, **options)
+        gradients = torch.autograd.grad(output.sum(), tensors)
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors]
+    assert {gradient.device.type for gradient in gradients} == {"cpu"}
 
 
 def test_windows_in_both_directions_need_flash():
     tensors = inputs(device="meta")
     with pytest.raises(ValueError, match="no windows in both directions"):
-        packed_attention(*tensors, boundaries(device="meta"), 17, kernel="efficient", **OPTIONS | {"window": 4})
+        packed_attention(*tensors, boundaries(device="meta"), 17, kernel=Kernel.EFFICIENT, **OPTIONS | {"window": 4})
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "capability", "has_flash", "kernel"),
     [
-        ("cpu", None, None, True, "rows"),
-        ("cuda", torch.bfloat16, (9, 0), True, "flash"),
-        ("cuda", torch.float16, (8, 0), True, "flash"),
-        ("cuda", torch.float16, (7, 5), True, "efficient"),
-        ("cuda", torch.bfloat16, (9, 0), False, "efficient"),
-        ("cuda", None, (9, 0), True, "efficient"),
+        ("cpu", None, None, True, Kernel.ROWS),
+        ("cuda", torch.bfloat16, (9, 0), True, Kernel.FLASH),
+        ("cuda", torch.float16, (8, 0), True, Kernel.FLASH),
+        ("cuda", torch.float16, (7, 5), True, Kernel.EFFICIENT),
+        ("cuda", torch.bfloat16, (9, 0), False, Kernel.EFFICIENT),
+        ("cuda", None, (9, 0), True, Kernel.EFFICIENT),
         ("mps", torch.float16, None, True, None),
     ],
 )
@@ -135,12 +153,12 @@ def test_choice_of_kernels(device, dtype, capability, has_flash, kernel):
 # ---------------------------------------------------------------------- transformers' interface
 
 
-def registered(kernel="rows"):
+def registered(kernel=Kernel.ROWS):
     return [AttentionInterface()[name] for name in register_packed_attention(kernel, "sdpa")]
 
 
 def test_names():
-    name, unmasked = register_packed_attention("flash", "sdpa")
+    name, unmasked = register_packed_attention(Kernel.FLASH, "sdpa")
     assert "flash" not in name + unmasked  # transformers would take it for the package flash-attn
     assert AttentionMaskInterface()[name] is AttentionMaskInterface()["sdpa"]
     assert unmasked not in AttentionMaskInterface()._global_mapping

@@ -9,6 +9,7 @@ from torch.nn import functional
 import packed_rows as pr
 from trimtab.model import padding_free
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.packed_attention import Kernel
 from trimtab.model.padding_free import enable, find_problem
 from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.recomputation import checkpoint_layers
@@ -34,8 +35,8 @@ WINDOWED = {  # windows shorter than rows; some types decide by layer
 def check_equality(model, model_kind, rows=None):
     rows = pr.some_rows() if rows is None else rows
     wanted = pr.step(pr.logits_of_padded, model, rows, model_kind)
-    assert find_problem(model, model_kind, "rows") is None
-    enable(model, model_kind, "rows")
+    assert find_problem(model, model_kind, Kernel.ROWS) is None
+    enable(model, model_kind, Kernel.ROWS)
     found = pr.step(pr.logits_of_packed, model, rows, model_kind)
     pr.assert_same_step(found, wanted)
     return wanted
@@ -62,7 +63,7 @@ def test_shapes_of_batches(model_type, model_kind, num_tokens, filler):
         pytest.skip("nothing to predict")
     model, rows = pr.small_model(model_type, model_kind), pr.some_rows(num_tokens)
     wanted = pr.step(pr.logits_of_padded, model, rows, model_kind)
-    enable(model, model_kind, "rows")
+    enable(model, model_kind, Kernel.ROWS)
     found = pr.step(lambda *of: pr.logits_of_packed(*of, filler=filler), model, rows, model_kind)
     pr.assert_same_step(found, wanted)
 
@@ -70,7 +71,7 @@ def test_shapes_of_batches(model_type, model_kind, num_tokens, filler):
 def test_token_types():
     model, rows = pr.small_model("bert", ROW), pr.some_rows()
     types = [torch.arange(len(row)) // 4 % 2 for row in rows]
-    enable(model, ROW, "rows")
+    enable(model, ROW, Kernel.ROWS)
     padded_types = torch.nn.utils.rnn.pad_sequence([row for row in types if len(row)], batch_first=True)
     wanted = model(**pr.padded_batch(rows), token_type_ids=padded_types).logits
     packed_types = torch.cat([*types, torch.zeros(pr.FILLER, dtype=torch.long)])[None]
@@ -97,7 +98,7 @@ def test_gradient_checkpointing(model_type, model_kind, which):
     """A padded forward before backward does not change how blocks of the packed batch are recomputed."""
     model, rows = pr.small_model(model_type, model_kind), pr.some_rows()
     wanted = pr.step(pr.logits_of_padded, model, rows, model_kind)
-    enable(model, model_kind, "rows")
+    enable(model, model_kind, Kernel.ROWS)
     if which == "transformers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -115,7 +116,7 @@ def test_gradient_checkpointing(model_type, model_kind, which):
 def test_padded_batches_stay_the_same(model_type, model_kind):
     model, rows = pr.small_model(model_type, model_kind), pr.some_rows()
     untouched = copy.deepcopy(model)
-    enable(model, model_kind, "rows")
+    enable(model, model_kind, Kernel.ROWS)
     for _ in range(2):
         found = pr.step(pr.logits_of_padded, model, rows, model_kind)
         wanted = pr.step(pr.logits_of_padded, untouched, rows, model_kind)
@@ -124,12 +125,19 @@ def test_padded_batches_stay_the_same(model_type, model_kind):
         pr.step(pr.logits_of_packed, model, rows, model_kind)
 
 
+def test_no_cache():
+    model = pr.small_model("llama", CAUSAL)
+    enable(model, CAUSAL, Kernel.ROWS)
+    assert model(**pr.packed_batch(pr.some_rows())).past_key_values is None
+    assert model(**pr.padded_batch(pr.some_rows())).past_key_values is not None
+
+
 def test_generation_stays_the_same():
     model = pr.small_model("llama", CAUSAL).eval()
     inputs = pr.padded_batch(pr.some_rows((6, 6)))
     settings = {"max_new_tokens": 5, "do_sample": False}
     wanted = model.generate(**inputs, **settings)
-    enable(model, CAUSAL, "rows")
+    enable(model, CAUSAL, Kernel.ROWS)
     pr.logits_of_packed(model, pr.some_rows(), CAUSAL)
     assert torch.equal(model.generate(**inputs, **settings), wanted)
 
@@ -137,7 +145,7 @@ def test_generation_stays_the_same():
 def test_parts_of_a_model_build_masks_after_an_error():
     model, rows = pr.small_model("bert", ROW), pr.some_rows()
     wanted = model.bert(**pr.padded_batch(rows)).last_hidden_state
-    enable(model, ROW, "rows")
+    enable(model, ROW, Kernel.ROWS)
     with pytest.raises(ValueError, match="max_length_q is 3"):
         model(**pr.packed_batch(rows) | {"max_length_q": 3})
     assert torch.equal(model.bert(**pr.padded_batch(rows)).last_hidden_state, wanted)
@@ -146,8 +154,8 @@ def test_parts_of_a_model_build_masks_after_an_error():
 def test_copies_of_a_model():
     model, rows = pr.small_model("roberta", ROW), pr.some_rows()
     wanted = pr.logits_of_padded(model, rows, ROW)
-    enable(model, ROW, "rows")
-    enable(model, ROW, "rows")  # positions are moved once
+    enable(model, ROW, Kernel.ROWS)
+    enable(model, ROW, Kernel.ROWS)  # positions are moved once
     copied = copy.deepcopy(model)
     for one in (copied, model):
         pr.assert_close(pr.logits_of_packed(one, rows, ROW), wanted, 1e-5, "logits")
@@ -159,8 +167,8 @@ def test_another_implementation_chosen_later():
     model, rows = pr.small_model("llama", CAUSAL), pr.some_rows()
     wanted = pr.step(pr.logits_of_padded, model, rows, CAUSAL)
     use_attention(model, "math")
-    assert find_problem(model, CAUSAL, "rows") is None
-    enable(model, CAUSAL, "rows")
+    assert find_problem(model, CAUSAL, Kernel.ROWS) is None
+    enable(model, CAUSAL, Kernel.ROWS)
     pr.assert_same_step(pr.step(pr.logits_of_packed, model, rows, CAUSAL), wanted)
     model.set_attn_implementation("sdpa")
     pr.assert_same_step(pr.step(pr.logits_of_packed, model, rows, CAUSAL), wanted)
@@ -170,7 +178,7 @@ def test_another_implementation_chosen_later():
 @pytest.mark.parametrize(("model_type", "model_kind"), ONE_OF_EACH)
 def test_rows_do_not_see_each_other(model_type, model_kind):
     model, rows = pr.small_model(model_type, model_kind), pr.some_rows()
-    enable(model, model_kind, "rows")
+    enable(model, model_kind, Kernel.ROWS)
     changed = [row if index != 2 else 5 + (row + 3) % 80 for index, row in enumerate(rows)]
     before, after = (pr.logits_of_packed(model, batch, model_kind).detach() for batch in (rows, changed))
     is_changed = torch.zeros(len(before), dtype=torch.bool)
@@ -184,7 +192,9 @@ def test_rows_do_not_see_each_other(model_type, model_kind):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(("kernel", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32), ("rows", None)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(Kernel.FLASH, torch.bfloat16), (Kernel.EFFICIENT, torch.float32), (Kernel.ROWS, None)]
+)
 @pytest.mark.parametrize(("model_type", "model_kind"), [("bert", ROW), ("llama", CAUSAL), ("gpt2", CAUSAL)])
 def test_step_without_data(model_type, model_kind, kernel, dtype, recomputes):
     model = pr.small_model(model_type, model_kind).to("meta", dtype)
@@ -219,30 +229,36 @@ def test_step_without_data(model_type, model_kind, kernel, dtype, recomputes):
 )
 def test_reasons(model_type, model_kind, settings, reason):
     model = pr.small_model(model_type, model_kind if model_kind in pr.HEADS else MASKED, **settings)
-    assert reason in find_problem(model, model_kind, "rows")
+    assert reason in find_problem(model, model_kind, Kernel.ROWS)
 
 
 def test_reasons_of_kernels():
     model = pr.small_model("llama", CAUSAL, hidden_size=48)  # heads of 12
-    assert find_problem(model, CAUSAL, "rows") is None
-    assert "heads of 12" in find_problem(model, CAUSAL, "flash")
+    assert find_problem(model, CAUSAL, Kernel.ROWS) is None
+    assert "heads of size 12" in find_problem(model, CAUSAL, Kernel.FLASH)
+    model.config.head_dim = 256
+    assert find_problem(model, CAUSAL, Kernel.FLASH) is None
+    model.config.attention_dropout = 0.1
+    assert "at most 192" in find_problem(model, CAUSAL, Kernel.FLASH)
     assert "no attention kernel" in find_problem(model, CAUSAL, None)
     local = pr.small_model("modernbert", MASKED)
-    assert find_problem(local, MASKED, "flash") is None
-    assert "half precision" in find_problem(local, MASKED, "efficient")
+    assert find_problem(local, MASKED, Kernel.FLASH) is None
+    assert "half precision" in find_problem(local, MASKED, Kernel.EFFICIENT)
 
 
 def test_classes_of_others():
     class Mine(type(pr.small_model("bert", ROW))):
         pass
 
-    assert "Mine is not a class of transformers" in find_problem(Mine(pr.small_model("bert", ROW).config), ROW, "rows")
-    assert "Linear is not a class" in find_problem(torch.nn.Linear(1, 1), ROW, "rows")
+    assert "Mine is not a class of transformers" in find_problem(
+        Mine(pr.small_model("bert", ROW).config), ROW, Kernel.ROWS
+    )
+    assert "Linear is not a class" in find_problem(torch.nn.Linear(1, 1), ROW, Kernel.ROWS)
 
 
 def test_boundaries_that_are_lost():
     """A model that drops them would mix rows in silence."""
     model = pr.small_model("stablelm", CAUSAL)
-    enable(model, CAUSAL, "rows")
+    enable(model, CAUSAL, Kernel.ROWS)
     with pytest.raises(ValueError, match="did not reach StableLmAttention"):
         pr.logits_of_packed(model, pr.some_rows(), CAUSAL)

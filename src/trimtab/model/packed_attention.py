@@ -4,21 +4,20 @@ A function of this module stands in transformers' attention interface. It comput
 boundaries (`cu_seq_lens_q`), else it calls the implementation that it replaced. Boundaries are arguments, so a block
 that is recomputed in backward attends as it did in its forward.
 
-Three kernels. "flash" and "efficient" are torch's, called below `scaled_dot_product_attention` because only there they
-take row boundaries and dropout; they run without a host-device sync. "rows" is one call of
-`scaled_dot_product_attention` for each row, for CPUs.
+Two kernels are torch's, called below `scaled_dot_product_attention` because only there they take row boundaries and
+dropout; they run without a host-device sync. On CPUs, each row is one call of `scaled_dot_product_attention`.
 
 Shapes: T tokens of all rows, H heads, D numbers in a head.
 """
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-KERNELS = ("rows", "flash", "efficient")
 _FLASH_CAPABILITY = (8, 0)
 _HALF = (torch.float16, torch.bfloat16)
 _NAME = "trimtab_packed"
@@ -28,12 +27,20 @@ _NO_MASK, _CAUSAL = 0, 1  # `custom_mask_type` of torch's efficient kernel
 aten = torch.ops.aten
 
 
+class Kernel(IntEnum):
+    """What computes attention over packed rows."""
+
+    ROWS = 0  # one call for each row; needs their lengths on the host
+    FLASH = 1  # half precision only; in fp32 EFFICIENT runs in its place
+    EFFICIENT = 2  # no windows in both directions
+
+
 def kernel_for(
     device_type: str,
     compute_dtype: torch.dtype | None,
     capability: tuple[int, int] | None = None,
     has_flash: bool = True,
-) -> str | None:
+) -> Kernel | None:
     """The kernel for packed rows on a device; None if there is none.
 
     Args:
@@ -43,18 +50,18 @@ def kernel_for(
         has_flash: Whether torch's flash kernel runs on the GPU.
     """
     if device_type == "cpu":
-        return "rows"
+        return Kernel.ROWS
     if device_type != "cuda" or torch.version.hip is not None:
         return None
     is_new = capability is not None and capability >= _FLASH_CAPABILITY
-    return "flash" if has_flash and is_new and compute_dtype in _HALF else "efficient"
+    return Kernel.FLASH if has_flash and is_new and compute_dtype in _HALF else Kernel.EFFICIENT
 
 
-def register_packed_attention(kernel: str, previous: str) -> tuple[str, str]:
+def register_packed_attention(kernel: Kernel, previous: str) -> tuple[str, str]:
     """Add packed attention to transformers' interface.
 
     Args:
-        kernel: One of `KERNELS`; on `meta` tensors its operations are called without data.
+        kernel: Computes packed batches; on `meta` tensors its operations are called without data.
         previous: Name of the registered implementation for batches without row boundaries.
 
     Returns:
@@ -63,19 +70,21 @@ def register_packed_attention(kernel: str, previous: str) -> tuple[str, str]:
         packed batches.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # no word "flash" in it, which transformers would mistake for its flash-attn integration
-    name = f"{_NAME}_{KERNELS.index(kernel)}_{previous}"
+    name = f"{_NAME}_{kernel:d}_{previous}"
     unmasked = f"{name}_unmasked"
-    AttentionInterface.register(name, _attention_function(kernel, AttentionInterface()[previous]))
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[previous])
+    AttentionInterface.register(name, _attention_function(kernel, ALL_ATTENTION_FUNCTIONS[previous]))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[previous])
     # Without a mask function, transformers builds no mask. A function that returns None would be too late: before it is
     # called, transformers compares positions, which is a host-device sync.
     AttentionInterface.register(unmasked, _attention_function(kernel, _refuse))
     return name, unmasked
 
 
-def _attention_function(kernel: str, previous: Callable[..., Any]) -> Callable[..., Any]:
+def _attention_function(kernel: Kernel, previous: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
@@ -87,8 +96,11 @@ def _attention_function(kernel: str, previous: Callable[..., Any]) -> Callable[.
         if found is not None:
             raise ValueError(f"packed attention does not support {found}: use padded batches for this model")
         is_causal = kwargs.get("is_causal")
+        query, key, value = _in_one_dtype(query, key, value)
         output_1THD = packed_attention(
-            *_in_one_dtype(query, key, value),
+            query,
+            key,
+            value,
             kwargs["cu_seq_lens_q"],
             kwargs["max_length_q"],
             kernel=kernel,
@@ -125,7 +137,7 @@ def packed_attention(
     boundaries: torch.Tensor,
     max_length: int,
     *,
-    kernel: str,
+    kernel: Kernel,
     **options: Any,
 ) -> torch.Tensor:
     """Compute attention inside each row of a packed batch.
@@ -137,17 +149,17 @@ def packed_attention(
         boundaries: Start offsets of the rows, then T; int32. Rows may be empty.
         max_length: At least the length of the longest row, filler included: the output of tokens beyond it would be
             undefined on a GPU.
-        kernel: One of `KERNELS`; "flash" computes half precision only, in fp32 "efficient" runs in its place.
+        kernel: What computes it.
         **options: `is_causal`; `window`, the number of tokens that a token attends to in one direction, itself
             included, or None; `scale` of the scores, or None for 1/√D; `dropout`, a probability.
 
     Returns:
         The output as (1, T, H, D).
     """
-    if kernel == "rows":
+    if kernel is Kernel.ROWS:
         return _rows(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
     is_half = query_1HTD.dtype in _HALF
-    compute = _flash if kernel == "flash" and is_half else _efficient
+    compute = _flash if kernel is Kernel.FLASH and is_half else _efficient
     return compute(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
 
 
@@ -252,30 +264,55 @@ class _EfficientAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, boundaries, logsumexp, seed, offset = ctx.saved_tensors
-        longest, dropout, mask, scale, window = ctx.settings
-        # The signature of torch's shape function lacks an argument, and it fails if these are passed.
-        options = {} if grad.device.type == "meta" else {"scale": scale, "window_size": window}
-        gradients = aten._efficient_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            None,
-            output,
-            boundaries,
-            boundaries,
-            longest,
-            longest,
-            logsumexp,
-            dropout,
-            seed,
-            offset,
-            mask,
-            False,
-            **options,
-        )[:3]
+        query, key, value, *others = ctx.saved_tensors
+        gradients = _efficient_attention_backward(grad, query, key, value, others, *ctx.settings)
         return (*gradients, *(None,) * 6)
+
+
+@torch.library.custom_op("trimtab::efficient_attention_backward", mutates_args=())
+def _efficient_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: list[torch.Tensor],
+    longest: int,
+    dropout: float,
+    mask: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Torch's operation, made an own one because torch's shape function for it lacks an argument.
+
+    A compiler and a trace on `meta` ask for shapes.
+    """
+    output, boundaries, logsumexp, seed, offset = others
+    gradients = aten._efficient_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        None,
+        output,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        logsumexp,
+        dropout,
+        seed,
+        offset,
+        mask,
+        False,
+        scale=scale,
+        window_size=window,
+    )
+    return gradients[0], gradients[1], gradients[2]
+
+
+@_efficient_attention_backward.register_fake
+def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
 # ---------------------------------------------------------------------- rows on a CPU
@@ -298,8 +335,9 @@ def _rows(
     if max(lengths) > max_length:
         raise ValueError(f"a row has {max(lengths)} tokens, but max_length_q is {max_length}")
     outputs = []
-    # `split` and not slices: backward of a slice allocates the gradient of all tokens for each row
-    for query, key, value in zip(*(x.split(lengths, 2) for x in (query_1HTD, key_1HTD, value_1HTD)), strict=True):
+    # not slices: backward of a slice allocates the gradient of all tokens, for each row
+    parts = (torch.split(x, lengths, 2) for x in (query_1HTD, key_1HTD, value_1HTD))
+    for query, key, value in zip(*parts, strict=True):
         length = query.shape[2]
         if not length:
             continue
@@ -316,7 +354,8 @@ def _lengths(boundaries: torch.Tensor, num_tokens: int) -> list[int]:
     if boundaries.device.type == "meta":
         num_rows = boundaries.numel() - 1
         return [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
-    return boundaries.diff().tolist()  # type: ignore[no-any-return]
+    lengths: list[int] = boundaries.diff().tolist()
+    return lengths
 
 
 def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> torch.Tensor:

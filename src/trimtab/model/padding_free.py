@@ -15,13 +15,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.packed_attention import register_packed_attention
+from trimtab.model.packed_attention import Kernel, register_packed_attention
 
 LENGTHS = "cu_seq_lens_q"  # in the inputs of a packed batch, and only there
 _ROW_KIND = "sequence-classification"
 # A method of transformers' models that looks for padding in batches without a mask, which is a host-device sync.
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
-_HEAD_ALIGNMENT, _MAX_HEAD_SIZE = 8, 256  # of torch's attention kernels
+# Of torch's attention kernels; on some GPUs the backward of larger heads has no room for dropout.
+_HEAD_ALIGNMENT, _MAX_HEAD_SIZE, _MAX_HEAD_SIZE_WITH_DROPOUT = 8, 256, 192
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ _REASONS = {
 }
 
 
-def find_problem(model: Any, model_kind: str, kernel: str | None) -> str | None:
+def find_problem(model: Any, model_kind: str, kernel: Kernel | None) -> str | None:
     """Why a model cannot run packed batches; None if it can.
 
     Args:
@@ -127,24 +128,25 @@ def _config_problem(config: Any, model_kind: str) -> str | None:
 
 def _attention_problem(model: Any) -> str | None:
     """Packed batches need an attention function that transformers looks up by name, with the masks of "sdpa"."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
         return f"{type(model).__name__} computes attention itself"
     name = model.config._attn_implementation
-    if name not in AttentionInterface() or AttentionMaskInterface().get(name) is not sdpa_mask:
+    if name not in ALL_ATTENTION_FUNCTIONS or ALL_MASK_ATTENTION_FUNCTIONS.get(name) is not sdpa_mask:
         return f"the attention implementation is {name}, not sdpa"
     return None
 
 
-def _kernel_problem(config: Any, kernel: str) -> str | None:
-    if kernel == "rows":
+def _kernel_problem(config: Any, kernel: Kernel) -> str | None:
+    if kernel is Kernel.ROWS:
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size % _HEAD_ALIGNMENT or size > _MAX_HEAD_SIZE:
-        return f"heads of {size} numbers: kernels for packed rows need a multiple of 8, at most {_MAX_HEAD_SIZE}"
-    if kernel == "efficient" and config.model_type == "modernbert":
+    most = _MAX_HEAD_SIZE_WITH_DROPOUT if getattr(config, "attention_dropout", 0) else _MAX_HEAD_SIZE
+    if size % _HEAD_ALIGNMENT or size > most:
+        return f"attention heads of size {size}: kernels for packed rows need a multiple of 8, at most {most}"
+    if kernel is Kernel.EFFICIENT and config.model_type == "modernbert":
         return "local attention in both directions needs half precision, and a GPU of the Ampere generation or newer"
     return None
 
@@ -152,7 +154,7 @@ def _kernel_problem(config: Any, kernel: str) -> str | None:
 # ---------------------------------------------------------------------- prepare a model
 
 
-def enable(model: Any, model_kind: str, kernel: str) -> None:
+def enable(model: Any, model_kind: str, kernel: Kernel) -> None:
     """Let a model take packed batches, in place; padded ones are computed as before.
 
     Args:
@@ -167,7 +169,9 @@ def enable(model: Any, model_kind: str, kernel: str) -> None:
     for module in model.modules():
         if hasattr(module, _PADDING_WARNING):
             setattr(module, _PADDING_WARNING, _ignore)
-    switch = _Switch(model, kernel, offset)
+    # nothing follows a packed batch, so keys and values are not copied to a cache
+    arguments = {"use_cache": False} if model_kind == "causal-lm" else {}
+    switch = _Switch(model, kernel, offset, arguments)
     model.register_forward_pre_hook(switch, with_kwargs=True)
     model.register_forward_hook(switch.end_forward, always_call=True)
     if encoder and model_kind == _ROW_KIND:
@@ -185,12 +189,13 @@ class _Switch:
     is recomputed after the forward.
     """
 
-    def __init__(self, model: Any, kernel: str, offset: int) -> None:
-        configs = (getattr(module, "config", None) for module in model.modules())
+    def __init__(self, model: Any, kernel: Kernel, offset: int, arguments: dict[str, Any]) -> None:
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         found = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
         self._configs = list(found.values())
         self._kernel = kernel
         self._offset = offset
+        self._arguments = arguments
         self._names = ("", "")
         self._install()
 
@@ -200,8 +205,8 @@ class _Switch:
         if kwargs.get(LENGTHS) is None:
             return None
         self._set(self._names[1])
-        changed = {"position_ids": kwargs["position_ids"] + self._offset} if self._offset else {}
-        return args, kwargs | changed
+        positions = {"position_ids": kwargs["position_ids"] + self._offset} if self._offset else {}
+        return args, kwargs | positions | self._arguments
 
     def end_forward(self, *_: Any) -> None:
         """Build masks again: parts of a model can be called without the model."""
