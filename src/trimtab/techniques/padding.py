@@ -11,7 +11,7 @@ import torch
 
 from trimtab.data.batching import Batching
 from trimtab.log import log_info_once
-from trimtab.model.packed_attention import kernel_for
+from trimtab.model.packed_attention import Kernel, kernel_for
 from trimtab.model.padding_free import enable, find_problem
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
@@ -55,5 +55,5 @@ class Padding(Technique):
         return "no padding" if value == "none" else f"padding {value}"
 
 
-def _kernel(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> str | None:
+def _kernel(accelerator: Accelerator, compute_dtype: torch.dtype | None) -> Kernel | None:
     return kernel_for(accelerator.type, compute_dtype, accelerator.capability, accelerator.has_flash)

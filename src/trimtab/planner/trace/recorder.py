@@ -414,7 +414,8 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
     dtype = _NAMES.get(tensors[0].dtype, "fp32")
     if "attention" in name:
         first = 1 if "backward" in name else 0  # backward has five products in place of two
-        flops = _flops_of_attention(*args[first : first + 3], args[_MAX_LENGTH[name]] if name in _MAX_LENGTH else None)
+        query, key, value = args[first : first + 3]
+        flops = _flops_of_attention(query, key, value, args[_MAX_LENGTH[name]] if name in _MAX_LENGTH else None)
         return flops * 5 // 2 if first else flops, dtype
     count = flop_registry.get(func._overloadpacket)
     if count is None:
