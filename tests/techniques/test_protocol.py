@@ -15,7 +15,7 @@ from trimtab.techniques.base import Phase, Technique
 
 SOURCE = Path(trimtab.__file__).parent
 BY_KEY = {technique.key: technique for technique in TECHNIQUES}
-ENGLISH = {"loss", "optimizer", "adapter", "kernels"}  # words that code is full of, whatever they mean there
+ENGLISH = {"loss", "optimizer", "adapter", "kernels", "compile"}  # words that code is full of, whatever they mean there
 
 
 def files_with(pattern: str) -> list[str]:
@@ -61,6 +61,7 @@ VALUES = {
     "kernels": {"liger"},
     "offload": {"embeddings"},
     "attention_backend": {"cudnn", "efficient", "math"},
+    "compile": {"blocks"},
 }
 
 
