@@ -18,6 +18,7 @@ from trimtab.model.load import load_model
 from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.recomputation import checkpoint_layers
 
+SLOW = pytest.mark.slow
 FP32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -65,7 +66,7 @@ def assert_same_gradients(plain, compiled, length, eps=FP32_EPS):
 # ---------------------------------------------------------------------- one graph for a stack
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=SLOW), pytest.param("gpt2", marks=SLOW)])
 def test_all_blocks_share_one_graph_per_size(name):
     plain, compiled, blocks = with_compiled(tiny_model(name, num_blocks=4))
     for number, length in enumerate((8, 12, 8), 1):
@@ -136,7 +137,7 @@ def test_recomputed_dropout_draws_the_same_numbers():
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=SLOW)])
 def test_adapters_are_inside_the_graph(dropout):
     model = tiny_model()
     shake(add_adapter(model, LoraSpec(rank=4, dropout=dropout)))
@@ -164,7 +165,9 @@ def test_adapters_in_bf16_round_like_the_plain_product():
     assert errors[1] <= 2 * errors[0], errors
 
 
-@pytest.mark.parametrize("backend", ["math", "flash", "efficient", "cudnn"])
+@pytest.mark.parametrize(
+    "backend", ["math", "cudnn", pytest.param("flash", marks=SLOW), pytest.param("efficient", marks=SLOW)]
+)
 def test_the_choice_of_an_attention_kernel_is_traced(backend):
     model = tiny_model()
     use_attention(model, backend, repeats_heads=backend == "math")
@@ -174,8 +177,8 @@ def test_the_choice_of_an_attention_kernel_is_traced(backend):
         found.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    from torch._dynamo.backends.common import aot_autograd
     from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     boxed = aot_autograd(
         fw_compiler=lambda graph, inputs: make_boxed_func(compiler(graph, inputs)),

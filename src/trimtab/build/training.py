@@ -27,7 +27,15 @@ from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
-from trimtab.techniques.apply import change_collate, loads_kernels, make_loss, plain_values, states_of, warm_up, wrap_step
+from trimtab.techniques.apply import (
+    change_collate,
+    loads_kernels,
+    make_loss,
+    plain_values,
+    states_of,
+    warm_up,
+    wrap_step,
+)
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
 from trimtab.training.loop import Trainer

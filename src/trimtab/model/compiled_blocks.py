@@ -99,7 +99,7 @@ class CompiledBlocks:
 
 
 def compile_blocks(model: torch.nn.Module, backend: str | Callable[..., Any] = "inductor") -> CompiledBlocks | None:
-    """Let the blocks of a model compute through graphs that are compiled when a size is met for the first time.
+    """Let the blocks of a model compute through graphs that are compiled when a size is met for the first time; once.
 
     Args:
         model: The model; its parameters and their names do not change.
@@ -109,8 +109,8 @@ def compile_blocks(model: torch.nn.Module, backend: str | Callable[..., Any] = "
         The state of the compiled blocks; None if the model has no repeated blocks.
     """
     blocks = [block for _, block in blocks_of(model)]
-    if not blocks:
-        return None
+    if not blocks or _STATE in model.__dict__:
+        return compiled_blocks_of(model)
     compiled = CompiledBlocks(backend)
     for block in blocks:
         _replace_forward(block)
@@ -128,7 +128,7 @@ def compiled_blocks_of(model: torch.nn.Module) -> CompiledBlocks | None:
 def _replace_forward(block: torch.nn.Module) -> None:
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__[_PLAIN_FORWARD]
-        if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.training or not torch.is_grad_enabled() or _is_observed():
             return own(*args, **kwargs)
         return self.__dict__[_STATE].run(own, args, kwargs)
 
@@ -137,6 +137,11 @@ def _replace_forward(block: torch.nn.Module) -> None:
     forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
     block.__dict__[_PLAIN_FORWARD] = own
     block.forward = MethodType(forward, block)
+
+
+def _is_observed() -> bool:
+    """Whether a compiler or a dispatch mode (a trace, selective checkpointing) has to see single operations."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
