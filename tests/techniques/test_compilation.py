@@ -242,3 +242,41 @@ def test_bits_are_the_same_with_generated_code_and_a_later_process_reads_the_cac
     assert int(last["MISSES"]) == 0
     assert int(last["HITS"]) > 0
     assert_same_run("stopped", "whole", 6)
+
+
+# ---------------------------------------------------------------------- captured
+
+
+class Repeats:
+    """Stands in for CUDA graphs, see tests/model/test_captured_step.py."""
+
+    def __init__(self):
+        self.num_recorded = self.num_replayed = 0
+
+    def supports(self, device):
+        return True
+
+    def record(self, work):
+        self.num_recorded += 1
+
+        def replay():
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch):
+    from trimtab.model.captured_step import capture_micro_batches
+
+    write_csv(own_folder / "rows.csv", rows())
+    recorder = Repeats()
+    monkeypatch.setattr(compilation, "capture_micro_batches", lambda model: capture_micro_batches(model, recorder))
+    fit(recipe_of(tiny, "blocks", memory={"micro_batch": 4}), progress="quiet", device="cpu")
+    recipe = recipe_of(tiny, "graphs", memory={"micro_batch": 4})
+    train = recipe.train.model_copy(update={"compile": "graphs"})  # not a value of the schema before it ran on a GPU
+    fit(recipe.model_copy(update={"train": train}), progress="quiet", device="cpu")
+    assert recorder.num_recorded == 1
+    # a trial, and 6 steps of 2 micro-batches: one step has half the rows, and the first one sets the expected weight
+    assert recorder.num_replayed == 1 + 10
+    assert_same_run("graphs", "blocks", 6)

@@ -61,7 +61,7 @@ VALUES = {
     "kernels": {"liger"},
     "offload": {"embeddings"},
     "attention_backend": {"cudnn", "efficient", "math"},
-    "compile": {"blocks"},
+    "compile": {"blocks", "graphs"},
 }
 
 

@@ -35,6 +35,7 @@ from trimtab.engine.tracker_group import TrackerGroup
 from trimtab.errors import PrepareError
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import release_cached_memory
+from trimtab.model.captured_step import CapturedMicroBatch
 from trimtab.model.precision import Precision
 from trimtab.randomness import random_state, restore_random_state, set_seed
 from trimtab.tracking.trackers import Tracker, build_trackers
@@ -262,6 +263,10 @@ class Engine(ProcessInterface):
             loss = checked_loss(loss)
         loader = self._active_loaders.innermost
         self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
+
+    def replay(self, captured: CapturedMicroBatch) -> bool:
+        """Accumulate the gradients of a captured micro-batch, inside `accumulate`; False if it needs `backward`."""
+        return self._gradients.replay(captured)
 
     def accumulate(self, *models: torch.nn.Module) -> MicroBatch:
         """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.

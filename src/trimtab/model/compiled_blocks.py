@@ -52,7 +52,8 @@ class CompiledBlocks:
         function = self._functions.get(size)
         if function is not None:
             return self._attempt(function, own, args, kwargs)
-        if size in self._refused or not self._accept(size):
+        # the compiler waits for the device, which a capture in a CUDA graph forbids
+        if size in self._refused or _is_capturing() or not self._accept(size):
             return own(*args, **kwargs)
         self._functions[size] = function = _compiled(self._backend)
         with _compiling():
@@ -142,6 +143,10 @@ def _replace_forward(block: torch.nn.Module) -> None:
 def _is_observed() -> bool:
     """Whether a compiler or a dispatch mode (a trace, selective checkpointing) has to see single operations."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

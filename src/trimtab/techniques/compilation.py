@@ -8,6 +8,7 @@ same generators. Which sizes are compiled is part of a checkpoint, so a resumed 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
-from trimtab.model.compiled_blocks import MOST_SIZES, compile_blocks, compiled_blocks_of
+from trimtab.model.captured_step import (
+    CapturedMicroBatches,
+    capture_micro_batches,
+    captured_micro_batches_of,
+    compute_captured,
+)
+from trimtab.model.compiled_blocks import MOST_SIZES, CompiledBlocks, compile_blocks, compiled_blocks_of
 from trimtab.techniques.base import Case, OnResume, Phase, Site, Technique, Trial
 
 _KEY = "train.compile"
+_GRAPHS = "graphs"
 _SECONDS_PER_SIZE = 6.0  # forward and backward of one block, nothing cached
 _SHARE_SAVED = 0.15  # of the time of a step
 _MARGIN = 2.0  # a run has to win this many times what compiling costs
@@ -48,11 +56,17 @@ class Compilation(Technique):
         """Replace the forward of the blocks; a trace counts what uncompiled blocks allocate."""
         if not site.is_traced:
             compile_blocks(model)
+            if value == _GRAPHS:
+                capture_micro_batches(model)
+
+    def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
+        """Replay captured micro-batches."""
+        return partial(compute_gradients, compute=compute_captured) if value == _GRAPHS else compute_gradients
 
     def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
         """Compile for every size; if there are too many, for the most frequent ones."""
-        blocks = compiled_blocks_of(model)
-        if blocks is None or blocks.failure is not None:
+        blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
+        if blocks is None or (blocks.failure is not None and captured is None):
             return
         trials = find_trials()
         frequent = sorted(trials, key=lambda trial: trial.share, reverse=True)[:MOST_SIZES]
@@ -65,11 +79,16 @@ class Compilation(Technique):
         for trial in trials:
             if trial in frequent:
                 trial.run()
+                if captured is not None:
+                    trial.run()  # the first run loads the kernels, the second one is captured
         blocks.adds_sizes = True
+        if captured is not None and captured.failure is None:
+            say(f"the step of {captured.num_graphs} sizes is captured in CUDA graphs")
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
-        """Which sizes are compiled, and whether compiling failed."""
-        return compiled_blocks_of(model)
+        """Which sizes are compiled, and whether compiling or capturing failed."""
+        blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
+        return blocks if blocks is None or captured is None else _Execution(blocks, captured)
 
     def describe(self, value: str) -> str:
         """Such as "compiled blocks"."""
@@ -78,6 +97,23 @@ class Compilation(Technique):
     def on_resume(self, old: Any, new: Any) -> OnResume:
         """Compiled blocks draw other random numbers for dropout."""
         return "from here on"
+
+
+class _Execution:
+    """The state of compiled blocks and of captured micro-batches as one."""
+
+    def __init__(self, blocks: CompiledBlocks, captured: CapturedMicroBatches) -> None:
+        self._blocks, self._captured = blocks, captured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states."""
+        return self._blocks.state_dict() | {"captured": self._captured.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore both states; a run that only compiled blocks before has none of graphs."""
+        self._blocks.load_state_dict(state)
+        if "captured" in state:
+            self._captured.load_state_dict(state["captured"])
 
 
 def is_worth_compiling(step_s: float, num_steps: int, num_sizes: int) -> bool:

@@ -105,9 +105,9 @@ class MemoryGuard:
             found = self._rehearsal.evaluate(evaluator)
         return found
 
-    def find_trials(self) -> list[Trial]:
-        """One micro-batch of every size, the largest first, to run before the first step."""
-        return self._rehearsal.find_trials()
+    def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
+        """One micro-batch of every size, the largest first, to run with the function of the steps before the first."""
+        return self._rehearsal.find_trials(compute_gradients)
 
     # ------------------------------------------------------------------ during the run
 

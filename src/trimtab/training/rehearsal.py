@@ -75,8 +75,12 @@ class Rehearsal:
             for parameter, requires_grad in zip(self._released_later, required_grad, strict=True):
                 parameter.requires_grad_(requires_grad)
 
-    def find_trials(self) -> list[Trial]:
-        """One micro-batch of every size in the present epoch, the largest first."""
+    def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
+        """One micro-batch of every size in the present epoch, the largest first.
+
+        Args:
+            compute_gradients: The function of the training steps, `window_gradients` as techniques have wrapped it.
+        """
         sampler = self._batches.batch_sampler
         counts: Counter[tuple[int, ...]] = Counter()
         rows_of: dict[tuple[int, ...], list[int]] = {}
@@ -85,19 +89,27 @@ class Rehearsal:
             counts[shape] += 1
             rows_of.setdefault(shape, rows)
         shapes = sorted(counts, key=lambda shape: (math.prod(shape), shape), reverse=True)
-        return [Trial(shape, counts[shape] / counts.total(), partial(self._try, rows_of[shape])) for shape in shapes]
+        runs = {shape: partial(self._try, rows, compute_gradients) for shape, rows in rows_of.items()}
+        return [Trial(shape, counts[shape] / counts.total(), runs[shape]) for shape in shapes]
 
-    def _try(self, rows: list[int]) -> None:
+    def _try(self, rows: list[int], compute_gradients: Callable[..., Any]) -> None:
         """Run a micro-batch and undo it; memory that runs out in it runs out again in its step, which is retried."""
-        self._rollback.rehearse(lambda: self._compute(batch_of(self._batches, rows, self._engine)))
+        self._rollback.rehearse(
+            lambda: self._compute(batch_of(self._batches, rows, self._engine), 1, compute_gradients)
+        )
 
-    def _compute(self, batch: dict[str, torch.Tensor], num_times: int = 1) -> None:
+    def _compute(
+        self,
+        batch: dict[str, torch.Tensor],
+        num_times: int,
+        compute_gradients: Callable[..., Any] = window_gradients,
+    ) -> None:
         engine, model, loss = self._engine, self._model, self._loss
         if engine.use_distributed:  # without communication: one process may run out of memory and the others not
             for _ in range(num_times):
                 loss(engine.unwrap_model(model), batch).value.backward()  # type: ignore[no-untyped-call]
             return
-        window_gradients(engine, model, loss, [batch] * num_times, num_times, self._max_grad_norm)
+        compute_gradients(engine, model, loss, [batch] * num_times, num_times, self._max_grad_norm)
 
     def evaluate(self, evaluator: Evaluator) -> Peak | OutOfMemory:
         """Run the largest evaluation batch, in micro-batches of the evaluator's present size."""
