@@ -146,7 +146,7 @@ def _is_observed() -> bool:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,8 +188,8 @@ def _compiling() -> Iterator[None]:
     lowers_backward = {"force_non_lazy_backward_lowering": True}
     known = {name: value for name, value in lowers_backward.items() if hasattr(functorch_config, name)}
     with (
-        dynamo_config.patch(recompile_limit=_KINDS_PER_SIZE * MOST_SIZES),  # type: ignore[attr-defined]
-        functorch_config.patch(known),  # type: ignore[attr-defined]
+        dynamo_config.patch(recompile_limit=_KINDS_PER_SIZE * MOST_SIZES),
+        functorch_config.patch(known),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
