@@ -83,7 +83,8 @@ def _traceable_sum(layer: Any, name: str, x: torch.Tensor, seen: torch.Tensor) -
     with torch.autocast(x.device.type, enabled=False):
         inner = _rows(seen).to(dtype) @ layer.lora_A[name].weight.to(dtype).t()
         product = inner @ layer.lora_B[name].weight.to(dtype).t()
-        return result + layer.scaling[name] * product.view(result.shape)
+        total: torch.Tensor = result + layer.scaling[name] * product.view(result.shape)
+    return total
 
 
 def _is_frozen(base: Any) -> bool:
