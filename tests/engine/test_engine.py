@@ -230,3 +230,29 @@ def test_settings_that_no_tracker_takes_are_refused(tmp_path):
     with pytest.raises(RecipeError, match="log_kwargs has settings for journal"):
         engine.log({"loss": 1.0}, log_kwargs={"journal": {"commit": True}})
     engine.end_training()
+
+
+def test_blocks_are_compiled_on_request(monkeypatch):
+    from trimtab.engine import prepared_parts
+    from trimtab.model.compiled_blocks import compile_blocks, compiled_blocks_of
+
+    monkeypatch.setattr(prepared_parts, "compile_blocks", lambda model: compile_blocks(model, "aot_eager"))
+    stack = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)])
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, x):
+            for block in self.stack:
+                x = block(x)
+            return x
+
+    names = list(Model().state_dict())
+    engine = Engine(device="cpu", compile_blocks=True)
+    model = engine.prepare(Model())
+    engine.prepare(model)
+    engine.backward(model(torch.ones(2, 4)).sum())
+    assert len(compiled_blocks_of(model).sizes) == 2  # the input of the first block needs no gradient
+    assert list(model.state_dict()) == names

@@ -16,7 +16,8 @@ from trimtab.techniques.base import Phase, Technique
 
 SOURCE = Path(trimtab.__file__).parent
 BY_KEY = {technique.key: technique for technique in TECHNIQUES}
-ENGLISH = {"loss", "optimizer", "adapter", "kernels", "padding"}  # words that code is full of, whatever they mean there
+# words that code is full of, whatever they mean there
+ENGLISH = {"loss", "optimizer", "adapter", "kernels", "padding", "compile"}
 
 
 def files_with(pattern: str) -> list[str]:
@@ -62,6 +63,7 @@ VALUES = {
     "kernels": {"liger"},
     "offload": {"embeddings"},
     "attention_backend": {"cudnn", "efficient", "math"},
+    "compile": {"blocks", "graphs"},
 }
 
 

@@ -17,7 +17,7 @@ from trimtab.errors import RecipeError
 
 _SAVE_MEMORY = "leave it out; Engine(memory_budget=…) saves memory instead"
 _DATA_PARALLEL = "leave it out: processes are data parallel only"
-_COMPILE = "leave it out, and call torch.compile(model) before prepare"
+_COMPILE = "leave it out; compile_blocks=True compiles repeated blocks, torch.compile(model) before prepare all of it"
 _CURES = {
     "deepspeed_plugin": _SAVE_MEMORY,
     "deepspeed_plugins": _SAVE_MEMORY,
@@ -47,7 +47,8 @@ class Accelerator(Engine):
     The arguments are Accelerate's, see `Engine` for their meaning. Plugins for other kinds of parallelism, dynamo
     backends but "no", and rng_types but ["generator"] raise an error. `mixed_precision` and
     `gradient_accumulation_steps` default to what `accelerate launch` was given. `options` are arguments of `Engine`
-    that Accelerate does not have: device, seed, find_unused_parameters, memory_budget.
+    that Accelerate does not have: device, seed, find_unused_parameters, memory_budget,
+    compile_blocks.
     """
 
     _as_accelerate = True

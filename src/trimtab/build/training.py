@@ -28,7 +28,15 @@ from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
-from trimtab.techniques.apply import batching_of, loads_kernels, make_loss, plain_values, states_of, wrap_step
+from trimtab.techniques.apply import (
+    batching_of,
+    loads_kernels,
+    make_loss,
+    plain_values,
+    states_of,
+    warm_up,
+    wrap_step,
+)
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
 from trimtab.training.loop import Trainer
@@ -68,7 +76,7 @@ def build_trainer(
     checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(parts.optimizer, plan, recipe.train.momentum))
     writer = build_run_writer(folder, engine, run.loaded, run.tokens, _model_card(run), best)
-    trainer = Trainer(
+    return Trainer(
         parts,
         _loop_settings(recipe, plan),
         ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
@@ -76,8 +84,6 @@ def build_trainer(
         freezing=run.freezing,
         memory_guard=memory_guard,
     )
-    engine.register_for_checkpointing(*states_of(parts.model, plan.spec))
-    return trainer
 
 
 def _build_parts(run: ResolvedRun) -> TrainingParts:
@@ -98,7 +104,17 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
     batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
     loader = make_loader(tokens.train, batches, make_collate(task, EpochCollate(task, batches), batching, batches))
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
-    return TrainingParts(engine, model, optimizer, scheduler, loader, loss, partial(wrap_step, spec))
+    return TrainingParts(
+        engine,
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        loss,
+        wrap_step=partial(wrap_step, spec),
+        warm_up=partial(warm_up, run.loaded.model, spec),
+        technique_states=states_of(run.loaded.model, spec),
+    )
 
 
 def _build_memory_guard(

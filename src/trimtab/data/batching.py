@@ -225,8 +225,13 @@ class LengthGroupedBatches:
 
     def shape_of(self, rows: list[int]) -> tuple[int, int]:
         """The shape of the largest share of a process in a micro-batch, padding and filler included."""
-        extent, num_rows = max((self._extent(share), len(share)) for share in self._shares(rows))
-        return 1 if self._batching.is_packed else num_rows, rounded_up(extent, self.sizes)
+        share = self.largest_share(rows)
+        num_rows = 1 if self._batching.is_packed else len(share)
+        return num_rows, rounded_up(self._extent(share), self.sizes)
+
+    def largest_share(self, rows: list[int]) -> list[int]:
+        """The rows of the process that gets most of a micro-batch."""
+        return max(self._shares(rows), key=lambda share: (self._extent(share), len(share)))
 
     def _extent(self, rows: list[int]) -> int:
         lengths = self.lengths[rows]

@@ -177,6 +177,22 @@ class Accumulation:
         self._count(weight)
         return _none_if_weightless(loss * (weight * num_processes / self._expected), weight)
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether a micro-batch may compute its contribution itself: the expected weight is known, or not needed."""
+        return self._expected is not None or (self.sync and self._num_opened == 1)
+
+    def open_replay(self) -> Weight | None:
+        """Return what a micro-batch that computes its own contribution divides its weight by; None if it is alone."""
+        self._weighted = True
+        self._alone = self.sync and self._num_opened == 1
+        return None if self._alone else self._expected
+
+    def count_replay(self, weight: Weight) -> None:
+        """Add the weight of a micro-batch that computed its own contribution."""
+        if not self._alone:
+            self._count(weight)
+
     def _sum_over_processes(self, weight: Weight, device: torch.device) -> Weight:
         self._pending = weight, device
         total = self._world.total(weight, device)

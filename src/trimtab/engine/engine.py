@@ -29,12 +29,13 @@ from trimtab.engine.loss_scaler import LossScaler, NoScaler, Scaler
 from trimtab.engine.memory_budget import MemoryPlanner, planner_for
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler
-from trimtab.engine.prepared_parts import PreparedParts, check_parts, unwrap
+from trimtab.engine.prepared_parts import PreparedParts, check_parts, compile_models, unwrap
 from trimtab.engine.saved_state import SavedState
 from trimtab.engine.tracker_group import TrackerGroup
 from trimtab.errors import PrepareError
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import release_cached_memory
+from trimtab.model.captured_step import CapturedMicroBatch
 from trimtab.model.precision import Precision
 from trimtab.randomness import random_state, restore_random_state, set_seed
 from trimtab.tracking.trackers import Tracker, build_trackers
@@ -73,6 +74,9 @@ class Engine(ProcessInterface):
             checkpointing if needed, and logs what it chose.
         memory_allow: Techniques that the budget may use although they change results slightly: "8bit" for optimizer
             state in 8 bits.
+        compile_blocks: Compile the repeated blocks of prepared models with torch.compile, when a shape of their
+            inputs is met for the first time, and up to 16 shapes. Only training is compiled. Names in state dicts do
+            not change. If compiling fails, the blocks compute as before, and a message says so.
         world: The processes that train together; None finds them from the launcher's environment variables.
         memory_planner: Adapts parts to the memory in `prepare`; None uses the planner for `memory_budget`.
     """
@@ -115,6 +119,7 @@ class Engine(ProcessInterface):
         kwargs_handlers: Sequence[Any] | None = None,
         memory_budget: str | int | None = None,
         memory_allow: Sequence[str] = (),
+        compile_blocks: bool = False,
         world: World | None = None,
         memory_planner: MemoryPlanner | None = None,
     ) -> None:
@@ -135,6 +140,7 @@ class Engine(ProcessInterface):
         self._world = world
         self._trackers = TrackerGroup(trackers, self.is_main_process)
         self._precision = precision = Precision(mixed_precision, device)
+        self._compiles_blocks = compile_blocks
         self._scaler = NoScaler()
         if precision.needs_loss_scaling:
             self._scaler = LossScaler(**handlers.scaler, num_processes=world.num_processes)
@@ -180,6 +186,8 @@ class Engine(ProcessInterface):
         """
         moves = device_placement or [self._prepared.moves] * len(parts)
         check_parts(parts, moves)
+        if self._compiles_blocks:  # before the budget: gradient checkpointing calls compiled blocks again
+            compile_models(parts)
         parts = self._memory_planner.fit_to_budget(self, parts, self._prepared.loader_rules.splits)
         prepared = self._prepared.prepare(parts, moves)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -255,6 +263,10 @@ class Engine(ProcessInterface):
             loss = checked_loss(loss)
         loader = self._active_loaders.innermost
         self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
+
+    def replay(self, captured: CapturedMicroBatch) -> bool:
+        """Accumulate the gradients of a captured micro-batch, inside `accumulate`; False if it needs `backward`."""
+        return self._gradients.replay(captured)
 
     def accumulate(self, *models: torch.nn.Module) -> MicroBatch:
         """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.

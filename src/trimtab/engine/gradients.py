@@ -17,6 +17,7 @@ from trimtab.engine.accumulation import Accumulation, Weight
 from trimtab.engine.agreement import Agreement
 from trimtab.engine.loss_scaler import NO_OWNER, Scaler
 from trimtab.errors import LossError
+from trimtab.model.captured_step import CapturedMicroBatch
 from trimtab.model.precision import convert_to_fp32
 
 
@@ -78,13 +79,7 @@ class Gradients:
         in_plain_loop = not accumulation.belongs_to_micro_batch()
         if in_plain_loop:
             accumulation.open_plain(row_share)
-        begins = self._window != accumulation.window
-        if begins:
-            self._scaler.begin_window()
-        self._reopen()
-        if begins:
-            self._window = accumulation.window
-            self._stepped.clear()
+        self._open()
         self.agreement.before_backward(weight)
         contribution = accumulation.contribution(loss, weight)
         if self.connected and accumulation.exchanges:
@@ -93,6 +88,33 @@ class Gradients:
             self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
         if accumulation.sync:
             self._finalize(accumulation.correction(in_plain_loop, loss.device))
+
+    def replay(self, captured: CapturedMicroBatch) -> bool:
+        """Accumulate the contribution of a captured micro-batch inside `accumulate`, like `backward`.
+
+        Returns:
+            Whether it was replayed; False if its contribution is not known without a first micro-batch.
+        """
+        accumulation = self._accumulation
+        if not accumulation.can_replay:
+            return False
+        accumulation.belongs_to_micro_batch()
+        self._open()
+        captured.run(accumulation.open_replay(), self._scaler.factor())
+        accumulation.count_replay(captured.weight)
+        if accumulation.sync:
+            self._finalize(accumulation.correction(in_plain_loop=False, device=captured.device))
+        return True
+
+    def _open(self) -> None:
+        """Prepare `.grad` for another backward, which may be the first one of a window."""
+        begins = self._window != self._accumulation.window
+        if begins:
+            self._scaler.begin_window()
+        self._reopen()
+        if begins:
+            self._window = self._accumulation.window
+            self._stepped.clear()
 
     def _backward_with_exchange(self, contribution: torch.Tensor | None, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward in which processes exchange gradients; one without a contribution sends zeros."""

@@ -26,6 +26,10 @@ class NoScaler:
         """Return the loss unchanged."""
         return loss
 
+    def factor(self) -> float:
+        """Return 1."""
+        return 1.0
+
     def forget(self) -> None:
         """Do nothing."""
 
@@ -102,8 +106,12 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss."""
+        return loss * self.factor()
+
+    def factor(self) -> float:
+        """Return the number that the loss of the next backward is multiplied by."""
         self._counted = self._backed_off = False
-        return loss * (self._scale * self._share)
+        return self._scale * self._share
 
     def forget(self) -> None:
         """Drop the overflow flags of an unfinished step."""

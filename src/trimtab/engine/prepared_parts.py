@@ -19,6 +19,7 @@ from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedSchedul
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import PrepareError
 from trimtab.log import log_info_once
+from trimtab.model.compiled_blocks import compile_blocks
 from trimtab.model.precision import Precision
 from trimtab.optim.build import rounds_stochastically
 from trimtab.randomness import seed_by_rank
@@ -145,6 +146,13 @@ def check_parts(parts: Sequence[Any], moves: Sequence[bool]) -> None:
             )
     if len(moves) != len(parts):
         raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one value per part")
+
+
+def compile_models(parts: Sequence[Any]) -> None:
+    """Compile the repeated blocks of every model among the parts."""
+    for part in parts:
+        if isinstance(part, torch.nn.Module) and compile_blocks(unwrap(part)) is None:
+            log_info_once(f"compile_blocks: {type(unwrap(part)).__name__} has no repeated blocks and is not compiled")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -29,7 +29,7 @@ def bind_product(layer: Any) -> bool:
     """Replace the forward of one of PEFT's LoRA modules by the one of this module.
 
     It still calls PEFT's forward in unsupported cases: merged, disabled or several adapters, variants such as DoRA, an
-    adapter with a bias, a trainable base, torch.compile.
+    adapter with a bias, a trainable base.
 
     Args:
         layer: A LoRA module of PEFT.
@@ -54,6 +54,8 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     base, dropout = layer.base_layer, layer.lora_dropout[name]
     dropped = dropout(x) if layer.training and isinstance(dropout, torch.nn.Dropout) else None
     seen = x if dropped is None else dropped
+    if torch.compiler.is_compiling():
+        return _traceable_sum(layer, name, x, seen)
     dtype, modes = _compute_dtype(base, x), _get_current_dispatch_mode_stack()
     # Dispatch modes (selective checkpointing, a tracer) have to see the same operations in every call: no cache then.
     rounded = seen.detach().to(dtype) if modes else _rounded(seen, dtype)
@@ -71,7 +73,18 @@ def _supported_adapter(layer: Any) -> str | None:
         return None
     name: str = active[0]
     is_plain = name not in layer.lora_variant and not layer.lora_bias[name]
-    return name if is_plain and _is_frozen(layer.base_layer) and not torch.compiler.is_compiling() else None
+    return name if is_plain and _is_frozen(layer.base_layer) else None
+
+
+def _traceable_sum(layer: Any, name: str, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """The same sum in plain operations: torch.compile decides itself what is saved for backward."""
+    result: torch.Tensor = layer.base_layer(x)
+    dtype = _compute_dtype(layer.base_layer, x)
+    with torch.autocast(x.device.type, enabled=False):
+        inner = _rows(seen).to(dtype) @ layer.lora_A[name].weight.to(dtype).t()
+        product = inner @ layer.lora_B[name].weight.to(dtype).t()
+        total: torch.Tensor = result + layer.scaling[name] * product.view(result.shape)
+    return total
 
 
 def _is_frozen(base: Any) -> bool:

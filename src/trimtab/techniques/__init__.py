@@ -4,6 +4,7 @@ from trimtab.techniques.adapter import AdapterTechnique
 from trimtab.techniques.attention_backend import AttentionBackend
 from trimtab.techniques.base import Technique
 from trimtab.techniques.chunked_loss import ChunkedLoss
+from trimtab.techniques.compilation import Compilation
 from trimtab.techniques.host_embeddings import HostEmbeddings
 from trimtab.techniques.kernels import FusedKernels
 from trimtab.techniques.optimizer_state import OptimizerState
@@ -19,4 +20,5 @@ TECHNIQUES: list[Technique] = [
     FusedKernels(),
     AttentionBackend(),
     Padding(),
+    Compilation(),
 ]

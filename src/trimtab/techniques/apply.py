@@ -1,6 +1,6 @@
 """Applies all techniques of a specification: one function for each hook of `Technique`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from trimtab.techniques.base import (
     StepSpec,
     Technique,
     TraceRecorder,
+    Trial,
 )
 
 Values = StepSpec | Mapping[str, str]
@@ -156,10 +157,17 @@ def wrap_step(spec: StepSpec, compute_gradients: Callable[..., Any]) -> Callable
     return compute_gradients
 
 
-def states_of(model: torch.nn.Module, spec: StepSpec) -> list[Any]:
-    """State of techniques to save in checkpoints."""
-    states = (technique.state(model, spec[technique.key]) for technique in TECHNIQUES)
-    return [state for state in states if state is not None]
+def warm_up(model: torch.nn.Module, spec: StepSpec, find_trials: Callable[[], Sequence[Trial]]) -> None:
+    """Let techniques do what they have to do before the first step for every size of micro-batch."""
+    for technique in TECHNIQUES:
+        if spec[technique.key] != technique.off:
+            technique.warm_up(model, spec[technique.key], find_trials)
+
+
+def states_of(model: torch.nn.Module, spec: StepSpec) -> dict[str, Any]:
+    """State of techniques to save in checkpoints, by key."""
+    states = {technique.key: technique.state(model, spec[technique.key]) for technique in TECHNIQUES}
+    return {key: state for key, state in states.items() if state is not None}
 
 
 def change_optimizer(

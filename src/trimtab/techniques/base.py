@@ -32,8 +32,8 @@ class Phase(IntEnum):
     ADAPTERS = 0  # right after loading, before parameters are frozen
     PLACEMENT = 1  # before the model moves to its device
     KERNELS = 2
-    RECOMPUTATION = 3
-    COMPILATION = 4
+    COMPILATION = 3
+    RECOMPUTATION = 4  # after compilation: backward calls the compiled block again
     SHARDING = 5
 
 
@@ -239,6 +239,21 @@ class TraceRecorder(Protocol):
         """A context in which new tensors take no device memory."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A micro-batch of one size that can run before the first step.
+
+    Attributes:
+        shape: The shape of its inputs.
+        share: The share of micro-batches of an epoch that have this size.
+        run: Computes loss and gradients, and undoes everything that this changed.
+    """
+
+    shape: tuple[int, ...]
+    share: float
+    run: Callable[[], None]
+
+
 Patch = tuple[Any, str, Callable[..., Any]]  # an owner, the name of a function in it, and its replacement
 
 
@@ -358,6 +373,15 @@ class Technique:
     def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
         """The function to use in place of `trimtab.training.step.window_gradients`."""
         return compute_gradients
+
+    def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
+        """Do what has to be done before the first step for every size of micro-batch.
+
+        Args:
+            model: The model, in training mode.
+            value: The value in use.
+            find_trials: Returns one micro-batch of every size, the largest first; takes a pass over the epoch's rows.
+        """
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """An object with `state_dict` and `load_state_dict` to save in checkpoints; None if it has no state."""

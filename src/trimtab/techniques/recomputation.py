@@ -18,7 +18,7 @@ from trimtab.model.blocks import blocks_of
 from trimtab.model.selective_recompute import SavingMode, saving_contexts
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
-from trimtab.techniques.base import Case, Phase, Site, Technique, as_text
+from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, as_text
 
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
@@ -58,6 +58,12 @@ class GradientCheckpointing(Technique):
             chosen = set(chosen_blocks(which, 1 + max(site.kept_blocks)))
             which = {"layers": [index for index, number in enumerate(site.kept_blocks) if number in chosen]}
         checkpoint_layers(model, which)
+
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """`ops` observes every operation, and a compiled block is one operation."""
+        if spec[self.key] == "ops" and spec["compile"] != "off":
+            return f"{_KEY}: ops does not work with train.compile: {spec['compile']}, which hides single operations"
+        return None
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
         """Recomputed blocks differ from others."""

@@ -61,6 +61,7 @@ class Trainer:
             "memory": memory_guard,
             "early_stopping": selection.early_stopping,
             "freezing": freezing,
+            **{f"technique {key}": state for key, state in parts.technique_states.items()},
         }
         self.loop_state = LoopState(self.state, self._position, self.best_model, outputs.writer, stateful)
         engine.register_for_checkpointing(self.loop_state)
@@ -74,6 +75,7 @@ class Trainer:
         self._model.train()
         self._unfreeze()
         self._memory_guard.rehearse(self._progress.note)
+        self.parts.warm_up(lambda: self._memory_guard.find_trials(self._compute_gradients))
         self._meter.start()
         reset_peak_memory(self._engine.device)
         try:

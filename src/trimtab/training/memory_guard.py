@@ -14,6 +14,7 @@ from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, pe
 from trimtab.log import say
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.techniques.apply import memory_advice
+from trimtab.techniques.base import Trial
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.rehearsal import Peak, Rehearsal
 from trimtab.training.rollback import OutOfMemory, Rollback
@@ -103,6 +104,10 @@ class MemoryGuard:
             evaluator.halve(evaluator.num_rows or evaluator.loader.batch_sampler.micro_batch_size)
             found = self._rehearsal.evaluate(evaluator)
         return found
+
+    def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
+        """One micro-batch of every size, the largest first, to run with the function of the steps before the first."""
+        return self._rehearsal.find_trials(compute_gradients)
 
     # ------------------------------------------------------------------ during the run
 

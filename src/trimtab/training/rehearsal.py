@@ -3,8 +3,11 @@
 Weights, gradients, buffers, random numbers and the position in the data are the same afterwards.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import torch
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.hardware.memory import peak_memory, peak_reserved, reset_peak_memory
+from trimtab.techniques.base import Trial
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.rollback import OutOfMemory, Rollback
 from trimtab.training.step import window_gradients
@@ -54,21 +58,13 @@ class Rehearsal:
 
     def train(self) -> Peak | OutOfMemory:
         """Run forward and backward of the largest micro-batch, as the second one of its window if there are several."""
-        engine = self._engine
         sampler = self._batches.batch_sampler
         num_rows = min(sampler.batch_size, len(sampler.lengths))
         # during a second micro-batch, the gradients of the first one are in memory too
         num_micro_batches = 1 if sampler.micro_batch_size >= num_rows else 2
 
         def work() -> None:
-            batch = worst_batch(self._batches, engine)
-            if engine.use_distributed:  # without communication: one process may run out of memory and the others not
-                for _ in range(num_micro_batches):
-                    self._loss(engine.unwrap_model(self._model), batch).value.backward()  # type: ignore[no-untyped-call]
-                return
-            window_gradients(
-                engine, self._model, self._loss, [batch] * num_micro_batches, num_micro_batches, self._max_grad_norm
-            )
+            self._compute(worst_batch(self._batches, self._engine), num_micro_batches)
 
         required_grad = [parameter.requires_grad for parameter in self._released_later]
         try:
@@ -78,6 +74,43 @@ class Rehearsal:
         finally:
             for parameter, requires_grad in zip(self._released_later, required_grad, strict=True):
                 parameter.requires_grad_(requires_grad)
+
+    def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
+        """One micro-batch of every size in the present epoch, the largest first.
+
+        Args:
+            compute_gradients: The function of the training steps, `window_gradients` as techniques have wrapped it.
+        """
+        sampler = self._batches.batch_sampler
+        counts: Counter[tuple[int, ...]] = Counter()
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for rows in sampler:
+            shape = sampler.shape_of(rows)
+            counts[shape] += 1
+            rows_of.setdefault(shape, rows)
+        shapes = sorted(counts, key=lambda shape: (math.prod(shape), shape), reverse=True)
+        runs = {shape: partial(self._try, rows, compute_gradients) for shape, rows in rows_of.items()}
+        return [Trial(shape, counts[shape] / counts.total(), runs[shape]) for shape in shapes]
+
+    def _try(self, rows: list[int], compute_gradients: Callable[..., Any]) -> None:
+        """Run a micro-batch and undo it; memory that runs out in it runs out again in its step, which is retried."""
+        self._rollback.rehearse(
+            lambda: self._compute(batch_of(self._batches, rows, self._engine), 1, compute_gradients)
+        )
+
+    def _compute(
+        self,
+        batch: dict[str, torch.Tensor],
+        num_times: int,
+        compute_gradients: Callable[..., Any] | None = None,
+    ) -> None:
+        engine, model, loss = self._engine, self._model, self._loss
+        compute_gradients = compute_gradients or window_gradients
+        if engine.use_distributed:  # without communication: one process may run out of memory and the others not
+            for _ in range(num_times):
+                loss(engine.unwrap_model(model), batch).value.backward()  # type: ignore[no-untyped-call]
+            return
+        compute_gradients(engine, model, loss, [batch] * num_times, num_times, self._max_grad_norm)
 
     def evaluate(self, evaluator: Evaluator) -> Peak | OutOfMemory:
         """Run the largest evaluation batch, in micro-batches of the evaluator's present size."""
@@ -96,14 +129,24 @@ class Rehearsal:
 
 def worst_batch(loader: Any, engine: Engine) -> dict[str, torch.Tensor]:
     """Return this process's share of a loader's largest batch, on the device; the loader's position does not change."""
-    dataset = loader.dataset
-    rows = loader.batch_sampler.largest_micro_batch(_label_lengths(dataset))
-    shares = getattr(rows, "rows_of_all", None)  # of processes, if batches are divided by tokens
-    num_own = max(shares) if shares else -(-len(rows) // engine.num_processes)
-    examples = [dataset[row] for row in rows[:num_own]]
-    max_tokens = loader.batch_sampler.max_tokens
-    # filler up to the bound: another epoch may fill a micro-batch completely
-    batch = loader.collate_fn(examples) if max_tokens is None else loader.collate_fn(examples, num_tokens=max_tokens)
+    sampler = loader.batch_sampler
+    rows = sampler.largest_micro_batch(_label_lengths(loader.dataset))
+    # packed rows with filler up to the bound: another epoch may fill a micro-batch completely
+    return batch_of(loader, rows, engine, num_tokens=sampler.max_tokens)
+
+
+def batch_of(loader: Any, rows: list[int], engine: Engine, num_tokens: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the largest share of a process in a batch, on the device; the loader's position does not change.
+
+    Args:
+        loader: The prepared loader.
+        rows: The rows of all processes.
+        engine: The engine that prepared it.
+        num_tokens: Tokens of a packed batch, filler included; None = those of the rows.
+    """
+    options = {} if num_tokens is None else {"num_tokens": num_tokens}
+    examples = [loader.dataset[row] for row in loader.batch_sampler.largest_share(rows)]
+    batch = loader.collate_fn(examples, **options)
     return to_device(batch, engine.device)  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from trimtab.data.packing import count_tokens
 from trimtab.engine.engine import Engine
+from trimtab.model.captured_step import Compute, compute_plainly
 from trimtab.model.losses import Loss
 
 
@@ -35,6 +36,7 @@ def window_gradients(
     num_micro_batches: int,
     max_grad_norm: float | None,
     skips_nonfinite: bool = False,
+    compute: Compute = compute_plainly,
 ) -> StepResult:
     """Accumulate the gradients of one batch in `.grad`, clipped.
 
@@ -51,20 +53,19 @@ def window_gradients(
         num_micro_batches: How many there are.
         max_grad_norm: The norm to clip to; None does not clip.
         skips_nonfinite: Mark the result as skipped if the gradients are not finite. This is a host-device sync.
+        compute: Computes a micro-batch.
     """
     engine.gradient_accumulation_steps = num_micro_batches
     losses, weights, norm = [], [], None
     num_tokens: torch.Tensor | int = 0
     for batch in micro_batches:
         with engine.accumulate(model):
-            step = loss(model, batch)
-            engine.backward(step.value, weight=step.weight)
+            loss_sum, weight = compute(engine, model, loss, batch)
         if engine.has_no_rows:
             continue
-        losses.append(step.loss_sum())
-        weights.append(step.weight)
+        losses.append(loss_sum)
+        weights.append(weight)
         num_tokens = num_tokens + count_tokens(batch)
-        del step  # frees the logits before the next forward
     if (max_grad_norm or skips_nonfinite) and engine.sync_gradients:
         parameters = [parameter for parameter in _parameters_of(model) if parameter.grad is not None]
         norm = engine.clip_grad_norm_(parameters, max_grad_norm or math.inf)

@@ -1,13 +1,14 @@
 """The arguments of `Trainer`, in groups."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from trimtab.engine.engine import Engine
 from trimtab.model.losses import Loss
+from trimtab.techniques.base import Trial
 from trimtab.training.checkpoints import Checkpoints, NoCheckpoints
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.progress_lines import Progress
@@ -20,7 +21,8 @@ from trimtab.units import Every
 class TrainingParts:
     """What an optimizer step is computed with. All but the loss are prepared by `engine`.
 
-    Techniques may wrap the function that computes gradients, `window_gradients`.
+    Techniques may wrap the function that computes gradients, `window_gradients`, run micro-batches of all sizes before
+    the first step, and have a state that is saved with that of the loop.
     """
 
     engine: Engine
@@ -30,6 +32,8 @@ class TrainingParts:
     batches: Any  # the loader of micro-batches; its sampler knows how many make up a batch
     loss: Loss
     wrap_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compute_gradients: compute_gradients
+    warm_up: Callable[[Callable[[], Sequence[Trial]]], None] = lambda find_trials: None
+    technique_states: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

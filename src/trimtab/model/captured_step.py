@@ -1,0 +1,297 @@
+"""Capture forward, loss and backward of a micro-batch in CUDA graphs, one per size, and replay them.
+
+A replay launches all kernels of a micro-batch at once, so the host no longer limits small models. A graph reads and
+writes fixed addresses: inputs are copied into its own tensors, gradients are accumulated in tensors that stay allocated
+for the whole run, and numbers that differ between replays (the loss scale, the expected weight of a window) are in
+tensors, too. What an optimizer or a clipper sees is the same as without graphs.
+
+A micro-batch of a size that is met for the first time runs without a graph, which loads its kernels; the second one is
+captured. Where a capture fails, for example because a model synchronizes with the host, nothing is captured any more.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.errors import RecipeError, summarize_error
+from trimtab.hardware.memory import release_cached_memory
+from trimtab.log import say
+from trimtab.model.forward import bare_model
+from trimtab.model.losses import Loss
+
+MOST_GRAPHS = 16
+_STATE = "_trimtab_captured_micro_batches"
+
+Batch = dict[str, torch.Tensor]
+Result = tuple[torch.Tensor, torch.Tensor | float]  # the loss times its weight, and the weight
+Compute = Callable[[Any, torch.nn.Module, Loss, Batch], Result]
+
+
+def compute_plainly(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
+    """Accumulate the gradients of a micro-batch; return its loss times its weight, and the weight."""
+    step = loss(model, batch)
+    engine.backward(step.value, weight=step.weight)
+    return step.loss_sum(), step.weight
+
+
+class Recorder(Protocol):
+    """Records the work of a function, to be repeated on the same memory."""
+
+    def supports(self, device: torch.device) -> bool:
+        """Return whether work on a device can be recorded."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record `work` without computing anything; return a function that computes it."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool; the largest one should come first."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def supports(self, device: torch.device) -> bool:
+        """Return whether it is an NVIDIA GPU."""
+        return device.type == "cuda"
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture the kernels that `work` launches."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        # not torch.cuda.graph: where a capture cannot be ended, that leaves its stream the current one
+        with torch.cuda.stream(self._stream):
+            # threads that save checkpoints or copy batches go on meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+
+class CapturedMicroBatch:
+    """A micro-batch of one size as a graph.
+
+    Args:
+        inputs: A batch of this size; it is copied.
+        weight: The weight of a batch: a tensor if it depends on the rows, else the number itself.
+        owners: The parameters that get gradients, with the tensors that these are accumulated in.
+        device: The device of the model.
+    """
+
+    def __init__(
+        self,
+        inputs: Batch,
+        weight: torch.Tensor | float,
+        owners: Mapping[torch.nn.Parameter, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._inputs = {name: value.clone() if _is_tensor(value) else value for name, value in inputs.items()}
+        self._owners = owners
+        self.device = device
+        self._loss_sum = torch.zeros((), device=device)
+        self._weight = torch.zeros((), device=device) if _is_tensor(weight) else weight
+        self._expected = torch.ones((), device=device)  # E of `trimtab.engine.accumulation`
+        self._is_alone = torch.ones((), dtype=torch.bool, device=device)
+        self._share = torch.ones((), device=device)  # of the window, for a weight that the host knows
+        self._scale = torch.ones((), device=device)
+        self._replay: Callable[[], None] | None = None
+
+    def capture(self, recorder: Recorder, model: torch.nn.Module, loss: Loss) -> None:
+        """Record forward, loss and backward."""
+        self._bind_gradients()
+        self._replay = recorder.record(lambda: self._compute(model, loss))
+
+    def _compute(self, model: torch.nn.Module, loss: Loss) -> None:
+        step = loss(model, self._inputs)
+        self._loss_sum.copy_(step.loss_sum())
+        if isinstance(self._weight, torch.Tensor):
+            assert isinstance(step.weight, torch.Tensor)
+            self._weight.copy_(step.weight.detach().reshape(()))
+            share = torch.where(self._is_alone, torch.ones_like(self._weight), self._weight / self._expected)
+            contribution = torch.where(self._weight > 0, step.value * share, torch.zeros_like(step.value))
+        else:
+            contribution = step.value * self._share
+        (contribution * self._scale).backward()  # type: ignore[no-untyped-call]
+
+    def load(self, batch: Batch) -> None:
+        """Copy the inputs of the next replay."""
+        for name, value in self._inputs.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(batch[name], non_blocking=True)
+
+    def run(self, expected: torch.Tensor | float | None, scale: float) -> None:
+        """Add the gradients of the loaded inputs to `.grad`.
+
+        Args:
+            expected: The weight that the contribution is divided by; None for the only micro-batch of a window.
+            scale: The loss scale.
+        """
+        assert self._replay is not None
+        self._bind_gradients()
+        self._is_alone.fill_(expected is None)
+        if expected is not None:
+            _set(self._expected, expected)
+        if not isinstance(self._weight, torch.Tensor):
+            _set(self._share, 1.0 if expected is None else self._weight / expected)
+        self._scale.fill_(scale)
+        self._replay()
+
+    def _bind_gradients(self) -> None:
+        """Let `.grad` be the tensors of the graph, with the values that it has: zero if it is None."""
+        zeroed, targets, sources = [], [], []
+        for parameter, buffer in self._owners.items():
+            gradient = parameter.grad
+            if gradient is buffer:
+                continue
+            if gradient is None:
+                zeroed.append(buffer)
+            else:
+                targets.append(buffer)
+                sources.append(gradient)
+            parameter.grad = buffer
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    @property
+    def weight(self) -> torch.Tensor | float:
+        """The weight of the last replay."""
+        return self._weight.clone() if isinstance(self._weight, torch.Tensor) else self._weight
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """The loss of the last replay times its weight."""
+        return self._loss_sum.clone()
+
+
+class CapturedMicroBatches:
+    """Computes micro-batches by graphs where it can, and otherwise as before.
+
+    Args:
+        recorder: Records the graphs.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.failure: str | None = None  # the reason why nothing is captured
+        self._recorder: Recorder = recorder or CudaRecorder()
+        self._seen: dict[Any, torch.Tensor | float] = {}  # the weight of the first micro-batch, by size
+        self._owners: set[torch.nn.Parameter] = set()  # parameters that a loss depends on
+        self._graphs: dict[Any, CapturedMicroBatch] = {}
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._parameters: list[torch.nn.Parameter] = []
+        self._trainable: tuple[bool, ...] = ()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of sizes that are captured."""
+        return len(self._graphs)
+
+    def __call__(self, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
+        """Compute a micro-batch inside `engine.accumulate`."""
+        if engine.use_distributed:
+            raise RecipeError(
+                "train.compile: graphs works with one process: a graph cannot contain the exchange of gradients",
+                "train.compile: blocks",
+            )
+        if self.failure is not None or not self._recorder.supports(engine.device):
+            return compute_plainly(engine, model, loss, batch)
+        self._forget_if_unfrozen(model)
+        size = _size_of(batch)
+        graph = self._graphs.get(size)
+        if graph is None and size in self._seen and len(self._graphs) < MOST_GRAPHS:
+            graph = self._capture(size, engine, model, loss, batch)
+        if graph is not None:
+            graph.load(batch)
+            if engine.replay(graph):
+                return graph.loss_sum, graph.weight
+        result = compute_plainly(engine, model, loss, batch)
+        if size not in self._seen:
+            self._seen[size] = result[1]
+            self._owners.update(parameter for parameter in self._parameters if parameter.grad is not None)
+        return result
+
+    def _capture(
+        self, size: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
+    ) -> CapturedMicroBatch | None:
+        try:
+            for parameter in self._owners - self._buffers.keys():
+                self._buffers[parameter] = torch.zeros_like(parameter)
+            graph = CapturedMicroBatch(batch, self._seen[size], self._buffers, engine.device)
+            graph.capture(self._recorder, model, loss)
+        except Exception as error:  # a capture forbids much of what a model may do
+            self.failure = summarize_error(error)
+        else:
+            self._graphs[size] = graph
+            return graph
+        self._graphs.clear()
+        release_cached_memory(engine.device)
+        say(f"the step could not be captured in a CUDA graph, and the run continues without: {self.failure}")
+        return None
+
+    def _forget_if_unfrozen(self, model: torch.nn.Module) -> None:
+        """Drop all graphs if other parameters are trainable than before."""
+        if not self._parameters:
+            self._parameters = list(model.parameters())
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        if trainable != self._trainable:
+            self._trainable = trainable
+            for known in (self._graphs, self._seen, self._owners, self._buffers):
+                known.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether capturing failed."""
+        return {"failure": self.failure}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.failure = self.failure or state["failure"]
+
+
+def capture_micro_batches(model: torch.nn.Module, recorder: Recorder | None = None) -> CapturedMicroBatches:
+    """Let `compute_captured` capture the micro-batches of a model."""
+    model.__dict__[_STATE] = captured = CapturedMicroBatches(recorder)
+    return captured
+
+
+def captured_micro_batches_of(model: torch.nn.Module) -> CapturedMicroBatches | None:
+    """The graphs of a model; None if its micro-batches are not captured."""
+    found: CapturedMicroBatches | None = bare_model(model).__dict__.get(_STATE)
+    return found
+
+
+def compute_captured(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
+    """Like `compute_plainly`, by graphs if `capture_micro_batches` was called for the model."""
+    captured = captured_micro_batches_of(model)
+    compute: Compute = compute_plainly if captured is None else captured
+    return compute(engine, model, loss, batch)
+
+
+def _size_of(batch: Batch) -> tuple[Any, ...]:
+    return tuple(
+        (name, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (name, value)
+        for name, value in sorted(batch.items())
+    )
+
+
+def _set(target: torch.Tensor, value: torch.Tensor | float) -> None:
+    """Set a number on the device without a host-device sync."""
+    if isinstance(value, torch.Tensor):
+        target.copy_(value, non_blocking=True)
+    else:
+        target.fill_(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

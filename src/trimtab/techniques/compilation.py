@@ -1,0 +1,133 @@
+"""Compiled blocks: torch.compile fuses the operations of a block and launches fewer kernels.
+
+A graph is valid for one size of micro-batch, so all sizes are compiled before the first step. torch keeps compiled code
+in a cache folder (TORCHINDUCTOR_CACHE_DIR), which later runs and resumed runs read.
+
+Results are those of the plain step up to rounding, except dropout: a compiled block draws other random numbers from the
+same generators. Which sizes are compiled is part of a checkpoint, so a resumed run rounds and draws alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from trimtab.data.batching import Batching
+from trimtab.errors import RecipeError
+from trimtab.log import say
+from trimtab.model.blocks import blocks_of
+from trimtab.model.captured_step import (
+    CapturedMicroBatches,
+    capture_micro_batches,
+    captured_micro_batches_of,
+    compute_captured,
+)
+from trimtab.model.compiled_blocks import MOST_SIZES, CompiledBlocks, compile_blocks, compiled_blocks_of
+from trimtab.techniques.base import Case, OnResume, Phase, Site, Technique, Trial
+
+_KEY = "train.compile"
+_GRAPHS = "graphs"
+_SECONDS_PER_SIZE = 6.0  # forward and backward of one block, nothing cached
+_SHARE_SAVED = 0.15  # of the time of a step
+_MARGIN = 2.0  # a run has to win this many times what compiling costs
+
+
+class Compilation(Technique):
+    """Compile the repeated blocks of a model."""
+
+    key = "compile"
+    setting = _KEY
+    off = "off"
+    phase = Phase.COMPILATION
+    before = "off"
+    is_kept_on_resume = True
+    study = ("compile", ("off", "blocks"))
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """The recipe's value; `auto` is off."""
+        asked = str(self.asked(case.recipe))
+        if asked in ("auto", "off"):
+            return ("off",)
+        if case.model is not None and not blocks_of(case.model):
+            raise RecipeError(f"{_KEY}: {asked}: {type(case.model).__name__} has no repeated blocks", f"{_KEY}: off")
+        return (asked,)
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Replace the forward of the blocks; a trace counts what uncompiled blocks allocate."""
+        if not site.is_traced:
+            compile_blocks(model)
+            if value == _GRAPHS:
+                capture_micro_batches(model)
+
+    def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
+        """Replay captured micro-batches."""
+        return partial(compute_gradients, compute=compute_captured) if value == _GRAPHS else compute_gradients
+
+    def change_batching(self, batching: Batching, value: str) -> Batching:
+        """Every size takes time to compile."""
+        return batching if value == self.off else replace(batching, has_few_sizes=True)
+
+    def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
+        """Compile for every size; if there are too many, for the most frequent ones."""
+        blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
+        if blocks is None or (blocks.failure is not None and captured is None):
+            return
+        trials = find_trials()
+        frequent = sorted(trials, key=lambda trial: trial.share, reverse=True)[:MOST_SIZES]
+        share = sum(trial.share for trial in frequent)
+        sizes = f"{len(frequent)} size{'s' if len(frequent) > 1 else ''}"
+        some = "" if len(frequent) == len(trials) else f" of {len(trials)} ({share:.0%} of the micro-batches)"
+        say(f"compiling blocks for {sizes}{some} of micro-batches; what is not cached takes seconds each")
+        # an undisturbed run would meet other sizes later, and in another order
+        blocks.adds_sizes = not blocks.is_resumed
+        for trial in trials:
+            if trial in frequent:
+                trial.run()
+                if captured is not None:
+                    trial.run()  # the first run loads the kernels, the second one is captured
+        blocks.adds_sizes = True
+        if captured is not None and captured.failure is None:
+            say(f"the step of {captured.num_graphs} sizes is captured in CUDA graphs")
+
+    def state(self, model: torch.nn.Module, value: str) -> Any:
+        """Which sizes are compiled, and whether compiling or capturing failed."""
+        blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
+        return blocks if blocks is None or captured is None else _Execution(blocks, captured)
+
+    def describe(self, value: str) -> str:
+        """Such as "compiled blocks"."""
+        return f"compiled {value}"
+
+    def on_resume(self, old: Any, new: Any) -> OnResume:
+        """Compiled blocks draw other random numbers for dropout."""
+        return "from here on"
+
+
+class _Execution:
+    """The state of compiled blocks and of captured micro-batches as one."""
+
+    def __init__(self, blocks: CompiledBlocks, captured: CapturedMicroBatches) -> None:
+        self._blocks, self._captured = blocks, captured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states."""
+        return self._blocks.state_dict() | {"captured": self._captured.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore both states; a run that only compiled blocks before has none of graphs."""
+        self._blocks.load_state_dict(state)
+        if "captured" in state:
+            self._captured.load_state_dict(state["captured"])
+
+
+def is_worth_compiling(step_s: float, num_steps: int, num_sizes: int) -> bool:
+    """Whether a run is long enough to win back what compiling costs.
+
+    Args:
+        step_s: Predicted seconds of an uncompiled step.
+        num_steps: Steps that are left.
+        num_sizes: Sizes of micro-batches.
+    """
+    return _SHARE_SAVED * step_s * num_steps > _MARGIN * _SECONDS_PER_SIZE * min(num_sizes, MOST_SIZES)

@@ -1,0 +1,282 @@
+"""train.compile in a run: sizes before the first step, the same bits after a resume, and a way back.
+
+Runs use the backend "aot_eager", which traces like inductor and generates no code, but for the slow ones.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
+
+from tiny_runs import lines_of, write_csv
+from trimtab import Recipe, fit
+from trimtab.errors import RecipeError, Stopped, TrimtabError
+from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks
+from trimtab.runs.journal import VOLATILE_KEYS
+from trimtab.techniques import compilation
+from trimtab.techniques.base import Accelerator, Case, Trial
+from trimtab.techniques.compilation import Compilation, is_worth_compiling
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that is fast; its `backend` may be replaced."""
+    torch._dynamo.reset()
+    counters.clear()
+    made = []
+
+    def compile_fast(model):
+        made.append(compile_blocks(model, compile_fast.backend))
+        return made[-1]
+
+    compile_fast.backend, compile_fast.made = "aot_eager", made
+    monkeypatch.setattr(compilation, "compile_blocks", compile_fast)
+    yield compile_fast
+    torch._dynamo.reset()
+
+
+class Stops:
+    def on_step(self, state):
+        if state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def rows():
+    """Rows of one length, so that micro-batches have two sizes: full ones and the last one of an epoch."""
+    words = {"good": "the film was good", "bad": "the cast was bad"}
+    return [{"text": words[label], "label": label} for label in ("good", "bad") * 24]
+
+
+def recipe_of(tiny, out, *, max_steps=6, **sections):
+    train = {"compile": "blocks", "max_steps": max_steps, "batch_size": 8, "lr": 1e-3, "log_every": 1}
+    return Recipe(
+        model=tiny.folder("bert", num_hidden_layers=2),
+        data={"train": "rows.csv", "eval_share": 0.25},
+        train=train | sections.pop("train", {}),
+        out=out,
+        **sections,
+    )
+
+
+def tensors(folder):
+    return {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def numbers(run):
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]
+
+
+def assert_same_run(ours, theirs, step):
+    assert numbers(ours) == numbers(theirs)
+    for folder in ("best", f"checkpoints/step-{step}"):
+        mine, others = (tensors(Path(run) / folder) for run in (ours, theirs))
+        assert mine
+        assert mine.keys() == others.keys()
+        assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+def test_every_size_is_compiled_before_the_first_step(tiny, own_folder, compiler, caplog):
+    write_csv(own_folder / "rows.csv", rows())
+    seen = []
+
+    class Counts:
+        def on_step(self, state):
+            seen.append(counters["stats"]["unique_graphs"])
+
+    with caplog.at_level("INFO", "trimtab"):
+        result = fit(recipe_of(tiny, "run"), callbacks=[Counts()], progress="quiet", device="cpu")
+    assert len(set(seen)) == 1, "nothing is compiled after the first step"
+    assert seen[0] == len(compiler.made[0].sizes) == 2
+    assert result.plan.compile == "blocks"
+    assert json.loads(Path("run/plan.json").read_text())["compile"] == "blocks"
+    assert any(record.message.startswith("compiling blocks for") for record in caplog.records)
+    assert any("compiled blocks" in line for line in result.plan.describe())
+
+
+def test_the_warm_up_changes_nothing(tiny, own_folder, compiler, monkeypatch):
+    write_csv(own_folder / "rows.csv", rows())
+    fit(recipe_of(tiny, "warm"), progress="quiet", device="cpu")
+    monkeypatch.setattr(Compilation, "warm_up", lambda *_: None)
+    fit(recipe_of(tiny, "cold"), progress="quiet", device="cpu")
+    assert_same_run("warm", "cold", 6)
+
+
+def test_a_resumed_run_has_the_same_bits(tiny, own_folder, compiler):
+    write_csv(own_folder / "rows.csv", rows())
+    fit(recipe_of(tiny, "whole"), progress="quiet", device="cpu")
+    with pytest.raises(Stopped):
+        fit(recipe_of(tiny, "stopped"), callbacks=[Stops()], progress="quiet", device="cpu")
+    result = fit(recipe_of(tiny, "stopped"), progress="quiet", device="cpu", resume=True)
+    assert result.fit.step == 6
+    assert_same_run("stopped", "whole", 6)
+    assert compiler.made[2].is_resumed
+
+
+def test_a_failure_is_recorded_and_kept(tiny, own_folder, compiler, caplog):
+    write_csv(own_folder / "rows.csv", rows())
+
+    def broken(graph, inputs):
+        raise NotImplementedError("no code for this machine")
+
+    compiler.backend = broken
+    with caplog.at_level("INFO", "trimtab"), pytest.raises(Stopped):
+        fit(recipe_of(tiny, "run"), callbacks=[Stops()], progress="quiet", device="cpu")
+    assert sum("no code for this machine" in record.message for record in caplog.records) == 1
+    compiler.backend = "aot_eager"  # the machine has learned it since
+    fit(recipe_of(tiny, "run"), progress="quiet", device="cpu", resume=True)
+    assert "no code for this machine" in compiler.made[-1].failure
+    fit(recipe_of(tiny, "plain", train={"compile": "off"}), progress="quiet", device="cpu")
+    assert_same_run("run", "plain", 6)
+
+
+@pytest.mark.parametrize(("before", "after"), [("off", "blocks"), ("blocks", "off")])
+def test_a_run_may_resume_with_another_value(tiny, own_folder, compiler, before, after):
+    write_csv(own_folder / "rows.csv", rows())
+    fit(recipe_of(tiny, "run", max_steps=2, train={"compile": before}), progress="quiet", device="cpu")
+    longer = recipe_of(tiny, "run", max_steps=4, train={"compile": after})
+    result = fit(longer, progress="quiet", device="cpu", resume=True)
+    assert (result.fit.step, result.plan.compile) == (4, after)
+
+
+def test_recomputation_of_single_operations_is_refused(tiny, own_folder, compiler):
+    write_csv(own_folder / "rows.csv", rows())
+    recipe = recipe_of(tiny, "run", memory={"gradient_checkpointing": "ops"})
+    with pytest.raises(TrimtabError, match=r"ops does not work with train\.compile: blocks"):
+        fit(recipe, progress="quiet", device="cpu")
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def case_of(model, **train):
+    return Case(model, Accelerator("cuda"), "bf16", Recipe(model="m", data={"train": "d"}, train=train))
+
+
+def test_auto_is_off_and_own_loops_are_left_alone():
+    technique = Compilation()
+    assert technique.values(case_of(None)) == ("off",)
+    assert technique.values(Case(None, Accelerator("cuda"), "bf16")) == ("off",)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(RecipeError, match="Linear has no repeated blocks"):
+        Compilation().values(case_of(torch.nn.Linear(2, 2), compile="blocks"))
+
+
+def test_only_the_most_frequent_sizes_are_compiled():
+    ran = []
+    blocks = CompiledBlocks()
+    model = torch.nn.Linear(2, 2)
+    model.__dict__["_trimtab_compiled_blocks"] = blocks
+    shares = [0.5 if number in (3, 17) else 0.01 for number in range(20)]
+    trials = [Trial((1, n), share, partial(ran.append, n)) for n, share in enumerate(shares)]
+    Compilation().warm_up(model, "blocks", lambda: trials)
+    assert len(ran) == 16
+    assert {3, 17} <= set(ran)
+    assert ran == sorted(ran), "in the order given, the largest first"
+
+
+def test_a_short_run_is_not_worth_compiling():
+    assert not is_worth_compiling(0.05, 100, 9)
+    assert is_worth_compiling(0.05, 100_000, 9)
+    assert not is_worth_compiling(0.05, 10_000, 9) or is_worth_compiling(0.1, 10_000, 9)
+
+
+# ---------------------------------------------------------------------- with generated code
+
+_RUN = """
+import sys
+from pathlib import Path
+import torch
+from torch._dynamo.utils import counters
+from trimtab import Recipe, fit
+from trimtab.errors import Stopped
+folder, out, stops, resume = sys.argv[1], sys.argv[2], sys.argv[3] == "stops", sys.argv[4] == "resume"
+recipe = Recipe(
+    model=folder, data={"train": "rows.csv", "eval_share": 0.25}, out=out, track="none",
+    train={"compile": "blocks", "deterministic": True, "max_steps": 6, "batch_size": 8, "log_every": 1},
+)
+class Stops:
+    def on_step(self, state):
+        if stops and state.step == 3:
+            import os, signal
+            os.kill(os.getpid(), signal.SIGTERM)
+try:
+    fit(recipe, callbacks=[Stops()], progress="quiet", device="cpu", resume=resume)
+except Stopped:
+    print("stopped")
+print("HITS", counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+print("MISSES", counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+def test_bits_are_the_same_with_generated_code_and_a_later_process_reads_the_cache(tiny, own_folder):
+    """With dropout, in processes of their own: the second one compiles nothing."""
+    write_csv(own_folder / "rows.csv", rows())
+    folder = tiny.folder("bert", num_hidden_layers=2, hidden_dropout_prob=0.1)
+
+    def run(*words):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(own_folder / "cache"), "TRIMTAB_TRACK": "none"}
+        command = [sys.executable, "-c", _RUN, str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return dict(line.split() for line in done.stdout.splitlines() if " " in line), done.stdout
+
+    first, _ = run("whole", "", "")
+    assert int(first["MISSES"]) > 0
+    _, text = run("stopped", "stops", "")
+    assert "stopped" in text
+    last, _ = run("stopped", "", "resume")
+    assert int(last["MISSES"]) == 0
+    assert int(last["HITS"]) > 0
+    assert_same_run("stopped", "whole", 6)
+
+
+# ---------------------------------------------------------------------- captured
+
+
+class Repeats:
+    """Stands in for CUDA graphs, see tests/model/test_captured_step.py."""
+
+    def __init__(self):
+        self.num_recorded = self.num_replayed = 0
+
+    def supports(self, device):
+        return True
+
+    def record(self, work):
+        self.num_recorded += 1
+
+        def replay():
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch):
+    from trimtab.model.captured_step import capture_micro_batches
+
+    write_csv(own_folder / "rows.csv", rows())
+    recorder = Repeats()
+    monkeypatch.setattr(compilation, "capture_micro_batches", lambda model: capture_micro_batches(model, recorder))
+    fit(recipe_of(tiny, "blocks", memory={"micro_batch": 4}), progress="quiet", device="cpu")
+    recipe = recipe_of(tiny, "graphs", memory={"micro_batch": 4})
+    train = recipe.train.model_copy(update={"compile": "graphs"})  # not a value of the schema before it ran on a GPU
+    fit(recipe.model_copy(update={"train": train}), progress="quiet", device="cpu")
+    assert recorder.num_recorded == 1
+    # a trial, and 6 steps of 2 micro-batches: one step has half the rows, and the first one sets the expected weight
+    assert recorder.num_replayed == 1 + 10
+    assert_same_run("graphs", "blocks", 6)
