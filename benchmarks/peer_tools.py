@@ -147,6 +147,8 @@ def require(*modules: str) -> None:
 
 def peer_model(job: Job, applies_liger: bool = True) -> Any:
     """The model with its adapter and the options that do not belong to one library."""
+    import torch
+
     model = build_model(job.folder, job.work, job.seed, job.device)
     if "liger" in job.options:
         require("liger_kernel")
@@ -162,6 +164,8 @@ def peer_model(job: Job, applies_liger: bool = True) -> Any:
 
         settings = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    if job.is_cuda:
+        torch.cuda.reset_peak_memory_stats()  # as `fit` does before its first step
     return model
 
 
@@ -304,6 +308,8 @@ def accelerate(job: Job, clock: Clock) -> None:
 
 
 def lightning(job: Job, clock: Clock) -> None:
+    import torch
+
     if importlib.util.find_spec("lightning"):
         import lightning
     else:  # the same under its other name
@@ -324,6 +330,10 @@ def lightning(job: Job, clock: Clock) -> None:
             optimizer, schedule = peer_optimizer(job, self.model)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            # its own clipping refuses fused optimizers in mixed precision
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+
     class Tick(lightning.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             clock.step()
@@ -332,7 +342,7 @@ def lightning(job: Job, clock: Clock) -> None:
     module = Module()
     precision = {"bf16": "bf16-mixed", "bf16-pure": "bf16-true", "fp32": "32-true"}[job.work.precision]
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options |= {"max_steps": clock.num_steps, "gradient_clip_val": MAX_GRAD_NORM, "precision": precision}
+    options |= {"max_steps": clock.num_steps, "precision": precision}
     accelerator = "gpu" if job.is_cuda else "cpu"
     trainer = lightning.Trainer(accelerator=accelerator, devices=1, callbacks=[Tick()], **options)
     trainer.fit(module, peer_loader(job))
@@ -358,6 +368,7 @@ def trimtab(job: Job, clock: Clock) -> None:
     job.step_tokens[:] = tokens_of_steps(loaded.recipe, job)
     try:
         result = fit(loaded, callbacks=[Tick()], progress="quiet", device=job.device)
+        assert result.fit.num_tokens == sum(job.step_tokens), "`fit` counted other tokens"
         job.written_model.symlink_to(result.best)
     except EnoughError:
         pass
@@ -454,7 +465,9 @@ def run_tool(name: str, job: Job) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"failure": "out of memory"}
     found = {"wall_s": time.monotonic() - job.started, "first_step_s": clock.first_step_s, **peaks(job)}
-    found |= clock.speeds(job.step_tokens) | {"num_tokens": sum(job.step_tokens[: clock.num_steps])}
+    num_tokens = sum(job.step_tokens[: clock.num_steps])
+    assert num_tokens == sum(job.lengths), f"{num_tokens:,} tokens were trained on, not {sum(job.lengths):,}"
+    found |= clock.speeds(job.step_tokens) | {"num_tokens": num_tokens}
     plan = job.place / "trimtab" / "plan.json"
     if plan.exists():
         found["plan"] = dict(plan_values(json.loads(plan.read_text())))
@@ -469,7 +482,6 @@ def limit_memory(job: Job, tool: str) -> None:
     """Hold a peer to the budget; trimtab holds itself to it."""
     import torch
 
-    torch.cuda.init()
     if job.work.budget_gib is not None and tool != "trimtab":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(job.work.budget_gib * 2**30 / total)

@@ -25,9 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from peer_tools import OPTIONS, TOOLS, Job, parse, quiet_libraries, run_tool
-from peer_works import WORKS, made_rows, write_jsonl, write_tiny_pretrained, write_tokenizer
-
-quiet_libraries()
+from peer_works import WORKS, made_rows, read_tokens, write_jsonl, write_tiny_pretrained, write_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "liger-kernel")
@@ -68,15 +66,13 @@ def chosen_work(settings):
 def prepare(settings, work, folder):
     """Write the rows, their lengths, the tokenizer and, for a pretrained model, a start for every round."""
     if work.config is not None:
+        lengths = work.lengths.draw(work.batch_size * work.num_steps)
         write_tokenizer(folder / "tokenizer")
-        rows = made_rows(work.task, work.lengths.draw(work.batch_size * work.num_steps))
-        write_jsonl(rows, folder / "train.jsonl")
+        write_jsonl(made_rows(work.task, lengths), folder / "train.jsonl")
     else:
         prepare_pretrained(settings, work, folder)
-    from peer_works import read_tokens
-
-    longest = max(work.lengths.draw(work.batch_size * work.num_steps)) if work.config else max_length(settings)
-    lengths = [len(row["input_ids"]) for row in read_tokens(folder, work, longest)]
+        longest = SMALL_LENGTH if settings.small else IMDB_LENGTH
+        lengths = [len(row["input_ids"]) for row in read_tokens(folder, work, longest)]
     (folder / "lengths.json").write_text(json.dumps(lengths))
     return lengths
 
@@ -108,10 +104,6 @@ def prepare_pretrained(settings, work, folder):
                 setattr(model.config, name, 0.0)
         model.save_pretrained(folder / f"start-{seed}")
         tokenizer.save_pretrained(folder / f"start-{seed}")
-
-
-def max_length(settings):
-    return SMALL_LENGTH if settings.small else IMDB_LENGTH
 
 
 # ---------------------------------------------------------------- measuring
@@ -283,7 +275,7 @@ def parse_arguments():
     add("--seconds-limit", type=float, default=86_400, help="start no run after this time, and stop the one that runs")
     add("--small", action="store_true", help="a tiny model and few steps, for a CPU")
     add("--check", action="store_true", help="3 steps in the order of the rows: compare losses instead of speed")
-    add("--cold", action="store_true", help="empty caches for every run, not only in the first round")
+    add("--cold", action="store_true", help="empty caches for every run (minilm-imdb: always), not only in the first round")
     add("--length", type=int, help="give all rows this many tokens")
     add("--batch-size", type=int)
     add("--precision", choices=("fp32", "bf16", "bf16-pure"))
@@ -304,6 +296,7 @@ def completed(parser, settings):
 
     settings.device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings.threads = settings.threads or os.cpu_count()
+    settings.cold |= WORKS[settings.work].is_whole_run
     settings.test_rows = settings.test_rows or (500 if settings.device == "cpu" else 24_000)
     needs_folders = settings.work == "minilm-imdb" and not settings.small
     if needs_folders and not (settings.model and settings.data):
@@ -331,6 +324,7 @@ def result_path(settings):
 
 
 def main():
+    quiet_libraries()
     settings = parse_arguments()
     work = chosen_work(settings)
     if settings.child:
