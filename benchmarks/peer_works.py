@@ -32,7 +32,12 @@ LLAMA = {
     "bos_token_id": 2,
     "eos_token_id": END_ID,
 }
-LLAMA_1B = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+LLAMA_1B = LLAMA | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
 LLAMA_8B = LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL_VOCABULARY = {"vocab_size": NUM_WORDS + len(SPECIAL)}

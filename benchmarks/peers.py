@@ -238,7 +238,12 @@ def cells(row, has_accuracy):
     if "tokens_per_s" not in row:
         return [row["failure"], "", "", "", *([""] if has_accuracy else [])]
     peak = spread({key: value / GIB for key, value in row["peak_bytes"].items()}, ".2f")
-    found = [spread(row["tokens_per_s"], ",.0f"), peak, spread(row["first_step_s"], ".1f"), spread(row["wall_s"], ".1f")]
+    found = [
+        spread(row["tokens_per_s"], ",.0f"),
+        peak,
+        spread(row["first_step_s"], ".1f"),
+        spread(row["wall_s"], ".1f"),
+    ]
     if "failure" in row:
         found[0] += f" ({row['num_runs']} runs; {row['failure']})"
     return [*found, *([spread(row["accuracy"], ".4f")] if has_accuracy else [])]
@@ -275,7 +280,11 @@ def parse_arguments():
     add("--seconds-limit", type=float, default=86_400, help="start no run after this time, and stop the one that runs")
     add("--small", action="store_true", help="a tiny model and few steps, for a CPU")
     add("--check", action="store_true", help="3 steps in the order of the rows: compare losses instead of speed")
-    add("--cold", action="store_true", help="empty caches for every run (minilm-imdb: always), not only in the first round")
+    add(
+        "--cold",
+        action="store_true",
+        help="empty caches for every run (minilm-imdb: always), not only in the first round",
+    )
     add("--length", type=int, help="give all rows this many tokens")
     add("--batch-size", type=int)
     add("--precision", choices=("fp32", "bf16", "bf16-pure"))
