@@ -149,6 +149,8 @@ def peer_model(job: Job, applies_liger: bool = True) -> Any:
     """The model with its adapter and the options that do not belong to one library."""
     import torch
 
+    if job.work.adapter == "qlora":
+        require("bitsandbytes")
     model = build_model(job.folder, job.work, job.seed, job.device)
     if "liger" in job.options:
         require("liger_kernel")
@@ -244,6 +246,7 @@ def plain_torch(job: Job, clock: Clock) -> None:
 
 
 def hf_trainer(job: Job, clock: Clock) -> None:
+    require("accelerate")
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     class Tick(TrainerCallback):
@@ -288,6 +291,7 @@ def hf_trainer(job: Job, clock: Clock) -> None:
 
 
 def accelerate(job: Job, clock: Clock) -> None:
+    require("accelerate")
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
@@ -450,9 +454,6 @@ def run_tool(name: str, job: Job) -> dict[str, Any]:
 
     tool, options = parse(name)
     job = replace(job, options=options)
-    for module in {"accelerate": ["accelerate"], "hf-trainer": ["accelerate"], "torch": []}.get(tool, []):
-        if importlib.util.find_spec(module) is None:
-            return {"failure": f"not installed: {module}"}
     if job.is_cuda:
         limit_memory(job, tool)
     if "nocudnn" in options:

@@ -118,7 +118,7 @@ WORKS = {
         config=BERT,
         lengths=IMDB_LENGTHS,
         batch_size=32,
-        num_steps=160,
+        num_steps=300,
         lr=5e-5,
         peers=("hf-trainer", "hf-trainer+group", "accelerate", "accelerate+group", "lightning"),
     ),

@@ -36,7 +36,8 @@ NO_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of BERT;
 PROTOCOL = (
     "a fresh process for each run, in a shuffled order in each round. Fused AdamW without weight decay (QLoRA on a "
     "GPU: paged 8-bit AdamW), clipping at 1.0, linear schedule, no loader workers; every process starts from the same "
-    "file of texts and tokenizes it. Tokens are counted without padding. Tokens/s: the median over blocks of steps in "
+    "file of texts and tokenizes it (trimtab's cache of tokens, and compiled code of all, are empty in the first round "
+    "only, or with --cold in all). Tokens are counted without padding. Tokens/s: the median over blocks of steps in "
     "the second half of a run; the host waits for the device at the ends of blocks only. The table has the median "
     "over rounds (lowest to highest). Memory: the peak that torch's allocator reports, on a CPU that of the process. "
     "First step: from the start of the process to the end of the first step. Wall: from the start of the process to "
@@ -150,7 +151,7 @@ def in_child(settings, name, seed, folder, timeout_s):
         shutil.rmtree(place, ignore_errors=True)
     if child.returncode:
         print(f"{name} failed:\n{child.stdout[-2000:]}\n{child.stderr[-4000:]}", file=sys.stderr)
-        return {"failure": f"failed: {(child.stderr.strip().splitlines() or ['no message'])[-1][:200]}"}
+        return {"failure": f"failed: {(child.stderr.strip().splitlines() or ['no message'])[-1][:120]}"}
     return json.loads(child.stdout.splitlines()[-1])
 
 
@@ -231,7 +232,18 @@ def markdown(report):
     for name, ratio in report["summary"]["ratios"].items():
         words = "{median:.2f} ({low:.2f} to {high:.2f}) × the tokens/s of {best_peer}, the best peer".format(**ratio)
         lines.append(f"- {name}: {words}")
+    if has_accuracy:
+        lines += accuracies(report["runs"])
     return "\n".join(lines) + "\n"
+
+
+def accuracies(runs):
+    """The accuracy of every seed, and the mean."""
+    for name, found in runs.items():
+        by_seed = {run["round"]: run["accuracy"] for run in found if "accuracy" in run}
+        if by_seed:
+            words = ", ".join(f"{value:.4f} (seed {seed})" for seed, value in sorted(by_seed.items()))
+            yield f"- {name}: mean accuracy {statistics.mean(by_seed.values()):.4f}: {words}"
 
 
 def cells(row, has_accuracy):
@@ -307,6 +319,8 @@ def completed(parser, settings):
     settings.threads = settings.threads or os.cpu_count()
     settings.cold |= WORKS[settings.work].is_whole_run
     settings.test_rows = settings.test_rows or (500 if settings.device == "cpu" else 24_000)
+    if settings.length and WORKS[settings.work].lengths is None:
+        parser.error(f"{settings.work} has rows of its own: leave --length out")
     needs_folders = settings.work == "minilm-imdb" and not settings.small
     if needs_folders and not (settings.model and settings.data):
         parser.error("minilm-imdb needs --model and --data (or --small)")
