@@ -221,11 +221,14 @@ def ratios_to_best_peer(runs, rows):
 
 
 def markdown(report):
-    lines = [f"- {key}: {value}" for key, value in report["setting"].items()]
+    return "".join(f"- {key}: {value}\n" for key, value in report["setting"].items()) + "\n" + table(report)
+
+
+def table(report):
     tools = report["summary"]["tools"]
     has_accuracy = any("accuracy" in row for row in tools.values())
     heads = ["", "tokens/s", "peak GiB", "first step, s", "wall, s", *(["accuracy"] if has_accuracy else [])]
-    lines += ["", "|" + "|".join(f" {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
+    lines = ["|" + "|".join(f" {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
     for name in sorted(tools, key=lambda name: -tools[name].get("tokens_per_s", {"median": 0})["median"]):
         lines.append(f"| {name} | {' | '.join(cells(tools[name], has_accuracy))} |")
     lines.append("")
@@ -362,7 +365,8 @@ def main():
             f"{settings.work}: {work.words}; batch {work.batch_size}, {work.precision}, {work.num_steps} steps, "
             f"{statistics.mean(lengths):.0f} tokens per row, {settings.rounds} round(s)"
         )
-        setting["command"] = " ".join(["python", "benchmarks/peers.py", *sys.argv[1:]])
+        words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        setting["command"] = " ".join(["python", "benchmarks/peers.py", *words])
         setting["protocol"] = PROTOCOL
 
         def report_of(runs):
@@ -375,7 +379,7 @@ def main():
 
         runs = measure(settings, Path(folder), keep_runs)
     keep_runs(runs)
-    print(differences(runs) if settings.check else markdown(report_of(runs)))
+    print(f"{setting['work']}\n\n{differences(runs) if settings.check else table(report_of(runs))}")
     return None
 
 
