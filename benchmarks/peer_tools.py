@@ -31,10 +31,6 @@ OPTIONS = {
 }
 
 
-class NotInstalledError(Exception):
-    """A package that a tool needs is not there."""
-
-
 class EnoughError(Exception):
     """Ends a run of `fit` after the last step, before its model is written."""
 
@@ -139,29 +135,31 @@ class Counting:
 # ---------------------------------------------------------------- parts that the peers share
 
 
-def require(*modules: str) -> None:
-    for name in modules:
-        if importlib.util.find_spec(name) is None:
-            raise NotInstalledError(name)
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def missing_packages(tool: str, job: Job) -> list[str]:
+    """What a tool needs for a job and is not installed."""
+    needed = {"hf-trainer": ["accelerate"], "accelerate": ["accelerate"], "lightning": ["lightning"]}.get(tool, [])
+    if "lightning" in needed and is_installed("pytorch_lightning"):
+        needed = []
+    needed += ["liger_kernel"] * ("liger" in job.options) + ["bitsandbytes"] * (job.work.adapter == "qlora")
+    return [name for name in needed if not is_installed(name)]
 
 
 def peer_model(job: Job, applies_liger: bool = True) -> Any:
     """The model with its adapter and the options that do not belong to one library."""
     import torch
 
-    if job.work.adapter == "qlora":
-        require("bitsandbytes")
     model = build_model(job.folder, job.work, job.seed, job.device)
-    if "liger" in job.options:
-        require("liger_kernel")
-        if applies_liger:
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    if "liger" in job.options and applies_liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-            _apply_liger_kernel_to_instance(model=model)
-    if "flatten" in job.options and importlib.util.find_spec("flash_attn"):
+        _apply_liger_kernel_to_instance(model=model)
+    if "flatten" in job.options and is_installed("flash_attn"):
         model.set_attn_implementation("flash_attention_2")
     if job.work.adapter != "none":
-        require("peft")
         from peft import LoraConfig, get_peft_model
 
         settings = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
@@ -246,7 +244,6 @@ def plain_torch(job: Job, clock: Clock) -> None:
 
 
 def hf_trainer(job: Job, clock: Clock) -> None:
-    require("accelerate")
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     class Tick(TrainerCallback):
@@ -291,7 +288,6 @@ def hf_trainer(job: Job, clock: Clock) -> None:
 
 
 def accelerate(job: Job, clock: Clock) -> None:
-    require("accelerate")
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
@@ -314,10 +310,9 @@ def accelerate(job: Job, clock: Clock) -> None:
 def lightning(job: Job, clock: Clock) -> None:
     import torch
 
-    if importlib.util.find_spec("lightning"):
+    if is_installed("lightning"):
         import lightning
     else:  # the same under its other name
-        require("pytorch_lightning")
         import pytorch_lightning as lightning
 
     class Module(lightning.LightningModule):
@@ -454,6 +449,8 @@ def run_tool(name: str, job: Job) -> dict[str, Any]:
 
     tool, options = parse(name)
     job = replace(job, options=options)
+    if missing := missing_packages(tool, job):
+        return {"failure": f"not installed: {', '.join(missing)}"}
     if job.is_cuda:
         limit_memory(job, tool)
     if "nocudnn" in options:
@@ -461,8 +458,6 @@ def run_tool(name: str, job: Job) -> dict[str, Any]:
     clock = Clock(job.work.num_steps, job.started, torch.cuda.synchronize if job.is_cuda else lambda: None)
     try:
         TOOLS[tool](job, clock)
-    except NotInstalledError as error:
-        return {"failure": f"not installed: {error}"}
     except torch.OutOfMemoryError:
         return {"failure": "out of memory"}
     found = {"wall_s": time.monotonic() - job.started, "first_step_s": clock.first_step_s, **peaks(job)}
