@@ -1,7 +1,11 @@
-"""Draws pictures of the documentation from stored results: `python benchmarks/pictures.py`."""
+"""Draws pictures of the documentation from stored results: `python benchmarks/pictures.py`.
+
+With the files of benchmarks/peers.py as arguments it draws their speed, each to docs/images/speed-WORK.svg.
+"""
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 GIB = 2**30
 TEXT, MUTED, OURS, PLAIN = "#1f2328", "#8c959f", "#0969da", "#bc4c00"
+BESIDE = {"textcoords": "offset points", "va": "center"}
 
 
 def draw_accuracy(path: Path) -> None:
@@ -58,5 +63,47 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, list[dict[s
     ]
 
 
+def draw_speed(report: dict[str, Any], path: Path) -> None:
+    """Tokens per second by tool, the fastest first; a whisker is the range over rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
+    tools = {name: row["tokens_per_s"] for name, row in report["summary"]["tools"].items() if "tokens_per_s" in row}
+    names = sorted(tools, key=lambda name: tools[name]["median"])
+    medians = [tools[name]["median"] for name in names]
+    whiskers = [
+        [tools[name]["median"] - tools[name]["low"] for name in names],
+        [tools[name]["high"] - tools[name]["median"] for name in names],
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.42 * len(names)), facecolor="white")
+    colors = [OURS if name.startswith("trimtab") else MUTED for name in names]
+    axes.barh(names, medians, xerr=whiskers, color=colors, height=0.62, error_kw={"ecolor": TEXT, "capsize": 3})
+    for place, name in enumerate(names):
+        axes.annotate(f"{tools[name]['median']:,.0f}", (tools[name]["high"], place), (6, 0), **BESIDE)
+    axes.set_xlim(0, 1.15 * max(row["high"] for row in tools.values()))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens per second, without padding")
+    axes.set_title(_speed_title(report), fontsize=10, loc="left")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _speed_title(report: dict[str, Any]) -> str:
+    num_rounds = max(row.get("num_runs", 0) for row in report["summary"]["tools"].values())
+    hardware = report["setting"]["hardware"].partition(";")[0].partition(",")[0]
+    return f"{report['work']}, {hardware}, {num_rounds} round{'s' if num_rounds != 1 else ''}"
+
+
 if __name__ == "__main__":
-    draw_accuracy(IMAGES / "predicted-against-measured.svg")
+    if sys.argv[1:]:
+        for result in map(Path, sys.argv[1:]):
+            found = json.loads(result.read_text())
+            draw_speed(found, IMAGES / f"speed-{found['work']}.svg")
+    else:
+        draw_accuracy(IMAGES / "predicted-against-measured.svg")
