@@ -161,10 +161,26 @@ def _softmax_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
     return [grad.numel() * torch.promote_types(grad.dtype, result.dtype).itemsize]
 
 
+def _packed_attention_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
+    """Flash attention over packed rows sums the gradient of queries in fp32, rounded up to 128 tokens for each row.
+
+    With grouped heads the gradients of keys and values are computed for every head of the queries, and then summed.
+    """
+    query, key, boundaries = args[1], args[2], args[6]
+    num_tokens, num_heads, width = query.shape
+    num_rounded = num_tokens + 128 * (boundaries.numel() - 1)
+    step = 32 if width <= 128 else 64
+    found = [4 * num_heads * num_rounded, 4 * num_heads * num_rounded * (-(-width // step) * step)]
+    if key.shape[1] != num_heads:
+        found += [query.numel() * query.element_size()] * 2
+    return found
+
+
 _TEMPORARIES: dict[Any, Callable[[Gpu, tuple[Any, ...], Any], list[int]]] = {
     aten.embedding_dense_backward: _embedding_backward,
     aten._safe_softmax: _safe_softmax,
     aten._softmax_backward_data: _softmax_backward,
+    aten._flash_attention_backward: _packed_attention_backward,
     aten._foreach_norm: _foreach_norm,
     aten.sum: _sum,
     aten.mean: _sum,
