@@ -39,7 +39,7 @@ def export_run(folder, model, tok, data, task="classify", **recipe):
 
 
 def nf4(dtype=torch.float32):
-    return {"nf4": Nf4(dtype), "dtype": dtype, "device": "cpu"}
+    return {"quantization": Nf4(dtype), "dtype": dtype, "device": "cpu"}
 
 
 def packed_bytes(weight):

@@ -12,7 +12,7 @@ from tiny_adapters import LABELS, adapted, export_run, nf4
 from tiny_models import batch_of
 from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.checkpoint.export import export_model, read_facts
-from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_to_nf4
+from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_base
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.adapted import load_base
 from trimtab.inference.comparison import computed_in_fp32
@@ -189,10 +189,10 @@ def test_the_values_of_4_bits_are_those_that_trained(tiny, family, dtype):
     pytest.importorskip("bitsandbytes")
     base = tiny.folder(family, **({"n_embd": 64} if family == "gpt2" else WIDE))
     how = Nf4(dtype)
-    quantized = load_model(base, KINDS[family], {}, None, dtype=dtype, nf4=how, device="cpu")
+    quantized = load_model(base, KINDS[family], {}, None, dtype=dtype, quantization=how, device="cpu")
     rounded = load_model(base, KINDS[family], {}, None, dtype=dtype)
     before = {name: p.clone() for name, p in rounded.named_parameters()}
-    round_to_nf4(rounded, how, torch.device("cpu"))
+    round_base(rounded, how, torch.device("cpu"))
     changed = {name for name, p in rounded.named_parameters() if not torch.equal(p, before[name])}
     in_4_bits = {name for name, module in quantized.named_modules() if type(module).__name__ == "Linear4bit"}
     assert {name.removesuffix(".weight") for name in changed if name.endswith("weight")} == in_4_bits

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from trimtab.model.losses import Loss
+from trimtab.model.quantization import Quantization
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
 
@@ -188,11 +189,11 @@ class LoadOptions:
 
     Attributes:
         dtype: The dtype of the weights.
-        quantization: What `trimtab.model.load.load_model` takes as `nf4`.
+        quantization: How the base is quantized, as in `trimtab.model.load.load_model`.
     """
 
     dtype: torch.dtype
-    quantization: Any = None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True)
