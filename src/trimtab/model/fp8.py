@@ -109,7 +109,7 @@ class Fp8Linear(torch.nn.Linear):
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else self.compute_dtype
         apply: Any = _Product.apply
         product: torch.Tensor = apply(x.reshape(-1, x.shape[-1]), self, dtype)
-        return product.view(*x.shape[:-1], -1).to(dtype if is_cast else x.dtype)
+        return product.view(*x.shape[:-1], self.out_features).to(dtype if is_cast else x.dtype)
 
     def multiply(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return x W^T + bias, without autograd."""
