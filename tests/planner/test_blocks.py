@@ -72,7 +72,7 @@ def tracers():
                 {
                     "model": {"config": CONFIGS[name], "tokenizer": "train"},
                     "data": {"train": "text.jsonl"},
-                    "adapter": adapter,
+                    "adapter": {"kind": "lora", "base": "fp8"} if adapter == "lora-fp8" else adapter,
                 }
             )
             made[name, adapter] = StepTracer(recipe, TASKS.get(name, CAUSAL), Gpu())
@@ -102,7 +102,7 @@ def assert_same(derived, traced):
 
 
 EVERY, SOME = {"every": 2}, {"layers": [0, -1]}
-ADAPTED = [("lora", "none"), ("lora", "all"), ("qlora", "all")]
+ADAPTED = [("lora", "none"), ("lora", "all"), ("qlora", "all"), ("lora-fp8", "all"), ("lora-fp8", "ops")]
 CASES = [
     (name, *case)
     for name in CONFIGS
@@ -115,6 +115,8 @@ QUICK = [
     ("llama", "none", SOME),
     ("bert", "none", "all"),
     ("bert", "qlora", "all"),
+    ("llama", "lora-fp8", "all"),
+    ("qwen3", "lora-fp8", "ops"),
     ("gpt2", "none", EVERY),
     ("t5", "none", "none"),
     ("qwen3", "none", "ops"),

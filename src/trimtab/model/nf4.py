@@ -103,7 +103,7 @@ def _bitsandbytes() -> Any:
 
 def is_nf4(module: torch.nn.Module) -> bool:
     """Whether the weight of a module is quantized by bitsandbytes."""
-    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+    return getattr(module._parameters.get("weight"), "quant_state", None) is not None
 
 
 def dequantized(weight: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -397,7 +397,7 @@ def _known(func: Any) -> tuple[str, bool]:
     return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
 
 
-_TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm": 2}
+_TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
