@@ -6,7 +6,6 @@ Adapters change the method, so only the user chooses them; a plan only shows wha
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -123,7 +122,7 @@ class AdapterTechnique(Technique):
         yield adapters, "say", lambda *_: None
         yield lora_product, "dequantized", _dequantize_traced
         yield nf4, "dequantized", _dequantize_traced
-        yield fp8, "quantized_rows", partial(_quantize_rows_traced, recorder)
+        yield fp8, "quantized_rows", _quantize_rows_traced
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
         """Blocks with an adapter are not like blocks without."""
@@ -217,13 +216,9 @@ def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=weight.quant_state.dtype, device="meta").to(dtype)
 
 
-def _quantize_rows_traced(
-    recorder: TraceRecorder, x: torch.Tensor, factors: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate as the Triton kernel does."""
-    codes, scales = torch.empty_like(x, dtype=fp8.FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
-    recorder.note("fp8 quantization", [x])  # that it writes is counted already
-    return codes, scales
+def _quantize_rows_traced(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate as the Triton kernel does; `empty_like` counts as an operation that reads `x` and writes the codes."""
+    return torch.empty_like(x, dtype=fp8.FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 def _quantize_traced(model: Any, quantization: Quantization) -> None:
