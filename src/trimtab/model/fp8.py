@@ -173,7 +173,6 @@ def _scaled_product(
     )
 
 
-@functools.cache
 def _has_units(device: torch.device) -> bool:
     """Whether a device multiplies in fp8; a trace simulates one that does."""
     if device.type == "cuda":
