@@ -312,10 +312,10 @@ def test_files_are_quantized_tensor_by_tensor(monkeypatch, tmp_path):
     saved("llama", tmp_path)
     convert, plain = fp8_loading.Fp8Quantize.convert, []
 
-    def watched(op, found, *, model, **kwargs):
-        done = [model.get_submodule(name) for name in op._scales]
+    def watched(op, found, **context):
+        done = [context["model"].get_submodule(name) for name in op._scales]
         plain.append(sum(module.weight.is_floating_point() for module in done))
-        return convert(op, found, model=model, **kwargs)
+        return convert(op, found, **context)
 
     monkeypatch.setattr(fp8_loading.Fp8Quantize, "convert", watched)
     loaded(str(tmp_path), "llama", IN_FP32)

@@ -86,7 +86,7 @@ class Fp8Linear(torch.nn.Linear):
             super().__init__(num_in, num_out, bias=False)
         self.weight = torch.nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         self.weight_scale = torch.nn.Parameter(scales.view(SCALE_BITS), requires_grad=False)
-        self.bias = bias
+        self.register_parameter("bias", bias)
         self.compute_dtype = compute_dtype
 
     @property

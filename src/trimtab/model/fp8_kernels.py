@@ -53,7 +53,8 @@ def quantize_rows(x: torch.Tensor, factors: torch.Tensor | None) -> tuple[torch.
     """See `trimtab.model.fp8.quantized_rows`; `x` is contiguous and has at most `WIDEST` columns."""
     num_rows, width = x.shape
     # made from `x`, so that selective recomputation sees that they depend on activations
-    codes, scales = torch.empty_like(x, dtype=FP8), x.new_empty((num_rows, 1), dtype=torch.float32)
+    codes = torch.empty_like(x, dtype=torch.uint8).view(FP8)
+    scales = x.new_empty((num_rows, 1), dtype=torch.float32)
     block = triton.next_power_of_2(width)
     with torch.cuda.device(x.device):
         _quantize_kernel[(num_rows,)](

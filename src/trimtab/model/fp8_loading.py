@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.model.fp8 import quantized_rows
@@ -13,15 +14,15 @@ from trimtab.model.quantization import quantizable
 _METHOD = "trimtab_fp8"
 
 
-class Fp8Config(QuantizationConfigMixin):  # type: ignore[misc]
+class Fp8Config(QuantizationConfigMixin):
     """The argument of `from_pretrained` that chooses `Fp8Quantizer`."""
 
     def __init__(self) -> None:
-        super().__init__(quant_method=_METHOD)
+        super().__init__(quant_method=_METHOD)  # type: ignore[arg-type]
 
 
 @register_quantizer(_METHOD)
-class Fp8Quantizer(HfQuantizer):  # type: ignore[misc]
+class Fp8Quantizer(HfQuantizer):
     """Stores codes as the weights of unchanged modules; `Fp8.finish` replaces the modules afterwards.
 
     Attributes:
@@ -44,6 +45,10 @@ class Fp8Quantizer(HfQuantizer):  # type: ignore[misc]
         """Whether a parameter is the weight of a linear module of the base."""
         return param_name in self._chosen
 
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes per weight, for the memory that transformers reserves before it loads."""
+        return 1.0 if param_name in self._chosen else param.element_size()
+
     def get_quantize_ops(self) -> "Fp8Quantize":
         """The operation that rounds a weight."""
         return Fp8Quantize(self.scales)
@@ -52,7 +57,7 @@ class Fp8Quantizer(HfQuantizer):  # type: ignore[misc]
         self._chosen = frozenset(f"{name}.weight" for name in quantizable(model))
 
 
-class Fp8Quantize(ConversionOps):  # type: ignore[misc]
+class Fp8Quantize(ConversionOps):
     """Rounds a weight to fp8.
 
     Args:
@@ -62,9 +67,9 @@ class Fp8Quantize(ConversionOps):  # type: ignore[misc]
     def __init__(self, scales: dict[str, tuple[torch.nn.Module, torch.Tensor]]) -> None:
         self._scales = scales
 
-    def convert(self, input_dict: dict[str, Any], *, model: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **context: Any) -> dict[str, Any]:
         """Return the codes of each weight as (out, in)."""
-        converted = {}
+        converted, model = {}, context["model"]
         for key, found in input_dict.items():
             weight = found[0] if isinstance(found, list) else found
             name = key.removesuffix(".weight")

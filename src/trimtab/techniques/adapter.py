@@ -218,7 +218,8 @@ def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _quantize_rows_traced(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate as the Triton kernel does; `empty_like` counts as an operation that reads `x` and writes the codes."""
-    return torch.empty_like(x, dtype=fp8.FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    codes = torch.empty_like(x, dtype=torch.uint8).view(fp8.FP8)
+    return codes, x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 def _quantize_traced(model: Any, quantization: Quantization) -> None:
