@@ -363,11 +363,12 @@ def trimtab(own_folder, trimtab_command):
     return trimtab_command
 
 
-def test_from_training_to_predicting(own_folder, tiny, trimtab):
+@pytest.mark.parametrize("adapter", ["adapter=lora", "adapter={kind: lora, base: fp8}"])
+def test_from_training_to_predicting(own_folder, tiny, trimtab, adapter):
     """The whole way on the command line: train an adapter, use it, merge it, use that, train on from it."""
     rows = write_csv(own_folder / "reviews.csv", reviews(40))
     train = ("train", "--data", rows, "--max-steps", 3, "--lr", 1e-2, "--quiet", "--device", "cpu")
-    code, _, err = trimtab(*train, "--model", tiny.folder("bert"), "--set", "adapter=lora", "--out", "run")
+    code, _, err = trimtab(*train, "--model", tiny.folder("bert"), "--set", adapter, "--out", "run")
     assert code == 0, err
     assert not (own_folder / "run/best/config.json").exists()
     code, adapted_label, err = trimtab("predict", "run", "--text", "a lovely film", "--device", "cpu")

@@ -154,6 +154,30 @@ def test_the_derived_trace_is_the_traced_one(tracers, name, adapter, which, monk
     assert bool(failures) is ((name, adapter) == ("gpt2", "qlora")), "else all of it was traced, and nothing derived"
 
 
+def test_products_of_an_fp8_base(tracers):
+    """Each linear module of the base has one in forward and one in backward, and half the weight of bf16."""
+    batch, traces = BatchShape(2, 24), {}
+    for value in ("lora", "lora-fp8"):
+        traces[value] = tracers("llama", value).trace(plain_spec(2, "bf16", adapter=value), batch)
+    width, inner, layers = SMALL["hidden_size"], SMALL["intermediate_size"], 8
+    shapes = [(width, width), (width, width // 2), (width, width // 2), (width, width), *[(width, inner)] * 3]
+    weights = layers * sum(rows * columns for rows, columns in shapes)
+    flops = {
+        value: Counter({dtype: sum(op.flops for op in trace.ops if op.dtype == dtype) for dtype in ("bf16", "fp8")})
+        for value, trace in traces.items()
+    }
+    products = [op for op in traces["lora-fp8"].ops if op.dtype == "fp8" and op.flops]
+    # backward needs no gradient of the input of the first block
+    assert (7 * layers * 2) - 4 < len(products) <= 7 * layers * 2
+    forward = sum(op.flops for op in products if op.stage == "forward")
+    assert forward == 2 * 2 * 24 * weights
+    assert flops["lora-fp8"]["bf16"] + flops["lora-fp8"]["fp8"] == flops["lora"]["bf16"]
+    found = {value: predict(trace).parts["weights"] for value, trace in traces.items()}
+    scales = 4 * layers * (width + width // 2 + width // 2 + width + inner + inner + width)
+    saved = found["lora"] - found["lora-fp8"]
+    assert weights - 2 * scales - 512 * 7 * layers <= saved <= weights
+
+
 def test_what_lives_longer_than_its_neighbours_is_noticed(monkeypatch):
     """Each block keeps something until the second one after it is done: a copy of one block cannot show that."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
