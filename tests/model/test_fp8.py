@@ -256,6 +256,7 @@ def test_from_files(name, tmp_path):
         assert torch.equal(matrix(model.get_submodule(part)), IN_FP32.rounded(matrix(plain.get_submodule(part)))), part
     others = {n: p for n, p in model.named_parameters() if n.rpartition(".")[0] not in names}
     assert others
+    assert all(model.get_submodule(part).weight.is_contiguous() for part in names), "as the units take them"
     assert all(torch.equal(parameter, plain.get_parameter(n)) for n, parameter in others.items())
     assert not [n for n, p in model.named_parameters() if n.rpartition(".")[0] in names and p.requires_grad]
     assert sum(map(num_weights, model.parameters())) == sum(p.numel() for p in plain.parameters())

@@ -192,11 +192,12 @@ def quantized_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tupl
         factors: Factors of its columns, to multiply with before.
 
     Returns:
-        The values divided by the scales, and the scales as (rows, 1).
+        The values divided by the scales, contiguous, and the scales as (rows, 1).
     """
+    x = x.contiguous()
     kernels = None if torch.compiler.is_compiling() else _kernels_for(x.device)
     if kernels is not None and x.shape[-1] <= kernels.WIDEST and x.numel():
-        quantized: tuple[torch.Tensor, torch.Tensor] = kernels.quantize_rows(x.contiguous(), factors)
+        quantized: tuple[torch.Tensor, torch.Tensor] = kernels.quantize_rows(x, factors)
         return quantized
     values = x.float() if factors is None else x * factors.view(1, -1)
     largest = torch.linalg.vector_norm(values, torch.inf, -1, keepdim=True).clamp_(min=SMALLEST)
