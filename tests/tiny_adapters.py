@@ -6,6 +6,7 @@ import torch
 
 from trimtab.checkpoint.export import export_model
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.fp8 import Fp8
 from trimtab.model.load import load_model, load_tokenizer
 from trimtab.model.nf4 import Nf4
 
@@ -39,7 +40,11 @@ def export_run(folder, model, tok, data, task="classify", **recipe):
 
 
 def nf4(dtype=torch.float32):
-    return {"nf4": Nf4(dtype), "dtype": dtype, "device": "cpu"}
+    return {"quantization": Nf4(dtype), "dtype": dtype, "device": "cpu"}
+
+
+def fp8(dtype=torch.float32):
+    return {"quantization": Fp8(dtype), "dtype": dtype, "device": "cpu"}
 
 
 def packed_bytes(weight):

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tiny_adapters import LABELS as REVIEW_LABELS
-from tiny_adapters import adapted, nf4, shake
+from tiny_adapters import adapted, fp8, nf4, shake
 from tiny_models import CONFIGS, TEXTS, batch_of, config_of, same_weights, tokenizer
 from trimtab.checkpoint.export import (
     RetryingExport,
     export_model,
     find_export_problem,
     read_facts,
+    read_quantization,
     weight_checksums,
     weights_to_export,
 )
@@ -243,6 +244,13 @@ def test_how_the_base_was_held(tmp_path, tiny, dtype):
     facts = read_facts(tmp_path / "best")["adapter"]
     assert facts["base_dtype"] == dtype
     assert facts["nf4"] == {"compute_dtype": dtype, "double_quant": True}
+    form = fp8(getattr(torch, dtype))
+    model, tok = adapted(tiny.folder("bert"), "sequence-classification", REVIEW_LABELS, **form)
+    export_model(tmp_path / "best", model, tok, card={})
+    facts = read_facts(tmp_path / "best")
+    assert facts["adapter"]["base_dtype"] == dtype
+    assert (facts["adapter"]["nf4"], facts["adapter"]["fp8"]) == (None, {"compute_dtype": dtype})
+    assert read_quantization(facts) == form["quantization"]
     model, tok = adapted(tiny.folder("bert"), "masked-lm", dtype=getattr(torch, dtype))
     export_model(tmp_path / "best", model, tok, card={})
     assert read_facts(tmp_path / "best")["adapter"] | {"num_parameters": 0} == {

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_adapters import LABELS, adapted, export_run, nf4
+from tiny_adapters import LABELS, adapted, export_run, fp8, nf4
 from tiny_models import batch_of
 from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.checkpoint.export import export_model, read_facts
-from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_to_nf4
+from trimtab.commands.merge import MAX_KL, MIN_AGREEMENT, merge, merge_in_place, round_base
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.adapted import load_base
 from trimtab.inference.comparison import computed_in_fp32
 from trimtab.inference.load import load
 from trimtab.model.adapters import LoraSpec, adapter_of
+from trimtab.model.fp8 import Fp8, Fp8Linear
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer
 from trimtab.model.nf4 import Nf4, dequantized
@@ -189,10 +190,10 @@ def test_the_values_of_4_bits_are_those_that_trained(tiny, family, dtype):
     pytest.importorskip("bitsandbytes")
     base = tiny.folder(family, **({"n_embd": 64} if family == "gpt2" else WIDE))
     how = Nf4(dtype)
-    quantized = load_model(base, KINDS[family], {}, None, dtype=dtype, nf4=how, device="cpu")
+    quantized = load_model(base, KINDS[family], {}, None, dtype=dtype, quantization=how, device="cpu")
     rounded = load_model(base, KINDS[family], {}, None, dtype=dtype)
     before = {name: p.clone() for name, p in rounded.named_parameters()}
-    round_to_nf4(rounded, how, torch.device("cpu"))
+    round_base(rounded, how, torch.device("cpu"))
     changed = {name for name, p in rounded.named_parameters() if not torch.equal(p, before[name])}
     in_4_bits = {name for name, module in quantized.named_modules() if type(module).__name__ == "Linear4bit"}
     assert {name.removesuffix(".weight") for name in changed if name.endswith("weight")} == in_4_bits
@@ -252,6 +253,39 @@ def test_two_models_are_never_in_memory_together(qlora, monkeypatch):
     gc.collect()
     merge(run, "dequantized", onto="dequantized", device="cpu", num_rows=4)
     assert len(loaded) == 3  # the one that was asked is the one that is merged
+
+
+# ---------------------------------------------------------------------- bases of fp8
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_values_of_fp8_are_those_that_trained(tiny, family, dtype):
+    base = tiny.folder(family, **({"n_embd": 64} if family == "gpt2" else WIDE))
+    quantized = load_model(base, KINDS[family], {}, None, dtype=dtype, quantization=Fp8(dtype), device="cpu")
+    rounded = load_model(base, KINDS[family], {}, None, dtype=dtype)
+    round_base(rounded, Fp8(dtype), torch.device("cpu"))
+    modules = {name: module for name, module in quantized.named_modules() if isinstance(module, Fp8Linear)}
+    assert modules
+    for name, module in modules.items():
+        weight = rounded.get_submodule(name).weight
+        assert torch.equal(weight.T if family == "gpt2" else weight, module.dequantized(dtype))
+
+
+@pytest.mark.parametrize("onto", ["dequantized", "original"])
+def test_an_adapter_on_fp8(own_folder, tiny, data, onto):
+    """Close enough to be written onto either base; only the trained one has the values that were trained on."""
+    model, tok = adapted(tiny.folder("llama", **WIDE), "causal-lm", **fp8())
+    run = export("run", model, tok, data, "causal-lm")
+    merged = merge(run, "merged", onto=onto, dtype="bf16", device="cpu", num_rows=8)
+    assert merged.closeness.kl_mean < MAX_KL
+    plain = load("merged", device="cpu").model
+    layer = model.model.layers[0].mlp.up_proj
+    original = load_model(tiny.folder("llama", **WIDE), "causal-lm", {}, tok).model.layers[0].mlp.up_proj.weight
+    base = layer.base_layer.dequantized(torch.float32) if onto == "dequantized" else original
+    delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
+    found = plain.model.layers[0].mlp.up_proj.weight
+    torch.testing.assert_close(found, (base + delta).bfloat16().to(found.dtype), rtol=2**-7, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- refused
@@ -329,11 +363,12 @@ def trimtab(own_folder, trimtab_command):
     return trimtab_command
 
 
-def test_from_training_to_predicting(own_folder, tiny, trimtab):
+@pytest.mark.parametrize("adapter", ["adapter=lora", "adapter={kind: lora, base: fp8}"])
+def test_from_training_to_predicting(own_folder, tiny, trimtab, adapter):
     """The whole way on the command line: train an adapter, use it, merge it, use that, train on from it."""
     rows = write_csv(own_folder / "reviews.csv", reviews(40))
     train = ("train", "--data", rows, "--max-steps", 3, "--lr", 1e-2, "--quiet", "--device", "cpu")
-    code, _, err = trimtab(*train, "--model", tiny.folder("bert"), "--set", "adapter=lora", "--out", "run")
+    code, _, err = trimtab(*train, "--model", tiny.folder("bert"), "--set", adapter, "--out", "run")
     assert code == 0, err
     assert not (own_folder / "run/best/config.json").exists()
     code, adapted_label, err = trimtab("predict", "run", "--text", "a lovely film", "--device", "cpu")

@@ -77,7 +77,7 @@ def test_half_base_against_fp32(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
 def test_nf4_against_its_own_values_in_fp32(dtype, checkpointing):
-    model = llama(dtype=dtype, nf4=Nf4(dtype))
+    model = llama(dtype=dtype, quantization=Nf4(dtype))
     exact = llama()
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
@@ -101,7 +101,7 @@ def test_random_nf4_depends_on_the_seed_alone():
     states = []
     for _ in range(2):
         torch.manual_seed(9)
-        states.append(llama(dtype=torch.bfloat16, nf4=Nf4()).state_dict())
+        states.append(llama(dtype=torch.bfloat16, quantization=Nf4()).state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
@@ -116,7 +116,7 @@ def test_memory_of_an_nf4_base():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, asked_before = torch.cuda.memory_allocated(), asked_for()
-    model = llama(dtype=torch.bfloat16, nf4=Nf4())
+    model = llama(dtype=torch.bfloat16, quantization=Nf4())
     held = asked_for() - asked_before
     peak = torch.cuda.max_memory_allocated() - before
     packed = quantized(model)
@@ -132,7 +132,7 @@ def test_memory_of_an_nf4_base():
 def test_from_files_on_the_device(dtype, tmp_path):
     plain = llama(dtype=dtype)
     plain.save_pretrained(tmp_path)
-    model = load_model(str(tmp_path), "causal-lm", {}, tokenizer(), dtype=dtype, nf4=Nf4(dtype), device="cuda")
+    model = load_model(str(tmp_path), "causal-lm", {}, tokenizer(), dtype=dtype, quantization=Nf4(dtype), device="cuda")
     assert len(quantized(model)) == 7 * 4
     for name, module in quantized(model).items():
         weight = plain.get_submodule(name).weight.float()

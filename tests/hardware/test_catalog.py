@@ -39,8 +39,9 @@ def test_rates_of_unsupported_dtypes():
     assert t4.rate("bf16") == pytest.approx(t4.rate("fp16") / 10)
     h200 = CATALOG["h200"]
     assert h200.rate("fp32") < h200.rate("tf32") < h200.rate("bf16") == h200.rate("fp16")
+    assert h200.rate("fp8") == 2 * h200.rate("bf16")
     with pytest.raises(KeyError):
-        h200.rate("fp8")
+        h200.rate("int4")
 
 
 @pytest.mark.parametrize(

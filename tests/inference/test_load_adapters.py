@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from tiny_adapters import LABELS, adapted, export_run, nf4
+from tiny_adapters import LABELS, adapted, export_run, fp8, nf4
 from tiny_models import batch_of
 from tiny_runs import reviews, write_csv
 from trimtab.checkpoint.export import export_model
@@ -82,17 +82,18 @@ def test_in_half_precision(classifier):
     torch.testing.assert_close(found.float(), logits_of(model, loaded.tokenizer), rtol=0.05, atol=0.05)
 
 
-def test_a_base_of_4_bits_is_one_again(tmp_path, tiny, data):
+@pytest.mark.parametrize(("form", "kind"), [(nf4, "Linear4bit"), (fp8, "Fp8Linear")])
+def test_a_quantized_base_is_one_again(tmp_path, tiny, data, form, kind):
     """As it was trained unless a dtype is asked for: those are other weights, and another model."""
     pytest.importorskip("bitsandbytes")
     base = tiny.folder("llama", hidden_size=64, intermediate_size=128)
-    model, tok = adapted(base, "causal-lm", **nf4())
+    model, tok = adapted(base, "causal-lm", **form())
     export_run(tmp_path / "run", model, tok, data, "causal-lm")
     loaded = load(tmp_path / "run", device="cpu")
     torch.testing.assert_close(logits_of(loaded.model, tok), logits_of(model.eval(), tok), rtol=1e-5, atol=1e-5)
-    assert any(type(module).__name__ == "Linear4bit" for module in loaded.model.modules())
+    assert any(type(module).__name__ == kind for module in loaded.model.modules())
     plain = load(tmp_path / "run", device="cpu", dtype=torch.float32)
-    assert not any(type(module).__name__ == "Linear4bit" for module in plain.model.modules())
+    assert not any(type(module).__name__ == kind for module in plain.model.modules())
     assert not torch.allclose(logits_of(plain.model, tok), logits_of(model, tok), atol=1e-3)
 
 

@@ -9,11 +9,12 @@ import torch
 from tiny_gguf import write_gguf
 from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import MissingDependency, RecipeError
-from trimtab.model import nf4 as nf4_module
+from trimtab.model import nf4, quantization
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, newly_initialized
-from trimtab.model.nf4 import Nf4, dequantized, is_nf4, num_weights, rounded
+from trimtab.model.nf4 import Nf4, dequantized, is_nf4
+from trimtab.model.quantization import num_weights
 from trimtab.techniques.recomputation import checkpoint_layers
 
 pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
@@ -23,7 +24,7 @@ IN_FP32 = Nf4(torch.float32)
 
 def loaded(source, name, nf4=None, **settings):
     head = {"num_labels": 3} if KINDS[name] == "sequence-classification" else {}
-    return load_model(source, KINDS[name], head, tokenizer(), nf4=nf4, **settings)
+    return load_model(source, KINDS[name], head, tokenizer(), quantization=nf4, **settings)
 
 
 def inputs(name):
@@ -65,7 +66,7 @@ def saved(name, folder, **settings):
 def test_quantization_error_is_small_for_every_width(width, dtype):
     """On the CPU bitsandbytes takes the scales of other blocks where rows are no multiple of 64 wide."""
     weight = torch.randn(40, width) * 0.02
-    error = (rounded(weight, Nf4(dtype)).float() - weight).square().mean().sqrt() / weight.std()
+    error = (Nf4(dtype).rounded(weight).float() - weight).square().mean().sqrt() / weight.std()
     assert 0.03 < error < 0.11
 
 
@@ -141,18 +142,18 @@ def test_random_weights_depend_on_the_seed_alone():
 def test_never_the_whole_model_unquantized(monkeypatch):
     """At any moment at most one block is there in full."""
     most = 0
-    quantize = nf4_module._quantized
+    quantize = Nf4.quantize
 
-    def watched(module, nf4):
+    def watched(how, module):
         nonlocal most
         linear = [m.weight for m in model[0].modules() if type(m) is torch.nn.Linear and not m.weight.is_meta]
         most = max(most, sum(weight.numel() for weight in linear))
-        return quantize(module, nf4)
+        return quantize(how, module)
 
     model = []
-    skeleton = nf4_module.skeleton
-    monkeypatch.setattr(nf4_module, "skeleton", lambda *args: model.append(skeleton(*args)) or model[-1])
-    monkeypatch.setattr(nf4_module, "_quantized", watched)
+    skeleton = quantization.skeleton
+    monkeypatch.setattr(quantization, "skeleton", lambda *args: model.append(skeleton(*args)) or model[-1])
+    monkeypatch.setattr(Nf4, "quantize", watched)
     loaded({**config_of("llama"), "num_hidden_layers": 5}, "llama", IN_FP32)
     assert most == 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
 
@@ -242,8 +243,8 @@ def test_an_adapter_fits_the_quantized_and_the_plain_base(tmp_path):
     for parameter in adapter.tensors().values():
         parameter.data.normal_()
     adapter.save(tmp_path / "adapter")
-    for nf4 in (IN_FP32, None):
-        again = loaded(str(tmp_path / "base"), "gpt2", nf4)
+    for how in (IN_FP32, None):
+        again = loaded(str(tmp_path / "base"), "gpt2", how)
         load_adapter(again, tmp_path / "adapter")
         assert all(torch.equal(t, adapter.tensors()[n]) for n, t in adapter_of(again).tensors().items())
     twin = plain_twin(model, loaded(str(tmp_path / "base"), "gpt2"))
@@ -264,7 +265,7 @@ def test_copies_share_no_memory():
 
 def test_quantized_weights_cannot_be_trained_in_full():
     model = loaded(config_of("llama"), "llama", IN_FP32)
-    with pytest.raises(RecipeError, match=r"up_proj.weight is in 4 bits"):
+    with pytest.raises(RecipeError, match=r"up_proj.weight is quantized"):
         add_adapter(model, LoraSpec(rank=2, trains=["model.layers.0.mlp.up_proj"]))
 
 
@@ -274,9 +275,9 @@ def test_gguf(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, original)
     plain = load_model(str(path), "causal-lm", {}, None)
-    model = load_model(str(path), "causal-lm", {}, None, nf4=IN_FP32)
+    model = load_model(str(path), "causal-lm", {}, None, quantization=IN_FP32)
     assert len(quantized_names(model)) == 14
-    expected = rounded(plain.model.layers[1].mlp.up_proj.weight, IN_FP32)
+    expected = IN_FP32.rounded(plain.model.layers[1].mlp.up_proj.weight)
     assert torch.equal(matrix(model.model.layers[1].mlp.up_proj), expected)
     assert add_adapter(model, LoraSpec(rank=2)).base.name == str(path)
 
@@ -300,7 +301,7 @@ def test_unquantized_experts_are_reported(caplog, config, name):
     import logging
 
     caplog.set_level(logging.INFO, logger="trimtab")
-    model = load_model(config, "causal-lm", {}, None, nf4=Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    model = load_model(config, "causal-lm", {}, None, quantization=Nf4(torch.bfloat16), dtype=torch.bfloat16)
     quantized = sum(num_weights(module.weight) for module in model.modules() if is_nf4(module))
     experts = sum(p.numel() for part, p in model.named_parameters() if ".experts." in part)
     total = sum(map(num_weights, model.parameters()))
@@ -316,7 +317,7 @@ def test_a_base_that_is_mostly_in_4_bits_needs_no_warning(caplog):
 
     caplog.set_level(logging.INFO, logger="trimtab")
     config = {"model_type": "llama", **EXPERTS}
-    load_model(config, "causal-lm", {}, None, nf4=Nf4(torch.bfloat16), dtype=torch.bfloat16)
+    load_model(config, "causal-lm", {}, None, quantization=Nf4(torch.bfloat16), dtype=torch.bfloat16)
     assert len(caplog.messages) == 1
 
 
@@ -336,7 +337,7 @@ def test_the_log_message(caplog):
 def test_without_bitsandbytes(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    nf4_module._bitsandbytes.cache_clear()
+    nf4._bitsandbytes.cache_clear()
     with pytest.raises(MissingDependency, match="needs bitsandbytes") as failure:
         loaded(config_of("llama"), "llama", IN_FP32)
     assert failure.value.cure == "pip install 'trimtab[bitsandbytes]'"

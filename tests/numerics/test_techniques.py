@@ -23,6 +23,7 @@ METHODS = {
     "qlora": {"adapter": {"kind": "qlora", "rank": 4}},
     "upper half": {"train": {"freeze": {"*.layers.0": "always", "*.embed_tokens": "always"}}},
 }
+ROUNDED = {"fp8": {"adapter": {"kind": "lora", "base": "fp8", "rank": 4}}}  # other last bits can round to other codes
 TECHNIQUES = {
     "all": ("gradient_checkpointing", "all"),
     "ops": ("gradient_checkpointing", "ops"),
@@ -58,7 +59,7 @@ def trained(tmp_path_factory, tiny):
     def train(method, techniques=(), **sections):
         name = "-".join([method, *techniques, *map(str, sections.values())]).replace("/", "")
         if name not in made:
-            settings = METHODS[method]
+            settings = (METHODS | ROUNDED)[method]
             out = root / str(len(made))
             recipe = Recipe(
                 model=tiny.folder("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=96),
@@ -103,12 +104,21 @@ def test_the_steps_moved_the_weights(trained):
     assert all(bool(weight.any()) for weight in plain.values()), "both matrices of every adapter have learnt"
 
 
-def test_4_bit_weights_change_the_loss_slightly(trained):
+@pytest.mark.parametrize("method", ["qlora", "fp8"])
+def test_quantized_weights_change_the_loss_slightly(trained, method):
     """Compared with LoRA on unquantized weights: the same steps, the loss within 2%."""
     _, exact = trained("lora")
-    _, lossy = trained("qlora")
+    _, lossy = trained(method)
     assert lossy != exact
     assert lossy == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize("recomputed", ["all", "ops", "every 2"])
+def test_fp8_is_recomputed_to_the_bit(trained, recomputed):
+    plain, losses = trained("fp8")
+    found, again = trained("fp8", (recomputed,))
+    assert again == losses
+    assert all(torch.equal(found[name], weight) for name, weight in plain.items())
 
 
 def test_frozen_layers_do_not_change(trained):

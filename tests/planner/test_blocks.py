@@ -72,7 +72,7 @@ def tracers():
                 {
                     "model": {"config": CONFIGS[name], "tokenizer": "train"},
                     "data": {"train": "text.jsonl"},
-                    "adapter": adapter,
+                    "adapter": {"kind": "lora", "base": "fp8"} if adapter == "lora-fp8" else adapter,
                 }
             )
             made[name, adapter] = StepTracer(recipe, TASKS.get(name, CAUSAL), Gpu())
@@ -102,7 +102,7 @@ def assert_same(derived, traced):
 
 
 EVERY, SOME = {"every": 2}, {"layers": [0, -1]}
-ADAPTED = [("lora", "none"), ("lora", "all"), ("qlora", "all")]
+ADAPTED = [("lora", "none"), ("lora", "all"), ("qlora", "all"), ("lora-fp8", "all"), ("lora-fp8", "ops")]
 CASES = [
     (name, *case)
     for name in CONFIGS
@@ -115,6 +115,8 @@ QUICK = [
     ("llama", "none", SOME),
     ("bert", "none", "all"),
     ("bert", "qlora", "all"),
+    ("llama", "lora-fp8", "all"),
+    ("qwen3", "lora-fp8", "ops"),
     ("gpt2", "none", EVERY),
     ("t5", "none", "none"),
     ("qwen3", "none", "ops"),
@@ -150,6 +152,30 @@ def test_the_derived_trace_is_the_traced_one(tracers, name, adapter, which, monk
     traced = tracer.trace(spec, batch, num_micro=2, whole=True)
     assert_same(derived, traced)
     assert bool(failures) is ((name, adapter) == ("gpt2", "qlora")), "else all of it was traced, and nothing derived"
+
+
+def test_products_of_an_fp8_base(tracers):
+    """Each linear module of the base has one in forward and one in backward, and half the weight of bf16."""
+    batch, traces = BatchShape(2, 24), {}
+    for value in ("lora", "lora-fp8"):
+        traces[value] = tracers("llama", value).trace(plain_spec(2, "bf16", adapter=value), batch)
+    width, inner, layers = SMALL["hidden_size"], SMALL["intermediate_size"], 8
+    shapes = [(width, width), (width, width // 2), (width, width // 2), (width, width), *[(width, inner)] * 3]
+    weights = layers * sum(rows * columns for rows, columns in shapes)
+    flops = {
+        value: Counter({dtype: sum(op.flops for op in trace.ops if op.dtype == dtype) for dtype in ("bf16", "fp8")})
+        for value, trace in traces.items()
+    }
+    products = [op for op in traces["lora-fp8"].ops if op.dtype == "fp8" and op.flops]
+    # backward needs no gradient of the input of the first block
+    assert (7 * layers * 2) - 4 < len(products) <= 7 * layers * 2
+    forward = sum(op.flops for op in products if op.stage == "forward")
+    assert forward == 2 * 2 * 24 * weights
+    assert flops["lora-fp8"]["bf16"] + flops["lora-fp8"]["fp8"] == flops["lora"]["bf16"]
+    found = {value: predict(trace).parts["weights"] for value, trace in traces.items()}
+    scales = 4 * layers * (width + width // 2 + width // 2 + width + inner + inner + width)
+    saved = found["lora"] - found["lora-fp8"]
+    assert weights - 2 * scales - 512 * 7 * layers <= saved <= weights
 
 
 def test_what_lives_longer_than_its_neighbours_is_noticed(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.model import linear_cross_entropy, lora_product, nf4, precision
+from trimtab.model import fp8, linear_cross_entropy, lora_product, nf4, precision
 from trimtab.optim import quantized, stochastic_rounding
 from trimtab.planner.trace.cuda import MIB, CudaRules, Gpu, as_on_cuda
 from trimtab.planner.trace.plain_step import trace_plain_step
@@ -364,6 +364,7 @@ def _replaced():
         (precision, "_use_tf32"),
         (lora_product, "dequantized"),
         (nf4, "dequantized"),
+        (fp8, "quantized_rows"),
     ]
     return {(str(place), name): getattr(place, name) for place, name in places if hasattr(place, name)}
 

@@ -42,6 +42,7 @@ def data(**columns):
         ({"model": {"name": "bert", "config": {"model_type": "bert"}}}, "model"),
         ({"model": {"tokenizer": "x"}}, "model"),
         ({"model": {"config": {"model_type": "bert"}}}, "model.tokenizer"),
+        ({"adapter": {"kind": "qlora", "base": "fp8"}}, "adapter.base"),
     ],
 )
 def test_contradictions(values, key):
@@ -63,6 +64,7 @@ def test_contradictions(values, key):
         {"train": {"optimizer": "adagrad8bit", "eps": 1e-6}},
         {"train": {"precision": "bf16-pure", "optimizer": "adamw8bit"}},
         {"train": {"freeze": {"*.lora_A.*": "always"}}, "adapter": "lora"},
+        {"adapter": {"base": "fp8"}, "train": {"precision": "bf16"}},
         {"memory": {"loss": "chunked"}, "task": "chat"},
         {"train": {"max_steps": 10}},
         {"train": {"batch_size": 8}, "memory": {"micro_batch": 8}},

@@ -81,6 +81,7 @@ def test_no_file_is_needed():
 
 LORA_8 = AdapterSettings(kind="lora", rank=8)
 QLORA_8 = AdapterSettings(kind="qlora", rank=8)
+FP8 = AdapterSettings(kind="lora", base="fp8")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,10 @@ QLORA_8 = AdapterSettings(kind="qlora", rank=8)
         ("", ["adapter.rank=8"], {"adapter": LORA_8}),
         ("adapter: lora", ["adapter.rank=8"], {"adapter": LORA_8}),
         ("adapter: qlora", ["adapter.rank=8"], {"adapter": QLORA_8}),
+        ("adapter: lora", ["adapter.base=fp8"], {"adapter": FP8}),
+        ("", ["adapter.base=fp8"], {"adapter": FP8}),
+        ("", ["adapter={kind: lora, base: fp8}"], {"adapter": FP8}),
+        ("adapter: {base: fp8}", ["adapter.base=null"], {"adapter": AdapterSettings()}),
         ("adapter: qlora", ["adapter={rank: 8}"], {"adapter": QLORA_8}),
         ("adapter: {rank: 8}", ["adapter=qlora"], {"adapter": QLORA_8}),
         ("adapter: {kind: qlora, rank: 8}", ["adapter={kind: lora}"], {"adapter": LORA_8}),

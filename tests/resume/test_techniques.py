@@ -16,6 +16,11 @@ from trimtab.runs.journal import VOLATILE_KEYS
 CASES = {
     "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}},
     "qlora": {"adapter": {"kind": "qlora", "rank": 4}, "train": {"optimizer": "paged-adamw8bit"}},
+    "fp8": {
+        "adapter": {"kind": "lora", "base": "fp8", "rank": 4, "dropout": 0.1},
+        "train": {"precision": "bf16"},
+        "memory": {"gradient_checkpointing": "ops", "loss": "chunked", "micro_batch": 5},
+    },
     "lora in bf16": {"adapter": "lora", "train": {"precision": "bf16"}},
     "lora in fp16": {"adapter": "lora", "train": {"precision": "fp16"}},
     "all together": {
@@ -32,7 +37,7 @@ CASES = {
 }
 
 
-QUICK = {"lora", "no padding", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
+QUICK = {"lora", "fp8", "no padding", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
 
 
 class Stops:

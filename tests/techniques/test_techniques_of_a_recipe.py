@@ -13,10 +13,13 @@ from trimtab.errors import RecipeError, TrimtabError
 from trimtab.model import linear_cross_entropy
 from trimtab.model.adapters import adapter_of
 from trimtab.model.blocks import blocks_of
+from trimtab.model.fp8 import Fp8Linear
 from trimtab.model.load import load_model
 from trimtab.model.nf4 import is_nf4
 from trimtab.optim.build import build_optimizer
-from trimtab.techniques.base import Accelerator, Site
+from trimtab.techniques.adapter import AdapterTechnique
+from trimtab.techniques.apply import check_settings, plain_spec
+from trimtab.techniques.base import Accelerator, Case, Site
 from trimtab.techniques.kernels import FusedKernels
 from trimtab.techniques.optimizer_state import default_optimizer
 from trimtab.techniques.recomputation import _OWN_FORWARD
@@ -158,6 +161,50 @@ def test_qlora_has_a_base_of_4_bits(run):
     modules = [look.model.get_submodule(name).base_layer for name in adapter_of(look.model).targets]
     assert len(modules) == 4 * 7
     assert all(map(is_nf4, modules))
+
+
+def test_fp8_has_a_base_of_8_bits(run):
+    look = run(adapter={"kind": "lora", "base": "fp8", "rank": 4}, train={"precision": "bf16"})
+    modules = [look.model.get_submodule(name).base_layer for name in adapter_of(look.model).targets]
+    assert len(modules) == 4 * 7
+    assert {(type(module), module.compute_dtype) for module in modules} == {(Fp8Linear, torch.bfloat16)}
+    assert look.plan.adapter == "lora-fp8, rank 4"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "found"),
+    [
+        (Accelerator("cuda", (8, 0)), "this device has 8.0"),
+        (Accelerator("cuda", (9, 4)), "this device has 9.4"),
+        (Accelerator("mps"), "this device is of type mps"),
+        (Accelerator("cuda", (8, 9)), None),
+        (Accelerator("cuda", (9, 0)), None),
+        (Accelerator("cpu"), None),
+    ],
+)
+def test_fp8_is_refused_without_fp8_units(accelerator, found):
+    recipe = Recipe(model="x", data={"train": "rows.csv"}, adapter={"kind": "lora", "base": "fp8"})
+    case = Case(None, accelerator, "bf16", recipe)
+    if found is None:
+        check_settings(case)
+        return
+    with pytest.raises(RecipeError) as caught:
+        check_settings(case)
+    assert found in caught.value.problem
+    assert caught.value.cure == "leave adapter.base out (adapter: lora), or adapter: qlora"
+
+
+@pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((9, 0), True)])
+def test_adapters_are_suggested_with_what_the_device_can_do(capability, has_fp8):
+    recipe = Recipe(model="x", data={"train": "rows.csv"})
+    case = Case(None, Accelerator("cuda", capability), "bf16", recipe)
+    technique = AdapterTechnique()
+    found = {each.words: each.spec for each in technique.suggest(plain_spec(1, "bf16"), case)}
+    assert ("adapter: {kind: lora, base: fp8}" in found) is has_fp8
+    assert {"adapter: lora", "adapter: qlora"} <= set(found)
+    for words, spec in found.items():
+        changed = technique.in_recipe(recipe, spec["adapter"])
+        assert technique.values(Case(None, case.accelerator, "bf16", changed)) == (spec["adapter"],), words
 
 
 @pytest.mark.parametrize("sections", [{}, {"train": {"freeze": {"*.embed_tokens": "5 steps"}}}])

@@ -44,7 +44,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
         tokenizer,
         trust_remote_code=source.trust_remote_code,
         dtype=options.dtype,
-        nf4=options.quantization,
+        quantization=options.quantization,
         device=engine.device,
     )
     change_model(model, method_values(recipe), _site(recipe, data, engine), [Phase.ADAPTERS])

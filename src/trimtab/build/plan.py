@@ -7,7 +7,7 @@ from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.batching import LengthGroupedBatches, padding_share
 from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
-from trimtab.model.nf4 import num_weights
+from trimtab.model.quantization import num_weights
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.plan import Outlook, Plan
 from trimtab.techniques.apply import batching_of, plan_texts

@@ -8,6 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from trimtab.checkpoint.tensor_file import checksum_of
 from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.model.adapters import Adapter, adapter_of
+from trimtab.model.fp8 import Fp8, Fp8Linear
 from trimtab.model.hub import quiet_transformers
+from trimtab.model.nf4 import Nf4, is_nf4
+from trimtab.model.quantization import Quantization, is_quantized
 
 FACTS = "trimtab.json"
 _WEIGHTS = ".safetensors"
@@ -86,19 +90,39 @@ def _facts_of_adapter(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 def _facts_of_base(model: Any) -> dict[str, Any]:
     """Return the dtype and the quantization of the base while the adapter was trained."""
-    quantized = [m for m in model.modules() if getattr(m._parameters.get("weight"), "quant_state", None) is not None]
-    of_quantized = {id(p) for module in quantized for p in module.parameters()}
+    quantization = _find_quantization(model)
+    of_quantized = {id(p) for module in model.modules() if is_quantized(module) for p in module.parameters()}
     num_weights: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point() and not parameter.requires_grad and id(parameter) not in of_quantized:
             num_weights[parameter.dtype] += parameter.numel()
     base_dtype = num_weights.most_common(1)[0][0] if num_weights else torch.float32
-    nf4 = None
-    if quantized:
-        first: Any = quantized[0]
-        base_dtype = base_dtype if num_weights else first.compute_dtype
-        nf4 = {"compute_dtype": _dtype_name(first.compute_dtype), "double_quant": bool(first.weight.quant_state.nested)}
-    return {"base_dtype": _dtype_name(base_dtype), "nf4": nf4}
+    facts: dict[str, Any] = {"base_dtype": _dtype_name(base_dtype), "nf4": None}
+    if quantization is not None:
+        settings = asdict(quantization) | {"compute_dtype": _dtype_name(quantization.compute_dtype)}
+        facts |= {quantization.name: settings}
+        facts["base_dtype"] = facts["base_dtype"] if num_weights else settings["compute_dtype"]
+    return facts
+
+
+def _find_quantization(model: torch.nn.Module) -> Quantization | None:
+    module: Any
+    for module in model.modules():
+        if is_nf4(module):
+            return Nf4(module.compute_dtype, bool(module.weight.quant_state.nested))
+        if isinstance(module, Fp8Linear):
+            return Fp8(module.compute_dtype)
+    return None
+
+
+def read_quantization(facts: Mapping[str, Any]) -> Quantization | None:
+    """Return how the base of an exported adapter was quantized, from the facts about it."""
+    about = facts.get("adapter") or {}
+    for kind in (Nf4, Fp8):
+        settings = about.get(kind.name)
+        if settings:
+            return kind(**settings | {"compute_dtype": getattr(torch, settings["compute_dtype"])})
+    return None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

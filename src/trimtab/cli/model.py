@@ -65,7 +65,7 @@ def _read_stdin() -> str:
 def merge(
     run: Annotated[str, typer.Argument(help="Run, or folder of an adapter.")],
     folder: NewFolder,
-    onto: Annotated[str, typer.Option(help="Base weights: original, or dequantized (qlora only).")] = "original",
+    onto: Annotated[str, typer.Option(help="Base weights: original, or dequantized if it was quantized.")] = "original",
     rows: Annotated[int, typer.Option(help="Rows of the run's data to compare both models on.")] = 64,
     max_kl: Annotated[float | None, typer.Option(help="Maximum mean KL divergence. Default: 0.02.")] = None,
     min_agreement: Annotated[float | None, typer.Option(help="Minimum of equal predictions. Default: 0.9.")] = None,

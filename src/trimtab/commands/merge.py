@@ -1,8 +1,8 @@
 """`trimtab merge`: merges an adapter into its base, and writes the model only if its predictions stay the same.
 
 Modules are merged one at a time, in fp32, and rounded once to the dtype in which they are stored. The result, in that
-dtype, is compared with the model that was trained on rows of the run's own data; for QLoRA that model is the adapter on
-the 4-bit base. Weights stay on the host; modules are moved to the device one at a time.
+dtype, is compared with the model that was trained on rows of the run's own data; for a quantized base that model is the
+adapter on its values. Weights stay on the host; modules are moved to the device one at a time.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from trimtab.log import say
 from trimtab.model.adapters import Adapter, load_adapter
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, max_positions, resolve_source
-from trimtab.model.nf4 import Nf4, quantizable, rounded
+from trimtab.model.quantization import Quantization, quantizable
 from trimtab.recipe.schema import Recipe
 from trimtab.tracking.mlflow.registry import local_source
 
@@ -70,8 +70,8 @@ def merge(
     Args:
         run: A run, the folder of an adapter, or a run on a tracking server (best:EXPERIMENT).
         folder: Where to write; it must be new or empty.
-        onto: "original", the stored base; or, for an adapter that was trained on a 4-bit base, "dequantized", the
-            values of that 4-bit base.
+        onto: "original", the stored base; or, for an adapter that was trained on a quantized base, "dequantized",
+            the values of that base.
         num_rows: Rows of the run's data to compare the two models on: held-out rows, or training rows without them.
         max_kl: The largest mean KL divergence that is accepted.
         min_agreement: The smallest share of equal predictions that is accepted.
@@ -91,7 +91,7 @@ def merge(
     if not is_adapter(place):
         raise ModelError(f"{run} is a whole model: there is no adapter to merge", "use it without merging")
     source = read_adapter_source(place, trust_remote_code=trust_remote_code)
-    if onto == "dequantized" and source.nf4 is None:
+    if onto == "dequantized" and source.quantization is None:
         raise ModelError(f"the base of {run} was not quantized", "--onto original")
     merging = _AdapterMerge(source, find_device(device), trust_remote_code)
     stored = merging.own_dtype if dtype == "auto" else DTYPES[dtype]
@@ -127,7 +127,7 @@ def _check_closeness(
     if found.kl_mean <= max_kl and found.agreement >= min_agreement:
         return
     ways = ["--force to write it anyway"]
-    if source.nf4 is not None and onto == "original":
+    if source.quantization is not None and onto == "original":
         ways.insert(0, "--onto dequantized, which keeps the base that the adapter was trained on")
     raise ModelError(
         f"the merged model differs from the adapter: KL {found.kl_mean:.3g} (at most {max_kl:g}), the same prediction "
@@ -138,10 +138,10 @@ def _check_closeness(
 
 @dataclass(frozen=True)
 class _BaseForm:
-    """The dtype of a base, and whether its values are rounded to 4 bits."""
+    """The dtype of a base, and how its values are rounded."""
 
     dtype: torch.dtype
-    is_nf4: bool
+    quantization: Quantization | None = None
 
 
 class _AdapterMerge:
@@ -153,10 +153,9 @@ class _AdapterMerge:
         own = getattr(load_config(source.base, trust_remote_code=trust_remote_code), "dtype", None)
         # the dtype of the base's files: no rounding, and no more memory than necessary
         self.own_dtype = own if isinstance(own, torch.dtype) and own in DTYPES.values() else torch.float32
-        # a base that was trained on in fp32 has the values of its files; a 4-bit base was quantized from `base_dtype`
-        is_nf4 = source.nf4 is not None
-        in_own = source.base_dtype is torch.float32 and not is_nf4
-        self._trained_form = _BaseForm(self.own_dtype if in_own else source.base_dtype, is_nf4)
+        # a base that was trained on in fp32 has the values of its files; others were quantized from `base_dtype`
+        in_own = source.base_dtype is torch.float32 and source.quantization is None
+        self._trained_form = _BaseForm(self.own_dtype if in_own else source.base_dtype, source.quantization)
         self._current: tuple[_BaseForm, Any, Adapter] | None = None
 
     def ask(self, num_rows: int, force: bool) -> ModelComparison | None:
@@ -197,7 +196,7 @@ class _AdapterMerge:
 
     def merged(self, onto: str, dtype: torch.dtype) -> Any:
         """Return the model with the adapter merged, each weight rounded to `dtype` once."""
-        form = self._trained_form if onto == "dequantized" else _BaseForm(self.own_dtype, is_nf4=False)
+        form = self._trained_form if onto == "dequantized" else _BaseForm(self.own_dtype)
         model, adapter = self._model(form)
         self._current = None
         merge_in_place(model, adapter, dtype)
@@ -209,8 +208,8 @@ class _AdapterMerge:
             self._current = None
             gc.collect()  # frees the model before, which has reference cycles
             model = load_base(self._source, self.tokenizer, dtype=form.dtype, trust_remote_code=self._trust)
-            if form.is_nf4 and self._source.nf4 is not None:
-                round_to_nf4(model, self._source.nf4, self._device)
+            if form.quantization is not None:
+                round_base(model, form.quantization, self._device)
             self._current = form, model, attach_adapter(model, self._source)
         return self._current[1], self._current[2]
 
@@ -255,21 +254,21 @@ def merge_in_place(model: Any, adapter: Adapter, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def round_to_nf4(model: Any, nf4: Nf4, device: torch.device) -> None:
-    """Round the linear modules of a base to the 4-bit values that they had in training.
+def round_base(model: Any, quantization: Quantization, device: torch.device) -> None:
+    """Round the linear modules of a base to the values that they had in training.
 
     Args:
-        model: The base, not quantized, in the dtype that the 4-bit base was quantized from.
-        nf4: How it was quantized.
+        model: The base, not quantized, in the dtype that it was quantized from.
+        quantization: How it was quantized.
         device: Where to quantize, one module at a time.
     """
     for name in quantizable(model):
         module: Any = model.get_submodule(name)
         is_linear = isinstance(module, torch.nn.Linear)  # else transformers' Conv1D, whose weight is transposed
         weight = module.weight.data if is_linear else module.weight.data.T
-        weight.copy_(rounded(weight.to(device), nf4))
+        weight.copy_(quantization.rounded(weight.to(device)))
         if module.bias is not None:
-            module.bias.copy_(module.bias.to(nf4.compute_dtype))
+            module.bias.copy_(module.bias.to(quantization.compute_dtype))
 
 
 def attach_adapter(model: Any, source: AdapterSource) -> Adapter:

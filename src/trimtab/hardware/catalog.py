@@ -65,10 +65,13 @@ class Device:
         return self.name == "cpu"
 
     def rate(self, dtype: str) -> float:
-        """FLOP per second of matrix products in "fp32", "tf32", "fp16" or "bf16".
+        """FLOP per second of matrix products in "fp32", "tf32", "fp16", "bf16" or "fp8".
 
-        Devices without tf32 compute in fp32 instead; devices without bf16 emulate it.
+        Devices without tf32 compute in fp32 instead; devices without bf16 emulate it. Devices with fp8 have twice the
+        rate of bf16.
         """
+        if dtype == "fp8":
+            return 2 * self.rate("bf16")
         if dtype == "tf32":
             return self.tf32 or self.fp32
         if dtype == "bf16":

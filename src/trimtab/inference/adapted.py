@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import read_facts
+from trimtab.checkpoint.export import read_facts, read_quantization
 from trimtab.errors import ModelError, UserError
 from trimtab.log import say
 from trimtab.model.adapters import load_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, newly_initialized, resolve_source
-from trimtab.model.nf4 import Nf4
+from trimtab.model.quantization import Quantization
 
 _KINDS = {
     "SEQ_CLS": "sequence-classification",
@@ -32,7 +32,7 @@ class AdapterSource:
         kind: Kind of the model, as in `load_model`.
         head: Settings of the head.
         base_dtype: dtype of the base in training.
-        nf4: Quantization of a 4-bit base; None for other bases.
+        quantization: Of a quantized base; None for other bases.
         facts: The content of trimtab.json; empty for adapters that trimtab did not train.
     """
 
@@ -41,7 +41,7 @@ class AdapterSource:
     kind: str
     head: Mapping[str, Any]
     base_dtype: torch.dtype = torch.float32
-    nf4: Nf4 | None = None
+    quantization: Quantization | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,7 +75,6 @@ def read_adapter_source(folder: str | Path, *, trust_remote_code: bool = False) 
         raise ModelError(f"{path} does not name its base model", "set base_model_name_or_path in it")
     base_config = _load_base_config(folder, str(base), trust_remote_code)
     adapter = facts.get("adapter") or {}
-    nf4 = adapter.get("nf4")
     kind = facts.get("kind") or _KINDS.get(str(settings.get("task_type"))) or model_kind(str(base), base_config)
     head = facts.get("head") or {}
     if kind == "sequence-classification" and not head:
@@ -86,7 +85,7 @@ def read_adapter_source(folder: str | Path, *, trust_remote_code: bool = False) 
         kind=kind,
         head=head,
         base_dtype=getattr(torch, adapter.get("base_dtype", "float32")),
-        nf4=nf4 and Nf4(getattr(torch, nf4["compute_dtype"]), nf4["double_quant"]),
+        quantization=read_quantization(facts),
         facts=facts,
     )
 
@@ -143,23 +142,23 @@ def load_adapted_model(
         source: The adapter.
         tokenizer: Its tokenizer.
         device: Device that the model will be on.
-        dtype: dtype of the base, also of one that had 4 bits in training. None is fp32, or 4 bits as in training.
+        dtype: dtype of the base, also of one that was quantized in training. None is fp32, or quantized as in training.
         trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
         ModelError: If neither base nor adapter have the weights of a part of the model.
     """
-    nf4 = None
-    if dtype is None and source.nf4 is not None:
-        nf4, dtype = source.nf4, source.base_dtype
+    quantization = None
+    if dtype is None and source.quantization is not None:
+        quantization, dtype = source.quantization, source.base_dtype
         if device.type == "cpu":  # slow in half precision
-            nf4, dtype = Nf4(torch.float32, nf4.double_quant), torch.float32
+            quantization, dtype = replace(quantization, compute_dtype=torch.float32), torch.float32
     model = load_base(
         source,
         tokenizer,
         dtype=dtype or torch.float32,
-        nf4=nf4,
-        device=None if nf4 is None else device,
+        quantization=quantization,
+        device=None if quantization is None else device,
         trust_remote_code=trust_remote_code,
     )
     adapter = load_adapter(model, source.folder)
@@ -179,7 +178,7 @@ def load_base(
     tokenizer: Any,
     *,
     dtype: torch.dtype,
-    nf4: Nf4 | None = None,
+    quantization: Quantization | None = None,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
@@ -189,7 +188,7 @@ def load_base(
         source: The adapter.
         tokenizer: Its tokenizer.
         dtype: dtype of the weights.
-        nf4: Quantization of the linear modules.
+        quantization: Of the linear modules.
         device: Device to load to; the host by default.
         trust_remote_code: Whether Python code in the folder of the base may run.
     """
@@ -203,7 +202,7 @@ def load_base(
             tokenizer,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
-            nf4=nf4,
+            quantization=quantization,
             device=device,
         )
 

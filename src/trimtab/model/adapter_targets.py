@@ -11,7 +11,7 @@ from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
 from trimtab.model.load import newly_initialized
-from trimtab.model.nf4 import base_parts, num_weights
+from trimtab.model.quantization import base_parts, num_weights
 
 ALL_LINEAR = "all-linear"
 _MIN_REPORTED_FRACTION = 0.01  # of the weights without an adapter, below which they are not reported
@@ -85,7 +85,7 @@ def select_full_modules(model: Any, patterns: Sequence[str]) -> list[str]:
         for inner, parameter in model.get_submodule(name).named_parameters():
             if not parameter.is_floating_point():
                 raise RecipeError(
-                    f"adapter.trains: {name}.{inner} is in 4 bits and cannot be trained in full", f"remove {name}"
+                    f"adapter.trains: {name}.{inner} is quantized and cannot be trained in full", f"remove {name}"
                 )
     return kept
 

@@ -25,8 +25,8 @@ from trimtab.model.adapter_patterns import resolve_patterns
 from trimtab.model.adapter_targets import ALL_LINEAR, match_values, select_full_modules, select_targets, shorten_names
 from trimtab.model.load import grown_rows
 from trimtab.model.lora_product import bind_product
-from trimtab.model.nf4 import num_weights
 from trimtab.model.precision import convert_to_fp32
+from trimtab.model.quantization import num_weights
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

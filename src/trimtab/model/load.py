@@ -24,13 +24,12 @@ from trimtab.model.config import (
     read_config,
 )
 from trimtab.model.hub import as_source, explained, quiet_transformers, resolve_source
-from trimtab.model.nf4 import (
+from trimtab.model.quantization import (
     LoadOptions,
-    Nf4,
+    Quantization,
     build_quantized,
     device_for,
     finish_quantized,
-    loading_arguments,
     quantizable,
     skeleton,
     warn_if_little_quantized,
@@ -69,7 +68,7 @@ def load_model(
     *,
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
-    nf4: Nf4 | None = None,
+    quantization: Quantization | None = None,
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
     """Load a model in eval mode, and log in one line what was loaded.
@@ -81,19 +80,19 @@ def load_model(
         tokenizer: The tokenizer; embeddings and token ids of the model are adjusted to it.
         trust_remote_code: Whether Python code from the model's repository may be executed.
         dtype: Dtype of the weights; half precision for a frozen base model.
-        nf4: How to quantize the linear modules of the (frozen) base model; None to not quantize.
-        device: Device of the model; None for the CPU, or with nf4 for the GPU if there is one.
+        quantization: How to quantize the linear modules of the (frozen) base model; None to not quantize.
+        device: Device of the model; None for the CPU, or for a quantized base the GPU if there is one.
 
     Raises:
         ModelError: The model does not exist, or has no head of that kind.
-        RecipeError: nf4 is set and bitsandbytes is not installed.
+        RecipeError: The package that quantizes is not installed.
     """
     import transformers
 
     if kind not in _AUTO_CLASSES:
         raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
     auto_class = getattr(transformers, _AUTO_CLASSES[kind])
-    options = LoadOptions(dtype, nf4, device_for(device, nf4))
+    options = LoadOptions(dtype, quantization, device_for(device, quantization))
     with quiet_transformers():
         model: Any
         if isinstance(source, str):
@@ -105,8 +104,8 @@ def load_model(
         notes += _fit_to_tokenizer(model, tokenizer)
         model.to(options.device)
     say("; ".join([f"{name}: {type(model).__name__}, {options.describe(model)}", *notes]))
-    if nf4 is not None:
-        warn_if_little_quantized(model)
+    if quantization is not None:
+        warn_if_little_quantized(model, quantization)
     loaded: torch.nn.Module = model.eval()
     return loaded
 
@@ -165,8 +164,8 @@ def _pretrained(
     _set_head(config, head)
     extra: dict[str, Any] = {}
     try:
-        if options.nf4 is not None and place.gguf_file is None:
-            extra = loading_arguments(auto_class, config, options.nf4, options.device)
+        if options.quantization is not None and place.gguf_file is None:
+            extra = options.quantization.loading_arguments(auto_class, config, options.device)
         model, info = auto_class.from_pretrained(
             place.name,
             config=config,
@@ -185,8 +184,9 @@ def _pretrained(
     if place.gguf_file is not None:
         model = _unquantized_copy(model, auto_class, options.dtype)
         model.config.name_or_path = source  # an adapter stores the file as its base model
-    if options.nf4 is not None:
-        finish_quantized(model.to(options.device), options.nf4, quantizable(model))
+    if options.quantization is not None:
+        expected = [name for name in quantizable(model) if f"{name}.weight" not in newly_initialized(model)]
+        finish_quantized(model.to(options.device), options.quantization, expected)
     return model, notes
 
 
@@ -271,8 +271,8 @@ def _from_scratch(
     config = build_config(dict(settings), tokenizer, "model.config")
     _set_head(config, head)
     try:
-        if options.nf4 is not None:
-            model = build_quantized(auto_class, config, options.dtype, options.nf4, options.device)
+        if options.quantization is not None:
+            model = build_quantized(auto_class, config, options.dtype, options.quantization, options.device)
         else:
             with _device_for_init(auto_class, config, options):
                 model = auto_class.from_config(config, dtype=options.dtype)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import TensorWeakRef
 
+from trimtab.model.fp8 import Fp8Linear
 from trimtab.model.nf4 import dequantized, is_nf4
 
 _PEFT_FORWARD = "_trimtab_peft_forward"
@@ -93,7 +94,7 @@ def _is_frozen(base: Any) -> bool:
 
 
 def _compute_dtype(base: Any, x: torch.Tensor) -> torch.dtype:
-    """The dtype in which the base module computes; a 4-bit module has its own compute dtype."""
+    """The dtype in which the base module computes; a quantized module has its own compute dtype."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     own: torch.dtype | None = getattr(base, "compute_dtype", None)
@@ -175,11 +176,18 @@ class _BaseAndAdapter(torch.autograd.Function):
             if needs_dropped:
                 grad_dropped = (grad_inner @ down.to(ctx.dtype)).view(ctx.shape).to(ctx.input_dtype)
             if needs_x:
-                grad_x = rows @ _matrix_of(ctx.base, ctx.dtype)
+                grad_x = _input_gradient(ctx.base, rows, ctx.dtype)
                 if not needs_dropped:
                     grad_x.addmm_(grad_inner, down.to(ctx.dtype))
                 grad_x = grad_x.view(ctx.shape).to(ctx.input_dtype)
         return grad_x, grad_dropped, None, grad_down, grad_up, None, None, None, None
+
+
+def _input_gradient(base: Any, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of the input of a base module, from the gradient of its output."""
+    if isinstance(base, Fp8Linear):
+        return base.input_gradient(rows, dtype)
+    return rows @ _matrix_of(base, dtype)
 
 
 def _matrix_of(base: Any, dtype: torch.dtype) -> torch.Tensor:

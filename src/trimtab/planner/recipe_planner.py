@@ -15,7 +15,7 @@ from trimtab.errors import LossError, RecipeError, TraceError, UserError, summar
 from trimtab.log import muted
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import max_positions
-from trimtab.model.nf4 import num_weights
+from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
 from trimtab.planner.host import HostPrediction, predict_host
 from trimtab.planner.memory import Prediction, predict, with_library_memory

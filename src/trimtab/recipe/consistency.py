@@ -99,6 +99,10 @@ def _in_memory(recipe: "Recipe") -> Iterator[Mistake]:
         yield _mistake("memory.loss", text, "task")
     if recipe.adapter == "none":
         return
+    if not isinstance(recipe.adapter, str) and recipe.adapter.base is not None and recipe.adapter.kind != "lora":
+        kind, base = recipe.adapter.kind, recipe.adapter.base
+        text = f"found {base}; {kind} stores the base in 4 bits; leave it out, or write adapter.kind: lora"
+        yield _mistake("adapter.base", text, "adapter.kind")
     if "base" in train.freeze:
         text = f"found {shown(train.freeze['base'])}; an adapter always freezes the base; leave one of them out"
         yield _mistake("train.freeze.base", text, "adapter")

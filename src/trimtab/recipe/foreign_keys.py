@@ -297,7 +297,9 @@ _HF_SCRIPTS: dict[str, Answer] = {
     **_all("modules_to_save lora_modules_to_save", _write_inside("adapter", "kind: lora", "trains")),
     "use_rslora": _write_inside("adapter", "kind: lora", "rslora"),
     **_all("load_in_4bit use_4bit", _write("adapter", _if_on("qlora", "none"))),
-    "load_in_8bit": _omit("8-bit base weights are not supported; adapter: qlora uses 4-bit weights"),
+    "load_in_8bit": _omit(
+        "int8 base weights are not supported; adapter: {kind: lora, base: fp8} uses fp8, adapter: qlora 4 bits"
+    ),
     "lr_scheduler": _write_named("train.schedule"),
 }
 

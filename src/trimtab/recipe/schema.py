@@ -191,6 +191,9 @@ class AdapterSettings(Section):
 
     kind: Literal["lora", "qlora"] = "lora"
     """lora = adapters on the base weights in their own dtype; qlora = adapters on 4-bit (nf4) base weights."""
+    base: Literal["fp8"] | None = None
+    """How kind lora stores the frozen base weights: fp8 = in 8 bits, and multiplied in fp8, on NVIDIA GPUs from compute
+    capability 8.9 (emulated on a CPU); null = in the dtype of matrix products."""
     rank: PositiveInt = 16
     """Rank of the matrices; a higher rank has more trainable parameters."""
     alpha: PositiveFloat | None = None

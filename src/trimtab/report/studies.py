@@ -46,6 +46,7 @@ def _methods(recipe: Recipe) -> list[Variant]:
     """Compare full fine-tuning, training the head only, LoRA and QLoRA; adapter settings are those of the recipe."""
     whole: dict[str, Any] = {"train.freeze": {}}
     own: dict[str, Any] = getattr(recipe.adapter, "model_dump", dict)()
+    own.pop("base", None)  # of LoRA only
     adapters = {kind: {**own, "kind": kind} if own else kind for kind in ("lora", "qlora")}
     return [
         Variant("full", {"adapter": "none", **whole}),

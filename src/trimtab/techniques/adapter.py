@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: small trainable matrices added to frozen weights, which QLoRA keeps in 4 bits.
+"""LoRA and QLoRA: small trainable matrices added to frozen weights, which can be stored in fp8 or (QLoRA) in 4 bits.
 
 Adapters change the method, so only the user chooses them; a plan only shows what they would need.
 """
@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from trimtab.errors import RecipeError
 from trimtab.log import say
-from trimtab.model import adapters, lora_product, nf4
+from trimtab.model import adapters, fp8, lora_product, nf4
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.fp8 import Fp8
+from trimtab.model.nf4 import Nf4
+from trimtab.model.quantization import Quantization, quantizable
 from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
 from trimtab.techniques.base import (
     Accelerator,
@@ -31,7 +35,9 @@ from trimtab.techniques.base import (
     TraceRecorder,
 )
 
-_WORDS = {"lora": "LoRA", "qlora": "QLoRA"}
+_FP8 = "lora-fp8"
+_WORDS = {"lora": "LoRA", _FP8: "LoRA on fp8 weights", "qlora": "QLoRA"}
+_QUANTIZATIONS: dict[str, type[Quantization]] = {_FP8: Fp8, "qlora": Nf4}
 _USUAL_LR = 1e-4  # adapters learn slowly below this rate
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that share one
 
@@ -60,13 +66,21 @@ class AdapterTechnique(Technique):
     def values(self, case: Case) -> tuple[str, ...]:
         """Only the recipe's value."""
         settings = None if case.recipe is None else adapter_settings(case.recipe)
-        return ("none" if settings is None else settings.kind,)
+        value = "none" if settings is None else settings.kind if settings.base is None else _FP8
+        if value == _FP8 and not _can_have_fp8(case.accelerator):
+            raise RecipeError(
+                f"adapter.base: fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and this device "
+                f"{_describe_device(case.accelerator)}",
+                "leave adapter.base out (adapter: lora), or adapter: qlora",
+            )
+        return (value,)
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """LoRA and QLoRA, where all weights train on a GPU; a loop of the user's own adds its adapters itself."""
+        """All adapters, where all weights train on a GPU; a loop of the user's own adds its adapters itself."""
         if case.recipe is not None and spec[self.key] == "none" and case.accelerator.is_cuda:
-            for kind in _WORDS:
-                yield Suggestion(f"adapter: {kind}", spec.having({self.key: kind}))
+            for value in _WORDS:
+                if value != _FP8 or _can_have_fp8(case.accelerator):
+                    yield Suggestion(f"adapter: {_as_setting(value)}", spec.having({self.key: value}))
 
     def precision(self, value: str, precision: str) -> str:
         """Adapters are kept in fp32, so that bf16-pure means the same as bf16."""
@@ -75,25 +89,27 @@ class AdapterTechnique(Technique):
     def in_recipe(self, recipe: Recipe, value: str) -> Recipe:
         """The recipe with the adapter, its default optimizer, and no other frozen parameters."""
         train = recipe.train.model_copy(update={"freeze": {}, "optimizer": "auto"})
-        return recipe.model_copy(update={"adapter": value, "train": train})
+        adapter = AdapterSettings(kind="lora", base="fp8") if value == _FP8 else value
+        return recipe.model_copy(update={"adapter": adapter, "train": train})
 
     def load(self, value: str, options: LoadOptions, half: torch.dtype) -> LoadOptions:
         """Frozen weights need no fp32: matrix products round them in any case."""
         if value == "none":
             return options
-        return replace(options, dtype=half, quantization=nf4.Nf4(compute_dtype=half) if value == "qlora" else None)
+        quantization = _QUANTIZATIONS.get(value)
+        return replace(options, dtype=half, quantization=None if quantization is None else quantization(half))
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Add the adapter. In a trace, also quantize the base to 4 bits, which a run does while it loads weights."""
+        """Add the adapter. In a trace, also quantize the base, which a run does while it loads weights."""
         assert site.recipe is not None
-        settings = adapter_settings(site.recipe) or AdapterSettings(kind=value)  # type: ignore[arg-type]
+        settings = adapter_settings(site.recipe) or AdapterSettings()
         if not site.is_traced:
             _add_adapter(settings, model)
             _give_advice(site.recipe)
             return
         model.requires_grad_(False)
-        if value == "qlora":
-            _quantize_traced(model, site.compute_dtype or torch.float32)
+        if value in _QUANTIZATIONS:
+            _quantize_traced(model, _QUANTIZATIONS[value](site.compute_dtype or torch.float32))
         if settings.layers is not None and site.kept_blocks is not None:
             first, last = (number % (1 + max(site.kept_blocks)) for number in settings.layers)
             inside = [index for index, number in enumerate(site.kept_blocks) if first <= number <= last]
@@ -106,6 +122,7 @@ class AdapterTechnique(Technique):
         yield adapters, "say", lambda *_: None
         yield lora_product, "dequantized", _dequantize_traced
         yield nf4, "dequantized", _dequantize_traced
+        yield fp8, "quantized_rows", _quantize_rows_traced
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
         """Blocks with an adapter are not like blocks without."""
@@ -124,12 +141,12 @@ class AdapterTechnique(Technique):
         return any(letter.isdigit() for letter in patterns)
 
     def loads_kernels(self, value: str) -> bool:
-        """4-bit weights need the kernels of bitsandbytes."""
-        return value == "qlora"
+        """4-bit weights need the kernels of bitsandbytes, fp8 those of Triton."""
+        return value in _QUANTIZATIONS
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """4-bit weights are quantized one by one while loading; only the adapter is exported."""
-        return HostUse(streams_weights=value == "qlora", exports_trainable=value != "none")
+        """Weights are quantized one by one while loading; only the adapter is exported."""
+        return HostUse(streams_weights=value in _QUANTIZATIONS, exports_trainable=value != "none")
 
     def describe(self, value: str) -> str:
         """Such as "LoRA"."""
@@ -152,7 +169,7 @@ class AdapterTechnique(Technique):
 
 
 def _add_adapter(settings: AdapterSettings, model: torch.nn.Module) -> None:
-    spec = {name: value for name, value in settings.model_dump().items() if name != "kind"}
+    spec = {name: value for name, value in settings.model_dump().items() if name not in ("kind", "base")}
     if settings.layers is not None:
         spec["layers"] = (settings.layers[0], settings.layers[1])
     add_adapter(model, LoraSpec(**spec))
@@ -165,7 +182,22 @@ def _give_advice(recipe: Recipe) -> None:
         say(f"train.lr is {recipe.train.lr:g}; adapters usually learn best with 1e-4 to 3e-4")
 
 
-# ---------------------------------------------------------------------- 4-bit weights in a trace
+def _as_setting(value: str) -> str:
+    return "{kind: lora, base: fp8}" if value == _FP8 else value
+
+
+def _can_have_fp8(accelerator: Accelerator) -> bool:
+    """A CPU emulates it."""
+    return accelerator.type == "cpu" or (accelerator.is_cuda and fp8.is_supported(accelerator.capability))
+
+
+def _describe_device(accelerator: Accelerator) -> str:
+    if not accelerator.is_cuda or accelerator.capability is None:
+        return f"is of type {accelerator.type}"
+    return "has {}.{}".format(*accelerator.capability)
+
+
+# ---------------------------------------------------------------------- quantized weights in a trace
 
 
 def quantization_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -184,21 +216,30 @@ def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=weight.quant_state.dtype, device="meta").to(dtype)
 
 
-def _quantize_traced(model: Any, compute_dtype: torch.dtype) -> None:
-    """Replace the linear modules of the base by modules with 4-bit weights on `meta`."""
+def _quantize_rows_traced(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate as the Triton kernel does; `empty_like` counts as an operation that reads `x` and writes the codes."""
+    codes = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format).view(fp8.FP8)
+    return codes, x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _quantize_traced(model: Any, quantization: Quantization) -> None:
+    """Replace the linear modules of the base by modules with quantized weights on `meta`."""
+    for name in quantizable(model):
+        module, dtype = model.get_submodule(name), quantization.compute_dtype
+        new = _make_4bit(module, dtype) if isinstance(quantization, Nf4) else quantization.quantize(module)
+        model.set_submodule(name, new.requires_grad_(False))
+    model.is_loaded_in_4bit = isinstance(quantization, Nf4)
+
+
+def _make_4bit(module: Any, compute_dtype: torch.dtype) -> torch.nn.Module:
     from transformers.pytorch_utils import Conv1D
 
-    for name in nf4.quantizable(model):
-        module = model.get_submodule(name)
-        num_in, num_out = module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
-        linear = torch.nn.Linear(num_in, num_out, module.bias is not None, device="meta", dtype=compute_dtype)
-        linear.weight = _packed(num_in, num_out, compute_dtype)
-        linear.compute_dtype = compute_dtype  # type: ignore[assignment]
-        linear.forward = MethodType(_forward_4bit, linear)  # type: ignore[method-assign]
-        if linear.bias is not None:
-            linear.bias.requires_grad_(False)
-        model.set_submodule(name, linear)
-    model.is_loaded_in_4bit = True
+    num_in, num_out = module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
+    linear: Any = torch.nn.Linear(num_in, num_out, module.bias is not None, device="meta", dtype=compute_dtype)
+    linear.weight = _packed(num_in, num_out, compute_dtype)
+    linear.compute_dtype = compute_dtype
+    linear.forward = MethodType(_forward_4bit, linear)
+    return linear  # type: ignore[no-any-return]
 
 
 def _packed(num_in: int, num_out: int, compute_dtype: torch.dtype) -> Any:

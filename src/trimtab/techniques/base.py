@@ -19,6 +19,7 @@ import torch
 
 from trimtab.data.batching import Batching
 from trimtab.model.losses import Loss
+from trimtab.model.quantization import Quantization
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
 
@@ -193,11 +194,11 @@ class LoadOptions:
 
     Attributes:
         dtype: The dtype of the weights.
-        quantization: What `trimtab.model.load.load_model` takes as `nf4`.
+        quantization: How the base is quantized, as in `trimtab.model.load.load_model`.
     """
 
     dtype: torch.dtype
-    quantization: Any = None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,11 @@ class CudaRules:
     def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
         """CuBLAS keeps a workspace per thread: one for the main thread, one for autograd's."""
         packet = func._overloadpacket
+        thread = "autograd" if in_backward else "main"
+        if packet is aten._scaled_mm:
+            return [(f"cublaslt {thread}", MIB)]
         if packet not in _PRODUCTS:
             return []
-        thread = "autograd" if in_backward else "main"
         found = [(f"cublas {thread}", self.gpu.workspace_bytes)]
         if packet is aten.addmm and args[0].dim() == 1:  # with a bias it is cuBLASLt's
             found.append((f"cublaslt {thread}", MIB))

@@ -19,7 +19,7 @@ from trimtab.planner.trace.cache import run_on_meta, tensors_in
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _READ = torch.ops.aten._local_scalar_dense.default
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
 class Event(NamedTuple):
@@ -36,7 +36,7 @@ class Op(NamedTuple):
     stage: str  # "forward", "backward", "recompute" (inside backward) or "optimizer"
     flops: int  # a multiply-add counts two; 0 for operations that only move memory
     moved: int  # bytes read and written
-    dtype: str  # of the product: fp32, bf16, fp16
+    dtype: str  # of the product: fp32, bf16, fp16, fp8
 
 
 class Owner(NamedTuple):

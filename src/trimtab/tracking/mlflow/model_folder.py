@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder into a folder that MLflow loads and serves.
 
 MLflow's own loader is used wherever it reproduces the trained model. Where it does not (there are no pipelines for
-encoder-decoders; an adapter may add a head or tokens to its base, or need a 4-bit base), MLflow serves it through
+encoder-decoders; an adapter may add a head or tokens to its base, or need a quantized base), MLflow serves it through
 trimtab, and a note says so. Weights are symlinked, so that they are read once, during the upload.
 """
 
@@ -18,10 +18,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.export import FACTS, read_facts
+from trimtab.checkpoint.export import FACTS, read_facts, read_quantization
 from trimtab.errors import ModelError, UserError
 from trimtab.model.hub import is_adapter, quiet_transformers
 from trimtab.model.load import load_config, load_tokenizer, max_positions
+from trimtab.model.quantization import Quantization
 
 MODEL = "model"  # subfolder of an MLflow model with the Hugging Face files
 _BASE, _TOKENIZER = "base", "components/tokenizer"  # subfolders that MLflow's loader reads
@@ -67,9 +68,9 @@ class SourceModel:
         return isinstance((self.facts.get("columns") or {}).get("text"), list)
 
     @property
-    def is_nf4(self) -> bool:
-        """Whether it is an adapter that was trained on a 4-bit base."""
-        return bool((self.facts.get("adapter") or {}).get("nf4"))
+    def quantization(self) -> Quantization | None:
+        """How the base was quantized while the adapter was trained; None if it was not, or if it is no adapter."""
+        return read_quantization(self.facts)
 
 
 def inspect_model(folder: Path) -> SourceModel:
@@ -167,7 +168,7 @@ def _adapter_obstacle(source: SourceModel) -> tuple[str | None, bool]:
     head = facts.get("head") or {}
     if source.task not in _PIPELINES or facts.get("kind") not in _AUTO_CLASSES:
         return f"it cannot load an adapter for {source.task}", False
-    if source.is_nf4:
+    if source.quantization is not None:
         return "it would apply the adapter to a base that is not quantized, with other results", False
     if head.get("problem_type") == _MULTI_LABEL:
         return _SEVERAL_LABELS, False
@@ -344,7 +345,8 @@ def _pipeline_settings(source: SourceModel) -> dict[str, Any] | None:
 def _requirements(source: SourceModel) -> list[str]:
     """Pin the installed versions; MLflow would find them by loading the model in another process."""
     names = ["mlflow", "transformers", "torch", "accelerate"]
-    names += [] if source.base is None else ["peft", *(["bitsandbytes"] if source.is_nf4 else [])]
+    names += [] if source.base is None else ["peft"]
+    names += [source.quantization.package] if source.quantization and source.quantization.package else []
     names += [] if source.obstacle is None else ["trimtab"]
     pinned = []
     for name in names:

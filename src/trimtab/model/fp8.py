@@ -1,0 +1,226 @@
+"""8-bit linear modules: weights in float8_e4m3fn with one fp32 scale per output row, multiplied in fp8.
+
+A product rounds its input to e4m3 too, with one scale per token. On GPUs with fp8 units both factors are multiplied as
+they are stored (`torch._scaled_mm`); elsewhere the same rounded values are multiplied in fp32. Layers whose sizes the
+units do not take are dequantized instead, and their inputs are not rounded.
+
+The gradient of the input is grad W. The units take both factors only with their inner dimension contiguous, so the
+weight is transposed for each product (a second copy would cost what fp8 saves), and the scales of its rows are
+multiplied into the gradient before that is rounded. Gradients are rounded to e4m3 as well: with a scale for each token
+its precision is worth more than the range of e5m2.
+
+Shapes: x (tokens, in), weight (out, in), grad (tokens, out).
+"""
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from trimtab.hardware.extras import has_package
+from trimtab.log import log_info_once
+from trimtab.model.quantization import SCALE_BITS, Quantization
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SMALLEST = 1e-35  # of the largest value of a row: its scale and the inverse of that are normal fp32 numbers
+_ALIGNMENT = 16  # of both sizes of a weight, in elements
+
+
+@dataclass(frozen=True)
+class Fp8(Quantization):
+    """Weights in 8 bits: e4m3 with one scale per row."""
+
+    name = "fp8"
+    bits = "8 bits"
+
+    def loading_arguments(self, auto_class: Any, config: Any, device: torch.device) -> dict[str, Any]:
+        """Let transformers call `quantized_rows` for each weight that it reads."""
+        loading: Any = importlib.import_module("trimtab.model.fp8_loading")
+        return {"quantization_config": loading.Fp8Config(), "device_map": {"": device}}
+
+    def quantize(self, module: Any) -> torch.nn.Module:
+        """Quantize a linear module on its device."""
+        weight = module.weight.data if isinstance(module, torch.nn.Linear) else module.weight.data.t()
+        return Fp8Linear(*quantized_rows(weight), module.bias, self.compute_dtype).train(module.training)
+
+    def finish(self, model: Any) -> None:
+        """Make modules of the weights that transformers has read."""
+        for name, (module, scales) in getattr(getattr(model, "hf_quantizer", None), "scales", {}).items():
+            new = Fp8Linear(module.weight.data.view(FP8), scales, module.bias, self.compute_dtype)
+            model.set_submodule(name, new.train(module.training))
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize a matrix and dequantize it to the compute dtype."""
+        codes, scales = quantized_rows(weight.detach())
+        return _dequantized(codes, scales, self.compute_dtype)
+
+
+def is_supported(capability: tuple[int, int] | None) -> bool:
+    """Whether an NVIDIA GPU of this compute capability multiplies in fp8: Ada, Hopper and newer."""
+    # 9.4 and 9.5 are AMD's, whose e4m3 has other codes
+    return capability in ((8, 9), (9, 0)) or (capability is not None and capability >= (10, 0))
+
+
+class Fp8Linear(torch.nn.Linear):
+    """A frozen linear module with its weight in fp8.
+
+    Both parameters are stored as integers (see `trimtab.model.quantization`); `codes` and `scales` view them.
+
+    Args:
+        codes: The weight divided by its scales, in e4m3.
+        scales: Scale of each row, as (out, 1).
+        bias: The bias.
+        compute_dtype: Dtype of the product outside of autocast.
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.nn.Parameter | None, compute_dtype: torch.dtype
+    ) -> None:
+        num_out, num_in = codes.shape
+        with torch.device("meta"):
+            super().__init__(num_in, num_out, bias=False)
+        self.weight = torch.nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        self.weight_scale = torch.nn.Parameter(scales.view(SCALE_BITS), requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.compute_dtype = compute_dtype
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The weight divided by its scales."""
+        return self.weight.detach().view(FP8)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Scale of each row, as (out, 1)."""
+        return self.weight_scale.detach().view(torch.float32)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in another dtype."""
+        return _dequantized(self.codes, self.scales, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply in fp8; the result has the dtype that a plain module in `compute_dtype` would return."""
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else self.compute_dtype
+        apply: Any = _Product.apply
+        product: torch.Tensor = apply(x.reshape(-1, x.shape[-1]), self, dtype)
+        return product.view(*x.shape[:-1], self.out_features).to(dtype if is_cast else x.dtype)
+
+    def multiply(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return x W^T + bias, without autograd."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if not self._is_aligned:
+            return functional.linear(rows.to(dtype), self.dequantized(dtype), bias)
+        codes, scales = quantized_rows(rows)
+        if not _has_units(rows.device):
+            product = (codes.float() @ self.codes.float().t()).mul_(scales).mul_(self.scales.t())
+            return (product if bias is None else product.add_(bias)).to(dtype)
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        return _scaled_product(codes, self.codes.t(), scales, self.scales.t(), bias).to(dtype)
+
+    def input_gradient(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return grad W, without autograd."""
+        if not self._is_aligned:
+            return rows.to(dtype) @ self.dequantized(dtype)
+        codes, scales = quantized_rows(rows, self.scales)
+        if not _has_units(rows.device):
+            return (codes.float() @ self.codes.float()).mul_(scales).to(dtype)
+        ones = torch.ones((1, self.in_features), device=rows.device)
+        return _scaled_product(codes, transposed(self.codes).t(), scales, ones).to(dtype)
+
+    @property
+    def _is_aligned(self) -> bool:
+        return self.in_features % _ALIGNMENT == 0 and self.out_features % _ALIGNMENT == 0
+
+
+class _Product(torch.autograd.Function):
+    """The product of a module; only the module itself is kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, module: Fp8Linear, dtype: torch.dtype) -> torch.Tensor:
+        ctx.module, ctx.dtype, ctx.input_dtype = module, dtype, rows.dtype
+        with torch.autocast(rows.device.type, enabled=False):
+            return module.multiply(rows, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        with torch.autocast(grad.device.type, enabled=False):
+            return ctx.module.input_gradient(grad, ctx.dtype).to(ctx.input_dtype), None, None
+
+
+def _scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scales: torch.Tensor,
+    right_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    # Row scales are supported with bf16 results on all GPUs. Fast accumulation loses less than e4m3 has lost already.
+    return torch._scaled_mm(
+        left,
+        right,
+        scale_a=left_scales,
+        scale_b=right_scales,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def _has_units(device: torch.device) -> bool:
+    """Whether a device multiplies in fp8; a trace simulates one that does."""
+    if device.type == "cuda":
+        return torch.version.cuda is not None and is_supported(torch.cuda.get_device_capability(device))
+    return device.type == "meta"
+
+
+def _dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.to(dtype).mul_(scales)  # in place: computed in fp32, rounded once
+
+
+def quantized_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a matrix to e4m3, with one scale per row.
+
+    Args:
+        x: The matrix.
+        factors: Factors of its columns, to multiply with before.
+
+    Returns:
+        The values divided by the scales, contiguous, and the scales as (rows, 1).
+    """
+    x = x.contiguous()
+    kernels = None if torch.compiler.is_compiling() else _kernels_for(x.device)
+    if kernels is not None and x.shape[-1] <= kernels.WIDEST and x.numel():
+        quantized: tuple[torch.Tensor, torch.Tensor] = kernels.quantize_rows(x, factors)
+        return quantized
+    values = x.float() if factors is None else x * factors.view(1, -1)
+    largest = torch.linalg.vector_norm(values, torch.inf, -1, keepdim=True).clamp_(min=SMALLEST)
+    return (values * (LARGEST / largest)).to(FP8), largest / LARGEST
+
+
+def transposed(codes: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous transposed copy of a matrix in fp8."""
+    kernels = None if torch.compiler.is_compiling() else _kernels_for(codes.device)
+    flipped: torch.Tensor = codes.t().contiguous() if kernels is None else kernels.transpose(codes)
+    return flipped
+
+
+@functools.cache
+def _kernels_for(device: torch.device) -> Any:
+    """The module with Triton kernels if they work on the device; else None."""
+    if device.type != "cuda" or not _has_units(device) or not has_package("triton"):
+        return None
+    try:
+        kernels: Any = importlib.import_module("trimtab.model.fp8_kernels")
+        codes, _ = kernels.quantize_rows(torch.ones((_ALIGNMENT, _ALIGNMENT), device=device), None)
+        kernels.transpose(codes)
+    except Exception as error:  # Triton needs a C compiler and raises arbitrary exceptions if it fails
+        log_info_once(f"fp8: torch's operations are used, because the faster Triton kernels do not run: {error}")
+        return None
+    return kernels
