@@ -258,7 +258,9 @@ _HF_TRAINER: dict[str, Answer] = {
         "local_rank",
         _LAUNCH,
     ),
-    **_all("torch_compile torch_compile_backend torch_compile_mode fsdp fsdp_config", _NOT_YET),
+    "torch_compile": _write("train.compile", _if_on("blocks", "off")),
+    **_all("torch_compile_backend torch_compile_mode", _omit("train.compile: blocks uses torch's default compiler")),
+    **_all("fsdp fsdp_config", _NOT_YET),
     **_all(
         "half_precision_backend fp16_opt_level gradient_checkpointing_kwargs length_column_name logging_first_step "
         "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics save_safetensors save_on_each_node "
