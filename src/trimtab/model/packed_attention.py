@@ -318,6 +318,8 @@ def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.T
 # ---------------------------------------------------------------------- rows on a CPU
 
 
+# lengths are values: a compiled block would be compiled again for every batch
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _rows(
     query_1HTD: torch.Tensor,
     key_1HTD: torch.Tensor,
