@@ -64,7 +64,7 @@ class Rehearsal:
         num_micro_batches = 1 if sampler.micro_batch_size >= num_rows else 2
 
         def work() -> None:
-            self._compute(worst_batch(self._batches, self._engine), num_micro_batches)
+            self._compute(worst_batch(self._batches, self._engine), num_micro_batches, window_gradients)
 
         required_grad = [parameter.requires_grad for parameter in self._released_later]
         try:
@@ -98,12 +98,7 @@ class Rehearsal:
             lambda: self._compute(batch_of(self._batches, rows, self._engine), 1, compute_gradients)
         )
 
-    def _compute(
-        self,
-        batch: dict[str, torch.Tensor],
-        num_times: int,
-        compute_gradients: Callable[..., Any] = window_gradients,
-    ) -> None:
+    def _compute(self, batch: dict[str, torch.Tensor], num_times: int, compute_gradients: Callable[..., Any]) -> None:
         engine, model, loss = self._engine, self._model, self._loss
         if engine.use_distributed:  # without communication: one process may run out of memory and the others not
             for _ in range(num_times):
