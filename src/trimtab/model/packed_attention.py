@@ -157,7 +157,8 @@ def packed_attention(
         The output as (1, T, H, D).
     """
     if kernel is Kernel.ROWS:
-        return _rows(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
+        rows: torch.Tensor = _rows(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
+        return rows
     is_half = query_1HTD.dtype in _HALF
     compute = _flash if kernel is Kernel.FLASH and is_half else _efficient
     return compute(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
