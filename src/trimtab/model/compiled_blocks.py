@@ -168,10 +168,9 @@ def _inductor_options() -> dict[str, Any]:
     """Options without which timings would choose kernels, and a resumed run could round differently."""
     from torch._inductor import config
 
-    options: dict[str, Any] = {"triton.autotune_pointwise": False}
-    if hasattr(config, "deterministic"):
-        options["deterministic"] = True
-    return options
+    options = {"triton.autotune_pointwise": False, "deterministic": True}
+    known = config.get_config_copy()  # torch.compile refuses names that its version does not have
+    return {name: value for name, value in options.items() if name in known}
 
 
 @contextmanager

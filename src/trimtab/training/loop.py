@@ -75,7 +75,8 @@ class Trainer:
         self._model.train()
         self._unfreeze()
         self._memory_guard.rehearse(self._progress.note)
-        self.parts.warm_up(lambda: self._memory_guard.find_trials(self._compute_gradients))
+        with self._engine.busy("preparing the first step"):
+            self.parts.warm_up(lambda: self._memory_guard.find_trials(self._compute_gradients))
         self._meter.start()
         reset_peak_memory(self._engine.device)
         try:
