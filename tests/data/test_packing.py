@@ -189,6 +189,23 @@ def test_the_collator_rounds_up():
     assert collate([3, 4], num_tokens=12)["input_ids"].shape == (1, 12)
 
 
+@pytest.mark.parametrize("labels_of_tokens", [True, False])
+def test_inputs_of_compiled_code_repeat(labels_of_tokens):
+    """The bound of lengths and, where no head has an output per row, the number of rows are the same in all batches."""
+    collate = PackedCollate(
+        lambda lengths: padded(lengths, labels_of_tokens), False, PAD, lambda: (16,), max_length=9, num_starts=8
+    )
+    for lengths in ([3, 4], [9], [1, 2, 3, 4, 5, 1]):
+        batch = collate(lengths)
+        assert batch[MAX_LENGTH] == max(9, 16 - sum(lengths))
+        assert int(count_tokens(batch)) == sum(lengths)
+        found = batch[ROW_STARTS].diff().tolist()
+        if labels_of_tokens:
+            assert found == [*lengths, *[0] * (6 - len(lengths)), 16 - sum(lengths)]
+        else:
+            assert found == [*lengths, 16 - sum(lengths)]
+
+
 def test_padded_rows_are_rounded_up_too():
     collate = RoundedCollate(padded, PAD, lambda: (8, 16))
     batch = collate([3, 5])

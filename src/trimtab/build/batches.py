@@ -82,10 +82,18 @@ def make_collate(
     task: Task, collate: Callable[..., Any], batching: Batching, batches: LengthGroupedBatches | None = None
 ) -> Callable[..., Any]:
     """The function that makes a batch of rows, of one of the sizes of `batches` if that is given."""
-    find_sizes: Callable[[], Sequence[int]] = tuple if batches is None else lambda: batches.sizes
-    if batching.is_packed:
-        return PackedCollate(collate, task.shifts_labels, task.pad_id, find_sizes)
-    return RoundedCollate(collate, task.pad_id, find_sizes) if batching.has_few_sizes else collate
+    if not batching.has_few_sizes or batches is None:
+        return PackedCollate(collate, task.shifts_labels, task.pad_id) if batching.is_packed else collate
+
+    def find_sizes() -> Sequence[int]:
+        return batches.sizes
+
+    if not batching.is_packed:
+        return RoundedCollate(collate, task.pad_id, find_sizes)
+    longest, num_starts = int(batches.lengths.max()), batches.batch_size + 2
+    return PackedCollate(
+        collate, task.shifts_labels, task.pad_id, find_sizes, max_length=longest, num_starts=num_starts
+    )
 
 
 class EpochCollate:

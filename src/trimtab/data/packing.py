@@ -165,6 +165,9 @@ class PackedCollate:
             never a label: it would be predicted from the row before it.
         pad_id: The token that filler consists of.
         find_sizes: Returns the numbers of tokens that batches are rounded up to; empty = no filler.
+        max_length: A bound of the length of rows for all batches: compiled code depends on it. None = each its own.
+        num_starts: Entries of `cu_seq_lens_q` in batches with labels of tokens: empty rows are added before the filler.
+            None = as many as there are rows, and two.
     """
 
     def __init__(
@@ -173,18 +176,31 @@ class PackedCollate:
         shifts_labels: bool,
         pad_id: int,
         find_sizes: Callable[[], Sequence[int]] = tuple,
+        *,
+        max_length: int | None = None,
+        num_starts: int | None = None,
     ) -> None:
         self._collate = collate
         self._shifts_labels = shifts_labels
         self._pad_id = pad_id
         self._find_sizes = find_sizes
+        self._max_length = max_length
+        self._num_starts = num_starts
 
     def __call__(self, examples: list[dict[str, torch.Tensor]], num_tokens: int | None = None) -> Batch:
         """Rows as one batch, with filler up to `num_tokens` if that is given."""
         batch = self._collate(examples)
         total = int(batch["attention_mask"].sum())
         size = rounded_up(total, self._find_sizes()) if num_tokens is None else max(total, num_tokens)
-        return pack_batch(batch, size, self._pad_id, self._shifts_labels)
+        packed = pack_batch(batch, size, self._pad_id, self._shifts_labels)
+        packed[MAX_LENGTH] = max(packed[MAX_LENGTH], self._max_length or 0)
+        if self._num_starts is not None and packed["labels"].shape == packed["input_ids"].shape:
+            packed[ROW_STARTS] = _with_empty_rows(packed[ROW_STARTS], self._num_starts)
+        return packed
+
+
+def _with_empty_rows(starts: torch.Tensor, num_starts: int) -> torch.Tensor:
+    return torch.cat([starts[:-1], starts[-2].repeat(num_starts - len(starts)), starts[-1:]])
 
 
 class RoundedCollate:
