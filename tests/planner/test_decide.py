@@ -8,6 +8,7 @@ import torch
 import trimtab
 import trimtab.training.evaluate
 from tiny_runs import reviews, write_csv
+from trimtab.data.batching import Batching
 from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import memory_in_use
 from trimtab.planner import decide as deciding
@@ -60,6 +61,7 @@ def test_what_is_open():
         "kernels": ("plain",),
         "attention_backend": ("torch",),
         "padding": ("longest",),
+        "compile": ("off",),
     }
 
 
@@ -88,6 +90,8 @@ def test_what_is_fixed_is_kept():
         "offload": ("none", "embeddings"),
         "kernels": ("plain",),
         "attention_backend": ("efficient",),
+        "padding": ("longest",),
+        "compile": ("off",),
     }
 
 
@@ -106,7 +110,7 @@ def test_two_micro_batches_stand_for_more():
     made = planner(recipe(train={"batch_size": 8}))
     many, few = (made.estimate(plain_spec(rows, made.precision)) for rows in (1, 4))
     spec = plain_spec(1, made.precision)
-    whole = made.tracer(spec).trace(spec, made.lengths.shape(1), 8)
+    whole = made.tracer(spec).trace(spec, made.shape(spec), 8)
     assert many.allocated_bytes == pytest.approx(predict(whole).allocated, rel=1e-4)
     assert many.step_s == pytest.approx(step_seconds(whole.ops, made.target.device).seconds, rel=0.01)
     assert many.step_s > few.step_s
@@ -233,14 +237,23 @@ def test_lengths_of_data(tiny, own_folder):
     lengths = LengthsOfData(made, found.tokens, found.data.task)
     all_lengths = found.tokens.train.lengths
     assert lengths.longest == max(all_lengths)
-    assert lengths.shape(4).is_padded
-    assert not lengths.shape(1).is_padded
+    padded, packed = Batching(), Batching(is_packed=True)
+    assert lengths.shape(4, padded).is_padded
+    assert not lengths.shape(1, padded).is_padded
     assert lengths.tokens(8) == pytest.approx(8 * sum(all_lengths) / len(all_lengths))
     # one row at once is never padded: the mean of all rows
     real = sum(all_lengths) / len(all_lengths) / max(all_lengths)
     steps = -(-len(all_lengths) // 8)
-    assert lengths.mean_share(1) == pytest.approx(real * len(all_lengths) / (steps * 8))
-    assert lengths.mean_share(8) >= lengths.mean_share(1)
+    assert lengths.mean_share(1, padded) == pytest.approx(real * len(all_lengths) / (steps * 8))
+    assert lengths.mean_share(8, padded) >= lengths.mean_share(1, padded)
+    # packed rows have no padding, whatever their number
+    assert lengths.mean_share(8, packed) == pytest.approx(lengths.mean_share(1, padded))
+    shape = lengths.shape(2, packed)
+    assert not shape.is_padded
+    assert shape.packed_tokens == 2 * lengths.longest
+    assert shape.max_rows == 8, "short rows fill a micro-batch"
+    longest_batch = sum(sorted(all_lengths)[-8:])
+    assert lengths.shape(8, packed).packed_tokens == longest_batch
 
 
 # ---------------------------------------------------------------------- evaluations, the host, other processes

@@ -20,7 +20,7 @@ def recipe_of(variant, **changes):
 def test_every_variant_is_a_valid_recipe(name):
     variants = build_study(name, Recipe(**PLAIN))
     recipes = [recipe_of(variant) for variant in variants]
-    assert len(variants) > 3
+    assert len(variants) > 1
     assert len({variant.name for variant in variants}) == len(variants)
     assert all(one != other for i, one in enumerate(recipes) for other in recipes[:i])
 
