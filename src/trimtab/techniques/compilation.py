@@ -43,6 +43,7 @@ class Compilation(Technique):
     phase = Phase.COMPILATION
     before = "off"
     is_kept_on_resume = True
+    study = ("compile", ("off", "blocks"))
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The recipe's value; `auto` is off."""
