@@ -4,6 +4,7 @@ Most tests use the backend "aot_eager", which traces like inductor and generates
 """
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,7 @@ def test_names_and_saved_weights_do_not_change():
     assert [name for name, _ in compiled.named_modules()] == [name for name, _ in plain.named_modules()]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_has_weights_of_its_own():
     _, compiled, _ = with_compiled(tiny_model())
     copied = copy.deepcopy(compiled)
@@ -152,6 +154,7 @@ def test_adapters_are_inside_the_graph(dropout):
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_adapters_in_bf16_round_like_the_plain_product():
     model = tiny_model(num_blocks=2)
     shake(add_adapter(model, LoraSpec(rank=4)))
@@ -228,6 +231,7 @@ def test_a_failure_is_kept_on_resume():
     assert not counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_sizes_beyond_the_limit_are_not_compiled(monkeypatch):
     monkeypatch.setattr(compiled_blocks, "MOST_SIZES", 2)
     plain, compiled, blocks = with_compiled(tiny_model())
@@ -277,6 +281,7 @@ def test_a_number_among_the_inputs_is_part_of_the_size(monkeypatch):
 # ---------------------------------------------------------------------- with generated code
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_generated_code_computes_the_same(name):

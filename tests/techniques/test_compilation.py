@@ -5,6 +5,7 @@ Runs use the backend "aot_eager", which traces like inductor and generates no co
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,7 @@ def test_every_size_is_compiled_before_the_first_step(tiny, own_folder, compiler
     assert any("compiled blocks" in line for line in result.plan.describe())
 
 
+@pytest.mark.slow
 def test_the_warm_up_changes_nothing(tiny, own_folder, compiler, monkeypatch):
     write_csv(own_folder / "rows.csv", rows())
     fit(recipe_of(tiny, "warm"), progress="quiet", device="cpu")
@@ -112,6 +114,7 @@ def test_the_warm_up_changes_nothing(tiny, own_folder, compiler, monkeypatch):
     assert_same_run("warm", "cold", 6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tiny, own_folder, compiler):
     write_csv(own_folder / "rows.csv", rows())
     fit(recipe_of(tiny, "whole"), progress="quiet", device="cpu")
@@ -221,6 +224,7 @@ print("MISSES", counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
 @pytest.mark.slow
 def test_bits_are_the_same_with_generated_code_and_a_later_process_reads_the_cache(tiny, own_folder):
     """With dropout, in processes of their own: the second one compiles nothing."""

@@ -202,6 +202,7 @@ def test_memory_may_run_out_again_and_again(train, monkeypatch):
     assert faults.num_calls == 5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_before_the_run_fails(train, monkeypatch, tmp_path):
     """With checkpoints far apart the last step is not lost, and the run can be resumed from it."""
     expected = Watch()
@@ -218,6 +219,7 @@ def test_a_checkpoint_is_saved_before_the_run_fails(train, monkeypatch, tmp_path
     assert same_bits(watch.weights[-1], expected.weights[-1])
 
 
+@pytest.mark.slow
 def test_the_smaller_size_is_recorded_and_restored(train, monkeypatch, tmp_path):
     """The journal has a line, and a resumed run starts with the smaller size unless the recipe names another."""
     Faults(monkeypatch, {2: 77})
