@@ -61,10 +61,14 @@ def _split(rest: str) -> tuple[str, str, str]:
     return authority, end.group(), following
 
 
-def _hidden_value(found: "re.Match[str]") -> str:
-    name = unquote_plus(found["name"])
+def is_secret_name(name: str) -> bool:
+    """Whether a parameter or a key of this name usually holds a credential, such as `hub_token` or `api_key`."""
     words = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
     joined = re.sub(r"[\W_]", "", words)
     is_secret = bool(_SECRET_WORDS & set(re.split(r"[\W_]+", words))) or joined.endswith(_SECRET_ENDS)
-    is_secret = is_secret and joined not in _PUBLIC_NAMES
+    return is_secret and joined not in _PUBLIC_NAMES
+
+
+def _hidden_value(found: "re.Match[str]") -> str:
+    is_secret = is_secret_name(unquote_plus(found["name"]))
     return f"{found['before']}{found['name']}={HIDDEN if is_secret and found['value'] else found['value']}"

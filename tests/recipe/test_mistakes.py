@@ -213,3 +213,18 @@ def test_any_value_gives_a_recipe_or_a_list_of_mistakes(overrides):
 def test_a_value_is_shown_without_its_credentials():
     assert shown("https://host?token=abc") == "'https://host?token=***'"
     assert shown({"uri": "http://me:abc@host"}) == "{uri: http://host}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hub_token": "hf_abcdef"},
+        {"train": {"password": "hf_abcdef"}},
+        {"wandb": {"api_key": "hf_abcdef", "project": "x"}},
+        {"trainer": {"hub_token": "hf_abcdef"}},
+    ],
+)
+def test_credentials_are_not_shown(values):
+    found = "\n".join(lines_of(**values))
+    assert "hf_abcdef" not in found
+    assert "***" in found

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.addresses import redact
+from trimtab.addresses import HIDDEN, is_secret_name, redact
 from trimtab.errors import RecipeError
 from trimtab.recipe.foreign_keys import translate_key, translate_value
 from trimtab.recipe.schema_keys import Key, choices_of, is_section, keys_of
@@ -211,14 +211,20 @@ def _unknown_key(
         text = f"no such key; did you mean {' or '.join(key.dotted for key in keys.values() if key.name == far)}?"
     else:
         text = f"no such key; allowed{f' in {section}' if section else ''}: {', '.join(here)}"
-    yield Mistake(path, f"found {shown(value)}; {text}")
+    yield Mistake(path, f"found {_shown_unless_secret(name, value)}; {text}")
     if isinstance(value, Mapping):
         # A whole section of another library, such as `trainer:`: each of its keys has its own translation.
         for inner_name, inner_value in value.items():
             dotted, inner = f"{near}.{inner_name}", _snake(str(inner_name))
             known = translate_value(dotted, inner_value) if dotted in keys else translate_key(inner, inner_value, value)
             if known:
-                yield Mistake((*path, str(inner_name)), f"found {shown(inner_value)}; {known}")
+                yield Mistake((*path, str(inner_name)), f"found {_shown_unless_secret(inner, inner_value)}; {known}")
+
+
+def _shown_unless_secret(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = {key: HIDDEN if is_secret_name(str(key)) else inner for key, inner in value.items()}
+    return HIDDEN if is_secret_name(name) and isinstance(value, str) else shown(value)
 
 
 def _snake(name: str) -> str:
