@@ -163,6 +163,26 @@ def test_labels_of_rows_stay():
     assert packed["labels"].tolist() == [0, 1]
 
 
+def with_several_labels(lengths):
+    """Rows have as many labels, or targets, as the longest one has tokens."""
+    batch = padded(lengths)
+    return batch | {"labels": torch.arange(batch["input_ids"].numel()).view(len(lengths), -1).float()}
+
+
+@pytest.mark.parametrize("lengths", [[3, 1], [4]])
+def test_several_labels_of_rows_stay(lengths):
+    labels = with_several_labels(lengths)["labels"]
+    packed = PackedCollate(with_several_labels, False, PAD, lambda: (8,), max_length=9, num_starts=8)(lengths)
+    assert torch.equal(packed["labels"], labels)
+    assert count_rows(packed) == len(lengths)
+    whole = PackedCollate(with_several_labels, False, PAD, num_starts=8)(lengths)
+    assert torch.equal(whole["labels"], labels)
+    assert count_rows(whole) == len(lengths)
+    rounded = RoundedCollate(with_several_labels, PAD, lambda: (8,))(lengths)
+    assert rounded["input_ids"].shape == (len(lengths), 8)
+    assert torch.equal(rounded["labels"], labels)
+
+
 @pytest.mark.parametrize("labels_of_tokens", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
 def test_pieces_of_a_packed_batch(labels_of_tokens, num_rows):

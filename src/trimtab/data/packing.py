@@ -194,7 +194,7 @@ class PackedCollate:
         size = rounded_up(total, self._find_sizes()) if num_tokens is None else max(total, num_tokens)
         packed = pack_batch(batch, size, self._pad_id, self._shifts_labels)
         packed[MAX_LENGTH] = max(packed[MAX_LENGTH], self._max_length or 0)
-        if self._num_starts is not None and packed["labels"].shape == packed["input_ids"].shape:
+        if self._num_starts is not None and _is_of_tokens(packed["labels"], packed["input_ids"].shape):
             packed[ROW_STARTS] = _with_empty_rows(packed[ROW_STARTS], self._num_starts)
         return packed
 
@@ -226,10 +226,15 @@ class RoundedCollate:
             return batch
         return {
             name: functional.pad(value, (0, missing), value=_filler(name, self._pad_id))
-            if isinstance(value, torch.Tensor) and value.shape == shape
+            if _is_of_tokens(value, shape)
             else value
             for name, value in batch.items()
         }
+
+
+def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
+    """Whether there is one value per token. Several labels of a row are floats; rows may have as many as tokens."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and not value.is_floating_point()
 
 
 def _filler(name: str, pad_id: int) -> int:
@@ -258,7 +263,7 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
     for name, value in {**batch, "position_ids": positions}.items():
         if name == "attention_mask":
             continue
-        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+        if _is_of_tokens(value, mask.shape):
             tokens = value.new_full((size,), _filler(name, pad_id))
             torch.index_select(value.reshape(-1), 0, is_token, out=tokens[:num_tokens])
             if name == "labels" and shifts_labels:
