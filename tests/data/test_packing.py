@@ -102,6 +102,26 @@ def test_smaller_micro_batches_are_those_of_a_new_sampler():
     assert len(shrunk) == sum(shrunk.window_sizes()) == len(list(shrunk))
 
 
+def test_limits_of_tokens_and_of_rows_both_hold():
+    """Short rows fill up a micro-batch although only three of the longest would fit."""
+    made = {"tokens_per_row": 1000 / 3, "max_rows": 8}
+    (window,) = LengthGroupedBatches([100] * 16, 16, 3, seed=0, **made).windows()
+    assert [len(micro) for micro in window] == [8, 8]
+    (window,) = LengthGroupedBatches([300, *[10] * 15], 16, 3, seed=0, **made).windows()
+    assert sorted(len(micro) for micro in window) == [8, 8]
+    sampler = LengthGroupedBatches([100] * 16, 16, 2, seed=0, tokens_per_row=2048, max_rows=2)
+    assert sampler.max_tokens == 200, "two rows have no more"
+    sampler.set_micro_batch_size(1)
+    assert sampler.max_tokens == 100
+    assert all(len(micro) == 1 for micro in sampler)
+
+
+@pytest.mark.parametrize("micro_batch", range(1, 100))
+def test_the_limit_of_tokens_is_not_rounded_down(micro_batch):
+    sampler = LengthGroupedBatches([1] * 200, 200, micro_batch, seed=0, tokens_per_row=100 / micro_batch)
+    assert sampler.max_tokens == 100
+
+
 # ---------------------------------------------------------------------- few sizes
 
 

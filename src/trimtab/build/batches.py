@@ -29,7 +29,7 @@ def train_batches(
         batching: How rows become batches.
         num_processes: Number of processes that share a batch.
     """
-    limit, tokens_per_row = recipe.limits.train, None
+    limit, tokens_per_row, rows = recipe.limits.train, None, recipe.memory.micro_batch
     if batching.is_packed:
         tokens_per_row = _tokens_per_row(recipe, tokens, math.ceil(micro_batch_size / num_processes))
     num_batches = math.ceil(len(tokens.train) / recipe.train.batch_size)
@@ -42,7 +42,7 @@ def train_batches(
         shuffle=not recipe.limits.overfit_batches,
         limit_batches=recipe.limits.overfit_batches or limited(limit, num_batches),
         tokens_per_row=tokens_per_row,
-        limits_rows=recipe.memory.micro_batch != "auto",
+        max_rows=None if rows == "auto" else int(rows),
         num_processes=num_processes,
         batching=batching,
     )

@@ -181,7 +181,8 @@ class LengthsOfData:
         batches = self._batches(rows, batching)
         if batches.max_tokens is None:
             return self._packed(self._tokens.train, rows)
-        shape = self._packed(self._tokens.train, min(batches.batch_size, len(self._lengths)))
+        most_rows = min(batches.max_rows or batches.batch_size, batches.batch_size, len(self._lengths))
+        shape = self._packed(self._tokens.train, most_rows)
         return replace(shape, rows=math.ceil(batches.max_tokens / self.longest), max_tokens=batches.max_tokens)
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
