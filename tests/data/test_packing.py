@@ -12,6 +12,7 @@ from trimtab.data.packing import (
     PackedCollate,
     RoundedCollate,
     choose_sizes,
+    count_filled_rows,
     count_rows,
     count_tokens,
     pack_batch,
@@ -239,6 +240,7 @@ def test_inputs_of_compiled_code_repeat(labels_of_tokens):
         batch = collate(lengths)
         assert batch[MAX_LENGTH] == max(9, 16 - sum(lengths))
         assert int(count_tokens(batch)) == sum(lengths)
+        assert int(count_filled_rows(batch)) == len(lengths)
         found = batch[ROW_STARTS].diff().tolist()
         if labels_of_tokens:
             assert found == [*lengths, *[0] * (6 - len(lengths)), 16 - sum(lengths)]

@@ -282,8 +282,13 @@ def is_packed(batch: Batch) -> bool:
 
 
 def count_rows(batch: Batch) -> int:
-    """The number of rows of a packed or a padded batch."""
+    """The number of rows of a packed or a padded batch, with the empty ones that `PackedCollate` adds."""
     return len(batch[ROW_STARTS]) - 2 if is_packed(batch) else len(next(iter(batch.values())))
+
+
+def count_filled_rows(batch: Batch) -> torch.Tensor | int:
+    """The rows of a batch that have tokens; a tensor where they are known on the device alone."""
+    return (batch[ROW_STARTS][:-1].diff() > 0).sum() if is_packed(batch) else count_rows(batch)
 
 
 def count_tokens(batch: Batch) -> torch.Tensor | int:
