@@ -49,11 +49,15 @@ def train_batches(
 
 
 def _tokens_per_row(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> float | None:
-    """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows."""
-    memory = recipe.memory
-    if memory.micro_batch_tokens != "auto":
-        return int(memory.micro_batch_tokens) / micro_batch_size
-    return max(tokens.train.lengths) if memory.micro_batch == "auto" else None
+    """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows.
+
+    They are less than those of two of the longest rows: a micro-batch size of 1 is as small as may be.
+    """
+    memory, longest = recipe.memory, max(tokens.train.lengths)
+    if memory.micro_batch_tokens == "auto":
+        return longest if memory.micro_batch == "auto" else None
+    is_reached = int(memory.micro_batch_tokens) // longest <= micro_batch_size  # not before a limit of rows
+    return int(memory.micro_batch_tokens) / micro_batch_size if is_reached else longest
 
 
 def micro_batch_asked(recipe: Recipe, longest: int) -> int | None:
