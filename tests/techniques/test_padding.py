@@ -95,6 +95,13 @@ def test_trains_as_with_padding(tiny, tmp_path, task):
 MICRO_BATCHES = [{"micro_batch": 3}, {"micro_batch_tokens": 20}, {"micro_batch_tokens": 20, "micro_batch": 2}]
 
 
+def test_a_plan_names_the_tokens_of_a_micro_batch(tiny, tmp_path, caplog):
+    with caplog.at_level("INFO", "trimtab"):
+        *_, plan = trained(recipe_of(tiny, tmp_path, "classify", memory={"micro_batch_tokens": 20}), tmp_path / "run")
+    assert plan["micro_batch_tokens"] == 20
+    assert "steps of 8 rows in micro-batches of 20 tokens" in caplog.text
+
+
 @pytest.mark.parametrize("memory", MICRO_BATCHES)
 @pytest.mark.parametrize("task", ["classify", "chat"])
 def test_micro_batches_change_nothing(tiny, tmp_path, task, memory):
