@@ -89,6 +89,30 @@ def test_processes_get_even_shares():
     assert [int(lengths[share].sum()) for share in shares] == [80, 80]
 
 
+@pytest.mark.parametrize("tokens_per_row", [None, 60])
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_the_largest_of_few_batches_has_most_tokens(tokens_per_row, num_processes):
+    """Of one process; by rows, one long row with short ones is less than rows of middle length."""
+    lengths = [60, 1, 1, 1, 1, 1, 40, 40, 40, 40, 40, 40] * 9
+    batches = LengthGroupedBatches(
+        lengths,
+        24,
+        6,
+        seed=0,
+        group_by_length=False,
+        shuffle=False,
+        limit_batches=2,
+        tokens_per_row=tokens_per_row,
+        num_processes=num_processes,
+        batching=Batching(is_packed=True),
+    )
+
+    def num_tokens(rows):
+        return sum(lengths[row] for row in batches.largest_share(rows))
+
+    assert num_tokens(batches.largest_micro_batch()) == max(num_tokens(rows) for rows in batches)
+
+
 def test_smaller_micro_batches_are_those_of_a_new_sampler():
     """A run that was resumed after memory ran out divides its batches in the same way."""
     lengths = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6] * 4
@@ -129,7 +153,8 @@ def test_the_limit_of_tokens_is_not_rounded_down(micro_batch):
 @given(st.lists(st.integers(50, 5000), min_size=1, max_size=200))
 def test_sizes_are_few_and_hold_every_micro_batch(totals):
     sizes = choose_sizes(totals, max_filler=0.03, max_sizes=32)
-    assert len(sizes) <= 33
+    assert len(sizes) <= 32
+    assert sizes[-1] == max(totals)
     assert sizes == tuple(sorted(set(sizes)))
     rounded = [rounded_up(total, sizes) for total in totals]
     assert all(size >= total for size, total in zip(rounded, totals, strict=True))

@@ -276,8 +276,8 @@ class LengthGroupedBatches:
         max_tokens = self.max_tokens
         if self.limit_batches is not None:  # the longest rows may not be among the few batches
             micro_batches = [rows for window in self.windows() for rows in window]
-            if max_tokens is not None:
-                return max(micro_batches, key=lambda rows: int(self.lengths[list(rows)].sum()))
+            if self._batching.is_packed:
+                return max(micro_batches, key=lambda rows: self._extent(self.largest_share(rows)))
             return max(micro_batches, key=lambda rows: (len(rows) * self._longest(rows), self._longest(rows)))
         num_rows = min(self.micro_batch_size, self.batch_size, len(self.lengths))
         longest = self.lengths.argsort(stable=True, descending=True).tolist()

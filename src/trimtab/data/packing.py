@@ -125,7 +125,7 @@ def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int
     num_tokens, largest = sum(ordered), ordered[-1]
     for num_sizes in range(1, max_sizes + 1):
         ratio = (largest / ordered[0]) ** (1 / num_sizes)
-        sizes = sorted({_aligned(largest / ratio**power) for power in range(num_sizes)} | {largest})
+        sizes = sorted({min(largest, _aligned(largest / ratio**power)) for power in range(num_sizes)})
         filler = _filler_tokens(ordered, sizes)
         if filler <= max_filler * num_tokens:
             break
