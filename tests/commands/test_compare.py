@@ -181,6 +181,17 @@ def test_one_run(recipe, own_folder, tiny):
     assert not (own_folder / "measured" / "best").exists()
 
 
+def test_rows_and_tokens_of_packed_batches_are_counted(recipe, own_folder, tiny):
+    def counted(padding):
+        memory = {"padding": padding, "micro_batch_tokens": 40}
+        values = {"model": tiny.folder("bert"), "data": {"train": "reviews.csv", "eval_share": 0}, "memory": memory}
+        found = measure(spec_of(own_folder, values, run=str(own_folder / padding), records_memory=False))["measurement"]
+        assert found["plan"]["padding"] == padding
+        return found["num_rows"], found["num_tokens"]
+
+    assert counted("none") == counted("longest")
+
+
 def test_a_run_that_is_not_recorded_has_all_its_steps_timed(recipe, own_folder, tiny):
     values = {"model": tiny.folder("bert"), "data": {"train": "reviews.csv", "eval_share": 0}}
     found = measure(spec_of(own_folder, values, records_memory=False))["measurement"]

@@ -12,6 +12,7 @@ from trimtab.data.packing import (
     PackedCollate,
     RoundedCollate,
     choose_sizes,
+    count_filled_rows,
     count_rows,
     count_tokens,
     pack_batch,
@@ -88,6 +89,30 @@ def test_processes_get_even_shares():
     assert [int(lengths[share].sum()) for share in shares] == [80, 80]
 
 
+@pytest.mark.parametrize("tokens_per_row", [None, 60])
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_the_largest_of_few_batches_has_most_tokens(tokens_per_row, num_processes):
+    """Of one process; by rows, one long row with short ones is less than rows of middle length."""
+    lengths = [60, 1, 1, 1, 1, 1, 40, 40, 40, 40, 40, 40] * 9
+    batches = LengthGroupedBatches(
+        lengths,
+        24,
+        6,
+        seed=0,
+        group_by_length=False,
+        shuffle=False,
+        limit_batches=2,
+        tokens_per_row=tokens_per_row,
+        num_processes=num_processes,
+        batching=Batching(is_packed=True),
+    )
+
+    def num_tokens(rows):
+        return sum(lengths[row] for row in batches.largest_share(rows))
+
+    assert num_tokens(batches.largest_micro_batch()) == max(num_tokens(rows) for rows in batches)
+
+
 def test_smaller_micro_batches_are_those_of_a_new_sampler():
     """A run that was resumed after memory ran out divides its batches in the same way."""
     lengths = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6] * 4
@@ -102,13 +127,34 @@ def test_smaller_micro_batches_are_those_of_a_new_sampler():
     assert len(shrunk) == sum(shrunk.window_sizes()) == len(list(shrunk))
 
 
+def test_limits_of_tokens_and_of_rows_both_hold():
+    """Short rows fill up a micro-batch although only three of the longest would fit."""
+    made = {"tokens_per_row": 1000 / 3, "max_rows": 8}
+    (window,) = LengthGroupedBatches([100] * 16, 16, 3, seed=0, **made).windows()
+    assert [len(micro) for micro in window] == [8, 8]
+    (window,) = LengthGroupedBatches([300, *[10] * 15], 16, 3, seed=0, **made).windows()
+    assert sorted(len(micro) for micro in window) == [8, 8]
+    sampler = LengthGroupedBatches([100] * 16, 16, 2, seed=0, tokens_per_row=2048, max_rows=2)
+    assert sampler.max_tokens == 200, "two rows have no more"
+    sampler.set_micro_batch_size(1)
+    assert sampler.max_tokens == 100
+    assert all(len(micro) == 1 for micro in sampler)
+
+
+@pytest.mark.parametrize("micro_batch", range(1, 100))
+def test_the_limit_of_tokens_is_not_rounded_down(micro_batch):
+    sampler = LengthGroupedBatches([1] * 200, 200, micro_batch, seed=0, tokens_per_row=100 / micro_batch)
+    assert sampler.max_tokens == 100
+
+
 # ---------------------------------------------------------------------- few sizes
 
 
 @given(st.lists(st.integers(50, 5000), min_size=1, max_size=200))
 def test_sizes_are_few_and_hold_every_micro_batch(totals):
     sizes = choose_sizes(totals, max_filler=0.03, max_sizes=32)
-    assert len(sizes) <= 33
+    assert len(sizes) <= 32
+    assert sizes[-1] == max(totals)
     assert sizes == tuple(sorted(set(sizes)))
     rounded = [rounded_up(total, sizes) for total in totals]
     assert all(size >= total for size, total in zip(rounded, totals, strict=True))
@@ -163,6 +209,26 @@ def test_labels_of_rows_stay():
     assert packed["labels"].tolist() == [0, 1]
 
 
+def with_several_labels(lengths):
+    """Rows have as many labels, or targets, as the longest one has tokens."""
+    batch = padded(lengths)
+    return batch | {"labels": torch.arange(batch["input_ids"].numel()).view(len(lengths), -1).float()}
+
+
+@pytest.mark.parametrize("lengths", [[3, 1], [4]])
+def test_several_labels_of_rows_stay(lengths):
+    labels = with_several_labels(lengths)["labels"]
+    packed = PackedCollate(with_several_labels, False, PAD, lambda: (8,), max_length=9, num_starts=8)(lengths)
+    assert torch.equal(packed["labels"], labels)
+    assert count_rows(packed) == len(lengths)
+    whole = PackedCollate(with_several_labels, False, PAD, num_starts=8)(lengths)
+    assert torch.equal(whole["labels"], labels)
+    assert count_rows(whole) == len(lengths)
+    rounded = RoundedCollate(with_several_labels, PAD, lambda: (8,))(lengths)
+    assert rounded["input_ids"].shape == (len(lengths), 8)
+    assert torch.equal(rounded["labels"], labels)
+
+
 @pytest.mark.parametrize("labels_of_tokens", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
 def test_pieces_of_a_packed_batch(labels_of_tokens, num_rows):
@@ -199,6 +265,7 @@ def test_inputs_of_compiled_code_repeat(labels_of_tokens):
         batch = collate(lengths)
         assert batch[MAX_LENGTH] == max(9, 16 - sum(lengths))
         assert int(count_tokens(batch)) == sum(lengths)
+        assert int(count_filled_rows(batch)) == len(lengths)
         found = batch[ROW_STARTS].diff().tolist()
         if labels_of_tokens:
             assert found == [*lengths, *[0] * (6 - len(lengths)), 16 - sum(lengths)]

@@ -246,14 +246,47 @@ def test_lengths_of_data(tiny, own_folder):
     steps = -(-len(all_lengths) // 8)
     assert lengths.mean_share(1, padded) == pytest.approx(real * len(all_lengths) / (steps * 8))
     assert lengths.mean_share(8, padded) >= lengths.mean_share(1, padded)
-    # packed rows have no padding, whatever their number
-    assert lengths.mean_share(8, packed) == pytest.approx(lengths.mean_share(1, padded))
+    # packed rows have no padding, whatever their number: the mean step as a share of the largest one
+    assert lengths.mean_share(1, packed) == pytest.approx(lengths.mean_share(1, padded))
+    for rows in (2, 8):
+        largest = 8 // rows * lengths.shape(rows, packed).packed_tokens
+        assert lengths.mean_share(rows, packed) * largest == pytest.approx(sum(all_lengths) / steps)
     shape = lengths.shape(2, packed)
     assert not shape.is_padded
     assert shape.packed_tokens == 2 * lengths.longest
     assert shape.max_rows == 8, "short rows fill a micro-batch"
     longest_batch = sum(sorted(all_lengths)[-8:])
     assert lengths.shape(8, packed).packed_tokens == longest_batch
+
+
+@pytest.mark.parametrize("memory", [{}, {"micro_batch": 4}, {"micro_batch_tokens": 40}])
+def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
+    """The largest batch and the longest rows that fit do not depend on how many tokens a batch of the data has."""
+    rows = write_csv(own_folder / "reviews.csv", reviews(40))
+    made = trimtab.Recipe(
+        model=tiny.folder("bert"),
+        data={"train": str(rows)},
+        train={"batch_size": 8},
+        memory={"padding": "none", **memory},
+    )
+    found = RecipeRows(made)
+    lengths = LengthsOfData(made, found.tokens, found.data.task)
+    many = RecipePlanner(made, found.data.task, known_target("t4", None), lengths)
+    spec = many.space.reference()
+    assert spec["padding"] == "none"
+    shapes = []
+    predict_step = many.prediction
+    many.prediction = lambda spec, shape, **options: shapes.append(shape) or predict_step(spec, shape, **options)
+    many.most_rows(spec)
+    assert len(shapes) > 1
+    assert all(shape.packed_tokens == shape.rows * lengths.longest for shape in shapes)
+    shapes.clear()
+    many.longest(spec)
+    longer = [shape for shape in shapes if shape.length > lengths.longest]
+    assert longer
+    limit = memory.get("micro_batch_tokens", 10**9)
+    for shape in longer:
+        assert shape.packed_tokens == max(shape.length, min(limit, spec.micro_batch * shape.length))
 
 
 # ---------------------------------------------------------------------- evaluations, the host, other processes

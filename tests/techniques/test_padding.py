@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from rounding import rounding_error
 from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, tiny_config, write_csv, write_jsonl
 from trimtab import Recipe, fit, predict_step_memory
+from trimtab.build.batches import micro_batch_asked, train_batches
+from trimtab.data.batching import Batching
 from trimtab.model.load import load_model
 from trimtab.techniques.base import Accelerator, Case
 from trimtab.techniques.padding import Padding
@@ -92,12 +95,38 @@ def test_trains_as_with_padding(tiny, tmp_path, task):
 MICRO_BATCHES = [{"micro_batch": 3}, {"micro_batch_tokens": 20}, {"micro_batch_tokens": 20, "micro_batch": 2}]
 
 
+def test_a_plan_names_the_tokens_of_a_micro_batch(tiny, tmp_path, caplog):
+    with caplog.at_level("INFO", "trimtab"):
+        *_, plan = trained(recipe_of(tiny, tmp_path, "classify", memory={"micro_batch_tokens": 20}), tmp_path / "run")
+    assert plan["micro_batch_tokens"] == 20
+    assert "steps of 8 rows in micro-batches of 20 tokens" in caplog.text
+
+
 @pytest.mark.parametrize("memory", MICRO_BATCHES)
 @pytest.mark.parametrize("task", ["classify", "chat"])
 def test_micro_batches_change_nothing(tiny, tmp_path, task, memory):
     whole = trained(recipe_of(tiny, tmp_path, task), tmp_path / "whole")
     divided = trained(recipe_of(tiny, tmp_path, task, memory=memory), tmp_path / "divided")
     assert_same_training(divided, whole)
+
+
+@pytest.mark.parametrize("memory", [{}, {"micro_batch_tokens": 999}, {"micro_batch_tokens": 999, "micro_batch": 4}])
+def test_memory_that_runs_out_leads_to_single_rows(memory):
+    """Also if the limit of tokens is far above a batch: each smaller size has fewer tokens."""
+
+    class Rows:
+        lengths = (50, *[10] * 31)
+
+        def __len__(self):
+            return len(self.lengths)
+
+    recipe = Recipe(**RECIPE, train={"batch_size": 8}, memory=memory)
+    rows = min(8, micro_batch_asked(recipe, max(Rows.lengths)) or 8)
+    batches = train_batches(recipe, SimpleNamespace(train=Rows()), rows, Batching(is_packed=True))
+    assert batches.max_tokens == 50 + 10 * (rows - 1)
+    batches.set_micro_batch_size(1)
+    assert batches.max_tokens == 50
+    assert all(sum(Rows.lengths[row] for row in micro) <= 50 for micro in batches)
 
 
 @pytest.mark.parametrize("more", [{"memory": {"gradient_checkpointing": "all"}}, {"adapter": "lora"}])

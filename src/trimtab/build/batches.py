@@ -29,7 +29,7 @@ def train_batches(
         batching: How rows become batches.
         num_processes: Number of processes that share a batch.
     """
-    limit, tokens_per_row = recipe.limits.train, None
+    limit, tokens_per_row, rows = recipe.limits.train, None, recipe.memory.micro_batch
     if batching.is_packed:
         tokens_per_row = _tokens_per_row(recipe, tokens, math.ceil(micro_batch_size / num_processes))
     num_batches = math.ceil(len(tokens.train) / recipe.train.batch_size)
@@ -42,18 +42,22 @@ def train_batches(
         shuffle=not recipe.limits.overfit_batches,
         limit_batches=recipe.limits.overfit_batches or limited(limit, num_batches),
         tokens_per_row=tokens_per_row,
-        limits_rows=recipe.memory.micro_batch != "auto",
+        max_rows=None if rows == "auto" else int(rows),
         num_processes=num_processes,
         batching=batching,
     )
 
 
 def _tokens_per_row(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> float | None:
-    """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows."""
-    memory = recipe.memory
-    if memory.micro_batch_tokens != "auto":
-        return int(memory.micro_batch_tokens) / micro_batch_size
-    return max(tokens.train.lengths) if memory.micro_batch == "auto" else None
+    """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows.
+
+    They are less than those of two of the longest rows: a micro-batch size of 1 is as small as may be.
+    """
+    memory, longest = recipe.memory, max(tokens.train.lengths)
+    if memory.micro_batch_tokens == "auto":
+        return longest if memory.micro_batch == "auto" else None
+    is_reached = int(memory.micro_batch_tokens) // longest <= micro_batch_size  # not before a limit of rows
+    return int(memory.micro_batch_tokens) / micro_batch_size if is_reached else longest
 
 
 def micro_batch_asked(recipe: Recipe, longest: int) -> int | None:

@@ -82,6 +82,7 @@ def make_plan(
         max_length=max_length if tokens is None else tokens.max_length,
         padding_share=_padding_share(spec, tokens, batches),
         metric=deciding_metric(recipe) or default_metric,
+        micro_batch_tokens=None if batches is None else batches.max_tokens,
         outlook=outlook,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trimtab.data.packing import count_filled_rows, count_tokens, is_packed
 from trimtab.errors import TrimtabError, UserError
 from trimtab.hardware.environment import describe_environment
 from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, peak_memory
@@ -79,7 +80,7 @@ class Observer:
         self._largest = 0.0
         self._clock: StepClock | None = None
         self._step = 0  # the last one that has ended
-        self._rows: dict[int, int] = {}
+        self._rows: dict[int, list[torch.Tensor | int]] = {}
         self._tokens: dict[int, list[torch.Tensor | int]] = {}
         self._not_timed: set[int] = set()
         self._parent = os.getppid()
@@ -123,8 +124,12 @@ class Observer:
             return
         step, inputs = self._step + 1, {name: v for name, v in kwargs.items() if isinstance(v, torch.Tensor)}
         tokens, mask = next(iter(inputs.values())), inputs.get("attention_mask")
-        self._rows[step] = self._rows.get(step, 0) + tokens.shape[0]
-        self._tokens.setdefault(step, []).append(tokens.numel() if mask is None or mask.dim() != 2 else mask.sum())
+        num_rows: torch.Tensor | int = tokens.shape[0]
+        num_tokens: torch.Tensor | int = tokens.numel() if mask is None or mask.dim() != 2 else mask.sum()
+        if is_packed(inputs):
+            num_rows, num_tokens = count_filled_rows(inputs), count_tokens(inputs)
+        self._rows.setdefault(step, []).append(num_rows)
+        self._tokens.setdefault(step, []).append(num_tokens)
         size = sum(tensor.numel() for tensor in inputs.values())
         if self._watch is not None and not self._watch.is_recording and size > _LARGER * self._largest:
             self._largest = size
@@ -138,7 +143,7 @@ class Observer:
             timed = [step for step in seconds if step > self._num_warmup]
         self.numbers |= {
             "step_s": [seconds[step] for step in timed],
-            "num_rows": sum(self._rows[step] for step in timed),
+            "num_rows": sum(int(rows) for step in timed for rows in self._rows[step]),
             "num_tokens": sum(int(tokens) for step in timed for tokens in self._tokens[step]),
             **_peaks(self._device),
         }

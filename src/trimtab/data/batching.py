@@ -118,7 +118,8 @@ class LengthGroupedBatches:
         limit_batches: Maximum number of optimizer batches per epoch.
         tokens_per_row: Divide a batch by tokens: a micro-batch has at most `micro_batch_size` times as many tokens, and
             any number of rows. None = by rows.
-        limits_rows: With `tokens_per_row`, a micro-batch has at most `micro_batch_size` rows as well.
+        max_rows: With `tokens_per_row`, the most rows of a micro-batch of one process; None = no limit. It shrinks with
+            `set_micro_batch_size`.
         num_processes: Processes that share a micro-batch; sizes above count all of them.
         batching: How rows become batches; determines `sizes`.
     """
@@ -134,7 +135,7 @@ class LengthGroupedBatches:
         shuffle: bool = True,
         limit_batches: int | None = None,
         tokens_per_row: float | None = None,
-        limits_rows: bool = False,
+        max_rows: int | None = None,
         num_processes: int = 1,
         batching: Batching | None = None,
     ) -> None:
@@ -148,12 +149,12 @@ class LengthGroupedBatches:
         self.shuffle = shuffle
         self.limit_batches = limit_batches
         self._tokens_per_row = tokens_per_row
-        self._limits_rows = limits_rows
+        self._rows_limit, self._planned_size = max_rows, micro_batch_size
         self._num_processes = num_processes
         self._batching = batching or Batching()
         self._chosen_sizes: tuple[int, ...] | None = None
         longest = self.lengths.sort(descending=True).values[:batch_size]
-        self._longest_row, self._longest_batch = (int(longest[0]), int(longest.sum())) if len(longest) else (0, 0)
+        self._most_tokens: list[int] = longest.cumsum(0).tolist() or [0]  # of one row, two rows, …
         self.epoch = 0
         self._drawn_epoch: int | None = None
         self._batches: list[list[int]] = []
@@ -192,10 +193,9 @@ class LengthGroupedBatches:
         max_tokens = self.max_tokens
         if max_tokens is None:
             return _split(rows, self.micro_batch_size)
-        max_rows = self._rows_of_process if self._limits_rows else None
         if self._num_processes > 1:
-            return share_by_tokens(rows, self.lengths, max_tokens, self._num_processes, max_rows)
-        return split_by_tokens(rows, self.lengths, max_tokens, max_rows)
+            return share_by_tokens(rows, self.lengths, max_tokens, self._num_processes, self.max_rows)
+        return split_by_tokens(rows, self.lengths, max_tokens, self.max_rows)
 
     @property
     def _rows_of_process(self) -> int:
@@ -206,7 +206,16 @@ class LengthGroupedBatches:
         """Tokens of the largest micro-batch of one process; None if batches are divided by rows."""
         if self._tokens_per_row is None:
             return None
-        return min(max(self._longest_row, int(self._rows_of_process * self._tokens_per_row)), self._longest_batch)
+        wanted = int(round(self._rows_of_process * self._tokens_per_row, 6))  # a product of a quotient is rounded
+        most_rows = min(self.max_rows or self.batch_size, len(self._most_tokens))
+        return min(max(self._most_tokens[0], wanted), self._most_tokens[most_rows - 1])
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows of the largest micro-batch of one process, if batches are divided by tokens; None = no limit."""
+        if self._rows_limit is None:
+            return None
+        return max(1, self._rows_limit * self.micro_batch_size // self._planned_size)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -267,8 +276,8 @@ class LengthGroupedBatches:
         max_tokens = self.max_tokens
         if self.limit_batches is not None:  # the longest rows may not be among the few batches
             micro_batches = [rows for window in self.windows() for rows in window]
-            if max_tokens is not None:
-                return max(micro_batches, key=lambda rows: int(self.lengths[list(rows)].sum()))
+            if self._batching.is_packed:
+                return max(micro_batches, key=lambda rows: self._extent(self.largest_share(rows)))
             return max(micro_batches, key=lambda rows: (len(rows) * self._longest(rows), self._longest(rows)))
         num_rows = min(self.micro_batch_size, self.batch_size, len(self.lengths))
         longest = self.lengths.argsort(stable=True, descending=True).tolist()

@@ -125,7 +125,7 @@ def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int
     num_tokens, largest = sum(ordered), ordered[-1]
     for num_sizes in range(1, max_sizes + 1):
         ratio = (largest / ordered[0]) ** (1 / num_sizes)
-        sizes = sorted({_aligned(largest / ratio**power) for power in range(num_sizes)} | {largest})
+        sizes = sorted({min(largest, _aligned(largest / ratio**power)) for power in range(num_sizes)})
         filler = _filler_tokens(ordered, sizes)
         if filler <= max_filler * num_tokens:
             break
@@ -194,7 +194,7 @@ class PackedCollate:
         size = rounded_up(total, self._find_sizes()) if num_tokens is None else max(total, num_tokens)
         packed = pack_batch(batch, size, self._pad_id, self._shifts_labels)
         packed[MAX_LENGTH] = max(packed[MAX_LENGTH], self._max_length or 0)
-        if self._num_starts is not None and packed["labels"].shape == packed["input_ids"].shape:
+        if self._num_starts is not None and _is_of_tokens(packed["labels"], packed["input_ids"].shape):
             packed[ROW_STARTS] = _with_empty_rows(packed[ROW_STARTS], self._num_starts)
         return packed
 
@@ -226,10 +226,15 @@ class RoundedCollate:
             return batch
         return {
             name: functional.pad(value, (0, missing), value=_filler(name, self._pad_id))
-            if isinstance(value, torch.Tensor) and value.shape == shape
+            if _is_of_tokens(value, shape)
             else value
             for name, value in batch.items()
         }
+
+
+def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
+    """Whether there is one value per token. Several labels of a row are floats; rows may have as many as tokens."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and not value.is_floating_point()
 
 
 def _filler(name: str, pad_id: int) -> int:
@@ -258,7 +263,7 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
     for name, value in {**batch, "position_ids": positions}.items():
         if name == "attention_mask":
             continue
-        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+        if _is_of_tokens(value, mask.shape):
             tokens = value.new_full((size,), _filler(name, pad_id))
             torch.index_select(value.reshape(-1), 0, is_token, out=tokens[:num_tokens])
             if name == "labels" and shifts_labels:
@@ -277,8 +282,13 @@ def is_packed(batch: Batch) -> bool:
 
 
 def count_rows(batch: Batch) -> int:
-    """The number of rows of a packed or a padded batch."""
+    """The number of rows of a packed or a padded batch, with the empty ones that `PackedCollate` adds."""
     return len(batch[ROW_STARTS]) - 2 if is_packed(batch) else len(next(iter(batch.values())))
+
+
+def count_filled_rows(batch: Batch) -> torch.Tensor | int:
+    """The rows of a batch that have tokens; a tensor where they are known on the device alone."""
+    return (batch[ROW_STARTS][:-1].diff() > 0).sum() if is_packed(batch) else count_rows(batch)
 
 
 def count_tokens(batch: Batch) -> torch.Tensor | int:

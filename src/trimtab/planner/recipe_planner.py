@@ -278,8 +278,7 @@ class RecipePlanner:
         """Changes to the recipe that may make it fit, the least change first."""
         length = self.longest(row.spec, most=self.lengths.longest - 1)
         if length is not None:
-            shape = replace(self.shape(row.spec), length=length)
-            shorter = self.prediction(row.spec, replace(shape, target_length=shape.target_length and length))
+            shorter = self.prediction(row.spec, self._with_length(row.spec, length))
             yield Change(f"data.max_length: {length}", shorter.allocated + shorter.outside, True)
         for technique in TECHNIQUES:
             if technique.effect == "rounding":
@@ -298,7 +297,9 @@ class RecipePlanner:
 
         def measure(rows: int) -> tuple[int, bool]:
             larger = spec.with_micro_batch(rows)
-            found = self.prediction(larger, self.shape(larger), batch_size=rows)
+            # as many rows as long as the longest: more than a batch of the data has
+            shape = replace(self.shape(larger), rows=rows, max_tokens=None, max_rows=None)
+            found = self.prediction(larger, shape, batch_size=rows)
             return found.allocated + found.outside, self.target.fits(found, SPARE)
 
         return largest(measure, self.target.room(SPARE), first=spec.micro_batch, most=_MOST_ROWS)
@@ -310,11 +311,18 @@ class RecipePlanner:
         shape = self.shape(spec)
 
         def measure(length: int) -> tuple[int, bool]:
-            target = None if shape.target_length is None else length
-            found = self.prediction(spec, replace(shape, length=length, target_length=target))
+            found = self.prediction(spec, self._with_length(spec, length))
             return found.allocated + found.outside, self.target.fits(found, SPARE)
 
         return largest(measure, self.target.room(SPARE), first=shape.length, most=limit, step=min(_LENGTH_STEP, limit))
+
+    def _with_length(self, spec: StepSpec, length: int) -> BatchShape:
+        """The largest micro-batch if the longest row had another length."""
+        shape, asked = self.shape(spec), self.recipe.memory.micro_batch_tokens
+        if length > shape.length:  # the tokens of the data are no limit any more
+            max_tokens = None if asked == "auto" else max(int(asked), length)
+            shape = replace(shape, rows=spec.micro_batch, max_tokens=max_tokens, max_rows=None)
+        return replace(shape, length=length, target_length=shape.target_length and length)
 
     def max_positions(self) -> int | None:
         """The longest rows that the model itself takes."""

@@ -181,7 +181,8 @@ class LengthsOfData:
         batches = self._batches(rows, batching)
         if batches.max_tokens is None:
             return self._packed(self._tokens.train, rows)
-        shape = self._packed(self._tokens.train, min(batches.batch_size, len(self._lengths)))
+        most_rows = min(batches.max_rows or batches.batch_size, batches.batch_size, len(self._lengths))
+        shape = self._packed(self._tokens.train, most_rows)
         return replace(shape, rows=math.ceil(batches.max_tokens / self.longest), max_tokens=batches.max_tokens)
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
@@ -211,7 +212,8 @@ class LengthsOfData:
         shapes = self._shapes_seen(rows, batching)
         num_windows = min(_NUM_WINDOWS_SEEN, self._num_windows)
         per_step = math.ceil(min(self._recipe.train.batch_size, len(self._lengths)) / (rows * self._num_processes))
-        largest_step = per_step * rows * self._num_processes * self.longest
+        largest = self.shape(rows, batching).packed_tokens if batching.is_packed else rows * self.longest
+        largest_step = per_step * self._num_processes * largest
         return sum(count * length for count, length in shapes) / max(1, num_windows * largest_step)
 
     def num_shapes(self, rows: int, batching: Batching) -> int:

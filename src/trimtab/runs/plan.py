@@ -61,6 +61,7 @@ class Plan:
         device: Where this process trains.
         spec: How a step is made.
         texts: The value of each technique, as plan.json has it.
+        micro_batch_tokens: The most tokens of a packed micro-batch of one process; None if batches are divided by rows.
         outlook: The prediction.
     """
 
@@ -79,6 +80,7 @@ class Plan:
     max_length: int
     padding_share: float
     metric: str
+    micro_batch_tokens: int | None = None
     outlook: Outlook | None = field(default=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +139,8 @@ class Plan:
     def describe(self) -> list[str]:
         """The summary that is logged before a run starts, as lines."""
         trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters are trainable"
-        cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {self.micro_batch_size}"
+        size = f"{self.micro_batch_tokens:,} tokens" if self.micro_batch_tokens else str(self.micro_batch_size)
+        cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {size}"
         where = (
             self.device if self.num_processes == 1 else f"{self.num_processes} processes (this one on {self.device})"
         )
