@@ -9,6 +9,7 @@ so.
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from trimtab.model import compiled_blocks
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.fused_kernels import FusedGraph
 from trimtab.planner.trace.recorder import Recorder
+from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 from trimtab.techniques.base import Patch
 
 _MOST = 256  # graphs that are kept
@@ -63,19 +65,9 @@ def _run_compiled(
 
 def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[torch.Tensor], gpu: Gpu) -> Any:
     """What determines the graph of a block."""
-    settings = tuple(
-        (type(module), tuple((name, value) for name, value in vars(module).items() if _is_setting(name, value)))
-        for module in block.modules()
-    )
-    attention = tuple(
-        getattr(config, "_attn_implementation", None)
-        for module in block.modules()
-        if (config := getattr(module, "config", None)) is not None
-    )
     addresses = [id(tensor) for tensor in inputs]
-    shapes = tuple(
-        (tuple(x.shape), x.stride(), x.dtype, x.requires_grad, addresses.index(id(x))) for x in inputs
-    )
+    shapes = tuple((tuple(x.shape), x.stride(), x.dtype, x.requires_grad, addresses.index(id(x))) for x in inputs)
+    constants = tuple(leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves)
     switches: Any = torch.backends.cuda
     state = (
         torch.is_autocast_enabled("meta"),
@@ -85,12 +77,18 @@ def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[t
         switches.mem_efficient_sdp_enabled(),
         switches.math_sdp_enabled(),
     )
-    constants = tuple(leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves)
-    return settings, attention, shapes, constants, str(form), state, gpu
+    return tuple(map(_settings_of, block.modules())), shapes, constants, str(form), state, gpu
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    return isinstance(value, _PLAIN) and name not in _NUMBERS_OF_BLOCKS
+def _settings_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Numbers, words and functions of a module: techniques replace the forward of single modules."""
+    found: list[Any] = [type(module), getattr(getattr(module, "config", None), "_attn_implementation", None)]
+    for name, value in vars(module).items():
+        if isinstance(value, _PLAIN) and name not in _NUMBERS_OF_BLOCKS:
+            found.append((name, value))
+        elif callable(value):
+            found.append((name, getattr(value, "__code__", type(value))))
+    return tuple(found)
 
 
 def _graph_of(
@@ -116,8 +114,7 @@ def _graph_of(
 
     try:
         compiled = _partitioned(forward, len(names))
-        with _disable_current_modes(), recorder.paused(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _while_tracing(recorder):
             compiled(*inputs)  # traces and partitions
     except Exception as error:  # of the tracer, of an operation without a rule, of the partitioner
         with unmuted():
@@ -127,6 +124,20 @@ def _graph_of(
         return None
     held.clear()  # the graphs are all that is needed from now on
     return compiled
+
+
+@contextmanager
+def _while_tracing(recorder: Recorder) -> Iterator[None]:
+    """Hide the first run of a graph from the recorder and from gradient checkpointing around the block."""
+    with (
+        _disable_current_modes(),
+        recorder.paused(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        stand_ins_on_this_thread([(torch.compiler, "is_compiling", lambda: True)]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[..., Any]:

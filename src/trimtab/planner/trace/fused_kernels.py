@@ -162,24 +162,21 @@ def _schedule(graph: fx.Graph, outputs: set[fx.Node]) -> list[_Kernel]:
 def _kernels_of(graph: fx.Graph) -> tuple[dict[fx.Node, _Kernel], _Kernel]:
     """The kernel of every node, and that of the inputs.
 
-    The level of a node is the largest number of external kernels on a way to it. Fused kernels join operations of one
-    level, so two kernels never need results of each other.
+    Fused kernels join operations of one level, so two kernels never need results of each other.
     """
     first = _Kernel([], False)
     home: dict[fx.Node, _Kernel] = {}
-    level: dict[fx.Node, int] = {}
+    level = _levels(graph)
     for node in graph.nodes:
         sources = node.all_input_nodes
         if node.op == "output":
             continue
-        level[node] = max((level[source] for source in sources), default=0)
         if node.op in ("placeholder", "get_attr"):
             kernel = first
         elif _is_view(node):
             kernel = home[sources[0]]
         elif _is_external(node):
             kernel = _Kernel([], True)
-            level[node] += 1
         else:
             near = [home[source] for source in sources if level[source] == level[node]]
             kernel = _joined([found for found in near if found is not first and not found.is_external], home)
@@ -192,6 +189,38 @@ def _kernels_of(graph: fx.Graph) -> tuple[dict[fx.Node, _Kernel], _Kernel]:
         own = set(kernel.nodes)
         kernel.reads = list(dict.fromkeys(s for node in kernel.nodes for s in node.all_input_nodes if s not in own))
     return home, first
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The largest number of external kernels on a way to each node.
+
+    What only fused operations of higher levels read is computed where it is read first; sums are computed early.
+    """
+    level: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        level[node] = max((level[source] for source in node.all_input_nodes), default=0) + _is_external(node)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not _is_external(node) and not _follows_external(node):
+            is_free = _is_view(node) or not _is_sum(node)
+            if is_free and node.users and not any(_is_external(user) or user.op == "output" for user in node.users):
+                level[node] = min(level[user] for user in node.users)
+    return level
+
+
+def _follows_external(node: fx.Node) -> bool:
+    """Whether it is a view of an input or of the result of an external kernel."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+        if node.op != "call_function" or _is_external(node):
+            return True
+    return False
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether its result is smaller than its largest input."""
+    sizes = [tensor.numel() for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))]
+    own = [tensor.numel() for tensor in tensors_in(node.meta.get("val"))]
+    return max(own, default=0) < max(sizes, default=0)
 
 
 def _joined(kernels: list[_Kernel], home: dict[fx.Node, _Kernel]) -> _Kernel:
