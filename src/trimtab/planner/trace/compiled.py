@@ -54,7 +54,7 @@ def _run_compiled(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     named = dict([*block.named_parameters(), *block.named_buffers()])
     inputs = [*named.values(), *tensors]
-    key = _key_of(block, leaves, form, inputs, gpu)
+    key = own.__code__, _key_of(block, leaves, form, inputs, gpu)  # type: ignore[attr-defined]
     if key not in _graphs:
         if len(_graphs) >= _MOST:
             _graphs.clear()
@@ -77,16 +77,20 @@ def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[t
         switches.mem_efficient_sdp_enabled(),
         switches.math_sdp_enabled(),
     )
-    return tuple(map(_settings_of, block.modules())), shapes, constants, str(form), state, gpu
+    settings = tuple(_settings_of(module, is_block=module is block) for module in block.modules())
+    return settings, shapes, constants, str(form), state, gpu
 
 
-def _settings_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Numbers, words and functions of a module: techniques replace the forward of single modules."""
+def _settings_of(module: torch.nn.Module, is_block: bool) -> tuple[Any, ...]:
+    """Numbers, words and functions of a module: techniques replace the forward of single modules.
+
+    What they make of the forward of the block itself, such as its recomputation, is outside of the graph.
+    """
     found: list[Any] = [type(module), getattr(getattr(module, "config", None), "_attn_implementation", None)]
     for name, value in vars(module).items():
         if isinstance(value, _PLAIN) and name not in _NUMBERS_OF_BLOCKS:
             found.append((name, value))
-        elif callable(value):
+        elif callable(value) and not is_block:
             found.append((name, getattr(value, "__code__", type(value))))
     return tuple(found)
 
