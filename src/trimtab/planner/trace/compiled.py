@@ -54,7 +54,7 @@ def _run_compiled(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     named = dict([*block.named_parameters(), *block.named_buffers()])
     inputs = [*named.values(), *tensors]
-    key = own.__code__, _key_of(block, leaves, form, inputs, gpu)  # type: ignore[attr-defined]
+    key = own.__code__, _key_of(block, leaves, form, inputs, gpu)
     if key not in _graphs:
         if len(_graphs) >= _MOST:
             _graphs.clear()
@@ -145,7 +145,8 @@ def _while_tracing(recorder: Recorder) -> Iterator[None]:
 
 
 def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[..., Any]:
-    from functorch.compile import aot_function, min_cut_rematerialization_partition
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:

@@ -258,9 +258,10 @@ def _written(kernel: _Kernel, home: dict[fx.Node, _Kernel], outputs: set[fx.Node
     found: dict[fx.Node, None] = {}
     for node in kernel.nodes:
         if node in outputs or any(home.get(user) not in (kernel, None) for user in node.users):
-            while _is_view(node) and node.target is not operator.getitem:
-                node = node.all_input_nodes[0]
-            found[node] = None
+            source = node
+            while _is_view(source) and source.target is not operator.getitem:
+                source = source.all_input_nodes[0]
+            found[source] = None
     return list(found)
 
 
