@@ -28,6 +28,7 @@ from trimtab.techniques.base import Patch
 
 _MOST = 256  # graphs that are kept
 _graphs: dict[Any, Callable[..., Any] | None] = {}  # None: this block cannot be traced
+_EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index")  # blocks that differ only in these share graphs
 
@@ -155,8 +156,8 @@ def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[...,
             raise NotTraceable(f"a kernel in it is known by its results only ({unknown})")
         return min_cut_rematerialization_partition(joint, values, compiler="inductor", **options)
 
-    def compile_graph(module: torch.fx.GraphModule, values: Any) -> Callable[..., Any]:
-        return FusedGraph(module.graph)
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        return FusedGraph(gm.graph)
 
     return aot_function(
         forward,
@@ -170,4 +171,4 @@ def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[...,
 
 def _makes_nothing(node: torch.fx.Node) -> bool:
     """Whether it stands for the result of a kernel that `meta` does not run: such kernels are opaque to a compiler."""
-    return node.op == "call_function" and "empty" in str(node.target) and bool(node.users)
+    return getattr(node.target, "_overloadpacket", None) in _EMPTY and bool(node.users)

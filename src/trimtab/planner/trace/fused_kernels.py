@@ -145,7 +145,7 @@ def _distinct(values: Iterable[Any]) -> list[torch.Tensor]:
 def _schedule(graph: fx.Graph, outputs: set[fx.Node]) -> list[_Kernel]:
     """The kernels in the order in which they run; the first one has only views of inputs."""
     home, first = _kernels_of(graph)
-    kernels = _ordered(graph, home, first)
+    kernels = _ordered(home, first)
     last: dict[fx.Node, _Kernel] = {}
     for kernel in kernels:
         for node in kernel.nodes:
@@ -235,7 +235,7 @@ def _joined(kernels: list[_Kernel], home: dict[fx.Node, _Kernel]) -> _Kernel:
     return kernel
 
 
-def _ordered(graph: fx.Graph, home: dict[fx.Node, _Kernel], first: _Kernel) -> list[_Kernel]:
+def _ordered(home: dict[fx.Node, _Kernel], first: _Kernel) -> list[_Kernel]:
     """Every kernel at the place of its last operation, or earlier if another one needs it there."""
     ordered = [first]
     done = {id(first)}
@@ -247,10 +247,10 @@ def _ordered(graph: fx.Graph, home: dict[fx.Node, _Kernel], first: _Kernel) -> l
                 append(home[source])
             ordered.append(kernel)
 
-    last = {id(home[node]): node for node in graph.nodes if node in home and not _is_view(node)}
-    for node in graph.nodes:
-        if node in home and last.get(id(home[node])) is node:
-            append(home[node])
+    last = {id(kernel): node for node, kernel in home.items() if not _is_view(node)}
+    for node, kernel in home.items():
+        if last.get(id(kernel)) is node:
+            append(kernel)
     return ordered
 
 
