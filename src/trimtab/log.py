@@ -64,6 +64,16 @@ def muted() -> Iterator[None]:
         _muted.now = before
 
 
+@contextmanager
+def unmuted() -> Iterator[None]:
+    """Show log output inside `muted`, for a message of a trial run that concerns its result."""
+    before, _muted.now = _muted.now, False
+    try:
+        yield
+    finally:
+        _muted.now = before
+
+
 def log_to_file_only(rank: int) -> None:
     """Log INFO messages of this process to `$TRIMTAB_LOG_DIR/rank-N.log` only, or nowhere if the variable is not set.
 

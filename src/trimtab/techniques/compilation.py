@@ -55,11 +55,10 @@ class Compilation(Technique):
         return (asked,)
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Replace the forward of the blocks; a trace counts what uncompiled blocks allocate."""
-        if not site.is_traced:
-            compile_blocks(model)
-            if value == _GRAPHS:
-                capture_micro_batches(model)
+        """Replace the forward of the blocks; a trace runs the graphs that would be compiled."""
+        compile_blocks(model)
+        if value == _GRAPHS and not site.is_traced:
+            capture_micro_batches(model)
 
     def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
         """Replay captured micro-batches."""
@@ -95,6 +94,10 @@ class Compilation(Technique):
         """Which sizes are compiled, and whether compiling or capturing failed."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
         return blocks if blocks is None or captured is None else _Execution(blocks, captured)
+
+    def loads_kernels(self, value: str) -> bool:
+        """Inductor's kernels are Triton's."""
+        return value != self.off
 
     def describe(self, value: str) -> str:
         """Such as "compiled blocks"."""

@@ -12,6 +12,7 @@ import torch
 from trimtab.model import precision
 from trimtab.model.hub import quiet_transformers
 from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
+from trimtab.planner.trace.compiled import compiled_block_patches
 from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
 from trimtab.planner.trace.recorder import Owner, Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened, shorten, stacks_of
@@ -48,7 +49,7 @@ def trace_model(
 
     def traced(short: Shortened) -> Trace:
         recorder = Recorder(CudaRules(gpu), lambda tensor: _read_value(tensor, is_padded))
-        patches = [*_PATCHES, *trace_patches(recorder, gpu.accelerator)]
+        patches = [*_PATCHES, *trace_patches(recorder, gpu.accelerator), *compiled_block_patches(recorder, gpu)]
         with as_on_cuda(gpu), stand_ins_on_this_thread(patches), quiet_transformers():
             work = prepare(short, recorder)
             with recorder:

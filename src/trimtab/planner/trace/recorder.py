@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _READ and args[0].is_meta:
             return self._answer(args[0])
-        if func is _ADD and self._stage == "backward" and self._adds_in_place(args, kwargs):
+        if func is _ADD and self._stage == "backward" and not self._is_paused and self._adds_in_place(args, kwargs):
             func = _ADD_IN_PLACE
         stand_in = self._rules.stand_in(func)
         out = run_on_meta(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
@@ -277,8 +277,18 @@ class Recorder(TorchDispatchMode):
     def note(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Record a replaced kernel that reads and writes these tensors."""
         if self.is_timing:
-            self.ops.append(Op(name, self.stage, 0, sum(map(_nbytes, tensors)), "fp32"))
+            self.ops.append(Op(name, self.stage, 0, sum(map(tensor_bytes, tensors)), "fp32"))
             self._share_out(tensors)
+
+    def launch(self, name: str, made: list[torch.Tensor], read_bytes: int) -> None:
+        """Record a kernel whose results were computed while the recorder was paused."""
+        if self._is_paused:
+            return
+        for tensor in made:
+            self._bear(tensor, self._part or self.stage, name, self._owner)
+        if self.is_timing:
+            moved = read_bytes + sum(map(tensor_bytes, made))
+            self.ops.append(Op(name, self.stage, 0, moved, "fp32"))
 
     def _observe(self, func: Any, args: Any, out: Any) -> None:
         name, is_mutable = _known(func)
@@ -301,7 +311,7 @@ class Recorder(TorchDispatchMode):
             tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
             flops, dtype = _flops(func, args, out)
             tensors += outs
-            self.ops.append(Op(name, self.stage, flops, sum(map(_nbytes, tensors)), dtype))
+            self.ops.append(Op(name, self.stage, flops, sum(map(tensor_bytes, tensors)), dtype))
             self._share_out(tensors)
 
     def _owners_in_lists(self, args: Any, outs: list[torch.Tensor]) -> list[Owner | None]:
@@ -322,7 +332,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             owner = self._owner_of(tensor)
             if owner is not None:
-                shares[owner] = shares.get(owner, 0) + _nbytes(tensor)
+                shares[owner] = shares.get(owner, 0) + tensor_bytes(tensor)
         if shares:
             self.shares[len(self.ops) - 1] = shares
 
@@ -400,8 +410,8 @@ def _known(func: Any) -> tuple[str, bool]:
 _TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    # an expanded tensor is read once
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; an expanded one is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
