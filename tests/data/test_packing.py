@@ -21,6 +21,7 @@ from trimtab.data.packing import (
     split_by_tokens,
 )
 from trimtab.data.tasks.padding import IGNORED
+from trimtab.engine.sharding import SplitRows
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 PAD = 99
@@ -271,6 +272,26 @@ def test_inputs_of_compiled_code_repeat(labels_of_tokens):
             assert found == [*lengths, *[0] * (6 - len(lengths)), 16 - sum(lengths)]
         else:
             assert found == [*lengths, 16 - sum(lengths)]
+
+
+@pytest.mark.parametrize("tokens_per_row", [None, 60])
+def test_sizes_are_those_of_the_shares_of_processes(tokens_per_row):
+    """Sizes and the largest share are of what the processes get, also where rows cannot be divided evenly."""
+    lengths = torch.randint(5, 60, (70,), generator=torch.Generator().manual_seed(0))
+    batches = LengthGroupedBatches(
+        lengths,
+        14,
+        7,
+        seed=0,
+        tokens_per_row=tokens_per_row,
+        num_processes=3,
+        batching=Batching(is_packed=True, has_few_sizes=True),
+    )
+    for rows in batches:
+        shares = [SplitRows(rank, 3).share_indices([rows], [rows]) for rank in range(3)]
+        totals = [int(lengths[share.content].sum()) for share in shares if share.num_rows]
+        assert int(lengths[batches.largest_share(rows)].sum()) == max(totals)
+        assert {rounded_up(total, batches.sizes) for total in totals} <= set(batches.sizes)
 
 
 def test_padded_rows_are_rounded_up_too():

@@ -19,6 +19,7 @@ from trimtab.data.packing import (
     split_by_tokens,
     split_packed,
 )
+from trimtab.distributed.rank_split import split_bounds
 
 Batch = dict[str, torch.Tensor]
 
@@ -250,8 +251,8 @@ class LengthGroupedBatches:
         """The rows of every process that has any."""
         counts = getattr(rows, "rows_of_all", None)
         if counts is None:
-            size = -(-len(rows) // self._num_processes)
-            return _split(rows, size)
+            bounds = (split_bounds(len(rows), rank, self._num_processes) for rank in range(self._num_processes))
+            return [rows[start:end] for start, end in bounds if end > start]
         ends = list(accumulate(counts))
         return [rows[end - count : end] for end, count in zip(ends, counts, strict=True) if count]
 
