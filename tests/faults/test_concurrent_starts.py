@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 from fault_stage import assert_same_end, assert_went_on, saved_steps, status_of
@@ -37,9 +38,15 @@ def test_a_run_that_is_alive_is_left_alone(stage, killed):
 
 @pytest.mark.slow
 def test_of_several_that_resume_at_once_one_trains(stage, killed, tmp_path):
-    go = tmp_path / "go"
-    started = [stage.train(killed, waits_for=str(go)) for _ in range(3)]
+    go, refused = tmp_path / "go", tmp_path / "refused"
+    # the one that trains waits near its end for the others: a finished run would be no conflict
+    started = [stage.train(killed, waits_for=str(go), at={"38": f"there {refused}"}) for _ in range(3)]
     go.touch()
+    deadline = time.monotonic() + 400
+    while sum(child.poll() is not None for child in started) < 2:
+        assert time.monotonic() < deadline, [child.said for child in started]
+        time.sleep(0.01)
+    refused.touch()
     codes = sorted(child.wait() for child in started)
     assert codes == [0, 2, 2], [child.said for child in started]
     winner = next(child for child in started if child.code == 0)
