@@ -230,6 +230,7 @@ def in_a_process(code, *arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and other systems do not refuse memory in this way")
 def test_the_memory_of_saves(tmp_path):
     """40 MiB of state: the foreground takes less than one tensor more, the background one copy and no more.
@@ -262,6 +263,7 @@ raise ValueError("the training failed")
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_ends_after_its_last_save(tmp_path):
     code, _, errors = in_a_process(ENDS, tmp_path / "c")
     assert code == 1

@@ -412,6 +412,7 @@ def test_launch_reports_all_mistakes_at_once(trimtab):
     assert "there is no launch file nowhere.yaml" in missing.err
 
 
+@pytest.mark.slow
 def test_launch_runs_a_script(trimtab):
     """The exit code is that of the script."""
     Path("mine.py").write_text("import os, sys\nopen(os.environ['RANK'], 'w')\nsys.exit(int(sys.argv[1]))\n")

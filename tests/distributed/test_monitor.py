@@ -93,6 +93,7 @@ def test_meeting_with_a_rank_that_failed_exited_or_waits_elsewhere(monitors):
         monitors[0].meet("save_state")
 
 
+@pytest.mark.slow
 def test_explaining(monitors, monkeypatch):
     original = PeerError("known")
     assert monitors[0].explain(original) is original

@@ -57,7 +57,8 @@ def test_overflow_of_one_process_is_skipped_by_all(results):
         assert results[3, rank]["overflow"]["num_skipped"] == 2
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 3])
 def test_every_method(fork_server, tmp_path, num_processes):
     if num_processes == 2:
         run_by_torchrun(engine_methods, tmp_path, num_processes)  # once the real one
@@ -70,6 +71,7 @@ def test_combined_methods(fork_server, tmp_path):
     run_together(fork_server, combined_methods, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_whole_batches_resume_on_another_number_of_processes(fork_server, tmp_path):
     """With `split_batches=False`: at the same row, or an error."""
     run_alone(fork_server, whole_batches, tmp_path)

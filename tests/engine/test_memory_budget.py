@@ -213,6 +213,7 @@ def test_state_of_8_bits_is_a_choice_only_where_it_is_allowed(alone, caplog):
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] != made[1].defaults["lr"] / 3
 
 
+@pytest.mark.slow
 def test_what_keeps_an_optimizer_from_8_bits_is_said(alone, caplog):
     model, _, loader, _ = parts()
     amsgrad = torch.optim.AdamW(model.parameters(), amsgrad=True)

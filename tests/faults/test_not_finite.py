@@ -56,6 +56,7 @@ def lines_after(run, step):
     ]
 
 
+@pytest.mark.slow
 def test_stop_explains_and_the_command_that_it_names_goes_on(stage, recipe_of):
     recipe = recipe_of(epochs=1)
     (bad,) = [step for step in steps_of_the_bad_row(stage, recipe) if step <= 10]

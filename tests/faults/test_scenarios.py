@@ -181,7 +181,7 @@ row(
     **EVERY_STEP,
 )
 ASKED_FOR = refused("optimizer.safetensors is damaged", **RESUME, options={"from_step": "step-13"})
-quick("the checkpoint that was asked for is damaged", *AFTER_14, damage(13), ASKED_FOR, **EVERY_STEP)
+row("the checkpoint that was asked for is damaged", *AFTER_14, damage(13), ASKED_FOR, **EVERY_STEP)
 
 
 # ---------------------------------------------------------------------- damaged best model
@@ -223,8 +223,8 @@ def forget(*names, also=()):
 
 
 AGAIN = finishes("it was written again from step-5", **RESUME, from_step=30)
-quick("the best model is cut off", AFTER_30, in_best(cut_in_half), AGAIN, changes=SAVED)
-quick("the best model is changed", AFTER_30, in_best(flip_a_weight), AGAIN, changes=SAVED)
+row("the best model is cut off", AFTER_30, in_best(cut_in_half), AGAIN, changes=SAVED)
+row("the best model is changed", AFTER_30, in_best(flip_a_weight), AGAIN, changes=SAVED)
 row("the best model is without weights", AFTER_30, in_best(Path.unlink), AGAIN, changes=SAVED)
 row("the best model is missing", AFTER_30, remove_best, AGAIN, changes=SAVED)
 NO_CHECKSUMS = forget("run", also=["best_files"])
@@ -249,7 +249,7 @@ def best_is_intact(place):
 GONE = {"changes": NOT_SAVED, "like": None}
 LOST = "the best model, of step 8, is lost: "
 OTHER = finishes(LOST, "model.safetensors is damaged", **RESUME)
-quick("no checkpoint has the best weights", AFTER_30, in_best(cut_in_half), OTHER, other_best, best_is_intact, **GONE)
+row("no checkpoint has the best weights", AFTER_30, in_best(cut_in_half), OTHER, other_best, best_is_intact, **GONE)
 LAST_IS_BEST = "no evaluation followed the loss of the best model: the last model is kept as the best one"
 DONE = finishes(LOST, LAST_IS_BEST, **RESUME, from_step=40)
 row("the best model is lost after the last step", finishes(), remove_best, DONE, best_is_intact, **GONE)
@@ -291,7 +291,7 @@ def rebuilt(**arguments):
     return finishes("run.json is missing or damaged", **arguments, from_step=30), same_identity
 
 
-quick("run.json is empty", AFTER_33, in_status(empty), *rebuilt(**RESUME))
+row("run.json is empty", AFTER_33, in_status(empty), *rebuilt(**RESUME))
 quick("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
 row("a bit of run.json is flipped", AFTER_33, in_status(change_a_key), *rebuilt(**RESUME))
 NOT_FINISHED = ("holds an unfinished run (step 33 of 40)", "--resume to resume it")
@@ -369,7 +369,7 @@ def not_saved(why, begins, ends):
     return finishes(*said, nobody_special=True, at={"12": begins, "32": ends})
 
 
-quick("files cannot grow for a while", not_saved("File too large. free space on that disk", LIMIT, "limit -1"))
+row("files cannot grow for a while", not_saved("File too large. free space on that disk", LIMIT, "limit -1"))
 LOCKED = ("saved 10; chmod 555 {out}/checkpoints", "chmod 755 {out}/checkpoints")
 row("checkpoints/ is not writable for a while", not_saved("Permission denied", *LOCKED))
 
@@ -472,7 +472,7 @@ row("the cache is not readable", close_cache, finishes(NOT_CACHED, nobody_specia
 AFTER_22 = stopped(at={"22": "signal SIGTERM"})
 DENIED = {**RESUME, "nobody_special": True}
 NOT_READABLE = "{out}/checkpoints cannot be read: Permission denied\n  cure: make the folder readable for this user"
-quick("the checkpoints are not readable", AFTER_22, close("checkpoints"), refused(NOT_READABLE, **DENIED))
+row("the checkpoints are not readable", AFTER_22, close("checkpoints"), refused(NOT_READABLE, **DENIED))
 SKIPS_22 = "skipping step-22: {out}/checkpoints/step-22 cannot be read: Permission denied"
 row(
     "the newest checkpoint is not readable",

@@ -139,6 +139,7 @@ def test_recomputed_dropout_draws_the_same_numbers():
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=SLOW)])
 def test_adapters_are_inside_the_graph(dropout):
     model = tiny_model()

@@ -108,6 +108,7 @@ def test_less_is_kept_and_fewer_kernels_run(name, mask):
     assert sum(op.flops for op in fused.trace.ops) == sum(op.flops for op in plain.trace.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_batches(name, caplog):
     with caplog.at_level("INFO"):
@@ -118,6 +119,7 @@ def test_packed_batches(name, caplog):
     assert kept_in(packed.trace) == pytest.approx(kept_in(padded.trace), rel=0.02)
 
 
+@pytest.mark.slow
 def test_adapters_are_traced_as_a_compiler_sees_them(caplog):
     adapter = {"kind": "lora", "rank": 4}
     with caplog.at_level("INFO"):

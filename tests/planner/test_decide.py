@@ -196,6 +196,7 @@ def test_a_budget_that_is_small_decides_and_a_resumed_run_keeps_it(train, monkey
     assert wider.plan.micro_batch_size == held.plan.micro_batch_size, "auto is no other budget"
 
 
+@pytest.mark.slow
 def test_what_was_chosen_reaches_the_run(train, monkeypatch):
     """As on a GPU: a search decides also without a budget, and too little memory ends a run before it begins."""
     memory = {"loss": "plain", "offload": "none", "gradient_checkpointing": "none"}

@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-QUICK = {"lora", "fp8", "no padding", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
+QUICK = {"lora", "no padding", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
 
 
 class Stops:

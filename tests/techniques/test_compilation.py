@@ -143,6 +143,7 @@ def test_a_failure_is_recorded_and_kept(tiny, own_folder, compiler, caplog):
     assert_same_run("run", "plain", 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("off", "blocks"), ("blocks", "off")])
 def test_a_run_may_resume_with_another_value(tiny, own_folder, compiler, before, after):
     write_csv(own_folder / "rows.csv", rows())
