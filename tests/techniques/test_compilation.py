@@ -24,7 +24,7 @@ from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks
 from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques import compilation
 from trimtab.techniques.base import Accelerator, Case, Trial
-from trimtab.techniques.compilation import Compilation, is_worth_compiling
+from trimtab.techniques.compilation import Compilation
 
 
 @pytest.fixture
@@ -189,12 +189,6 @@ def test_only_the_most_frequent_sizes_are_compiled():
     assert len(ran) == 16
     assert {3, 17} <= set(ran)
     assert ran == sorted(ran), "in the order given, the largest first"
-
-
-def test_a_short_run_is_not_worth_compiling():
-    assert not is_worth_compiling(0.05, 100, 9)
-    assert is_worth_compiling(0.05, 100_000, 9)
-    assert not is_worth_compiling(0.05, 10_000, 9) or is_worth_compiling(0.1, 10_000, 9)
 
 
 # ---------------------------------------------------------------------- with generated code

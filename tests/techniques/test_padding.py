@@ -13,6 +13,7 @@ from trimtab import Recipe, fit, predict_step_memory
 from trimtab.build.batches import micro_batch_asked, train_batches
 from trimtab.data.batching import Batching
 from trimtab.model.load import load_model
+from trimtab.techniques.attention_backend import AttentionBackend
 from trimtab.techniques.base import Accelerator, Case
 from trimtab.techniques.padding import Padding
 
@@ -155,6 +156,14 @@ def test_models_that_need_padding_get_it(tiny, tmp_path, caplog):
     with caplog.at_level("INFO", "trimtab"):
         assert Padding().values(case) == ("longest",)
     assert "memory.padding: longest, because t5 models with a seq2seq-lm head" in caplog.text
+
+
+def test_an_attention_backend_without_effect_is_reported(caplog):
+    memory = {"padding": "none", "attention_backend": "flash"}
+    case = Case(torch.nn.Linear(2, 2), Accelerator("cpu"), "fp32", Recipe(**RECIPE, memory=memory))
+    with caplog.at_level("INFO", "trimtab"):
+        AttentionBackend().values(case)
+    assert "memory.attention_backend: flash applies to padded rows only" in caplog.text
 
 
 def test_a_custom_loss_gets_padded_rows(tiny, tmp_path):

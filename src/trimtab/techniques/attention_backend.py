@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trimtab.log import say
+from trimtab.log import log_info_once, say
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 _HOPPER = 9  # major compute capability
@@ -50,6 +50,8 @@ class AttentionBackend(Technique):
         """Choose cuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""
         asked, accelerator = str(self.asked(case.recipe)), case.accelerator
         if asked != "auto":
+            if case.recipe is not None and case.recipe.memory.padding == "none":
+                log_info_once(f"{self.setting}: {asked} applies to padded rows only, and memory.padding is none")
             return (asked,)
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
         is_half = supports_flash_attention(accelerator, case.compute_dtype)  # cuDNN needs half precision, too

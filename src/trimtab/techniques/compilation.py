@@ -29,9 +29,6 @@ from trimtab.techniques.base import Case, OnResume, Phase, Site, Technique, Tria
 
 _KEY = "train.compile"
 _GRAPHS = "graphs"
-_SECONDS_PER_SIZE = 6.0  # forward and backward of one block, nothing cached
-_SHARE_SAVED = 0.15  # of the time of a step
-_MARGIN = 2.0  # a run has to win this many times what compiling costs
 
 
 class Compilation(Technique):
@@ -123,14 +120,3 @@ class _Execution:
         self._blocks.load_state_dict(state)
         if "captured" in state:
             self._captured.load_state_dict(state["captured"])
-
-
-def is_worth_compiling(step_s: float, num_steps: int, num_sizes: int) -> bool:
-    """Whether a run is long enough to win back what compiling costs.
-
-    Args:
-        step_s: Predicted seconds of an uncompiled step.
-        num_steps: Steps that are left.
-        num_sizes: Sizes of micro-batches.
-    """
-    return _SHARE_SAVED * step_s * num_steps > _MARGIN * _SECONDS_PER_SIZE * min(num_sizes, MOST_SIZES)
