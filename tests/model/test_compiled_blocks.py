@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph per size for a whole stack, the results of the plain model, and a way back.
+"""Compiled blocks: one graph for a whole stack, the results of the plain model, and a way back.
 
 Most tests use the backend "aot_eager", which traces like inductor and generates no code: seconds instead of a minute.
 """
@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 from tiny_adapters import shake
 from tiny_models import KINDS, config_of, tokenizer
-from trimtab.model import compiled_blocks
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks, compiled_blocks_of
 from trimtab.model.load import load_model
@@ -68,12 +67,11 @@ def assert_same_gradients(plain, compiled, length, eps=FP32_EPS):
 
 
 @pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=SLOW), pytest.param("gpt2", marks=SLOW)])
-def test_all_blocks_share_one_graph_per_size(name):
+def test_all_blocks_and_sizes_share_one_graph(name):
     plain, compiled, blocks = with_compiled(tiny_model(name, num_blocks=4))
-    for number, length in enumerate((8, 12, 8), 1):
+    for length in (8, 12, 5, 31, 8):
         assert_same_gradients(plain, compiled, length)
-        assert counters["stats"]["unique_graphs"] == min(number, 2)
-    assert len(blocks.sizes) == 2
+    assert counters["stats"]["unique_graphs"] == 1
     assert blocks.failure is None
     assert not counters["graph_break"]
     assert not counters["recompiles"]
@@ -104,7 +102,6 @@ def test_evaluation_is_not_compiled():
     with torch.no_grad():
         compiled(input_ids=inputs)
         assert torch.equal(compiled.eval()(input_ids=inputs).logits, plain.eval()(input_ids=inputs).logits)
-    assert not blocks.sizes
     assert not counters["stats"]
 
 
@@ -232,25 +229,8 @@ def test_a_failure_is_kept_on_resume():
     assert not counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
-def test_sizes_beyond_the_limit_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(compiled_blocks, "MOST_SIZES", 2)
-    plain, compiled, blocks = with_compiled(tiny_model())
-    for length in (8, 10, 12, 14, 8):
-        assert_same_gradients(plain, compiled, length)
-    assert counters["stats"]["unique_graphs"] == len(blocks.sizes) == 2
-    _, resumed, other = with_compiled(tiny_model())
-    other.load_state_dict(blocks.state_dict())
-    counters.clear()
-    for length in (14, 12, 10):  # another order than before, and the same sizes are compiled
-        gradients(resumed, length)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert other.sizes == blocks.sizes
-
-
-def test_a_number_among_the_inputs_is_part_of_the_size(monkeypatch):
-    """torch compiles a graph for every number: one that differs in every step must not compile in every step."""
-    monkeypatch.setattr(compiled_blocks, "MOST_SIZES", 2)
+def test_a_number_among_the_inputs_needs_no_other_graph():
+    """Such as the length of the longest row, which differs in every step."""
 
     class Block(torch.nn.Module):
         def __init__(self):
@@ -272,10 +252,10 @@ def test_a_number_among_the_inputs_is_part_of_the_size(monkeypatch):
 
     model = Model().train()
     blocks = compile_blocks(model, "aot_eager")
-    for longest in range(1, 9):
+    for longest in range(3, 9):
         assert torch.equal(model(torch.ones(2, 4), longest), model.eval()(torch.ones(2, 4), longest))
         model.train()
-    assert len(blocks.sizes) == counters["stats"]["unique_graphs"] == 8  # of 16: the first block's input needs no grad
+    assert counters["stats"]["unique_graphs"] == 2  # the first block's input needs no gradient
     assert blocks.failure is None
 
 

@@ -45,6 +45,9 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record `work` without computing anything; return a function that computes it."""
 
+    def forget(self) -> None:
+        """Release what recordings share; none of them is used any more."""
+
 
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool; the largest one should come first."""
@@ -61,6 +64,7 @@ class CudaRecorder:
         """Capture the kernels that `work` launches."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -77,6 +81,10 @@ class CudaRecorder:
                 raise
             graph.capture_end()
         return graph.replay
+
+    def forget(self) -> None:
+        """Release the memory pool: torch frees it with the last graph, and it cannot be used again."""
+        self._pool = None
 
 
 class CapturedMicroBatch:
@@ -109,7 +117,7 @@ class CapturedMicroBatch:
 
     def capture(self, recorder: Recorder, model: torch.nn.Module, loss: Loss) -> None:
         """Record forward, loss and backward."""
-        self._bind_gradients()
+        bind_gradients(self._owners)
         self._replay = recorder.record(lambda: self._compute(model, loss))
 
     def _compute(self, model: torch.nn.Module, loss: Loss) -> None:
@@ -138,7 +146,7 @@ class CapturedMicroBatch:
             scale: The loss scale.
         """
         assert self._replay is not None
-        self._bind_gradients()
+        bind_gradients(self._owners)
         self._is_alone.fill_(expected is None)
         if expected is not None:
             _set(self._expected, expected)
@@ -146,24 +154,6 @@ class CapturedMicroBatch:
             _set(self._share, 1.0 if expected is None else self._weight / expected)
         self._scale.fill_(scale)
         self._replay()
-
-    def _bind_gradients(self) -> None:
-        """Let `.grad` be the tensors of the graph, with the values that it has: zero if it is None."""
-        zeroed, targets, sources = [], [], []
-        for parameter, buffer in self._owners.items():
-            gradient = parameter.grad
-            if gradient is buffer:
-                continue
-            if gradient is None:
-                zeroed.append(buffer)
-            else:
-                targets.append(buffer)
-                sources.append(gradient)
-            parameter.grad = buffer
-        if zeroed:
-            torch._foreach_zero_(zeroed)
-        if targets:
-            torch._foreach_copy_(targets, sources)
 
     @property
     def weight(self) -> torch.Tensor | float:
@@ -174,6 +164,25 @@ class CapturedMicroBatch:
     def loss_sum(self) -> torch.Tensor:
         """The loss of the last replay times its weight."""
         return self._loss_sum.clone()
+
+
+def bind_gradients(owners: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+    """Let `.grad` be the given tensors, with the values that it has: zero if it is None."""
+    zeroed, targets, sources = [], [], []
+    for parameter, buffer in owners.items():
+        gradient = parameter.grad
+        if gradient is buffer:
+            continue
+        if gradient is None:
+            zeroed.append(buffer)
+        else:
+            targets.append(buffer)
+            sources.append(gradient)
+        parameter.grad = buffer
+    if zeroed:
+        torch._foreach_zero_(zeroed)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 class CapturedMicroBatches:
@@ -187,9 +196,8 @@ class CapturedMicroBatches:
         self.failure: str | None = None  # the reason why nothing is captured
         self._recorder: Recorder = recorder or CudaRecorder()
         self._seen: dict[Any, torch.Tensor | float] = {}  # the weight of the first micro-batch, by size
-        self._owners: set[torch.nn.Parameter] = set()  # parameters that a loss depends on
         self._graphs: dict[Any, CapturedMicroBatch] = {}
-        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
         self._parameters: list[torch.nn.Parameter] = []
         self._trainable: tuple[bool, ...] = ()
 
@@ -216,18 +224,23 @@ class CapturedMicroBatches:
             graph.load(batch)
             if engine.replay(graph):
                 return graph.loss_sum, graph.weight
+        bind_gradients(self._buffers)  # a second set of gradients would take as much memory again
         result = compute_plainly(engine, model, loss, batch)
         if size not in self._seen:
             self._seen[size] = result[1]
-            self._owners.update(parameter for parameter in self._parameters if parameter.grad is not None)
+            self._adopt_gradients()
         return result
+
+    def _adopt_gradients(self) -> None:
+        """Let the gradients that exist stay allocated, for the graphs of all sizes."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._buffers.setdefault(parameter, parameter.grad)
 
     def _capture(
         self, size: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
     ) -> CapturedMicroBatch | None:
         try:
-            for parameter in self._owners - self._buffers.keys():
-                self._buffers[parameter] = torch.zeros_like(parameter)
             graph = CapturedMicroBatch(batch, self._seen[size], self._buffers, engine.device)
             graph.capture(self._recorder, model, loss)
         except Exception as error:  # a capture forbids much of what a model may do
@@ -235,7 +248,7 @@ class CapturedMicroBatches:
         else:
             self._graphs[size] = graph
             return graph
-        self._graphs.clear()
+        self._forget()
         release_cached_memory(engine.device)
         say(f"the step could not be captured in a CUDA graph, and the run continues without: {self.failure}")
         return None
@@ -247,8 +260,12 @@ class CapturedMicroBatches:
         trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         if trainable != self._trainable:
             self._trainable = trainable
-            for known in (self._graphs, self._seen, self._owners, self._buffers):
-                known.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        for known in (self._graphs, self._seen, self._buffers):
+            known.clear()
+        self._recorder.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether capturing failed."""

@@ -1,11 +1,11 @@
-"""Compile the repeated blocks of a model with torch.compile: one graph per size, shared by all blocks of a stack.
+"""Compile the repeated blocks of a model with torch.compile: one graph for all blocks of a stack and all sizes.
 
 Only the blocks are compiled, not the model: a block is compiled once and used N times, where a whole model would take N
-times as long. A size is what torch specializes a graph on: the shapes and numbers among the inputs of a block. Blocks
-are compiled in training only; evaluation computes what it computes without this module.
+times as long. Sizes are symbols in its graph, so that micro-batches of other sizes need no other one. Blocks are
+compiled in training only; evaluation computes what it computes without this module.
 
-The forward of a block is replaced on the instance, so names in state dicts do not change. A block whose compilation
-fails, and every size beyond `MOST_SIZES`, computes as before.
+The forward of a block is replaced on the instance, so names in state dicts do not change. A model whose blocks cannot
+be compiled computes as before.
 """
 
 import warnings
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from trimtab.errors import summarize_error
-from trimtab.log import log_info_once, say
+from trimtab.log import say
 from trimtab.model.blocks import blocks_of
 
-MOST_SIZES = 16  # shapes of inputs; each takes seconds to compile, and its code stays in memory
-_KINDS_PER_SIZE = 4  # of blocks and inputs: the first block of a stack may have others
+_MOST_GRAPHS = 32  # of one kind of inputs, where torch cannot make one graph for all sizes
 _PLAIN_FORWARD = "_trimtab_uncompiled_block"
 _STATE = "_trimtab_compiled_blocks"
 
@@ -29,7 +28,7 @@ Size = tuple[Any, ...]
 
 
 class CompiledBlocks:
-    """The compiled blocks of one model: which sizes are compiled, and whether a compilation failed.
+    """The compiled blocks of one model.
 
     Args:
         backend: The compiler, as `torch.compile` takes it.
@@ -37,44 +36,30 @@ class CompiledBlocks:
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
         self.failure: str | None = None  # the reason why every block computes uncompiled
-        self.sizes: dict[str, str] = {}  # the shape of the first input, by size
-        self.adds_sizes = True  # whether a size that is met for the first time is compiled
-        self.is_resumed = False
         self._backend = backend
-        self._functions: dict[Size, Callable[..., Any]] = {}
-        self._refused: set[Size] = set()  # sizes beyond the limit
+        self._functions: dict[Size, Callable[..., Any]] = {}  # by kind of inputs
+        self._known: set[Size] = set()  # sizes that need no more compilation
 
     def run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a block's own forward, computed by the graph of its size."""
+        """Return the result of a block's own forward, computed by its graph."""
         if self.failure is not None:
             return own(*args, **kwargs)
-        size = (type(getattr(own, "__self__", None)), *_sizes_in(args), *_sizes_in(kwargs.values()))
-        function = self._functions.get(size)
-        if function is not None:
-            return self._attempt(function, own, args, kwargs)
-        # the compiler waits for the device, which a capture in a CUDA graph forbids
-        if size in self._refused or _is_capturing() or not self._accept(size):
+        inputs = (type(getattr(own, "__self__", None)), args, tuple(kwargs.values()))
+        size = _describe(inputs, _size_of)
+        if size in self._known:
+            return self._attempt(self._function_of(inputs), own, args, kwargs)
+        if _is_capturing():  # the compiler waits for the device, which a capture in a CUDA graph forbids
             return own(*args, **kwargs)
-        self._functions[size] = function = _compiled(self._backend)
         with _compiling():
-            return self._attempt(function, own, args, kwargs)
+            result = self._attempt(self._function_of(inputs), own, args, kwargs)
+        self._known.add(size)
+        return result
 
-    def _accept(self, size: Size) -> bool:
-        """Whether a size that has no graph yet gets one."""
-        kind, *inputs = size
-        name = f"{kind.__name__} {' '.join(map(str, inputs))}"
-        shape = next((str(found[0]) for found in inputs if isinstance(found, tuple) and found), "")
-        if name in self.sizes:
-            return True
-        if not self.adds_sizes:
-            return False
-        num_shapes, num_sizes = len({*self.sizes.values(), shape}), len(self.sizes) + 1
-        if num_shapes > MOST_SIZES or num_sizes > MOST_SIZES * _KINDS_PER_SIZE:
-            log_info_once(f"inputs of blocks have more than {MOST_SIZES} shapes: the others are not compiled")
-            self._refused.add(size)
-            return False
-        self.sizes[name] = shape
-        return True
+    def _function_of(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        kind = _describe(inputs, _kind_of)
+        if kind not in self._functions:
+            self._functions[kind] = _compiled(self._backend)
+        return self._functions[kind]
 
     def _attempt(
         self, function: Callable[..., Any], own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,13 +75,12 @@ class CompiledBlocks:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes that are compiled, and the failure: a resumed run computes the same way."""
-        return {"sizes": dict(self.sizes), "failure": self.failure}
+        """Return the failure: a resumed run computes the same way."""
+        return {"failure": self.failure}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.sizes, self.failure = dict(state["sizes"]), self.failure or state["failure"]
-        self.is_resumed = True
+        self.failure = self.failure or state["failure"]
 
 
 def compile_blocks(model: torch.nn.Module, backend: str | Callable[..., Any] = "inductor") -> CompiledBlocks | None:
@@ -157,11 +141,12 @@ def _compiled(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """A compiled `_call`.
 
     torch keeps compiled graphs with the code object of a function and compares the guards of one after the other. With
-    a code object of its own, a size needs one comparison, and sizes do not count towards torch's recompile limit.
+    a code object of its own, a kind of inputs needs few comparisons, and kinds do not count towards one recompile
+    limit.
     """
     function = FunctionType(_call.__code__.replace(), globals(), "compiled_block")
     options = _inductor_options() if backend == "inductor" else None
-    return torch.compile(function, backend=backend, dynamic=False, options=options)
+    return torch.compile(function, backend=backend, dynamic=True, options=options)
 
 
 def _inductor_options() -> dict[str, Any]:
@@ -175,36 +160,46 @@ def _inductor_options() -> dict[str, Any]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """The settings of torch while a size is compiled.
+    """The settings of torch while it may compile.
 
-    Parts of a block after a graph break belong to code that all sizes share: the recompile limit must allow them. The
-    backward is compiled with the forward, so that a failure is met before anything was computed. torch warns about
-    tensors that its compiler itself reads.
+    The backward is compiled with the forward, so that a failure is met before anything was computed. Two sizes that are
+    equal by chance get a symbol each. torch warns about tensors that its compiler itself reads.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
+    import torch.fx.experimental._config as symbol_config
 
     lowers_backward = {"force_non_lazy_backward_lowering": True}
     known = {name: value for name, value in lowers_backward.items() if hasattr(functorch_config, name)}
     with (
-        dynamo_config.patch(recompile_limit=_KINDS_PER_SIZE * MOST_SIZES),
+        dynamo_config.patch(recompile_limit=_MOST_GRAPHS),
         functorch_config.patch(known),
+        symbol_config.patch(use_duck_shape=False),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         yield
 
 
-def _sizes_in(values: Any) -> tuple[Any, ...]:
-    return tuple(_size_of(value) for value in values)
+def _describe(value: Any, describe: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_describe(item, describe) for item in value)
+    return describe(value)
 
 
 def _size_of(value: Any) -> Any:
-    """What a graph is specialized on: the shape of a tensor and whether it needs a gradient, a number itself."""
+    """What tells a graph of constant sizes from others."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.requires_grad
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return _sizes_in(value)
-    return type(value).__name__
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return value if _is_plain(value) else type(value)
+
+
+def _kind_of(value: Any) -> Any:
+    """What tells graphs from others that cannot be the same one."""
+    if isinstance(value, torch.Tensor):
+        return value.dim(), value.dtype, value.requires_grad
+    return value if _is_plain(value) and type(value) is not int else type(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | type)

@@ -172,9 +172,10 @@ class TrainSettings(Section):
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
     """Non-finite loss: stop = raise an error; skip = skip the optimizer step; rewind = go back to the last checkpoint
     and continue with other rows, once per run."""
-    compile: Literal["auto", "off", "blocks"] = "auto"
-    """Compile the model with torch.compile: blocks = the repeated blocks, once for every size of micro-batch, before
-    the first step; auto = off in this version."""
+    compile: Literal["auto", "off", "blocks", "graphs"] = "auto"
+    """Compile the model with torch.compile: blocks = the repeated blocks, before the first step; graphs = also capture
+    the step of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one GPU).
+    auto = off."""
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10

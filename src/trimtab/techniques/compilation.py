@@ -1,10 +1,11 @@
 """Compiled blocks: torch.compile fuses the operations of a block and launches fewer kernels.
 
-A graph is valid for one size of micro-batch, so all sizes are compiled before the first step. torch keeps compiled code
-in a cache folder (TORCHINDUCTOR_CACHE_DIR), which later runs and resumed runs read.
+Blocks are compiled before the first step. torch keeps compiled code in a cache folder (TORCHINDUCTOR_CACHE_DIR), which
+later runs and resumed runs read. `graphs` captures forward, loss and backward of every size of micro-batch in CUDA
+graphs as well, so that the GPU no longer waits for Python.
 
 Results are those of the plain step up to rounding, except dropout: a compiled block draws other random numbers from the
-same generators. Which sizes are compiled is part of a checkpoint, so a resumed run rounds and draws alike.
+same generators. A failure is part of a checkpoint, so a resumed run rounds and draws alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +20,13 @@ from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
 from trimtab.model.captured_step import (
+    MOST_GRAPHS,
     CapturedMicroBatches,
     capture_micro_batches,
     captured_micro_batches_of,
     compute_captured,
 )
-from trimtab.model.compiled_blocks import MOST_SIZES, CompiledBlocks, compile_blocks, compiled_blocks_of
+from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
 from trimtab.techniques.base import Case, OnResume, Phase, Site, Technique, Trial
 
 _KEY = "train.compile"
@@ -62,30 +64,22 @@ class Compilation(Technique):
         return partial(compute_gradients, compute=compute_captured) if value == _GRAPHS else compute_gradients
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
-        """Every size takes time to compile."""
-        return batching if value == self.off else replace(batching, has_few_sizes=True)
+        """Every size is a graph of its own, and takes memory and time to capture."""
+        return replace(batching, has_few_sizes=True) if value == _GRAPHS else batching
 
     def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
-        """Compile for every size; if there are too many, for the most frequent ones."""
+        """Compile the blocks, and capture every size; if there are too many, the most frequent ones."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
         if blocks is None or (blocks.failure is not None and captured is None):
             return
-        trials = find_trials()
-        frequent = sorted(trials, key=lambda trial: trial.share, reverse=True)[:MOST_SIZES]
-        share = sum(trial.share for trial in frequent)
-        sizes = f"{len(frequent)} size{'s' if len(frequent) > 1 else ''}"
-        some = "" if len(frequent) == len(trials) else f" of {len(trials)} ({share:.0%} of the micro-batches)"
-        say(f"compiling blocks for {sizes}{some} of micro-batches; what is not cached takes seconds each")
-        # an undisturbed run would meet other sizes later, and in another order
-        blocks.adds_sizes = not blocks.is_resumed
-        for trial in trials:
-            if trial in frequent:
+        say("compiling blocks; what is not cached takes up to a minute")
+        largest, *others = find_trials()
+        largest.run()
+        if captured is None:
+            for trial in others[-1:]:  # torch may find that small sizes need other code
                 trial.run()
-                if captured is not None:
-                    trial.run()  # the first run loads the kernels, the second one is captured
-        blocks.adds_sizes = True
-        if captured is not None and captured.failure is None:
-            say(f"the step of {captured.num_graphs} sizes is captured in CUDA graphs")
+            return
+        _capture_sizes(captured, [largest, *others])
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
@@ -120,3 +114,17 @@ class _Execution:
         self._blocks.load_state_dict(state)
         if "captured" in state:
             self._captured.load_state_dict(state["captured"])
+
+
+def _capture_sizes(captured: CapturedMicroBatches, trials: Sequence[Trial]) -> None:
+    frequent = sorted(trials, key=lambda trial: trial.share, reverse=True)[:MOST_GRAPHS]
+    for trial in trials:  # the largest first: smaller graphs fit into its memory
+        if trial in frequent:
+            if trial is not trials[0]:  # that one has run
+                trial.run()  # loads the kernels
+            trial.run()  # is captured
+    if captured.failure is None and captured.num_graphs:
+        share = sum(trial.share for trial in frequent)
+        some = "" if len(frequent) == len(trials) else f" ({share:.0%} of the micro-batches)"
+        sizes = f"{captured.num_graphs} size{'s' if captured.num_graphs > 1 else ''}"
+        say(f"the step of {sizes}{some} is captured in CUDA graphs")

@@ -76,26 +76,35 @@ class Rehearsal:
                 parameter.requires_grad_(requires_grad)
 
     def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
-        """One micro-batch of every size in the present epoch, the largest first.
+        """The largest micro-batch of the run, then one of every other size in the present epoch, the largest first.
+
+        Code that is compiled for the first one is the same whatever the epoch, and so in a resumed run.
 
         Args:
             compute_gradients: The function of the training steps, `window_gradients` as techniques have wrapped it.
         """
         sampler = self._batches.batch_sampler
-        counts: Counter[tuple[int, ...]] = Counter()
-        rows_of: dict[tuple[int, ...], list[int]] = {}
+        counts: Counter[tuple[int, int]] = Counter()
+        rows_of: dict[tuple[int, int], list[int]] = {}
         for rows in sampler:
             shape = sampler.shape_of(rows)
             counts[shape] += 1
             rows_of.setdefault(shape, rows)
-        shapes = sorted(counts, key=lambda shape: (math.prod(shape), shape), reverse=True)
-        runs = {shape: partial(self._try, rows, compute_gradients) for shape, rows in rows_of.items()}
-        return [Trial(shape, counts[shape] / counts.total(), runs[shape]) for shape in shapes]
+        largest = sampler.largest_micro_batch(_label_lengths(self._batches.dataset))
+        num_rows, num_tokens = sampler.shape_of(largest)
+        largest_shape = num_rows, max(num_tokens, sampler.max_tokens or 0)
+        shapes = sorted(counts.keys() - {largest_shape}, key=lambda shape: (math.prod(shape), shape), reverse=True)
+        runs = {
+            shape: partial(self._try, partial(batch_of, rows=rows), compute_gradients)
+            for shape, rows in rows_of.items()
+        }
+        runs[largest_shape] = partial(self._try, worst_batch, compute_gradients)
+        return [Trial(shape, counts[shape] / counts.total(), runs[shape]) for shape in (largest_shape, *shapes)]
 
-    def _try(self, rows: list[int], compute_gradients: Callable[..., Any]) -> None:
+    def _try(self, make_batch: Callable[..., dict[str, torch.Tensor]], compute_gradients: Callable[..., Any]) -> None:
         """Run a micro-batch and undo it; memory that runs out in it runs out again in its step, which is retried."""
         self._rollback.rehearse(
-            lambda: self._compute(batch_of(self._batches, rows, self._engine), 1, compute_gradients)
+            lambda: self._compute(make_batch(self._batches, engine=self._engine), 1, compute_gradients)
         )
 
     def _compute(
