@@ -1,5 +1,7 @@
 """Packed batches hold the tokens of their rows and nothing else; micro-batches are filled up to a number of tokens."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -169,6 +171,19 @@ def test_filler_is_little():
     filler = sum(rounded_up(total, sizes) - total for total in totals)
     assert filler <= 0.03 * sum(totals)
     assert len(sizes) <= 12
+
+
+def test_chosen_sizes_have_the_least_filler():
+    totals = [16, 17, 24, 40, 41, 43, 64, 66, 95, 96]
+    multiples = sorted({min(96, -(-total // 8) * 8) for total in totals})
+
+    def filler(sizes):
+        return sum(rounded_up(total, sizes) - total for total in totals)
+
+    for max_sizes in (1, 2, 3, 4):
+        found = choose_sizes(totals, max_filler=0.0, max_sizes=max_sizes)
+        others = itertools.combinations(multiples[:-1], max_sizes - 1)
+        assert filler(found) == min(filler((*sizes, 96)) for sizes in others)
 
 
 def test_a_size_that_is_not_in_the_list():

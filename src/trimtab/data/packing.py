@@ -11,6 +11,7 @@ A packed batch has these entries:
 The last two have the names that transformers passes on to an attention function.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,7 +110,8 @@ def _evenly(rows: Sequence[int], lengths: torch.Tensor, num_shares: int) -> list
 def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int = 32) -> tuple[int, ...]:
     """Choose few sizes to which numbers of tokens are rounded up.
 
-    The smallest number of sizes is chosen with which filler is at most `max_filler` of all tokens, up to `max_sizes`.
+    The smallest number of sizes is chosen with which filler is at most `max_filler` of all tokens, up to `max_sizes`;
+    among those the sizes with the least filler.
 
     Args:
         totals: Tokens of micro-batches, without filler.
@@ -121,31 +123,35 @@ def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int
     """
     if not totals:
         return ()
-    ordered = sorted(totals)
-    num_tokens, largest = sum(ordered), ordered[-1]
-    for num_sizes in range(1, max_sizes + 1):
-        ratio = (largest / ordered[0]) ** (1 / num_sizes)
-        sizes = sorted({min(largest, _aligned(largest / ratio**power)) for power in range(num_sizes)})
-        filler = _filler_tokens(ordered, sizes)
-        if filler <= max_filler * num_tokens:
-            break
-    return tuple(sizes)
+    tokens = torch.tensor(sorted(totals))
+    sizes = _possible_sizes(tokens)
+    # Micro-batches up to a size, and their tokens: filler between two sizes is a difference of these.
+    counts = torch.searchsorted(tokens, sizes, right=True)
+    sums = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])[counts]
+    between = (counts[None] - counts[:, None]) * sizes[None] - (sums[None] - sums[:, None])
+    between = between.double().masked_fill_(between.new_ones(between.shape).tril() > 0, math.inf)
+    filler = (counts * sizes - sums).double()  # with one size, by that size
+    previous: list[torch.Tensor] = []
+    while filler[-1] > max_filler * int(tokens.sum()) and len(previous) + 1 < min(max_sizes, len(sizes)):
+        filler, best = (filler[:, None] + between).min(0)
+        previous.append(best)
+    chosen = [len(sizes) - 1]
+    for best in reversed(previous):
+        chosen.append(int(best[chosen[-1]]))
+    return tuple(sorted(int(sizes[number]) for number in set(chosen)))
+
+
+def _possible_sizes(tokens: torch.Tensor) -> torch.Tensor:
+    """Aligned numbers of tokens, the largest one as it is; if there are many, evenly spaced ones."""
+    aligned = (tokens + _ALIGNMENT - 1).div(_ALIGNMENT, rounding_mode="floor") * _ALIGNMENT
+    sizes = aligned.clamp(max=int(tokens[-1])).unique()
+    if len(sizes) > _MOST_POSSIBLE:
+        sizes = sizes[torch.linspace(0, len(sizes) - 1, _MOST_POSSIBLE).long()]
+    return sizes
 
 
 _ALIGNMENT = 8  # tokens: matrix products in half precision are fast for multiples of it
-
-
-def _aligned(size: float) -> int:
-    return -(-int(size) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _filler_tokens(ordered: list[int], sizes: list[int]) -> int:
-    filler, number = 0, 0
-    for total in ordered:
-        while sizes[number] < total:
-            number += 1
-        filler += sizes[number] - total
-    return filler
+_MOST_POSSIBLE = 512  # sizes to choose from
 
 
 def rounded_up(num_tokens: int, sizes: Sequence[int]) -> int:

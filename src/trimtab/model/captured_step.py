@@ -21,7 +21,7 @@ from trimtab.log import say
 from trimtab.model.forward import bare_model
 from trimtab.model.losses import Loss
 
-MOST_GRAPHS = 16
+MOST_GRAPHS = 32
 _STATE = "_trimtab_captured_micro_batches"
 
 Batch = dict[str, torch.Tensor]

@@ -125,7 +125,8 @@ def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Rotary embeddings and norms of queries and keys give fp32 under autocast, values are in half precision.
     """
     device = tensors[0].device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # not `is_autocast_available`, at which torch 2.11 splits the graph of a compiled block
+    casts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casts else tensors[-1].dtype
     return tuple(tensor.to(dtype) for tensor in tensors)
 
@@ -179,7 +180,8 @@ def _flash(
     scale: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
+    # not x[0], whose backward fills a tensor of zeros
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
     # For single-token rows the kernel would assume as many tokens as rows, and rows may be empty.
     longest = max(2, max_length)
     side = -1 if window is None or window >= longest else window - 1

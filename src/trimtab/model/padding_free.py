@@ -231,5 +231,5 @@ def _keep_first_tokens(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     hidden = output.last_hidden_state
     starts = boundaries[:-2].clamp(max=hidden.shape[1] - 1)  # an empty row may start behind the last token
-    output.last_hidden_state = hidden[0].index_select(0, starts)[:, None]
+    output.last_hidden_state = hidden.squeeze(0).index_select(0, starts)[:, None]
     return output
