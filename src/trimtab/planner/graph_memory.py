@@ -11,10 +11,10 @@ counted.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.planner.allocator import peaks
+from trimtab.planner.allocator import EMPTY_CACHE, peaks
 from trimtab.planner.trace.recorder import Birth, Event, Trace
 
-_POOL = -1  # the storage that represents the pool
+_POOL = -2  # the storage that represents the pool
 _IN_GRAPHS = " in graphs"  # ends the name of a workspace of the stream that captures
 _STAYS = ("weights", "inputs", "state", "library")
 
@@ -24,7 +24,8 @@ class GraphMemory:
     """The allocations of a step whose micro-batches are captured.
 
     Attributes:
-        before: Outside of the pool, until the first capture: the same micro-batch runs once without a graph.
+        before: Outside of the pool, until the first capture: the same micro-batch runs once without a graph and is
+            undone, then gradients are allocated for the whole run.
         pool: In the pool, while the largest micro-batch is captured.
         after: Outside of the pool from then on.
     """
@@ -36,11 +37,10 @@ class GraphMemory:
     def events(self, *, expandable: bool = True) -> tuple[Event, ...]:
         """All allocations, with the pool as a single one that is never freed.
 
-        The cache is emptied before a capture, so it does not matter that the allocator may place this one in it. A
-        capture cannot release memory to stay under a limit: the pool has the size that it gets without a limit.
+        A capture cannot release memory to stay under a limit, so the pool has the size that it gets without a limit.
         """
         held = peaks(self.pool, expandable=expandable)[1]
-        return (*self.before, Event(_POOL, held), *self.after)
+        return (*self.before, EMPTY_CACHE, Event(_POOL, held), *self.after)
 
     def beside(self, trace: Trace) -> "GraphMemory":
         """Other work while the pool is held; it includes the workspaces, which are in the pool."""
@@ -60,8 +60,10 @@ def graph_memory(trace: Trace) -> GraphMemory:
     for storage, size in trace.events[first:last]:
         if size and trace.births[storage].part not in _STAYS and storage not in trace.gradients:
             captured.add(storage)
+    before = [event for event in trace.events[:first] if event.storage not in captured]
+    gradients = [event for event in before if event.size and event.storage in trace.gradients]
     return GraphMemory(
-        before=tuple(event for event in trace.events[:first] if event.storage not in captured),
+        before=(*before, *(event._replace(size=0) for event in gradients), *gradients),
         pool=tuple(event for event in trace.events if event.storage in captured),
         after=tuple(event for event in trace.events[first:] if event.storage not in captured),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.hardware.memory import expected_non_allocator_memory
-from trimtab.planner.allocator import peaks, round_size, runs_under, smallest_cap
+from trimtab.planner.allocator import EMPTY_CACHE, peaks, round_size, runs_under, smallest_cap
 from trimtab.planner.graph_memory import GraphMemory, graph_memory, with_graph_workspaces, with_kept
 from trimtab.planner.trace.recorder import Event, Trace
 
@@ -140,7 +140,7 @@ def _peak(events: Sequence[Event]) -> tuple[int, int]:
             in_use += rounded
             if in_use > peak:
                 peak, at = in_use, position
-        else:
+        elif storage != EMPTY_CACHE.storage:
             in_use -= sizes.pop(storage)
     return peak, at
 
