@@ -92,7 +92,5 @@ def with_kept(trace: Trace, births: Sequence[Birth], *, are_gradients: bool = Fa
 
 def _graph_workspaces(trace: Trace) -> set[int]:
     return {
-        storage
-        for storage, birth in trace.births.items()
-        if birth.part == "library" and birth.op.endswith(_IN_GRAPHS)
+        storage for storage, birth in trace.births.items() if birth.part == "library" and birth.op.endswith(_IN_GRAPHS)
     }
