@@ -120,13 +120,15 @@ def test_the_pool_is_held_beside_the_optimizer(graphs):
 
 
 def test_an_evaluation_needs_memory_beside_the_pool(graphs):
-    planner = planner_of()
+    large = {"batch": 64, "micro_batch": 64}
+    planner = planner_of(**large)
     captured, evaluation = prediction_of(planner), evaluation_of(planner)
     graphs.undo()
-    plain = evaluation_of(planner_of())
+    plain = evaluation_of(planner_of(**large))
     added = evaluation.allocated - plain.allocated  # gradients stay, and so do the workspaces of captures
     assert added == gradient_bytes(captured.trace) + workspaces(captured.trace) // 2
     outside_pool = evaluation.allocated - workspaces(captured.trace) // 2
+    assert pool_bytes(captured) > plain.needed
     assert evaluation.needed == pytest.approx(outside_pool + pool_bytes(captured), abs=CAP_STEP + 3 * LARGE_SEGMENT)
     assert evaluation.parts["gradients"] == captured.parts["gradients"]
 
