@@ -6,9 +6,11 @@ import pytest
 
 from trimtab.planner.allocator import (
     CAP_STEP,
+    EMPTY_CACHE,
     MIB,
     CachingAllocator,
     OverCap,
+    peaks,
     replay,
     round_size,
     runs_under,
@@ -381,3 +383,11 @@ def test_a_request_does_not_look_at_all_free_blocks(expandable):
             allocator.free(held.pop(storage))
         most_free = max(most_free, *(len(pool.free) for pool in allocator.pools))
     assert most_free > 40
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_an_emptied_cache(expandable):
+    """The place of the first storage is too small for the third; the second one is between them."""
+    first, large = [Event(0, 100 * MIB), Event(1, 2 * MIB), Event(0, 0)], Event(2, 200 * MIB)
+    assert peaks([*first, large], expandable=expandable)[1] >= 302 * MIB
+    assert 202 * MIB <= peaks([*first, EMPTY_CACHE, large], expandable=expandable)[1] <= 240 * MIB

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trimtab.hardware.catalog import CATALOG
-from trimtab.planner.time import CALIBRATION, Calibration, op_seconds, step_seconds
+from trimtab.planner.time import CALIBRATION, Calibration, captured_ops, op_seconds, step_seconds
 from trimtab.planner.trace.recorder import Op
 
 H200, T4 = CATALOG["h200"], CATALOG["t4"]
@@ -62,9 +62,19 @@ def test_many_small_operations_are_bound_by_the_host():
     assert took.bound == "host"
     assert took.host_seconds == pytest.approx(5000 * CALIBRATION.forward_host * H200.host_op_s)
     assert took.host_seconds < took.seconds < 1.01 * took.host_seconds
-    captured = step_seconds(ops, H200, captured=True)
-    assert captured.host_seconds == 0
-    assert captured.seconds == captured.gpu_seconds < took.seconds / 2
+
+
+def test_a_captured_micro_batch_is_one_launch():
+    ops, step = [elementwise(1000)] * 5000, Op("fused_adamw", "optimizer", 0, 10**6, "fp32")
+    took, captured = step_seconds(ops, H200), step_seconds(captured_ops(ops, 1000), H200)
+    assert captured.host_seconds == pytest.approx(CALIBRATION.replay_host * H200.host_op_s)
+    assert captured.seconds == pytest.approx(captured.gpu_seconds + captured.host_seconds)
+    assert captured.seconds < took.seconds / 2
+    # what follows is launched by the host, while the device computes
+    followed = step_seconds([*captured_ops(ops, 1000), *[step] * 10], H200)
+    launches = 10 * CALIBRATION.optimizer_host * H200.host_op_s
+    assert followed.host_seconds - captured.host_seconds == pytest.approx(launches)
+    assert followed.seconds == pytest.approx(followed.gpu_seconds + captured.host_seconds)
 
 
 def test_what_cannot_overlap_is_counted():

@@ -27,6 +27,7 @@ LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own size
 SEGMENT_ROUNDING = 2 * MIB
 CAP_STEP = 16 * MIB  # resolution of the search for the smallest limit
+EMPTY_CACHE = Event(-1, 0)  # not a storage: all free memory is released, as by torch.cuda.empty_cache
 
 _ADDRESSES = 2**60  # address range of an expandable segment, practically unlimited
 _USED, _FREE, _UNBACKED = range(3)
@@ -161,12 +162,16 @@ class CachingAllocator:
         self.allocated -= block.size
         self.pools[0 if block.small else 1].give(block)
 
+    def empty_cache(self) -> None:
+        """Release all free memory: whole segments or whole pages."""
+        self.reserved -= sum(pool.release() for pool in self.pools)
+
     def _grow(self, pool: "_Pool", size: int) -> Block:
         # torch checks the whole size of the request, even if a part of it is already backed
         counted = segment_size(size)
         if self.cap is not None and self.reserved + counted > self.cap:
             self.num_flushes += 1
-            self.reserved -= sum(pool.release() for pool in self.pools)
+            self.empty_cache()
             if self.reserved + counted > self.cap:
                 raise OverCap(self.reserved + counted)
         block, added = pool.grow(size)
@@ -393,6 +398,8 @@ def _feed(allocator: CachingAllocator, events: Sequence[Event]) -> int:
             held[storage] = allocator.malloc(size)
             if allocator.allocated > peak:
                 peak, peak_at = allocator.allocated, index
+        elif storage == EMPTY_CACHE.storage:
+            allocator.empty_cache()
         else:
             allocator.free(held.pop(storage))
     return peak_at

@@ -235,6 +235,7 @@ class _Question:
             model_kind=self.data.task.model_kind,
             num_rows=size,
             num_targets=max(self.tokens.train.lengths),
+            num_processes=self.engine.num_processes,
             count_shapes=lambda: self._lengths().num_shapes(size, Batching()),
             find_head_problem=self._find_head_problem,
         )

@@ -70,7 +70,7 @@ def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
     estimate = row.estimate
     slack = max(0, needed_bytes - estimate.allocated_bytes)
     parts = {**estimate.parts, "allocator slack": slack, "outside the allocator": estimate.outside_bytes}
-    run_s = None if num_steps is None else num_steps * estimate.step_s
+    run_s = None if num_steps is None else estimate.start_s + num_steps * estimate.step_s
     return Rung(row.spec, parts, estimate.tokens_s, estimate.step_s, run_s, estimate.fits)
 
 

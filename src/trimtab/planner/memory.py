@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.hardware.memory import expected_non_allocator_memory
-from trimtab.planner.allocator import peaks, round_size, runs_under, smallest_cap
+from trimtab.planner.allocator import EMPTY_CACHE, peaks, round_size, runs_under, smallest_cap
+from trimtab.planner.graph_memory import GraphMemory, graph_memory, with_graph_workspaces, with_kept
 from trimtab.planner.trace.recorder import Event, Trace
 
 PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
@@ -31,6 +32,8 @@ class Prediction:
         outside: Device bytes that the allocator does not manage, such as the CUDA context.
         trace: The trace that it was computed from.
         expandable: Whether the allocator has expandable segments.
+        graphs: The memory that CUDA graphs hold; None if the step is not captured. `allocated` is the peak while they
+            are captured: torch does not count what a replay uses.
     """
 
     allocated: int
@@ -39,16 +42,22 @@ class Prediction:
     outside: int
     trace: Trace
     expandable: bool = True
+    graphs: GraphMemory | None = None
+
+    @cached_property
+    def _events(self) -> tuple[Event, ...]:
+        """What the allocator is asked for."""
+        return self.trace.events if self.graphs is None else self.graphs.events(expandable=self.expandable)
 
     @cached_property
     def needed(self) -> int:
         """The smallest allocator limit under which the step runs."""
-        return smallest_cap(self.trace.events, _peak(self.trace.events)[0], expandable=self.expandable)
+        return smallest_cap(self._events, _peak(self._events)[0], expandable=self.expandable)
 
     @cached_property
     def reserved(self) -> int:
         """Bytes that the allocator reserves without a limit."""
-        return peaks(self.trace.events, expandable=self.expandable)[1]
+        return peaks(self._events, expandable=self.expandable)[1]
 
     @property
     def total(self) -> int:
@@ -60,7 +69,7 @@ class Prediction:
         room = budget - self.outside
         if self.expandable and room < self.allocated:  # fixed segments may keep smaller remainders under a limit
             return False
-        return runs_under(self.trace.events, room, expandable=self.expandable)
+        return runs_under(self._events, room, expandable=self.expandable)
 
     def with_fixed_segments(self) -> "Prediction":
         """The same step with fixed segments: blocks keep remainders of up to 1 MiB, which count as allocated."""
@@ -74,12 +83,13 @@ class Prediction:
         return _timeline(self.trace, num_points)
 
 
-def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
+def predict(trace: Trace, *, with_kernels: bool = False, graphs: GraphMemory | None = None) -> Prediction:
     """Predict the memory of a traced step.
 
     Args:
         trace: The step, with everything allocated before it.
         with_kernels: Whether Triton or bitsandbytes kernels are loaded.
+        graphs: The memory that CUDA graphs hold.
     """
     peak, position = _peak(trace.events)
     return Prediction(
@@ -88,19 +98,37 @@ def predict(trace: Trace, *, with_kernels: bool = False) -> Prediction:
         stage=_stage_at(trace, position),
         outside=expected_non_allocator_memory(with_kernels),
         trace=trace,
+        graphs=graphs,
     )
 
 
-def with_library_memory(trace: Trace, earlier: Trace) -> Trace:
-    """Add the workspaces to a trace that libraries such as cuBLAS allocated in an earlier one and still hold."""
+def predict_captured(trace: Trace, *, with_kernels: bool = False) -> Prediction:
+    """Predict the memory of a step whose micro-batches are replayed from CUDA graphs.
+
+    Args:
+        trace: A step of two micro-batches: from the second on gradients exist, as in every captured one.
+        with_kernels: As in `predict`.
+    """
+    trace = with_graph_workspaces(trace)
+    return predict(trace, with_kernels=with_kernels, graphs=graph_memory(trace))
+
+
+def predict_evaluation(trace: Trace, training: Prediction, *, with_kernels: bool = False) -> Prediction:
+    """Predict the memory of an evaluation between training steps, which keep workspaces and CUDA graphs.
+
+    Args:
+        trace: The evaluation of a batch.
+        training: A training step; captured gradients stay allocated.
+        with_kernels: As in `predict`.
+    """
+    earlier, graphs = training.trace, training.graphs
     known = {birth.op for birth in trace.births.values() if birth.part == "library"}
     kept = [birth for birth in earlier.births.values() if birth.part == "library" and birth.op not in known]
-    first = 1 + max(trace.births, default=0)
-    births = {first + number: birth for number, birth in enumerate(kept)}
-    events = tuple(Event(storage, birth.size) for storage, birth in births.items())
-    later = len(events)
-    marks = tuple(replace(mark, event=mark.event + later) for mark in trace.marks)
-    return replace(trace, events=(*events, *trace.events), births={**births, **trace.births}, marks=marks)
+    trace = with_kept(trace, kept)
+    if graphs is not None:
+        trace = with_kept(trace, [earlier.births[storage] for storage in earlier.gradients], are_gradients=True)
+        graphs = graphs.beside(trace)
+    return predict(trace, with_kernels=with_kernels, graphs=graphs)
 
 
 def _peak(events: Sequence[Event]) -> tuple[int, int]:
@@ -112,7 +140,7 @@ def _peak(events: Sequence[Event]) -> tuple[int, int]:
             in_use += rounded
             if in_use > peak:
                 peak, at = in_use, position
-        else:
+        elif storage != EMPTY_CACHE.storage:
             in_use -= sizes.pop(storage)
     return peak, at
 

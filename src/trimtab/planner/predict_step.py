@@ -10,7 +10,7 @@ import torch
 from trimtab.errors import ModelError, RecipeError, TrimtabError, summarize_error
 from trimtab.log import muted
 from trimtab.model.load import max_positions
-from trimtab.planner.memory import Prediction, predict
+from trimtab.planner.memory import Prediction, predict, predict_captured
 from trimtab.planner.recipe_planner import RecipePlanner
 from trimtab.planner.shapes import BatchShape, OneLength, named_task
 from trimtab.planner.target import Target, known_target
@@ -19,7 +19,7 @@ from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
-from trimtab.techniques.apply import batching_of, loads_kernels
+from trimtab.techniques.apply import batching_of, captures, loads_kernels
 from trimtab.techniques.base import StepSpec
 from trimtab.training.garbage_collection import gc_disabled
 
@@ -148,9 +148,10 @@ def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target)
     spec = StepSpec.of(shape.rows, planner.precision, values)
     if batching_of(spec).is_packed:
         shape = replace(shape, is_packed=True, is_padded=False)
+    is_captured = captures(spec)
     with muted():
-        trace = planner.tracer(spec).trace(spec, shape, min(2, num_micro))
-    return predict(trace, with_kernels=loads_kernels(spec))
+        trace = planner.tracer(spec).trace(spec, shape, 2 if is_captured else min(2, num_micro))
+    return (predict_captured if is_captured else predict)(trace, with_kernels=loads_kernels(spec))
 
 
 def _plain_step(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trimtab.build.batches import micro_batch_asked
+from trimtab.build.batches import fast_steps, micro_batch_asked
 from trimtab.data.batching import Batching
 from trimtab.errors import LossError, RecipeError, TraceError, UserError, summarize_error
 from trimtab.log import muted
@@ -18,11 +18,11 @@ from trimtab.model.load import max_positions
 from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
 from trimtab.planner.host import HostPrediction, predict_host
-from trimtab.planner.memory import Prediction, predict, with_library_memory
+from trimtab.planner.memory import Prediction, predict, predict_captured, predict_evaluation
 from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
 from trimtab.planner.target import SPARE, Target
-from trimtab.planner.time import step_seconds
+from trimtab.planner.time import captured_ops, step_seconds
 from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.recorder import Op, Trace
 from trimtab.recipe.schema import Recipe
@@ -30,18 +30,21 @@ from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import (
     axes_of,
     batching_of,
+    captures,
     change_model,
     host_use,
     loads_kernels,
     may_fail_in_trace,
     method_values,
     refusal,
+    start_seconds,
 )
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, compute_dtype
 from trimtab.units import parse_every
 
 _LENGTH_STEP = 64  # of the search for the longest rows
 _MOST_LENGTH, _MOST_ROWS = 2**20, 2**16
+_USUAL_STEPS = 1000  # of a run whose length is not known
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,16 @@ class RecipePlanner:
         total = self.recipe.train.batch_size if known is None else min(self.recipe.train.batch_size, known)
         return math.ceil(total / self._num_processes)
 
+    @cached_property
+    def _num_steps(self) -> int | None:
+        """Optimizer steps of the run; None if neither the recipe nor the data tell."""
+        train, num_rows = self.recipe.train, self.lengths.num_rows
+        if self.recipe.limits.fast_dev_run:
+            return fast_steps(self.recipe)
+        if train.max_steps is not None or num_rows is None:
+            return train.max_steps
+        return max(1, math.ceil(train.epochs * math.ceil(num_rows / train.batch_size)))
+
     # ------------------------------------------------------------------ what may be chosen
 
     @cached_property
@@ -122,6 +135,8 @@ class RecipePlanner:
             model_kind=self.task.model_kind,
             num_rows=num_rows,
             num_targets=shape.target_length or self.lengths.longest,
+            num_processes=self._num_processes,
+            num_steps=self._num_steps,
             count_shapes=partial(self.lengths.num_shapes, num_rows, padded),
             find_head_problem=self._find_head_problem,
         )
@@ -162,7 +177,8 @@ class RecipePlanner:
     def prediction(self, spec: StepSpec, shape: BatchShape | None = None, batch_size: int | None = None) -> Prediction:
         """The memory of a step, and its trace.
 
-        Two micro-batches represent any larger number: from the second on, gradients are already allocated.
+        Two micro-batches represent any larger number: from the second on, gradients are already allocated. In captured
+        micro-batches they always are.
 
         Args:
             spec: How the step is made.
@@ -170,13 +186,18 @@ class RecipePlanner:
             batch_size: Rows of the step; the recipe's if left out.
         """
         shape = shape or self.shape(spec)
-        num_micro = min(2, math.ceil((batch_size or self.batch_size) / spec.micro_batch))
+        num_micro = 2 if self._captures(spec) else min(2, math.ceil((batch_size or self.batch_size) / spec.micro_batch))
         key = spec, shape, num_micro
         if key not in self._predictions:
             with muted():
                 trace = self.tracer(spec).trace(spec, shape, num_micro)
-            self._predictions[key] = self._predicted(spec, trace)
+            found = (predict_captured if self._captures(spec) else predict)(trace, with_kernels=loads_kernels(spec))
+            self._predictions[key] = self.target.as_here(found)
         return self._predictions[key]
+
+    def _captures(self, spec: StepSpec) -> bool:
+        """Whether micro-batches are replayed from CUDA graphs."""
+        return not self.target.is_cpu and captures(spec)
 
     def shape(self, spec: StepSpec) -> BatchShape:
         """The largest micro-batch of a specification."""
@@ -197,11 +218,9 @@ class RecipePlanner:
             rows = shape.rows
             with muted():
                 trace = self.tracer(spec).trace_evaluation(spec, shape)
-            found = self._predicted(spec, with_library_memory(trace, self.prediction(spec).trace))
+            predicted = predict_evaluation(trace, self.prediction(spec), with_kernels=loads_kernels(spec))
+            found = self.target.as_here(predicted)
         return rows, found
-
-    def _predicted(self, spec: StepSpec, trace: Trace) -> Prediction:
-        return self.target.as_here(predict(trace, with_kernels=loads_kernels(spec)))
 
     def host(self, spec: StepSpec) -> HostPrediction:
         """The most host memory and disk space."""
@@ -229,7 +248,9 @@ class RecipePlanner:
         seconds = self._step_seconds(found.trace, spec)
         tokens = self.lengths.tokens(self.recipe.train.batch_size)
         fits = self.target.fits(found, SPARE)
-        return Estimate(fits, found.allocated, found.outside, found.parts, seconds, tokens / seconds)
+        start_s, num_steps = start_seconds(spec, self.case), self._num_steps or _USUAL_STEPS
+        memory = found.allocated, found.outside, found.parts
+        return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps)
 
     def needed_bytes(self, row: Row) -> int:
         """The smallest allocator limit under which a row runs."""
@@ -241,6 +262,9 @@ class RecipePlanner:
         device, tf32 = self.target.device, self.precision == "tf32"
         before, again, after = _split(trace.ops)
         before, again = _scaled(before, share), _scaled(again, share)
+        if self._captures(spec):
+            before, zero = _captured(again, trace)
+            again, after = before if num_micro > 1 else [], [*after, zero]
         if num_micro == 1 or not again:
             return step_seconds([*before, *again, *after], device, tf32=tf32).seconds
         # the first micro-batches fill the device queue; every later one takes equally long
@@ -365,6 +389,18 @@ def _split(ops: Iterable[Op]) -> tuple[list[Op], list[Op], list[Op]]:
     begun = next((at for at, is_in in enumerate(in_backward) if is_in), 0)
     second = next((at for at in range(begun, last) if everything[at].stage == "forward"), last + 1)
     return everything[:second], everything[second : last + 1], everything[last + 1 :]
+
+
+def _captured(second: list[Op], trace: Trace) -> tuple[list[Op], Op]:
+    """A captured micro-batch, and the operation that zeroes gradients in place.
+
+    Args:
+        second: The second micro-batch of a step: every captured one adds to existing gradients.
+        trace: The trace of both.
+    """
+    inputs = sum(birth.size for birth in trace.births.values() if birth.part == "inputs")
+    gradients = sum(trace.births[storage].size for storage in trace.gradients)
+    return captured_ops(second, inputs // 2), Op("aten._foreach_zero_", "optimizer", 0, gradients, "fp32")
 
 
 def _scaled(ops: list[Op], share: float) -> list[Op]:

@@ -13,6 +13,7 @@ from itertools import product
 from trimtab.techniques.base import Axis, StepSpec
 
 _MOST_BY_LINE = 4  # measurements, before the middle is tried
+_START_WEIGHT, _MARGIN = 2.0, 1.05  # see `ranked_seconds`
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Estimate:
         parts: The peak by anatomy.
         step_s: Seconds of an optimizer step.
         tokens_s: Tokens per second.
+        start_s: Seconds before the first step, for example to compile.
+        num_steps: Steps of the run.
     """
 
     fits: bool
@@ -34,6 +37,22 @@ class Estimate:
     parts: Mapping[str, int]
     step_s: float
     tokens_s: float
+    start_s: float = 0.0
+    num_steps: int = 1
+
+    @property
+    def ranked_s(self) -> float:
+        """The seconds that estimates are compared by."""
+        return ranked_seconds(self.step_s, self.start_s, self.num_steps)
+
+
+def ranked_seconds(step_s: float, start_s: float, num_steps: int) -> float:
+    """Seconds of a step, with its share of the time before the first step, to compare ways to make a run.
+
+    What takes time to start has to be clearly worth it: times are estimates, and a user waits for the first step. So
+    the start counts twice, and the step itself has to be faster by a margin.
+    """
+    return step_s * _MARGIN + _START_WEIGHT * start_s / num_steps if start_s else step_s
 
 
 @dataclass(frozen=True)
@@ -97,12 +116,12 @@ class Ladder:
     @property
     def smallest(self) -> Row:
         """The row that needs least memory."""
-        return min(self.rows, key=lambda row: (row.least_bytes, row.estimate.step_s))
+        return min(self.rows, key=lambda row: (row.least_bytes, row.estimate.ranked_s))
 
     def front(self) -> list[Row]:
         """The Pareto front: rows that no other one beats in memory and in time, the fastest first."""
         front: list[Row] = []
-        for row in sorted(self.rows, key=lambda row: (row.estimate.step_s, row.least_bytes)):
+        for row in sorted(self.rows, key=lambda row: (row.estimate.ranked_s, row.least_bytes)):
             if not front or row.least_bytes < front[-1].least_bytes:
                 front.append(row)
         return front
@@ -137,7 +156,7 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
         row = look(spec) if thorough or not is_slower else None
         if row is not None:
             widest.append(row)
-    widest.sort(key=lambda row: row.estimate.step_s)
+    widest.sort(key=lambda row: row.estimate.ranked_s)
     best = next((row for row in widest if row.estimate.fits), None)
     sizes = space.micro_batches[1:]
     if best is None and widest:  # the smallest set allows the largest micro-batch: a time that others have to beat
@@ -154,12 +173,12 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
         if thorough and best is not None:
             _look_one_step_down(best, space, look)
     rows = [row for row in found.values() if row is not None]
-    return Ladder(tuple(sorted(rows, key=lambda row: row.estimate.step_s)), best)
+    return Ladder(tuple(sorted(rows, key=lambda row: row.estimate.ranked_s)), best)
 
 
 def _is_faster(row: Row, best: Row) -> bool:
     """Whether a row gains more than the noise of a prediction."""
-    return row.estimate.step_s < 0.99 * best.estimate.step_s
+    return row.estimate.ranked_s < 0.99 * best.estimate.ranked_s
 
 
 def _look_one_step_down(best: Row, space: Space, look: Callable[[StepSpec], Row | None]) -> None:
@@ -188,7 +207,7 @@ def _largest_micro_batch(
     high, low = 0, len(sizes) - 1  # the first size that is open, and one that fits
     while high < low:
         at = high + _guess(sizes[high:low], fitting, above, room)
-        if best is not None and _seconds_between(fitting, widest, sizes[at]) > best.estimate.step_s:
+        if best is not None and _seconds_between(fitting, widest, sizes[at]) > best.estimate.ranked_s:
             return None
         row = look(spec.with_micro_batch(sizes[at]))
         if row is not None and row.estimate.fits:
@@ -203,7 +222,7 @@ def _largest_micro_batch(
 def _seconds_between(few: Row, many: Row, size: int) -> float:
     """Seconds of a step with a micro-batch size between two known ones: every micro-batch adds the same time."""
     share = (1 / size - 1 / many.spec.micro_batch) / (1 / few.spec.micro_batch - 1 / many.spec.micro_batch)
-    return many.estimate.step_s + share * (few.estimate.step_s - many.estimate.step_s)
+    return many.estimate.ranked_s + share * (few.estimate.ranked_s - many.estimate.ranked_s)
 
 
 def _guess(sizes: Sequence[int], fits: Row, fails: Row, room: int) -> int:

@@ -38,6 +38,8 @@ class Calibration:
         recompute_host: The same for a recomputed forward, with a Python hook for every saved tensor.
         optimizer_host: The same in the optimizer; fused and foreach versions launch few operations for many tensors.
         bitsandbytes_host: The same in a bitsandbytes optimizer, which updates parameters one by one in Python.
+        replay_host: The same for all that the host does for a captured micro-batch: one launch of its graph, and small
+            copies of inputs and results.
     """
 
     product: float = 0.78
@@ -53,6 +55,7 @@ class Calibration:
     recompute_host: float = 19.0
     optimizer_host: float = 5.0
     bitsandbytes_host: float = 47.0
+    replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_step`
 
     def host_ops(self, op: Op) -> float:
         """Host time of an operation, in units of `Device.host_op_s`."""
@@ -63,6 +66,8 @@ class Calibration:
             "backward": self.backward_host,
             "recompute": self.recompute_host,
             "optimizer": self.optimizer_host,
+            "replay": self.replay_host,
+            "replayed": 0.0,
         }[op.stage]
 
 
@@ -93,7 +98,6 @@ def step_seconds(
     device: Device,
     *,
     tf32: bool = False,
-    captured: bool = False,
     calibration: Calibration = CALIBRATION,
 ) -> StepTime:
     """Predict the time of a step on a device.
@@ -102,7 +106,6 @@ def step_seconds(
         ops: Operations in launch order.
         device: The device that runs them.
         tf32: Whether fp32 products run as tf32 if the device supports it.
-        captured: Whether the step is replayed as a CUDA graph, so that the host launches nothing.
         calibration: Share of the peak rates that real steps reach.
     """
     launched = finished = 0.0
@@ -114,7 +117,7 @@ def step_seconds(
         costs = known.get(id(op))
         if costs is None:
             compute, traffic = op_seconds(op, device, tf32=tf32, calibration=calibration)
-            launch = 0.0 if captured else calibration.host_ops(op) * device.host_op_s
+            launch = calibration.host_ops(op) * device.host_op_s
             bound = "compute" if compute > traffic else "bandwidth"
             costs = known[id(op)] = max(compute, traffic) + kernel_s, launch, bound
         work, launch, bound = costs
@@ -130,6 +133,18 @@ def step_seconds(
     gpu_seconds = sum(busy.values())
     shares = {**busy, "host": finished - gpu_seconds}
     return StepTime(finished, gpu_seconds, launched, by_stage, max(shares, key=lambda name: shares[name]))
+
+
+def captured_ops(ops: Sequence[Op], input_bytes: int) -> list[Op]:
+    """The operations of a micro-batch as the replay of a CUDA graph: a single launch, and inputs that are copied.
+
+    Kernels of a graph keep the latency of others; what a graph saves of it was not measured.
+    """
+    known: dict[int, Op] = {}  # blocks that repeat share their operations
+    for op in ops:
+        if id(op) not in known:
+            known[id(op)] = op._replace(stage="replayed")
+    return [Op("replay", "replay", 0, 2 * input_bytes, "fp32"), *(known[id(op)] for op in ops)]
 
 
 def op_seconds(

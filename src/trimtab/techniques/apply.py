@@ -213,6 +213,16 @@ def loads_kernels(values: Values) -> bool:
     return any(technique.loads_kernels(values[technique.key]) for technique in TECHNIQUES)
 
 
+def captures(values: Values) -> bool:
+    """Whether forward and backward of micro-batches are replayed from CUDA graphs."""
+    return any(technique.captures(values[technique.key]) for technique in TECHNIQUES)
+
+
+def start_seconds(values: Values, case: Case) -> float:
+    """Seconds that techniques need before the first step of a run."""
+    return sum(technique.start_seconds(values[technique.key], case) for technique in TECHNIQUES)
+
+
 def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
     """What all techniques change in the use of host memory and disk."""
     uses = [technique.host_use(spec[technique.key], model, weight_bytes) for technique in TECHNIQUES]

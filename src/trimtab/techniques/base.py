@@ -129,6 +129,8 @@ class Case:
         model_kind: As in `trimtab.data.tasks.base.Task`; "" if it is not known.
         num_rows: The largest possible micro-batch size.
         num_targets: Positions with a target in the longest row.
+        num_processes: Processes that share a batch.
+        num_steps: Optimizer steps of the run; None if it is not known.
         count_shapes: Counts the distinct shapes of the micro-batches of an epoch; None if they are not known.
         find_head_problem: Tests on real weights whether the loss can be computed without all logits: returns None if
             so, else the reason. None without weights.
@@ -145,6 +147,8 @@ class Case:
     model_kind: str = ""
     num_rows: int = 1
     num_targets: int = 1
+    num_processes: int = 1
+    num_steps: int | None = None
     count_shapes: Callable[[], int] | None = None
     find_head_problem: Callable[[str], str | None] | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -418,6 +422,14 @@ class Technique:
     def loads_kernels(self, value: str) -> bool:
         """Whether kernels of Triton or bitsandbytes are loaded, which take device memory outside the allocator."""
         return False
+
+    def captures(self, value: str) -> bool:
+        """Whether forward and backward of micro-batches are replayed from CUDA graphs."""
+        return False
+
+    def start_seconds(self, value: str, case: Case) -> float:
+        """Seconds that a run needs before its first step, for example to compile; the search counts them."""
+        return 0.0
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
         """Use of host memory and disk; `weight_bytes` is the size of one loaded weight."""

@@ -33,7 +33,7 @@ class Op(NamedTuple):
     """One operation on the device; views are left out."""
 
     name: str
-    stage: str  # "forward", "backward", "recompute" (inside backward) or "optimizer"
+    stage: str  # "forward", "backward", "recompute" (inside backward), "optimizer"; "replay" and "replayed" in graphs
     flops: int  # a multiply-add counts two; 0 for operations that only move memory
     moved: int  # bytes read and written
     dtype: str  # of the product: fp32, bf16, fp16, fp8

@@ -1,0 +1,28 @@
+"""The time that compiling takes, and whether a run is long enough to consider it."""
+
+import torch
+
+from trimtab.model.blocks import blocks_of
+
+_KIND_S = 20.0  # to compile one kind of block without a cache; 15 to 25 s were measured on H200 hosts
+_SIZE_S = 1.0  # to run one size of micro-batch and to capture it; an estimate
+_FEWEST_STEPS = 200  # in fewer steps the seconds of a compiler are not saved again
+_FIRST_CAPABILITY = (7, 0)  # for which Triton generates code
+
+
+def compile_seconds(model: torch.nn.Module, num_captured_sizes: int = 0) -> float:
+    """Seconds to compile the blocks of a model before the first step, and to capture sizes of micro-batches."""
+    kinds = {type(block) for _, block in blocks_of(model)}
+    return _KIND_S * len(kinds) + _SIZE_S * num_captured_sizes
+
+
+def compiling_may_pay(num_steps: int | None, capability: tuple[int, int] | None, *, has_triton: bool) -> bool:
+    """Whether compiled blocks are worth a prediction.
+
+    Args:
+        num_steps: Optimizer steps of the run; None if they are not known.
+        capability: Compute capability of an NVIDIA GPU; None for other devices.
+        has_triton: Whether Triton is installed.
+    """
+    is_long = num_steps is None or num_steps >= _FEWEST_STEPS
+    return is_long and has_triton and capability is not None and capability >= _FIRST_CAPABILITY
