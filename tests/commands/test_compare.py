@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from trimtab.commands.compare import (
     make_folder,
     shorten_recipe,
 )
-from trimtab.commands.measure import StepClock, measure
+from trimtab.commands.measure import Observer, StepClock, measure
 from trimtab.commands.variants import choose_variants, combine_values, read_variants, split_values
 from trimtab.errors import RecipeError
+from trimtab.model.captured_step import capture_micro_batches
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
 from trimtab.report.compare import Measurement, Variant
@@ -198,6 +200,21 @@ def test_a_run_that_is_not_recorded_has_all_its_steps_timed(recipe, own_folder, 
     assert len(found["step_s"]) == 10
     assert (found["anatomy"], found["metrics"]) == (None, {})
     assert not (own_folder / "measured" / "best").exists()
+
+
+def test_replayed_micro_batches_are_counted(own_folder):
+    """Hooks of the model do not see them."""
+    (own_folder / "plan.json").write_text('{"device": "cpu"}')
+    model = torch.nn.Linear(2, 2)
+    captured = capture_micro_batches(model)
+    observer = Observer(own_folder, 3, 1, records_memory=False, evaluates=True)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    batch = {"input_ids": torch.ones_like(mask), "attention_mask": mask, "labels": torch.zeros(2)}
+    for step in (1, 2, 3):
+        observer.on_step(SimpleNamespace(step=step, model=model, optimizer=None))
+        for watch in captured.watchers * 2:  # micro-batches of the next step
+            watch(batch)
+    assert (observer.numbers["num_rows"], observer.numbers["num_tokens"]) == (8, 20)
 
 
 def test_why_a_run_failed_is_told_in_a_few_words(recipe, own_folder, tiny, monkeypatch):

@@ -135,8 +135,8 @@ def test_a_size_runs_once_before_it_is_captured():
     assert (recorder.num_recorded, recorder.num_replayed) == (1, 2)
 
 
-def test_the_first_micro_batch_of_accumulation_is_not_replayed():
-    """It sets the expected weight of a window, which graphs divide by."""
+def test_the_first_micro_batch_of_accumulation_is_replayed():
+    """Graphs divide by the expected weight of a window: the weight of the first run of that size sets it."""
     torch.manual_seed(0)
     model, recorder = Model(), Repeats()
     state = capture_micro_batches(model, recorder)
@@ -144,7 +144,7 @@ def test_the_first_micro_batch_of_accumulation_is_not_replayed():
     windows = list(batches(2, (4, 4), seed=1))
     train(model, weighted_on_device, alone + windows, compute=compute_captured)
     assert state.num_graphs == 1
-    assert recorder.num_replayed == 1 + 3
+    assert recorder.num_replayed == 1 + 4
 
 
 def test_micro_batches_with_and_without_a_graph_mix(monkeypatch):

@@ -17,6 +17,7 @@ from trimtab.data.packing import count_filled_rows, count_tokens, is_packed
 from trimtab.errors import TrimtabError, UserError
 from trimtab.hardware.environment import describe_environment
 from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, peak_memory
+from trimtab.model.captured_step import captured_micro_batches_of
 from trimtab.report.anatomy import MemoryWatch
 from trimtab.report.compare import Measurement
 
@@ -118,11 +119,21 @@ class Observer:
         if self._records_memory:
             self._watch = MemoryWatch(state.model, state.optimizer, self._device)
         state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        captured = captured_micro_batches_of(state.model)
+        if captured is not None:  # a replay calls no hooks, and allocates nothing that a watch could record
+            captured.watchers.append(self._count)
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not model.training:
             return
-        step, inputs = self._step + 1, {name: v for name, v in kwargs.items() if isinstance(v, torch.Tensor)}
+        size = self._count(kwargs)
+        if self._watch is not None and not self._watch.is_recording and size > _LARGER * self._largest:
+            self._largest = size
+            self._watch.start()
+
+    def _count(self, batch: dict[str, Any]) -> int:
+        """Count the rows and tokens of a micro-batch; return the number of elements of its inputs."""
+        step, inputs = self._step + 1, {name: v for name, v in batch.items() if isinstance(v, torch.Tensor)}
         tokens, mask = next(iter(inputs.values())), inputs.get("attention_mask")
         num_rows: torch.Tensor | int = tokens.shape[0]
         num_tokens: torch.Tensor | int = tokens.numel() if mask is None or mask.dim() != 2 else mask.sum()
@@ -130,10 +141,7 @@ class Observer:
             num_rows, num_tokens = count_filled_rows(inputs), count_tokens(inputs)
         self._rows.setdefault(step, []).append(num_rows)
         self._tokens.setdefault(step, []).append(num_tokens)
-        size = sum(tensor.numel() for tensor in inputs.values())
-        if self._watch is not None and not self._watch.is_recording and size > _LARGER * self._largest:
-            self._largest = size
-            self._watch.start()
+        return sum(tensor.numel() for tensor in inputs.values())
 
     def _read(self) -> None:
         assert self._clock is not None

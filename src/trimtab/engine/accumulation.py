@@ -177,16 +177,19 @@ class Accumulation:
         self._count(weight)
         return _none_if_weightless(loss * (weight * num_processes / self._expected), weight)
 
-    @property
-    def can_replay(self) -> bool:
-        """Whether a micro-batch may compute its contribution itself: the expected weight is known, or not needed."""
-        return self._expected is not None or (self.sync and self._num_opened == 1)
+    def open_replay(self, usual_weight: Weight) -> Weight | None:
+        """Return what a micro-batch that computes its own contribution divides its weight by; None if it is alone.
 
-    def open_replay(self) -> Weight | None:
-        """Return what a micro-batch that computes its own contribution divides its weight by; None if it is alone."""
+        Args:
+            usual_weight: The weight of such a micro-batch, for the first one of a run.
+        """
         self._weighted = True
         self._alone = self.sync and self._num_opened == 1
-        return None if self._alone else self._expected
+        if self._alone:
+            return None
+        if self._expected is None:
+            self._expected = _initial_expectation(usual_weight, self.num_steps)
+        return self._expected
 
     def count_replay(self, weight: Weight) -> None:
         """Add the weight of a micro-batch that computed its own contribution."""

@@ -264,9 +264,9 @@ class Engine(ProcessInterface):
         loader = self._active_loaders.innermost
         self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
 
-    def replay(self, captured: CapturedMicroBatch) -> bool:
-        """Accumulate the gradients of a captured micro-batch, inside `accumulate`; False if it needs `backward`."""
-        return self._gradients.replay(captured)
+    def replay(self, captured: CapturedMicroBatch) -> None:
+        """Accumulate the gradients of a captured micro-batch, inside `accumulate`."""
+        self._gradients.replay(captured)
 
     def accumulate(self, *models: torch.nn.Module) -> MicroBatch:
         """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.

@@ -89,22 +89,15 @@ class Gradients:
         if accumulation.sync:
             self._finalize(accumulation.correction(in_plain_loop, loss.device))
 
-    def replay(self, captured: CapturedMicroBatch) -> bool:
-        """Accumulate the contribution of a captured micro-batch inside `accumulate`, like `backward`.
-
-        Returns:
-            Whether it was replayed; False if its contribution is not known without a first micro-batch.
-        """
+    def replay(self, captured: CapturedMicroBatch) -> None:
+        """Accumulate the contribution of a captured micro-batch inside `accumulate`, like `backward`."""
         accumulation = self._accumulation
-        if not accumulation.can_replay:
-            return False
         accumulation.belongs_to_micro_batch()
         self._open()
-        captured.run(accumulation.open_replay(), self._scaler.factor())
+        captured.run(accumulation.open_replay(captured.usual_weight), self._scaler.factor())
         accumulation.count_replay(captured.weight)
         if accumulation.sync:
             self._finalize(accumulation.correction(in_plain_loop=False, device=captured.device))
-        return True
 
     def _open(self) -> None:
         """Prepare `.grad` for another backward, which may be the first one of a window."""

@@ -107,6 +107,7 @@ class CapturedMicroBatch:
         self._inputs = {name: value.clone() if _is_tensor(value) else value for name, value in inputs.items()}
         self._owners = owners
         self.device = device
+        self.usual_weight = weight
         self._loss_sum = torch.zeros((), device=device)
         self._weight = torch.zeros((), device=device) if _is_tensor(weight) else weight
         self._expected = torch.ones((), device=device)  # E of `trimtab.engine.accumulation`
@@ -194,8 +195,10 @@ class CapturedMicroBatches:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.failure: str | None = None  # the reason why nothing is captured
+        self.watchers: list[Callable[[Batch], Any]] = []  # called with every micro-batch that is replayed
         self._recorder: Recorder = recorder or CudaRecorder()
         self._seen: dict[Any, torch.Tensor | float] = {}  # the weight of the first micro-batch, by size
+        self._owners: set[torch.nn.Parameter] = set()  # parameters that a loss depends on
         self._graphs: dict[Any, CapturedMicroBatch] = {}
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
         self._parameters: list[torch.nn.Parameter] = []
@@ -222,25 +225,32 @@ class CapturedMicroBatches:
             graph = self._capture(size, engine, model, loss, batch)
         if graph is not None:
             graph.load(batch)
-            if engine.replay(graph):
-                return graph.loss_sum, graph.weight
-        bind_gradients(self._buffers)  # a second set of gradients would take as much memory again
+            engine.replay(graph)
+            for watch in self.watchers:
+                watch(batch)
+            return graph.loss_sum, graph.weight
+        self._keep_gradients()
         result = compute_plainly(engine, model, loss, batch)
         if size not in self._seen:
-            self._seen[size] = result[1]
-            self._adopt_gradients()
+            weight = result[1]
+            self._seen[size] = weight.clone() if isinstance(weight, torch.Tensor) else weight
+            self._owners |= {parameter for parameter in self._parameters if parameter.grad is not None}
         return result
 
-    def _adopt_gradients(self) -> None:
-        """Let the gradients that exist stay allocated, for the graphs of all sizes."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                self._buffers.setdefault(parameter, parameter.grad)
+    def _keep_gradients(self) -> None:
+        """Let the parameters that got gradients have them allocated for the whole run: others would come and go."""
+        missing = self._owners - self._buffers.keys()
+        if missing and all(parameter.grad is None for parameter in missing):
+            release_cached_memory(next(iter(missing)).device)  # no gaps between what stays and what comes and goes
+        for parameter in missing:
+            self._buffers[parameter] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        bind_gradients(self._buffers)
 
     def _capture(
         self, size: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
     ) -> CapturedMicroBatch | None:
         try:
+            self._keep_gradients()
             graph = CapturedMicroBatch(batch, self._seen[size], self._buffers, engine.device)
             graph.capture(self._recorder, model, loss)
         except Exception as error:  # a capture forbids much of what a model may do
@@ -263,7 +273,7 @@ class CapturedMicroBatches:
             self._forget()
 
     def _forget(self) -> None:
-        for known in (self._graphs, self._seen, self._buffers):
+        for known in (self._graphs, self._seen, self._owners, self._buffers):
             known.clear()
         self._recorder.forget()
 

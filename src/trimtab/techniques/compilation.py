@@ -26,6 +26,7 @@ from trimtab.model.captured_step import (
     captured_micro_batches_of,
     compute_captured,
 )
+from trimtab.model.compile_time import compile_seconds
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
 from trimtab.techniques.base import Case, OnResume, Phase, Site, Technique, Trial
 
@@ -81,6 +82,18 @@ class Compilation(Technique):
             return
         _capture_sizes(captured, [largest, *others])
 
+    def captures(self, value: str) -> bool:
+        """Graphs are."""
+        return value == _GRAPHS
+
+    def start_seconds(self, value: str, case: Case) -> float:
+        """Compiling, and capturing every size."""
+        if value == self.off:
+            return 0.0
+        counts = value == _GRAPHS and case.count_shapes is not None
+        num_sizes = min(MOST_GRAPHS, case.count_shapes()) if counts else 0  # type: ignore[misc]
+        return compile_seconds(case.model, num_sizes)
+
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
@@ -118,11 +131,12 @@ class _Execution:
 
 def _capture_sizes(captured: CapturedMicroBatches, trials: Sequence[Trial]) -> None:
     frequent = sorted(trials, key=lambda trial: trial.share, reverse=True)[:MOST_GRAPHS]
-    for trial in trials:  # the largest first: smaller graphs fit into its memory
-        if trial in frequent:
-            if trial is not trials[0]:  # that one has run
-                trial.run()  # loads the kernels
-            trial.run()  # is captured
+    chosen = [trial for trial in trials if trial in frequent]  # the largest first: others fit into its memory
+    for trial in chosen:
+        if trial is not trials[0]:  # that one has run
+            trial.run()  # loads the kernels
+    for trial in chosen:
+        trial.run()  # is captured; only now, because the memory of graphs is not free for other runs
     if captured.failure is None and captured.num_graphs:
         share = sum(trial.share for trial in frequent)
         some = "" if len(frequent) == len(trials) else f" ({share:.0%} of the micro-batches)"

@@ -75,10 +75,10 @@ class Trainer:
         self._model.train()
         self._unfreeze()
         self._memory_guard.rehearse(self._progress.note)
+        reset_peak_memory(self._engine.device)  # what is captured in the warm-up allocates nothing later
         with self._engine.busy("preparing the first step"):
             self.parts.warm_up(lambda: self._memory_guard.find_trials(self._compute_gradients))
         self._meter.start()
-        reset_peak_memory(self._engine.device)
         try:
             with self._signals, gc_frozen():
                 if self._is_evaluation_missing() or (settings.evaluate_at_start and state.step == 0):
