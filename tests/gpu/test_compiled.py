@@ -115,7 +115,7 @@ def test_adapters():
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
-def test_attention_kernels(backend):
+def test_attention_kernels(backend, profiled):
     plain = a_llama()
     use_attention(plain, backend, repeats_heads=backend in ("efficient", "math"))
     compiled = copy.deepcopy(plain)
@@ -124,9 +124,7 @@ def test_attention_kernels(backend):
     assert blocks.failure is None
     assert not counters["graph_break"]
     gradient(compiled)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        gradient(compiled)
-    names = " ".join(event.key.lower() for event in seen.key_averages())
+    names = " ".join(profiled(lambda: gradient(compiled))).lower()
     marks = {"cudnn": ("cudnn",), "flash": ("flash",), "efficient": ("fmha", "efficient"), "math": ("softmax",)}
     assert any(mark in names for mark in marks[backend]), names
 
@@ -141,7 +139,7 @@ def test_fused_kernels():
     assert blocks.failure is None
 
 
-def test_fewer_kernels_are_launched():
+def test_fewer_kernels_are_launched(num_launches):
     plain = a_llama()
     compiled = copy.deepcopy(plain)
     compile_blocks(compiled)
@@ -149,11 +147,7 @@ def test_fewer_kernels_are_launched():
     for model in (plain, compiled):
         for _ in range(2):
             gradient(model)
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as seen:
-            gradient(model)
-        launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
-        counts.append(sum(event.count for event in seen.key_averages() if event.key in launches))
+        counts.append(num_launches(lambda model=model: gradient(model))[0])
     assert counts[1] < counts[0], counts
 
 
