@@ -109,16 +109,18 @@ ROWS = dict(_all_rows())
 
 
 def rows_of(step: dict[str, Any]) -> list[dict[str, Any]]:
-    """Texts that are cut to one length; for packed steps of all lengths, some of them as long as any."""
+    """Texts that make full rows; for packed steps of classifiers of all lengths, some of them as long as any.
+
+    Texts of language models are concatenated and cut; each has a token at its start and one at its end.
+    """
     draw, longest = random.Random(0), step["length"]
-    is_packed = step["memory"]["padding"] == "none"
+    has_all_lengths = step["memory"]["padding"] == "none" and step["task"] == "classify"
     found = []
     for number in range(NUM_STEPS * step["rows"]):
-        is_short = is_packed and number % 10
-        text = " ".join(draw.choices(WORDS, k=draw.randint(longest // 8, longest) if is_short else 2 * longest))
-        found.append(
-            {"text": text, "label": ("good", "bad")[number % 2]} if step["task"] == "classify" else {"text": text}
-        )
+        is_short = has_all_lengths and number % 10
+        num_words = draw.randint(longest // 8, longest) if is_short else 2 * longest - 2
+        text = " ".join(draw.choices(WORDS, k=num_words))
+        found.append({"text": text} | ({"label": ("good", "bad")[number % 2]} if step["task"] == "classify" else {}))
     return found
 
 

@@ -15,8 +15,6 @@ from trimtab import Recipe, fit
 result = fit(Recipe(**json.load(open(sys.argv[1]))), progress="quiet")
 print(json.dumps([result.plan.predicted_peak_bytes, result.fit.peak_memory_bytes]))
 """
-# Names under which the profiler counts kernels that the host launches, through the runtime and through the driver.
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -52,29 +50,3 @@ def fresh_peaks(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     return train
-
-
-@pytest.fixture
-def profiled():
-    """Runs a function under torch's profiler; returns how often each event happened."""
-
-    def run(function):
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        # a profiler without a schedule has one cycle, but warns that it would forget others
-        with torch.profiler.profile(activities=activities, acc_events=True) as seen:
-            function()
-            torch.cuda.synchronize()
-        return {event.key: event.count for event in seen.key_averages()}
-
-    return run
-
-
-@pytest.fixture
-def num_launches(profiled):
-    """Runs a function; returns how many kernels the host launched one by one, and how many graphs."""
-
-    def count(function):
-        counts = profiled(function)
-        return sum(counts.get(name, 0) for name in LAUNCHES), counts.get("cudaGraphLaunch", 0)
-
-    return count

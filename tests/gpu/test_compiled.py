@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from gpu_events import events_of, num_kernels
 from trimtab.hardware.extras import has_package
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks
@@ -115,7 +116,7 @@ def test_adapters():
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
-def test_attention_kernels(backend, profiled):
+def test_attention_kernels(backend):
     plain = a_llama()
     use_attention(plain, backend, repeats_heads=backend in ("efficient", "math"))
     compiled = copy.deepcopy(plain)
@@ -124,7 +125,7 @@ def test_attention_kernels(backend, profiled):
     assert blocks.failure is None
     assert not counters["graph_break"]
     gradient(compiled)
-    names = " ".join(profiled(lambda: gradient(compiled))).lower()
+    names = " ".join(events_of(lambda: gradient(compiled))).lower()
     marks = {"cudnn": ("cudnn",), "flash": ("flash",), "efficient": ("fmha", "efficient"), "math": ("softmax",)}
     assert any(mark in names for mark in marks[backend]), names
 
@@ -139,7 +140,7 @@ def test_fused_kernels():
     assert blocks.failure is None
 
 
-def test_fewer_kernels_are_launched(num_launches):
+def test_fewer_kernels_are_launched():
     plain = a_llama()
     compiled = copy.deepcopy(plain)
     compile_blocks(compiled)
@@ -147,7 +148,7 @@ def test_fewer_kernels_are_launched(num_launches):
     for model in (plain, compiled):
         for _ in range(2):
             gradient(model)
-        counts.append(num_launches(lambda model=model: gradient(model))[0])
+        counts.append(num_kernels(events_of(lambda model=model: gradient(model))))
     assert counts[1] < counts[0], counts
 
 
