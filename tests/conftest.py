@@ -29,6 +29,13 @@ settings.load_profile("tests")
 # These take long in few tests: begun first, none of them is left alone at the end. "tests" are the files beside this.
 LONG = ("tracking", "docs", "distributed", "faults", "cli", "train", "planner", "resume", "tests")
 
+# torch.compile sets these when it compiles for the first time, and leaves them set: where compiled code is kept, which
+# assembler Triton calls, and two switches of OpenMP, which the compiled code links.
+SET_BY_TORCH = (
+    *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+)
+
 
 def pytest_collection_modifyitems(items) -> None:
     folder = {item: item.path.parent.name for item in items}
@@ -71,8 +78,7 @@ def _reproducible_and_clean():
     log.setLevel(loudness[0])
     log.disabled, log.propagate, log.handlers[:] = loudness[1:]
     changed = {key for key in environment.keys() | os.environ.keys() if environment.get(key) != os.environ.get(key)}
-    own_of_torch = {key for key in changed if key.startswith(("KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_"))}
-    assert changed - own_of_torch <= {"PYTEST_CURRENT_TEST"}, changed
+    assert changed <= {"PYTEST_CURRENT_TEST", *SET_BY_TORCH}, changed
     assert torch.get_default_dtype() is torch.float32
 
 

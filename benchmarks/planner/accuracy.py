@@ -3,7 +3,8 @@
     python benchmarks/planner/accuracy.py [--save]
 
 Rows of `h200-plain.json` are steps of plain transformers code (plain_rows.py), those of `h200-own.json` steps of
-trimtab (`trimtab compare` with the recipes of benchmarks/memory), those of `h200-design.json` older ones, plain again.
+trimtab (`trimtab compare` with the recipes of benchmarks/memory), those of `h200-fast.json` packed, compiled, captured
+and fp8 steps of trimtab (fast_rows.py; the file may be absent), those of `h200-design.json` older ones, plain again.
 """
 
 import argparse
@@ -36,6 +37,7 @@ CAUSAL_LM = SimpleNamespace(
 KNOWN: dict[str, tuple[float, str]] = {}
 NOT_PREDICTED = {"own 1B, ladder: loss liger": "it runs liger-kernel itself, which is an extra"}
 MOST_ABOVE, MOST_BELOW = 0.02, 0.01
+OF_TRIMTAB = ("h200-own", "h200-fast")
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,19 @@ class Row:
 def golden_rows() -> list[Row]:
     """All rows of all files."""
     found = []
-    for file in ("h200-design", "h200-plain", "h200-own"):
-        for values in json.loads((GOLDEN / f"{file}.json").read_text(encoding="utf-8"))["rows"]:
-            is_own = "recipe" in values
-            family = "llama" if is_own else values["config"]["model_type"].removesuffix("_text")
-            found.append(Row(file, _own_name(values) if is_own else _plain_name(file, values), family, values))
+    for file in ("h200-design", "h200-plain", "h200-own", "h200-fast"):
+        path = GOLDEN / f"{file}.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        found += [Row(file, *_name_and_family(file, values), values) for values in rows]
     return found
+
+
+def _name_and_family(file: str, values: dict[str, Any]) -> tuple[str, str]:
+    if "step" in values:
+        return f"fast {values['name']}", values["step"]["config"]["model_type"]
+    if "recipe" in values:
+        return _own_name(values), "llama"
+    return _plain_name(file, values), values["config"]["model_type"].removesuffix("_text")
 
 
 def _own_name(values: dict[str, Any]) -> str:
@@ -122,8 +131,8 @@ class Predictor:
         same = self.step_of(row)
         found = self._outcomes.get(same)
         if found is None or (with_replay and found.needed is None):
-            trace = self._trace(row)
-            prediction = predict(trace)
+            prediction = _fast_prediction(row.values) if "step" in row.values else predict(self._trace(row))
+            trace = prediction.trace
             found = Outcome(
                 prediction.allocated, dict(prediction.parts), prediction.stage, step_s=_seconds(row, trace.ops)
             )
@@ -175,6 +184,15 @@ class Predictor:
             return self._tracers[key].trace(spec, shape, num_micro)
 
 
+def _fast_prediction(values: dict[str, Any]) -> Any:
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        from fast_rows import prediction_of
+    finally:
+        del sys.path[0]
+    return prediction_of(values)
+
+
 def _seconds(row: Row, ops: Any) -> float | None:
     from trimtab.hardware.catalog import CATALOG
     from trimtab.planner.time import step_seconds
@@ -195,7 +213,7 @@ def order(pairs: list[tuple[float, float]]) -> float:
     return 2 * sum(signs) / len(signs) - 1
 
 
-_NOT_OF_THE_STEP = ("measured", "name", "table", "cap", "changes")
+_NOT_OF_THE_STEP = ("measured", "predicted", "commit", "name", "table", "cap", "changes")
 
 
 @contextlib.contextmanager
@@ -262,7 +280,7 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, list[float]] = {}
     for said in found:
         if "error" in said:
-            kind = f"{said['family']}, {'trimtab' if said['file'] == 'h200-own' else 'plain transformers'}"
+            kind = f"{said['family']}, {'trimtab' if said['file'] in OF_TRIMTAB else 'plain transformers'}"
             for name in (kind, "all"):
                 groups.setdefault(name, []).append(said["error"])
     everything = groups.pop("all")
@@ -295,8 +313,8 @@ def described(found: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "MiB. Reserved is what the allocator takes where memory is plentiful. It is predicted for expandable segments; "
-        "`plain` and `design` rows were measured with them, of `own` rows that was not noted, and theirs is the peak "
-        "of a whole run.",
+        "`plain` and `design` rows were measured with them, of `own` and `fast` rows that was not noted, and theirs is "
+        "the peak of a whole run.",
         "",
         "| row | measured peak | predicted | error | measured reserved | predicted | error | peak in |",
         "|---|---|---|---|---|---|---|---|",
@@ -390,7 +408,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
     colours = dict(zip(families, pyplot.get_cmap("tab10").colors, strict=False))
     for family in families:
         for is_own, marker in ((False, "o"), (True, "^")):
-            some = [said for said in shown if said["family"] == family and (said["file"] == "h200-own") is is_own]
+            some = [said for said in shown if said["family"] == family and (said["file"] in OF_TRIMTAB) is is_own]
             if not some:
                 continue
             x = [said["measured"]["allocated"] / GIB for said in some]

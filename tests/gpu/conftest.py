@@ -1,9 +1,20 @@
 """Shared by the tests that need a GPU."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
+
+_FRESH = """
+import json, sys
+from trimtab import Recipe, fit
+result = fit(Recipe(**json.load(open(sys.argv[1]))), progress="quiet")
+print(json.dumps([result.plan.predicted_peak_bytes, result.fit.peak_memory_bytes]))
+"""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -22,3 +33,20 @@ def _no_sync_debug_mode_after():
     yield
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def fresh_peaks(tmp_path):
+    """Trains a recipe in a new process, whose allocator has seen nothing else; returns its predicted and real peak."""
+
+    def train(recipe):
+        path = tmp_path / "recipe.json"
+        path.write_text(json.dumps(recipe))
+        command = [sys.executable, "-c", _FRESH, str(path)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | {"TRIMTAB_CACHE": "off"}
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return train

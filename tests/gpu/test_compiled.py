@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from gpu_events import events_of, num_kernels
 from trimtab.hardware.extras import has_package
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks
@@ -124,9 +125,7 @@ def test_attention_kernels(backend):
     assert blocks.failure is None
     assert not counters["graph_break"]
     gradient(compiled)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        gradient(compiled)
-    names = " ".join(event.key.lower() for event in seen.key_averages())
+    names = " ".join(events_of(lambda: gradient(compiled))).lower()
     marks = {"cudnn": ("cudnn",), "flash": ("flash",), "efficient": ("fmha", "efficient"), "math": ("softmax",)}
     assert any(mark in names for mark in marks[backend]), names
 
@@ -149,11 +148,7 @@ def test_fewer_kernels_are_launched():
     for model in (plain, compiled):
         for _ in range(2):
             gradient(model)
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as seen:
-            gradient(model)
-        launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
-        counts.append(sum(event.count for event in seen.key_averages() if event.key in launches))
+        counts.append(num_kernels(events_of(lambda model=model: gradient(model))))
     assert counts[1] < counts[0], counts
 
 

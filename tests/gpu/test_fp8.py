@@ -5,8 +5,7 @@ Run with: python -m pytest -n 0 -q -m gpu tests/gpu/test_fp8.py
 
 import gc
 import json
-import subprocess
-import sys
+import statistics
 
 import pytest
 import torch
@@ -210,27 +209,14 @@ def recipe_of(out, model, adapter, memory, **train):
     }
 
 
-_FRESH = """
-import json, sys
-from trimtab import Recipe, fit
-result = fit(Recipe(**json.load(open(sys.argv[1]))), progress="quiet")
-print(json.dumps([result.plan.predicted_peak_bytes, result.fit.peak_memory_bytes]))
-"""
-
-
 @pytest.mark.parametrize("adapter", [{"kind": "lora", "base": "fp8"}, {"kind": "lora"}], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
-def test_the_peak_is_the_predicted_one(tmp_path, adapter, checkpointing):
-    """In a fresh process, whose allocator has seen nothing else."""
+def test_the_peak_is_the_predicted_one(tmp_path, fresh_peaks, adapter, checkpointing):
     memory = {"micro_batch": 8, "gradient_checkpointing": checkpointing, "loss": "chunked", "budget": "40GiB"}
     shape = {**WIDE, "num_hidden_layers": 8, "max_position_embeddings": 512, "vocab_size": 4000}
     config = {**config_of("llama"), "num_key_value_heads": 4, "tie_word_embeddings": False, **shape}
     recipe = recipe_of(tmp_path / "run", {"config": config, "tokenizer": "train"}, adapter, memory, max_steps=4)
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    command = [sys.executable, "-c", _FRESH, str(tmp_path / "recipe.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    predicted, measured = json.loads(done.stdout.splitlines()[-1])
+    predicted, measured = fresh_peaks(recipe)
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
@@ -246,4 +232,6 @@ def test_the_loss_curve_is_near_that_of_a_bf16_base(tmp_path):
     ours, theirs = curves
     assert len(ours) == 60
     assert theirs[-1] < theirs[0] - 0.5
-    assert ours == pytest.approx(theirs, rel=0.03)
+    # one point may be off by the rounding of a single weight, half a unit in its last place; over ten that averages out
+    assert ours == pytest.approx(theirs, rel=STEP / 2)
+    assert statistics.mean(ours[-10:]) == pytest.approx(statistics.mean(theirs[-10:]), rel=0.03)

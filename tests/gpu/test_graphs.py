@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from gpu_events import events_of, num_graphs, num_kernels
 from trimtab import Engine
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.captured_step import capture_micro_batches, compute_captured, compute_plainly
@@ -111,7 +112,7 @@ def test_the_loss_curve_is_that_of_the_plain_step(kind, sizes, precision):
 
 
 def test_gradients_of_one_window_are_those_of_the_plain_step():
-    """With a learning rate of 0 all windows have the same weights."""
+    """With a learning rate of 0 all windows have the same weights. A capture may get other kernels, so sums differ."""
     found = []
     for captures in (False, True):
         loop = Loop(a_bert(), captures=captures, lr=0.0)
@@ -120,8 +121,9 @@ def test_gradients_of_one_window_are_those_of_the_plain_step():
         result = window_gradients(loop.engine, loop.model, loss_of, iter(window), 2, None, compute=loop.compute)
         found.append((result, torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])))
     eps = torch.finfo(torch.bfloat16).eps
-    assert torch.equal(found[0][0].loss_sum, found[1][0].loss_sum)
-    assert (found[0][1] - found[1][1]).norm() <= eps * found[0][1].norm()
+    torch.testing.assert_close(found[0][0].loss_sum, found[1][0].loss_sum, rtol=eps, atol=0)
+    assert float(found[0][0].weight) == float(found[1][0].weight)
+    assert (found[0][1] - found[1][1]).norm() <= 4 * eps * found[0][1].norm()
 
 
 def test_dropout_differs_between_replays_and_is_the_same_in_a_recomputed_block():
@@ -157,15 +159,10 @@ def test_a_step_has_no_host_device_sync_and_few_launches(compiles):
     torch.cuda.set_sync_debug_mode("error")
     loop.step(prepared[4])
     torch.cuda.set_sync_debug_mode("default")
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as seen:
-        loop.step(prepared[5])
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in seen.key_averages()}
-    assert counts.get("cudaGraphLaunch") == 2
-    launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
+    counts = events_of(lambda: loop.step(prepared[5]))
+    assert num_graphs(counts) == 2
     # clipping, correction and the fused optimizer launch a few kernels for many tensors; a plain step has hundreds
-    assert sum(counts.get(name, 0) for name in launches) < 120, counts
+    assert num_kernels(counts) < 120, counts
 
 
 def test_gradients_keep_their_addresses():
@@ -185,7 +182,7 @@ def test_a_model_that_syncs_runs_without_graphs(caplog):
             self.inner = torch.nn.Embedding(512, 5)
 
         def forward(self, input_ids):
-            assert float(self.inner.weight.sum()) == float(self.inner.weight.sum())
+            assert float(self.inner.weight.detach().sum()) < 1e6
             return type("Output", (), {"logits": self.inner(input_ids)})
 
     torch.manual_seed(0)

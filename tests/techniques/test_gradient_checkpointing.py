@@ -488,6 +488,38 @@ def test_products_of_weights_alone_are_not_kept():
     assert kept_bytes(model, lambda: model(*inputs)) > 3 * 8 * 8 * 4
 
 
+class Unseen(torch.autograd.Function):
+    """A square whose result is written by a kernel that is not dispatched, as Triton's are not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        result = torch.empty(x.shape)
+        result.numpy()[:] = x.detach().numpy() ** 2
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Fused(Block):
+    def forward(self, *, hidden, scale):
+        return super().forward(hidden=Unseen.apply(hidden), scale=scale)
+
+
+def test_products_of_what_a_kernel_wrote_into_empty_memory_are_kept():
+    model, inputs = Stack(Fused), (torch.randn(64, 8), torch.rand(64, 1))
+    plain = gradients_of(model, *inputs)
+    sizes = []
+    for which in ("all", "ops"):
+        checkpoint_layers(model, which)
+        assert torch.equal(gradients_of(model, *inputs), plain)
+        sizes.append(kept_bytes(model, lambda: model(*inputs)))
+    assert sizes[1] - sizes[0] == 3 * 64 * 16 * 4
+
+
 def test_the_product_that_ends_a_block_is_not_kept():
     """Backward needs what goes into it alone."""
     model, inputs = Stack(), (torch.randn(64, 8), torch.rand(64, 1))

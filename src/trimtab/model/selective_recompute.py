@@ -36,8 +36,11 @@ _SAVES_NOTHING = frozenset(
     {"aten::add", "aten::add_", "aten::sub", "aten::_to_copy", "aten::clone", "aten::_unsafe_view"}
 )
 _OF_WEIGHTS = "_trimtab_of_weights"
+# Memory for the result of a kernel that is not dispatched, such as one of Triton. It has no operands, but what the
+# kernel will write there may depend on activations.
+_MEMORY_NAMES = frozenset({"aten::empty", "aten::empty_strided"})
 
-_PRODUCT, _KERNEL, _VIEW, _IN_PLACE, _OTHER = range(5)
+_PRODUCT, _KERNEL, _VIEW, _IN_PLACE, _MEMORY, _OTHER = range(6)
 _kinds: dict[Any, tuple[int, bool]] = {}
 
 
@@ -100,7 +103,7 @@ class SavingMode(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind, saves_nothing = _kind_of(func)
-        is_of_weights = _are_of_weights(args)
+        is_of_weights = kind != _MEMORY and _are_of_weights(args)
         if kind == _IN_PLACE:
             return self._write(func, args, kwargs, saves_nothing, is_of_weights)
         if kind != _VIEW:
@@ -235,6 +238,8 @@ def _find_kind(func: Any) -> tuple[int, bool]:
         return _VIEW, True
     if schema.name in _PRODUCTS:
         return _PRODUCT, False
+    if schema.name in _MEMORY_NAMES:
+        return _MEMORY, True
     return (_KERNEL if schema.name in _ATTENTION else _OTHER), schema.name in _SAVES_NOTHING
 
 
