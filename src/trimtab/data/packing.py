@@ -144,7 +144,7 @@ def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int
 def _possible_sizes(tokens: torch.Tensor) -> torch.Tensor:
     """Aligned numbers of tokens, the largest one as it is; if there are many, evenly spaced ones."""
     aligned = (tokens + _ALIGNMENT - 1).div(_ALIGNMENT, rounding_mode="floor") * _ALIGNMENT
-    sizes = aligned.clamp(max=int(tokens[-1])).unique()
+    sizes: torch.Tensor = torch.unique_consecutive(aligned.clamp(max=int(tokens[-1])))  # tokens are sorted
     if len(sizes) > _MOST_POSSIBLE:
         sizes = sizes[torch.linspace(0, len(sizes) - 1, _MOST_POSSIBLE).long()]
     return sizes

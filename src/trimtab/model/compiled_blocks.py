@@ -174,7 +174,7 @@ def _compiling() -> Iterator[None]:
     with (
         dynamo_config.patch(recompile_limit=_MOST_GRAPHS),
         functorch_config.patch(known),
-        symbol_config.patch(use_duck_shape=False),
+        symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
