@@ -7,11 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from gpu_events import events_of, num_kernels
-from trimtab.hardware.extras import has_package
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks
 from trimtab.techniques.attention_backend import use_attention
-from trimtab.techniques.kernels import use_liger
 from trimtab.techniques.recomputation import checkpoint_layers
 
 pytestmark = [
@@ -72,9 +70,9 @@ def test_gradients_are_the_same_and_blocks_share_a_graph(name):
     plain = MODELS[name]()
     compiled = copy.deepcopy(plain)
     blocks = compile_blocks(compiled)
-    for number, length in enumerate((128, 192, 128), 1):
+    for length in (128, 192, 128):
         assert_same_gradient(plain, compiled, length)
-        assert counters["stats"]["unique_graphs"] == min(number, 2)
+    assert counters["stats"]["unique_graphs"] == 1
     assert blocks.failure is None
     assert not counters["graph_break"]
 
@@ -128,16 +126,6 @@ def test_attention_kernels(backend):
     names = " ".join(events_of(lambda: gradient(compiled))).lower()
     marks = {"cudnn": ("cudnn",), "flash": ("flash",), "efficient": ("fmha", "efficient"), "math": ("softmax",)}
     assert any(mark in names for mark in marks[backend]), names
-
-
-@pytest.mark.skipif(not has_package("liger_kernel"), reason="needs liger-kernel")
-def test_fused_kernels():
-    plain = a_llama()
-    use_liger(plain)
-    compiled = copy.deepcopy(plain)
-    blocks = compile_blocks(compiled)
-    assert_same_gradient(plain, compiled)
-    assert blocks.failure is None
 
 
 def test_fewer_kernels_are_launched():

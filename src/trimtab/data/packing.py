@@ -13,6 +13,7 @@ The last two have the names that transformers passes on to an attention function
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ class PackedCollate:
             never a label: it would be predicted from the row before it.
         pad_id: The token that filler consists of.
         find_sizes: Returns the numbers of tokens that batches are rounded up to; empty = no filler.
-        max_length: A bound of the length of rows for all batches: compiled code depends on it. None = each its own.
+        max_length: A bound of the length of rows for all batches: captured graphs depend on it. Filler between two
+            sizes may be longer. None = each its own.
         num_starts: Entries of `cu_seq_lens_q` in batches with labels of tokens: empty rows are added before the filler.
             None = as many as there are rows, and two.
     """
@@ -197,9 +199,12 @@ class PackedCollate:
         """Rows as one batch, with filler up to `num_tokens` if that is given."""
         batch = self._collate(examples)
         total = int(batch["attention_mask"].sum())
-        size = rounded_up(total, self._find_sizes()) if num_tokens is None else max(total, num_tokens)
+        sizes = self._find_sizes()
+        size = rounded_up(total, sizes) if num_tokens is None else max(total, num_tokens)
         packed = pack_batch(batch, size, self._pad_id, self._shifts_labels)
-        packed[MAX_LENGTH] = max(packed[MAX_LENGTH], self._max_length or 0)
+        if self._max_length is not None:
+            gaps = (size - smaller for smaller, size in pairwise(sizes))
+            packed[MAX_LENGTH] = max(packed[MAX_LENGTH], self._max_length, *gaps)
         if self._num_starts is not None and _is_of_tokens(packed["labels"], packed["input_ids"].shape):
             packed[ROW_STARTS] = _with_empty_rows(packed[ROW_STARTS], self._num_starts)
         return packed

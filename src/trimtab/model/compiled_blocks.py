@@ -68,9 +68,10 @@ class CompiledBlocks:
 
         try:
             return function(own, args, kwargs)
-        except TorchDynamoException as error:  # of the compiler, so nothing was computed yet
-            self.failure = summarize_error(getattr(error, "inner_exception", error))
+        except (TorchDynamoException, AssertionError) as error:  # of the compiler, so nothing was computed yet
+            failure = summarize_error(getattr(error, "inner_exception", error))
         result = own(*args, **kwargs)  # raises the error again if it is not the compiler's
+        self.failure = failure
         say(f"blocks could not be compiled, and the run continues without it: {self.failure}")
         return result
 

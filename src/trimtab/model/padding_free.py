@@ -23,6 +23,7 @@ _ROW_KIND = "sequence-classification"
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 # Of torch's attention kernels; on some GPUs the backward of larger heads has no room for dropout.
 _HEAD_ALIGNMENT, _MAX_HEAD_SIZE, _MAX_HEAD_SIZE_WITH_DROPOUT = 8, 256, 192
+_ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,19 @@ def _kernel_problem(config: Any, kernel: Kernel) -> str | None:
     if kernel is Kernel.ROWS:
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    most = _MAX_HEAD_SIZE_WITH_DROPOUT if getattr(config, "attention_dropout", 0) else _MAX_HEAD_SIZE
+    most = _MAX_HEAD_SIZE_WITH_DROPOUT if _attention_dropout(config) else _MAX_HEAD_SIZE
     if size % _HEAD_ALIGNMENT or size > most:
         return f"attention heads of size {size}: kernels for packed rows need a multiple of 8, at most {most}"
+    if kernel is Kernel.EFFICIENT and _attention_dropout(config):
+        return "attention dropout in packed rows needs half precision, and a GPU of the Ampere generation or newer"
     if kernel is Kernel.EFFICIENT and config.model_type == "modernbert":
         return "local attention in both directions needs half precision, and a GPU of the Ampere generation or newer"
     return None
+
+
+def _attention_dropout(config: Any) -> float:
+    """The largest setting of a config for it; models have different names."""
+    return max(float(getattr(config, name, 0) or 0) for name in _ATTENTION_DROPOUTS)
 
 
 # ---------------------------------------------------------------------- prepare a model

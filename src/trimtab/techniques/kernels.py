@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
-from trimtab.techniques.base import Case, Phase, Site, Technique
+from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique
 
 
 class FusedKernels(Technique):
@@ -31,8 +31,18 @@ class FusedKernels(Technique):
             return ("plain",)
         if asked != "auto" and not case.accelerator.is_here:
             return (asked,)
+        if asked == "auto" and case.recipe.train.compile not in ("auto", "off"):
+            return ("plain",)  # compiled blocks have fused kernels of their own
         device = torch.device(case.accelerator.type)
         return (choose_kernels(asked, case.model, device, case.compute_dtype),)
+
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """A compiler fuses norms and activations itself, and fails on liger's functions."""
+        if spec[self.key] == "liger" and spec["compile"] != "off":
+            return (
+                f"memory.kernels: liger does not work with train.compile: {spec['compile']}, which makes such kernels"
+            )
+        return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Use the fused kernels; a trace gets modules that allocate the same memory."""
