@@ -147,8 +147,7 @@ def test_adapters_are_inside_the_graph(dropout):
             if isinstance(module, torch.nn.Dropout):
                 module.eval()
     assert_same_gradients(plain, compiled, 8)
-    # the input of the first block needs no gradient, so its graph is another one
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 1  # although the input of the first block needs no gradient
     assert not counters["graph_break"]
 
 
@@ -255,7 +254,7 @@ def test_a_number_among_the_inputs_needs_no_other_graph():
     for longest in range(3, 9):
         assert torch.equal(model(torch.ones(2, 4), longest), model.eval()(torch.ones(2, 4), longest))
         model.train()
-    assert counters["stats"]["unique_graphs"] == 2  # the first block's input needs no gradient
+    assert counters["stats"]["unique_graphs"] == 1
     assert blocks.failure is None
 
 
@@ -271,3 +270,15 @@ def test_generated_code_computes_the_same(name):
     assert blocks.failure is None
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"] == 2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+@pytest.mark.slow
+def test_generated_code_draws_the_same_numbers():
+    plain, compiled, _ = with_compiled(tiny_model("bert", hidden_dropout_prob=0.5), backend="inductor")
+    found = []
+    for model in (plain, compiled):
+        torch.manual_seed(3)
+        found.append(gradients(model, 8))
+    for name, gradient in found[0].items():
+        assert (found[1][name] - gradient).norm() <= 64 * FP32_EPS * gradient.norm() + FP32_EPS, name
