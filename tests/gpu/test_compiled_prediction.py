@@ -31,9 +31,9 @@ CASES = {
 
 
 def rows_of(num_rows, length):
-    """More words than fit, so that every row is cut to the same length."""
+    """Rows of one length: those of a classifier are cut, and a text with two tokens added makes two of a Llama."""
     draw = random.Random(0)
-    texts = (" ".join(draw.choices(WORDS, k=2 * length)) for _ in range(num_rows))
+    texts = (" ".join(draw.choices(WORDS, k=2 * length - 2)) for _ in range(num_rows))
     return [{"text": text, "label": ("good", "bad")[number % 2]} for number, text in enumerate(texts)]
 
 
