@@ -17,14 +17,16 @@ import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
+from tiny_models import config_of
 from tiny_runs import lines_of, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError, Stopped, TrimtabError
 from trimtab.model.captured_step import MOST_GRAPHS, capture_micro_batches
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks
+from trimtab.model.load import load_model
 from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques import compilation
-from trimtab.techniques.base import Accelerator, Case, Trial
+from trimtab.techniques.base import Accelerator, Case, StepSpec, Trial
 from trimtab.techniques.compilation import Compilation
 
 
@@ -167,10 +169,48 @@ def case_of(model, **train):
     return Case(model, Accelerator("cuda"), "bf16", Recipe(model="m", data={"train": "d"}, train=train))
 
 
-def test_auto_is_off_and_own_loops_are_left_alone():
-    technique = Compilation()
-    assert technique.values(case_of(None)) == ("off",)
-    assert technique.values(Case(None, Accelerator("cuda"), "bf16")) == ("off",)
+def auto_values(model=None, recipe=None, **changes):
+    model = model or load_model(config_of("bert"), "sequence-classification", {}, None)
+    hopper = Accelerator("cuda", (9, 0), is_here=False)
+    asked = Recipe(**{"model": "m", "data": {"train": "d"}, **(recipe or {})})
+    settings = {"accelerator": hopper, "recipe": asked, "num_steps": 10_000} | changes
+    return Compilation().values(Case(model, precision="bf16", **settings))
+
+
+def test_auto_considers_long_runs_on_one_gpu(monkeypatch):
+    assert auto_values() == ("off", "graphs")
+    assert auto_values(recipe={"adapter": "lora"}) == ("off", "graphs")
+    monkeypatch.setattr(compilation, "_MOST_FOR_GRAPHS", 5)
+    assert auto_values() == ("off", "blocks"), "all gradients of a large model would stay allocated"
+    assert auto_values(recipe={"adapter": "lora"}) == ("off", "graphs"), "few weights have gradients"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_steps": 100},
+        {"num_processes": 2},
+        {"model": torch.nn.Linear(2, 2)},
+        {"accelerator": Accelerator("cpu")},
+        {"accelerator": Accelerator("cuda", (7, 5), is_here=False)},
+        {"recipe": {"adapter": "qlora"}},
+        {"recipe": {"adapter": {"kind": "lora", "base": "fp8"}}},
+        {"recipe": {"train": {"compile": "off"}}},
+    ],
+    ids=str,
+)
+def test_auto_is_off_otherwise(changes):
+    assert auto_values(**changes) == ("off",)
+
+
+def test_own_loops_are_left_alone():
+    assert Compilation().values(Case(torch.nn.Linear(2, 2), Accelerator("cuda", (9, 0)), "bf16")) == ("off",)
+
+
+def test_graphs_need_one_process():
+    spec = StepSpec.of(4, "bf16", {"compile": "graphs"})
+    case = Case(None, Accelerator("cuda", (9, 0)), "bf16", num_processes=2)
+    assert "works with one process" in Compilation().refuse(spec, case)
 
 
 def test_a_model_without_blocks_is_refused():

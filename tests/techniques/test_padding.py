@@ -1,6 +1,7 @@
 """Rows without padding: every task trains and evaluates as with padding, up to rounding."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +148,25 @@ def test_the_loss_in_chunks(tiny, tmp_path):
 
 def test_auto_pads(tiny, tmp_path):
     assert trained(recipe_of(tiny, tmp_path, "classify", "auto"), tmp_path / "run")[2]["padding"] == "longest"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "expected"),
+    [
+        (Accelerator("cuda", (9, 0)), "bf16", "none"),
+        (Accelerator("cuda", (8, 0)), "fp16", "none"),
+        (Accelerator("cuda", (9, 0)), "fp32", "longest"),
+        (Accelerator("cuda", (7, 5)), "fp16", "longest"),
+        (Accelerator("cpu"), "fp32", "longest"),
+    ],
+    ids=str,
+)
+def test_auto_packs_where_the_flash_kernel_runs(accelerator, precision, expected):
+    model = load_model(tiny_config("bert"), "sequence-classification", {}, None)
+    case = Case(model, accelerator, precision, Recipe(**RECIPE), model_kind="sequence-classification")
+    assert Padding().values(case) == (expected,)
+    assert Padding().values(replace(case, has_own_loss=True)) == ("longest",)
+    assert Padding().values(replace(case, recipe=None)) == ("longest",)
 
 
 def test_models_that_need_padding_get_it(tiny, tmp_path, caplog):

@@ -174,8 +174,8 @@ class TrainSettings(Section):
     and continue with other rows, once per run."""
     compile: Literal["auto", "off", "blocks", "graphs"] = "auto"
     """Compile the model with torch.compile: blocks = the repeated blocks, before the first step; graphs = also capture
-    the step of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one GPU).
-    auto = off."""
+    the step of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one GPU);
+    auto = what is fastest for a run of that length on one NVIDIA GPU, else off."""
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10
@@ -247,7 +247,8 @@ class MemorySettings(Section):
     """Tokens per forward pass, in addition to the limit of rows; a row that is longer is passed alone."""
     padding: Literal["auto", "longest", "none"] = "auto"
     """longest = pad rows to the longest one of their micro-batch; none = concatenate rows and compute attention within
-    each (BERT and its relatives, Llama and its relatives; other models are padded)."""
+    each (BERT and its relatives, Llama and its relatives; other models are padded); auto = none in half precision on
+    NVIDIA GPUs from Ampere on."""
 
 
 class EvaluateSettings(Section):

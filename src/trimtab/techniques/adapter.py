@@ -55,6 +55,12 @@ def has_4bit_base(recipe: Recipe) -> bool:
     return settings is not None and settings.kind == "qlora"
 
 
+def has_quantized_base(recipe: Recipe) -> bool:
+    """Whether the frozen weights of a recipe's model are kept in 8 or 4 bits."""
+    settings = adapter_settings(recipe)
+    return settings is not None and (settings.base is not None or settings.kind == "qlora")
+
+
 class AdapterTechnique(Technique):
     """Train low-rank matrices added to frozen weights."""
 

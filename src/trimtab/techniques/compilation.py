@@ -4,8 +4,8 @@ Blocks are compiled before the first step. torch keeps compiled code in a cache 
 later runs and resumed runs read. `graphs` captures forward, loss and backward of every size of micro-batch in CUDA
 graphs as well, so that the GPU no longer waits for Python.
 
-Results are those of the plain step up to rounding, except dropout: a compiled block draws other random numbers from the
-same generators. A failure is part of a checkpoint, so a resumed run rounds and draws alike.
+Results are those of the plain step up to rounding; dropout draws the same random numbers. A failure is part of a
+checkpoint, so a resumed run rounds alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ import torch
 
 from trimtab.data.batching import Batching
 from trimtab.errors import RecipeError
+from trimtab.hardware.extras import has_package
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
 from trimtab.model.captured_step import (
@@ -26,12 +27,14 @@ from trimtab.model.captured_step import (
     captured_micro_batches_of,
     compute_captured,
 )
-from trimtab.model.compile_time import compile_seconds
+from trimtab.model.compile_time import compile_seconds, compiling_may_pay
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
-from trimtab.techniques.base import Case, OnResume, Phase, Site, Technique, Trial
+from trimtab.techniques.adapter import adapter_settings, has_quantized_base
+from trimtab.techniques.base import Case, OnResume, Phase, Site, StepSpec, Technique, Trial
 
 _KEY = "train.compile"
 _GRAPHS = "graphs"
+_MOST_FOR_GRAPHS = 500_000_000  # trainable parameters
 
 
 class Compilation(Technique):
@@ -46,13 +49,19 @@ class Compilation(Technique):
     study = ("compile", ("off", "blocks"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The recipe's value; `auto` is off."""
+        """The recipe's value; `auto` leaves it to the planner whether a run is long enough."""
         asked = str(self.asked(case.recipe))
-        if asked in ("auto", "off"):
-            return ("off",)
-        if case.model is not None and not blocks_of(case.model):
+        if asked == "auto":
+            return ("off", _best_for(case)) if may_compile(case) else ("off",)
+        if asked != "off" and case.model is not None and not blocks_of(case.model):
             raise RecipeError(f"{_KEY}: {asked}: {type(case.model).__name__} has no repeated blocks", f"{_KEY}: off")
         return (asked,)
+
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """A graph cannot contain the exchange of gradients."""
+        if spec[self.key] == _GRAPHS and case.num_processes > 1:
+            return f"{_KEY}: {_GRAPHS} works with one process; blocks works with several"
+        return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Replace the forward of the blocks; a trace runs the graphs that would be compiled."""
@@ -108,8 +117,27 @@ class Compilation(Technique):
         return f"compiled {value}"
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
-        """Compiled blocks draw other random numbers for dropout."""
+        """Compiled blocks round differently."""
         return "from here on"
+
+
+def may_compile(case: Case) -> bool:
+    """Whether `auto` considers it: on an NVIDIA GPU with Triton, for one process and weights that are not quantized."""
+    accelerator, recipe = case.accelerator, case.recipe
+    if recipe is None or recipe.train.compile != "auto" or case.model is None or case.num_processes > 1:
+        return False
+    has_triton = not accelerator.is_here or has_package("triton")
+    capability = accelerator.capability if accelerator.is_cuda else None
+    pays = compiling_may_pay(case.num_steps, capability, has_triton=has_triton)
+    return pays and not has_quantized_base(recipe) and bool(blocks_of(case.model))
+
+
+def _best_for(case: Case) -> str:
+    """Large models keep a GPU busy, and the gradients of all their weights would stay allocated for graphs."""
+    assert case.recipe is not None
+    has_few = adapter_settings(case.recipe) is not None
+    num_trainable = 0 if has_few else sum(parameter.numel() for parameter in case.model.parameters())
+    return _GRAPHS if num_trainable <= _MOST_FOR_GRAPHS else "blocks"
 
 
 class _Execution:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique
+from trimtab.techniques.compilation import may_compile
 
 
 class FusedKernels(Technique):
@@ -34,7 +35,8 @@ class FusedKernels(Technique):
         if asked == "auto" and case.recipe.train.compile not in ("auto", "off"):
             return ("plain",)  # compiled blocks have fused kernels of their own
         device = torch.device(case.accelerator.type)
-        return (choose_kernels(asked, case.model, device, case.compute_dtype),)
+        chosen = choose_kernels(asked, case.model, device, case.compute_dtype)
+        return (chosen, "plain") if asked == "auto" and chosen != "plain" and may_compile(case) else (chosen,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
         """A compiler fuses norms and activations itself, and fails on liger's functions."""

@@ -27,11 +27,13 @@ class Padding(Technique):
     study = ("padding", ("longest", "none"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """`auto` pads, like other tools; with `none`, a model that needs padding gets it."""
-        if self.asked(case.recipe) != "none":
+        """`auto` is none where torch's flash kernel computes packed rows; a model that needs padding gets it."""
+        asked = self.asked(case.recipe)
+        kernel = _kernel(case.accelerator, case.compute_dtype)
+        if asked == "longest" or case.recipe is None or (asked == "auto" and kernel is not Kernel.FLASH):
             return ("longest",)
         problem = self._problem(case)
-        if problem is not None:
+        if problem is not None and asked == "none":
             log_info_once(f"memory.padding: longest, because {problem}")
         return ("none",) if problem is None else ("longest",)
 
