@@ -20,6 +20,7 @@ from typing import Any
 from peer_works import Work, build_model, read_tokens
 
 MAX_GRAD_NORM = 1.0
+LONG_RUN = 5_000  # steps
 LORA_RANK, LORA_ALPHA = 16, 32
 OPTIONS = {
     "group": "batches of rows of similar length",
@@ -376,6 +377,12 @@ def trimtab(job: Job, clock: Clock) -> None:
         job.losses[:] = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
+def planned_steps(job: Job) -> int:
+    """Steps of the recipe. A run whose steady state is measured is the beginning of a long one, and planned as such."""
+    is_cut = not job.work.is_whole_run and not job.checks
+    return max(LONG_RUN, job.work.num_steps) if is_cut else job.work.num_steps
+
+
 def recipe_of(job: Job) -> dict[str, Any]:
     """The work as a recipe: only what is not a default."""
     work = job.work
@@ -384,7 +391,7 @@ def recipe_of(job: Job) -> dict[str, Any]:
         "model": {"config": work.config, "tokenizer": str(job.folder / "tokenizer")} if work.config else named,
         "task": work.task,
         "data": {"train": str(job.folder / "train.jsonl"), "eval_share": 0, "max_length": job.max_length},
-        "train": {"max_steps": work.num_steps, "batch_size": work.batch_size, "lr": work.lr}
+        "train": {"max_steps": planned_steps(job), "batch_size": work.batch_size, "lr": work.lr}
         | {"precision": work.precision},
         "checkpoint": {"every": None, "best": False},
         "track": "none",

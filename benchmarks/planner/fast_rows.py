@@ -20,8 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -251,7 +250,7 @@ def shown(found: dict[str, Any]) -> str:
     """A line of the table."""
     if "failure" in found:
         return f"{found['name']:48} FAILED: {found['failure']}"
-    measured, predicted = found["measured"]["allocated"], found["predicted"]["allocated"]
+    measured, predicted = found["measured"]["allocated"], found["predicted"]["allocated"] or 0
     figures = f"{predicted / MIB:10,.1f} {measured / MIB:10,.1f} {predicted / measured:8.4f}"
     return f"{found['name']:48} {figures} {found['seconds']:6.1f} s"
 
@@ -299,14 +298,14 @@ def main() -> None:
     what = "tiny models: no measurement" if options.small else "MiB of allocated tensors"
     print(f"{'row':48} {'predicted':>10} {'measured':>10} {'ratio':>8}    {what}")
     with ThreadPoolExecutor(options.jobs) as pool:
-        for one in pool.map(partial(run_row, options=options), wanted):
-            print(shown(one), flush=True)
-            found.append(one | {"commit": options.commit or around.get("commit")})
-    good = sorted((one for one in found if "failure" not in one), key=lambda one: list(ROWS).index(one["name"]))
+        for done in as_completed([pool.submit(run_row, name, options) for name in wanted]):
+            print(shown(done.result()), flush=True)
+            found.append(done.result() | {"commit": options.commit or around.get("commit")})
+            good = sorted((one for one in found if "failure" not in one), key=lambda one: list(ROWS).index(one["name"]))
+            if options.out is not None:  # after every row: what is measured is kept if the rest is cut off
+                hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+                options.out.write_text(written(good, hardware), encoding="utf-8")
     print(f"{len(good)} of {len(found)} rows in {time.monotonic() - began:.0f} s")
-    if options.out is not None:
-        hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        options.out.write_text(written(good, hardware), encoding="utf-8")
 
 
 if __name__ == "__main__":
