@@ -34,7 +34,12 @@ CAUSAL_LM = SimpleNamespace(
     loss_kind="token-cross-entropy", shifts_labels=True, model_kind="causal-lm", head=dict, name="causal-lm"
 )
 # Rows that are further off than `MOST_ABOVE` or `MOST_BELOW`: by how much, and why.
-KNOWN: dict[str, tuple[float, str]] = {}
+KNOWN: dict[str, tuple[float, str]] = {
+    "fast bert, graphs": (
+        -0.075,
+        "attention with a mask in compiled blocks keeps 50 MiB more per block, cause not found",
+    ),
+}
 NOT_PREDICTED = {"own 1B, ladder: loss liger": "it runs liger-kernel itself, which is an extra"}
 MOST_ABOVE, MOST_BELOW = 0.02, 0.01
 OF_TRIMTAB = ("h200-own", "h200-fast")

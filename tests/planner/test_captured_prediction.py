@@ -40,7 +40,7 @@ def planner_of(value="blocks", *, batch=8, micro_batch=8, target=None, length=12
         task="classify",
         data={"train": "rows.jsonl"},
         train={"batch_size": batch, "compile": value, "precision": "bf16", **train},
-        memory={"gradient_checkpointing": "none", "micro_batch": micro_batch, "padding": "longest"},
+        memory={"gradient_checkpointing": "none", "micro_batch": micro_batch, "padding": "none"},
     )
     return RecipePlanner(recipe, named_task(recipe), target or known_target("h200", None), OneLength(length))
 
@@ -147,7 +147,7 @@ def test_other_devices_capture_nothing(graphs):
 
 
 def test_one_step_from_its_settings(graphs):
-    options = {"precision": "bf16", "compile": "blocks"}
+    options = {"precision": "bf16", "compile": "blocks", "padding": "none"}
     captured = predict_step_memory(BERT, "classify", 8, 128, **options)
     assert captured.allocated == prediction_of(planner_of()).allocated
     assert captured == predict_step_memory(BERT, "classify", 8, 128, num_micro_batches=4, **options)

@@ -58,9 +58,12 @@ class Compilation(Technique):
         return (asked,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """A graph cannot contain the exchange of gradients."""
-        if spec[self.key] == _GRAPHS and case.num_processes > 1:
+        """A graph cannot contain the exchange of gradients; masks in compiled blocks are not predicted well."""
+        value = spec[self.key]
+        if value == _GRAPHS and case.num_processes > 1:
             return f"{_KEY}: {_GRAPHS} works with one process; blocks works with several"
+        if value != self.off and self.is_open(case.recipe) and spec["padding"] != "none":
+            return f"{_KEY}: auto compiles batches without padding only"
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:

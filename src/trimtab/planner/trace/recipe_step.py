@@ -33,6 +33,7 @@ from trimtab.randomness import DETERMINISTIC_WORKSPACES
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques.apply import (
     block_marker,
+    captures,
     change_model,
     load_options,
     make_loss,
@@ -80,6 +81,10 @@ class StepTracer:
             parts.recorder.adopt_gradients(parts.model.parameters())
             take_step(parts.optimizer, parts.scheduler, result)
 
+        if captures(spec) and not batch.is_packed:
+            batch = replace(
+                batch, is_padded=True
+            )  # a graph is replayed with any mask, also with one that masks nothing
         return self._trace(spec, batch, step, whole)
 
     def trace_evaluation(self, spec: StepSpec, batch: BatchShape, *, whole: bool = False) -> Trace:
