@@ -23,7 +23,7 @@ NUM_WARPS = 16
 
 # fmt: off
 def _losses(  # type: ignore[no-untyped-def]
-    logits, labels, losses, log_sums, width, stride, smoothing, ignored,
+    logits, labels, losses, norms, width, stride, smoothing, ignored,
     SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
@@ -31,7 +31,6 @@ def _losses(  # type: ignore[no-untyped-def]
     label = tl.load(labels + row)
     if label == ignored:
         tl.store(losses + row, 0.0)
-        tl.store(log_sums + row, 0.0)
         return
     logits += row * stride
     largest = float("-inf")
@@ -46,20 +45,21 @@ def _losses(  # type: ignore[no-untyped-def]
         largest = larger
         if SMOOTHS:
             plain_sum += tl.sum(tl.where(at < width, values, 0.0), axis=0)
-    log_sum = largest + tl.log(total)
-    is_known = (label >= 0) & (label < width)
-    target = tl.load(logits + label, mask=is_known, other=0.0).to(tl.float32)
-    loss = log_sum - target
-    if SMOOTHS:
-        loss = (1.0 - smoothing) * loss + smoothing * (log_sum - plain_sum / width)
     # NaN for a label outside the vocabulary: an error could only be raised after a host-device sync
-    tl.store(losses + row, tl.where(is_known, loss, float("nan")))
-    tl.store(log_sums + row, tl.where(is_known, log_sum, float("nan")))
+    is_known = (label >= 0) & (label < width)
+    log_sum = tl.where(is_known, tl.log(total), float("nan"))
+    target = tl.load(logits + label, mask=is_known, other=0.0).to(tl.float32)
+    loss = (largest - target) + log_sum
+    if SMOOTHS:
+        loss = (1.0 - smoothing) * loss + smoothing * ((largest - plain_sum / width) + log_sum)
+    tl.store(losses + row, loss)
+    tl.store(norms + 2 * row, largest)  # not added to the logarithm: a large sum would round it
+    tl.store(norms + 2 * row + 1, log_sum)
 
 
 # fmt: off
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, labels, log_sums, factors, gradient, width, stride, gradient_stride, factor_stride, scale, smoothing,
+    logits, labels, norms, factors, gradient, width, stride, gradient_stride, factor_stride, scale, smoothing,
     ignored, HAS_FACTORS: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
@@ -75,7 +75,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     if HAS_FACTORS:
         factor = scale * tl.load(factors + row * factor_stride).to(tl.float32)
     values = tl.load(logits + row * stride + at, mask=inside, other=float("-inf")).to(tl.float32)
-    values = tl.exp(values - tl.load(log_sums + row))
+    values = tl.exp((values - tl.load(norms + 2 * row)) - tl.load(norms + 2 * row + 1))
     if SMOOTHS:
         values = values - smoothing / width
     values = tl.where(at == label, values - (1.0 - smoothing), values)
@@ -83,12 +83,12 @@ def _gradient(  # type: ignore[no-untyped-def]
 
 
 # Only the alignment of logits matters: labels of a chunk may start anywhere, and every alignment would be compiled.
-_losses_kernel = triton.jit(_losses, do_not_specialize_on_alignment=["labels", "losses", "log_sums"])
-_gradient_kernel = triton.jit(_gradient, do_not_specialize_on_alignment=["labels", "log_sums", "factors"])
+_losses_kernel = triton.jit(_losses, do_not_specialize_on_alignment=["labels", "losses", "norms"])
+_gradient_kernel = triton.jit(_gradient, do_not_specialize_on_alignment=["labels", "norms", "factors"])
 
 
 def token_losses(logits_NV: Tensor, labels_N: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token and the logarithm of its sum of exponentials, both fp32; 0 for ignored labels.
+    """Return the loss of each token in fp32, 0 for ignored labels, and what `write_gradient` needs of its softmax.
 
     Args:
         logits_NV: In bf16, fp16 or fp32; rows are contiguous.
@@ -97,14 +97,14 @@ def token_losses(logits_NV: Tensor, labels_N: Tensor, smoothing: float) -> tuple
     """
     num_tokens, vocab = logits_NV.shape
     losses_N = logits_NV.new_empty(num_tokens, dtype=torch.float32)
-    log_sums_N = torch.empty_like(losses_N)
+    norms_N2 = logits_NV.new_empty((num_tokens, 2), dtype=torch.float32)  # largest logit, log of the sum of exp
     if num_tokens:
         with _device_of(logits_NV):
             _losses_kernel[(num_tokens,)](
                 logits_NV,
                 labels_N,
                 losses_N,
-                log_sums_N,
+                norms_N2,
                 vocab,
                 logits_NV.stride(0),
                 smoothing,
@@ -113,13 +113,13 @@ def token_losses(logits_NV: Tensor, labels_N: Tensor, smoothing: float) -> tuple
                 BLOCK=_block_of(vocab),
                 num_warps=NUM_WARPS,
             )
-    return losses_N, log_sums_N
+    return losses_N, norms_N2
 
 
 def write_gradient(
     logits_NV: Tensor,
     labels_N: Tensor,
-    log_sums_N: Tensor,
+    norms_N2: Tensor,
     smoothing: float,
     factors: Tensor | float,
     gradient_NV: Tensor,
@@ -129,7 +129,7 @@ def write_gradient(
     Args:
         logits_NV: As in `token_losses`; so are the labels and the smoothing.
         labels_N: See there.
-        log_sums_N: The second result of `token_losses`.
+        norms_N2: The second result of `token_losses`.
         smoothing: See there.
         factors: The gradient by the loss of each token, or one number for all.
         gradient_NV: The result; may be `logits_NV`.
@@ -143,8 +143,8 @@ def write_gradient(
         _gradient_kernel[(num_tokens, triton.cdiv(vocab, block))](
             logits_NV,
             labels_N,
-            log_sums_N,
-            factors if has_factors else log_sums_N,
+            norms_N2,
+            factors if has_factors else norms_N2,
             gradient_NV,
             vocab,
             logits_NV.stride(0),

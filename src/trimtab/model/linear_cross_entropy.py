@@ -246,7 +246,7 @@ class _KernelChunk:
         self._raw_CV, self._labels_C = raw_CV, labels_C.contiguous()
         self._logits_CV = _after_head(raw_CV, job, needs_gradient)
         logits_CV = self._logits_CV.detach()
-        self.losses_C, self._log_sums_C = kernels.token_losses(logits_CV, self._labels_C, self._smoothing)
+        self.losses_C, self._norms_C2 = kernels.token_losses(logits_CV, self._labels_C, self._smoothing)
 
     def num_hits(self) -> Tensor:
         """See `_Chunk`."""
@@ -257,7 +257,7 @@ class _KernelChunk:
         logits_CV = self._logits_CV.detach()
         is_raw = self._logits_CV is self._raw_CV
         grad_CV = logits_CV if is_raw else torch.empty_like(logits_CV)  # what follows the head may need its results
-        self._kernels.write_gradient(logits_CV, self._labels_C, self._log_sums_C, self._smoothing, scale, grad_CV)
+        self._kernels.write_gradient(logits_CV, self._labels_C, self._norms_C2, self._smoothing, scale, grad_CV)
         if not is_raw:
             (grad_CV,) = torch.autograd.grad(self._logits_CV, self._raw_CV, grad_CV)
         return grad_CV

@@ -54,8 +54,8 @@ def kernels_for(device: torch.device) -> Any:
     try:
         kernels: Any = importlib.import_module("trimtab.model.cross_entropy_kernel")
         logits, labels = torch.zeros((1, 16), device=device), torch.zeros(1, dtype=torch.long, device=device)
-        _, log_sums = kernels.token_losses(logits, labels, 0.0)
-        kernels.write_gradient(logits, labels, log_sums, 0.0, 1.0, logits)
+        _, norms = kernels.token_losses(logits, labels, 0.0)
+        kernels.write_gradient(logits, labels, norms, 0.0, 1.0, logits)
     except Exception as error:  # Triton needs a C compiler and raises arbitrary exceptions if it fails
         log_info_once(f"the loss is computed without Triton kernels, because they do not run: {error}")
         return None
@@ -72,8 +72,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, smoothing: float, overwrites: bool) -> Tensor:
-        losses_N, log_sums_N = kernels_for(logits_NV.device).token_losses(logits_NV, labels_N, smoothing)
-        ctx.save_for_backward(logits_NV, labels_N, log_sums_N)
+        losses_N, norms_N2 = kernels_for(logits_NV.device).token_losses(logits_NV, labels_N, smoothing)
+        ctx.save_for_backward(logits_NV, labels_N, norms_N2)
         ctx.smoothing, ctx.overwrites, ctx.has_run = smoothing, overwrites, False
         return losses_N
 
@@ -83,10 +83,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if ctx.has_run and ctx.overwrites:
             raise RuntimeError("backward of a fused loss can run only once: its gradient overwrites the logits")
         ctx.has_run = True
-        logits_NV, labels_N, log_sums_N = ctx.saved_tensors
+        logits_NV, labels_N, norms_N2 = ctx.saved_tensors
         gradient_NV = logits_NV.detach() if ctx.overwrites else torch.empty_like(logits_NV)
         kernels = kernels_for(logits_NV.device)
-        kernels.write_gradient(logits_NV, labels_N, log_sums_N, ctx.smoothing, grad_N, gradient_NV)
+        kernels.write_gradient(logits_NV, labels_N, norms_N2, ctx.smoothing, grad_N, gradient_NV)
         if ctx.overwrites:
             # autograd does not see what a kernel writes: another backward that needs the logits has to raise an error
             torch.autograd.graph.increment_version(logits_NV)

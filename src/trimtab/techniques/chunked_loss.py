@@ -137,19 +137,20 @@ class _TracedKernels:
         self, logits_NV: torch.Tensor, labels_N: torch.Tensor, smoothing: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses_N = logits_NV.new_empty(len(labels_N), dtype=torch.float32)
-        self._recorder.note("cross_entropy", [logits_NV, labels_N, losses_N, losses_N])
-        return losses_N, torch.empty_like(losses_N)
+        norms_N2 = logits_NV.new_empty((len(labels_N), 2), dtype=torch.float32)
+        self._recorder.note("cross_entropy", [logits_NV, labels_N, losses_N, norms_N2])
+        return losses_N, norms_N2
 
     def write_gradient(
         self,
         logits_NV: torch.Tensor,
         labels_N: torch.Tensor,
-        log_sums_N: torch.Tensor,
+        norms_N2: torch.Tensor,
         smoothing: float,
         factors: torch.Tensor | float,
         gradient_NV: torch.Tensor,
     ) -> None:
-        self._recorder.note("cross_entropy_backward", [logits_NV, labels_N, log_sums_N, gradient_NV])
+        self._recorder.note("cross_entropy_backward", [logits_NV, labels_N, norms_N2, gradient_NV])
 
 
 def build_task_loss(
