@@ -5,6 +5,7 @@ Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch.nn import functional
 from trimtab.errors import LossError, RecipeError
 from trimtab.model.chunked_loss import HeadLoss
 from trimtab.model.forward import IGNORED, Batch, logits_of, run_model
+from trimtab.model.precision import half_precision_outputs
 from trimtab.model.router_loss import router_loss
 from trimtab.model.token_cross_entropy import fused_cross_entropy
 
@@ -127,17 +129,18 @@ class FusedTokenLoss:
         self._label_smoothing, self._shifts_labels = label_smoothing, shifts_labels
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
-        """Compute the loss of `batch`; its logits are returned if no backward can follow."""
+        """Compute the loss of `batch`; logits are returned only without gradients, and then in fp32."""
         _require_labels(batch)
-        outputs = run_model(model, batch)
+        trains = torch.is_grad_enabled()
+        with half_precision_outputs() if trains else nullcontext():
+            outputs = run_model(model, batch)
         logits_BLV = _require_logits(model, outputs)
         labels_BL = _token_labels(self._shifts_labels, logits_BLV, batch["labels"])
         losses = fused_cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), self._label_smoothing)
         weight = (labels_BL != IGNORED).sum()
-        kept = torch.empty(0) if losses.requires_grad else logits_BLV.detach()
-        return _with_router_loss(
-            StepLoss(losses.sum() / weight.clamp(min=1), weight, kept), router_loss(model, outputs)
-        )
+        kept = torch.empty(0) if trains else logits_BLV  # backward overwrites them
+        step = StepLoss(losses.sum() / weight.clamp(min=1), weight, kept)
+        return _with_router_loss(step, router_loss(model, outputs))
 
 
 class LossWithoutLogits:

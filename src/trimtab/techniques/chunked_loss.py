@@ -136,8 +136,8 @@ class _TracedKernels:
     def token_losses(
         self, logits_NV: torch.Tensor, labels_N: torch.Tensor, smoothing: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        losses_N = logits_NV.new_empty(len(labels_N), dtype=torch.float32)
-        norms_N2 = logits_NV.new_empty((len(labels_N), 2), dtype=torch.float32)
+        shapes = ((len(labels_N),), (len(labels_N), 2))
+        losses_N, norms_N2 = (torch.empty(shape, dtype=torch.float32, device=labels_N.device) for shape in shapes)
         self._recorder.note("cross_entropy", [logits_NV, labels_N, losses_N, norms_N2])
         return losses_N, norms_N2
 
