@@ -23,8 +23,8 @@ NUM_WARPS = 16
 
 # fmt: off
 def _losses(  # type: ignore[no-untyped-def]
-    logits, labels, losses, norms, width, stride, smoothing, ignored,
-    SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    logits, labels, losses, norms, stride, smoothing, ignored,
+    WIDTH: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
@@ -36,22 +36,22 @@ def _losses(  # type: ignore[no-untyped-def]
     largest = float("-inf")
     total = 0.0
     plain_sum = 0.0
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + at, mask=at < width, other=float("-inf")).to(tl.float32)
+        values = tl.load(logits + at, mask=at < WIDTH, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(values, axis=0))
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # so far all are -inf, and -inf - -inf is NaN
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
         largest = larger
         if SMOOTHS:
-            plain_sum += tl.sum(tl.where(at < width, values, 0.0), axis=0)
+            plain_sum += tl.sum(tl.where(at < WIDTH, values, 0.0), axis=0)
     # NaN for a label outside the vocabulary: an error could only be raised after a host-device sync
-    is_known = (label >= 0) & (label < width)
+    is_known = (label >= 0) & (label < WIDTH)
     log_sum = tl.where(is_known, tl.log(total), float("nan"))
     target = tl.load(logits + label, mask=is_known, other=0.0).to(tl.float32)
     loss = (largest - target) + log_sum
     if SMOOTHS:
-        loss = (1.0 - smoothing) * loss + smoothing * ((largest - plain_sum / width) + log_sum)
+        loss = (1.0 - smoothing) * loss + smoothing * ((largest - plain_sum / WIDTH) + log_sum)
     tl.store(losses + row, loss)
     tl.store(norms + 2 * row, largest)  # not added to the logarithm: a large sum would round it
     tl.store(norms + 2 * row + 1, log_sum)
@@ -59,13 +59,13 @@ def _losses(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, labels, norms, factors, gradient, width, stride, gradient_stride, factor_stride, scale, smoothing,
-    ignored, HAS_FACTORS: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    logits, labels, norms, factors, gradient, stride, gradient_stride, factor_stride, scale, smoothing, ignored,
+    WIDTH: tl.constexpr, HAS_FACTORS: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
+    inside = at < WIDTH
     gradient += row * gradient_stride
     label = tl.load(labels + row)
     if label == ignored:
@@ -77,7 +77,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     values = tl.load(logits + row * stride + at, mask=inside, other=float("-inf")).to(tl.float32)
     values = tl.exp((values - tl.load(norms + 2 * row)) - tl.load(norms + 2 * row + 1))
     if SMOOTHS:
-        values = values - smoothing / width
+        values = values - smoothing / WIDTH
     values = tl.where(at == label, values - (1.0 - smoothing), values)
     tl.store(gradient + at, (values * factor).to(gradient.dtype.element_ty), mask=inside)
 
@@ -105,10 +105,10 @@ def token_losses(logits_NV: Tensor, labels_N: Tensor, smoothing: float) -> tuple
                 labels_N,
                 losses_N,
                 norms_N2,
-                vocab,
                 logits_NV.stride(0),
                 smoothing,
                 IGNORED,
+                WIDTH=vocab,
                 SMOOTHS=smoothing > 0,
                 BLOCK=_block_of(vocab),
                 num_warps=NUM_WARPS,
@@ -146,13 +146,13 @@ def write_gradient(
             norms_N2,
             factors if has_factors else norms_N2,
             gradient_NV,
-            vocab,
             logits_NV.stride(0),
             gradient_NV.stride(0),
             factors.stride(0) if has_factors else 0,
             1.0 if has_factors else factors,
             smoothing,
             IGNORED,
+            WIDTH=vocab,
             HAS_FACTORS=has_factors,
             SMOOTHS=smoothing > 0,
             BLOCK=block,
