@@ -138,22 +138,22 @@ def write_gradient(
     if not num_tokens:
         return
     block = _block_of(vocab)
-    has_factors = isinstance(factors, Tensor)
+    scale, factors_N = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
     with _device_of(logits_NV):
         _gradient_kernel[(num_tokens, triton.cdiv(vocab, block))](
             logits_NV,
             labels_N,
             norms_N2,
-            factors if has_factors else norms_N2,
+            norms_N2 if factors_N is None else factors_N,
             gradient_NV,
             logits_NV.stride(0),
             gradient_NV.stride(0),
-            factors.stride(0) if has_factors else 0,
-            1.0 if has_factors else factors,
+            0 if factors_N is None else factors_N.stride(0),
+            scale,
             smoothing,
             IGNORED,
             WIDTH=vocab,
-            HAS_FACTORS=has_factors,
+            HAS_FACTORS=factors_N is not None,
             SMOOTHS=smoothing > 0,
             BLOCK=block,
             num_warps=NUM_WARPS,

@@ -72,6 +72,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, smoothing: float, overwrites: bool) -> Tensor:
+        losses_N: Tensor
         losses_N, norms_N2 = kernels_for(logits_NV.device).token_losses(logits_NV, labels_N, smoothing)
         ctx.save_for_backward(logits_NV, labels_N, norms_N2)
         ctx.smoothing, ctx.overwrites, ctx.has_run = smoothing, overwrites, False
