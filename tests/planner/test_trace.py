@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.model import fp8, linear_cross_entropy, lora_product, nf4, precision
+from trimtab.model import fp8, linear_cross_entropy, lora_product, nf4, precision, token_cross_entropy
 from trimtab.optim import quantized, stochastic_rounding
 from trimtab.planner.trace.cuda import MIB, CudaRules, Gpu, as_on_cuda
 from trimtab.planner.trace.plain_step import trace_plain_step
@@ -360,7 +360,8 @@ def _replaced():
         (stochastic_rounding.RoundingNoise, "_generator_for"),
         *((torch.autocast, name) for name in ("__init__", "__enter__", "__exit__")),
         (torch, "set_rng_state"),
-        (linear_cross_entropy, "_sums_half_in_fp32"),
+        *((linear_cross_entropy, name) for name in ("_sums_half_in_fp32", "_slices")),
+        (token_cross_entropy, "kernels_for"),
         (precision, "_use_tf32"),
         (lora_product, "dequantized"),
         (nf4, "dequantized"),

@@ -59,7 +59,7 @@ OWNED = {"loss": {"model/chunked_loss.py"}}  # the arithmetic of the technique, 
 VALUES = {
     "adapter": {"lora", "qlora"},
     "gradient_checkpointing": {"ops"},
-    "loss": {"chunked", "liger"},
+    "loss": {"fused", "chunked", "liger"},
     "kernels": {"liger"},
     "offload": {"embeddings"},
     "attention_backend": {"cudnn", "efficient", "math"},

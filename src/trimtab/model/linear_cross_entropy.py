@@ -9,6 +9,7 @@ Shapes: N tokens, D hidden size, V vocabulary size, C tokens of a chunk.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.model.forward import IGNORED
+from trimtab.model.token_cross_entropy import kernels_of_chunks
 
 _CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits in fp32, and of other temporaries
+_CHUNK_BYTES_PER_LOGIT = 8  # the logits, their log-softmax in fp32 and, in half precision, the rounded gradient
 _MIN_CHUNK_TOKENS = 256  # with fewer, a product is bound by reading the weight and not by compute
 # Gradients in fp16 are multiplied by this factor: fp16 underflows below 6e-8, and many probabilities of a large
 # vocabulary are smaller. A larger factor could overflow, which no loss scaler would see before the backward pass.
@@ -100,9 +103,13 @@ def logits_bytes(rows: int, length: int, vocab: int) -> int:
     return 4 * rows * length * vocab
 
 
-def chunk_rows(num_tokens: int, vocab: int) -> int:
-    """Tokens per chunk: within `_CHUNK_BYTES`, but at least `_MIN_CHUNK_TOKENS`, with chunks of about equal size."""
-    most = max(_MIN_CHUNK_TOKENS, _CHUNK_BYTES // (4 * vocab))
+def chunk_rows(num_tokens: int, vocab: int, bytes_per_logit: int = _CHUNK_BYTES_PER_LOGIT) -> int:
+    """Tokens per chunk: within `_CHUNK_BYTES`, but at least `_MIN_CHUNK_TOKENS`, with chunks of about equal size.
+
+    Chunks that hold fewer bytes per logit have more tokens: the fp32 sum of weight gradients is read and written for
+    every chunk.
+    """
+    most = max(_MIN_CHUNK_TOKENS, _CHUNK_BYTES // (4 * vocab)) * _CHUNK_BYTES_PER_LOGIT // bytes_per_logit
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
 
@@ -145,9 +152,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias = hidden_ND.new_zeros(vocab, dtype=torch.float32) if needs_bias else None
         needs_any = needs_hidden or needs_weight or needs_bias
+        kernels = kernels_of_chunks(dtype, hidden_ND.device)
+        is_overwritten = kernels is not None and job.after is None
+        size = chunk_rows(num_tokens, vocab, dtype.itemsize if is_overwritten else _CHUNK_BYTES_PER_LOGIT)
+        chunk_type = _Chunk if kernels is None else partial(_KernelChunk, kernels)
         with _no_autocast(hidden_ND):
-            for rows in _chunks(num_tokens, vocab):
-                chunk = _Chunk(functional.linear(hidden_ND[rows], weight_VD, bias), labels_N[rows], job, needs_any)
+            for rows in _slices(num_tokens, size):
+                chunk = chunk_type(functional.linear(hidden_ND[rows], weight_VD, bias), labels_N[rows], job, needs_any)
                 losses_N[rows] = chunk.losses_C
                 if job.counts_hits:
                     hits += chunk.num_hits()
@@ -155,7 +166,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     continue
                 grad_CV = chunk.gradient(scale)
                 if grad_bias is not None:
-                    grad_bias += grad_CV.sum(dim=0)
+                    grad_bias += grad_CV.sum(dim=0, dtype=torch.float32)
                 grad_CV = grad_CV.to(dtype)
                 if grad_hidden is not None:
                     torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
@@ -192,11 +203,7 @@ class _Chunk:
     def __init__(self, raw_CV: Tensor, labels_C: Tensor, job: Job, needs_gradient: bool) -> None:
         self._smoothing = job.label_smoothing
         self._raw_CV = raw_CV
-        if job.after is None:
-            self._logits_CV = raw_CV
-        else:
-            with torch.set_grad_enabled(needs_gradient):
-                self._logits_CV = job.after(raw_CV.requires_grad_(needs_gradient))
+        self._logits_CV = _after_head(raw_CV, job, needs_gradient)
         self._has_label_C = labels_C != IGNORED
         self._labels_C = labels_C
         self._targets_C1 = labels_C.where(self._has_label_C, 0)[:, None]
@@ -227,6 +234,43 @@ class _Chunk:
         return grad_CV
 
 
+class _KernelChunk:
+    """The same with Triton kernels: without fp32 copies, the gradient in place of the logits if nothing is after them.
+
+    Args:
+        kernels: See `trimtab.model.token_cross_entropy.kernels_for`.
+    """
+
+    def __init__(self, kernels: Any, raw_CV: Tensor, labels_C: Tensor, job: Job, needs_gradient: bool) -> None:
+        self._kernels, self._smoothing = kernels, job.label_smoothing
+        self._raw_CV, self._labels_C = raw_CV, labels_C.contiguous()
+        self._logits_CV = _after_head(raw_CV, job, needs_gradient)
+        logits_CV = self._logits_CV.detach()
+        self.losses_C, self._norms_C2 = kernels.token_losses(logits_CV, self._labels_C, self._smoothing)
+
+    def num_hits(self) -> Tensor:
+        """See `_Chunk`."""
+        return (self._logits_CV.detach().argmax(dim=-1) == self._labels_C).sum()
+
+    def gradient(self, scale: float) -> Tensor:
+        """See `_Chunk`; in the dtype of the output of the head."""
+        logits_CV = self._logits_CV.detach()
+        is_raw = self._logits_CV is self._raw_CV
+        grad_CV = logits_CV if is_raw else torch.empty_like(logits_CV)  # what follows the head may need its results
+        self._kernels.write_gradient(logits_CV, self._labels_C, self._norms_C2, self._smoothing, scale, grad_CV)
+        if not is_raw:
+            (grad_CV,) = torch.autograd.grad(self._logits_CV, self._raw_CV, grad_CV)
+        return grad_CV
+
+
+def _after_head(raw_CV: Tensor, job: Job, needs_gradient: bool) -> Tensor:
+    """The logits of a chunk: the output of the head, and what the model does with it."""
+    if job.after is None:
+        return raw_CV
+    with torch.set_grad_enabled(needs_gradient):
+        return job.after(raw_CV.requires_grad_(needs_gradient))
+
+
 def _labelled(labels_N: Tensor, at_most: int | None) -> Tensor | None:
     """Positions of the tokens to compute, labelled ones first; None for all positions."""
     if labels_N.device.type == "cpu" and at_most is None:
@@ -237,10 +281,9 @@ def _labelled(labels_N: Tensor, at_most: int | None) -> Tensor | None:
     return (labels_N == IGNORED).to(torch.uint8).argsort(stable=True)[:at_most]
 
 
-def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
-    step = chunk_rows(num_tokens, vocab)
-    for start in range(0, num_tokens, step):
-        yield slice(start, min(start + step, num_tokens))
+def _slices(num_tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))
 
 
 def _add_product(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:

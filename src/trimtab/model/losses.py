@@ -5,6 +5,7 @@ Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ from torch.nn import functional
 from trimtab.errors import LossError, RecipeError
 from trimtab.model.chunked_loss import HeadLoss
 from trimtab.model.forward import IGNORED, Batch, logits_of, run_model
+from trimtab.model.precision import half_precision_outputs
 from trimtab.model.router_loss import router_loss
+from trimtab.model.token_cross_entropy import fused_cross_entropy
 
 OwnLoss = Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]]
 
@@ -113,12 +116,31 @@ class _ModelLoss:
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
         _require_labels(batch)
         outputs = run_model(model, batch)
-        logits = logits_of(outputs)
-        if logits is None:
-            raise LossError(f"{type(model).__name__} returns no logits", "pass your own loss function")
+        logits = _require_logits(model, outputs)
         # In half precision the sum over classes would be rounded. fp32 logits are not copied.
         mean, weight = self._measure(logits.float(), batch["labels"])
         return _with_router_loss(StepLoss(mean, weight, logits.detach()), router_loss(model, outputs))
+
+
+class FusedTokenLoss:
+    """Token cross-entropy from logits in their dtype; backward writes its gradient over them."""
+
+    def __init__(self, label_smoothing: float, shifts_labels: bool) -> None:
+        self._label_smoothing, self._shifts_labels = label_smoothing, shifts_labels
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
+        """Compute the loss of `batch`; logits are returned only without gradients, and then in fp32."""
+        _require_labels(batch)
+        trains = torch.is_grad_enabled()
+        with half_precision_outputs() if trains else nullcontext():
+            outputs = run_model(model, batch)
+        logits_BLV = _require_logits(model, outputs)
+        labels_BL = _token_labels(self._shifts_labels, logits_BLV, batch["labels"])
+        losses = fused_cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), self._label_smoothing)
+        weight = (labels_BL != IGNORED).sum()
+        kept = torch.empty(0) if trains else logits_BLV  # backward overwrites them
+        step = StepLoss(losses.sum() / weight.clamp(min=1), weight, kept)
+        return _with_router_loss(step, router_loss(model, outputs))
 
 
 class LossWithoutLogits:
@@ -170,16 +192,20 @@ def _row_cross_entropy(label_smoothing: float, logits_BV: torch.Tensor, labels_B
 def _token_cross_entropy(
     label_smoothing: float, shifts_labels: bool, logits_BLV: torch.Tensor, labels_BL: torch.Tensor
 ) -> Measured:
-    if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
-        raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
-    if shifts_labels:
-        labels_BL = _next_tokens(labels_BL)
+    labels_BL = _token_labels(shifts_labels, logits_BLV, labels_BL)
     logits, labels = logits_BLV.flatten(0, 1), labels_BL.flatten()
     total = functional.cross_entropy(
         logits, labels, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
     )
     weight = (labels_BL != IGNORED).sum()
     return total / weight.clamp(min=1), weight  # a batch without labels has loss 0, not NaN
+
+
+def _token_labels(shifts_labels: bool, logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
+    """The label of each row of logits."""
+    if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
+        raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
+    return _next_tokens(labels_BL) if shifts_labels else labels_BL
 
 
 def _next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
@@ -205,6 +231,13 @@ def _mean_squared_error(logits: torch.Tensor, labels: torch.Tensor) -> Measured:
 def _require_labels(batch: Batch) -> None:
     if "labels" not in batch:
         raise LossError(f"the batch has no labels, only {', '.join(batch)}", "add `labels` in the collator")
+
+
+def _require_logits(model: torch.nn.Module, outputs: Any) -> torch.Tensor:
+    logits = logits_of(outputs)
+    if logits is None:
+        raise LossError(f"{type(model).__name__} returns no logits", "pass your own loss function")
+    return logits
 
 
 def _shapes_differ(logits: torch.Tensor, labels: torch.Tensor, wanted: str) -> LossError:

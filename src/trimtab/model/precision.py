@@ -1,4 +1,4 @@
-"""Precision of a model: the dtypes of its computation and its weights. Its outputs are always fp32.
+"""Precision of a model: the dtypes of its computation and its weights. Its outputs are fp32 unless a loss asks.
 
 `fp16` and `bf16` are mixed precision: the forward runs under autocast, and trainable parameters are fp32 whatever dtype
 they were loaded in, so small updates are not lost and fp16 gradients can be unscaled. `bf16-pure` has bf16 weights
@@ -6,8 +6,9 @@ only; small updates are not lost if the optimizer rounds stochastically. `tf32` 
 """
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from trimtab.log import say
 
 _DTYPES = {"no": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 _OWN_FORWARD = "_trimtab_forward"
+_keeps_half: ContextVar[bool] = ContextVar("keeps_half", default=False)
 
 
 class Precision:
@@ -63,7 +65,7 @@ class Precision:
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             with precision.autocast():
                 output = self.__dict__[_OWN_FORWARD](*args, **kwargs)
-            return as_fp32(output)
+            return output if _keeps_half.get() else as_fp32(output)
 
         # Bound methods follow their object through copy.deepcopy; a closure over the model would not.
         model.__dict__[_OWN_FORWARD] = model.forward
@@ -77,6 +79,16 @@ class Precision:
         del model.__dict__["forward"]
         if own != model.forward:
             model.forward = own
+
+
+@contextmanager
+def half_precision_outputs() -> Iterator[None]:
+    """Let models return outputs in the dtype that they were computed in, for code that needs no fp32 copies."""
+    before = _keeps_half.set(True)
+    try:
+        yield
+    finally:
+        _keeps_half.reset(before)
 
 
 def _signature_of(wrapped: Any, function: Any) -> Any:

@@ -94,7 +94,11 @@ def _in_memory(recipe: "Recipe") -> Iterator[Mistake]:
     if isinstance(memory.micro_batch, int) and memory.micro_batch > train.batch_size:
         text = f"found {memory.micro_batch}; larger than train.batch_size {train.batch_size}; lower it, or raise that"
         yield _mistake("memory.micro_batch", text, "train.batch_size")
-    if memory.loss in ("chunked", "liger") and recipe.task is not None and recipe.task not in _LANGUAGE_MODELING:
+    if (
+        memory.loss in ("fused", "chunked", "liger")
+        and recipe.task is not None
+        and recipe.task not in _LANGUAGE_MODELING
+    ):
         text = f"found {memory.loss}; task {recipe.task} has few logits per row; leave it out"
         yield _mistake("memory.loss", text, "task")
     if recipe.adapter == "none":

@@ -233,9 +233,10 @@ class MemorySettings(Section):
     allow: Allowances = []
     """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
     memory is short."""
-    loss: Literal["auto", "plain", "chunked", "liger"] = "auto"
-    """Loss of language models: plain = from the full logits; chunked = without storing the full logits; liger = the
-    fused kernel of liger-kernel; auto = plain if the logits are small."""
+    loss: Literal["auto", "plain", "fused", "chunked", "liger"] = "auto"
+    """Loss of language models: plain = from the full logits; fused = from the full logits without copies of them, by
+    kernels on NVIDIA GPUs; chunked = without storing the full logits; liger = the fused kernel of liger-kernel; auto =
+    plain if the logits are small."""
     kernels: Literal["auto", "plain", "liger"] = "auto"
     """Norms and gated activations: plain = the model's own; liger = fused kernels of liger-kernel, which store less for
     backward; auto = liger on an NVIDIA GPU if it is installed and supports the model."""

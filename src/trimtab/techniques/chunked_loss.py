@@ -1,16 +1,20 @@
-"""The loss of language models computed from hidden states in chunks, without a tensor of all logits.
+"""The loss of language models with less memory: from hidden states in chunks, or from logits with fused kernels.
 
-The arithmetic is in `trimtab.model.chunked_loss` and `trimtab.model.linear_cross_entropy`.
+The arithmetic is in `trimtab.model.chunked_loss`, `trimtab.model.linear_cross_entropy` and
+`trimtab.model.token_cross_entropy`.
 """
 
 from collections.abc import Iterator
 
+import torch
+
 from trimtab.errors import RecipeError
+from trimtab.hardware.extras import has_package
 from trimtab.log import say
-from trimtab.model import linear_cross_entropy
+from trimtab.model import linear_cross_entropy, token_cross_entropy
 from trimtab.model.chunked_loss import HeadLoss, require_liger
 from trimtab.model.linear_cross_entropy import logits_bytes
-from trimtab.model.losses import Loss, LossWithoutLogits, build_loss
+from trimtab.model.losses import FusedTokenLoss, Loss, LossWithoutLogits, build_loss
 from trimtab.techniques.base import (
     Accelerator,
     Case,
@@ -24,7 +28,7 @@ SMALL_LOGITS_BYTES = 128 * 2**20  # smaller logits are not worth chunking
 
 
 class ChunkedLoss(Technique):
-    """Compute the cross-entropy of tokens without a tensor of all logits."""
+    """Compute the cross-entropy of tokens without a tensor of all logits, or without copies of it."""
 
     key = "loss"
     setting = "memory.loss"
@@ -46,13 +50,18 @@ class ChunkedLoss(Technique):
                 raise RecipeError(f"memory.loss: {asked}: {why}", "memory.loss: plain, or remove the key")
             return ("plain",)
         if asked == "auto":
-            return ("plain",) if self._is_small(case) or self._problem("chunked", case) else ("plain", "chunked")
+            return ("plain",) if self._is_small(case) else self._values_for_auto(case)
         if asked == "liger" and case.accelerator.is_here:
             require_liger()
         problem = None if asked == "plain" else self._problem(asked, case)
         if problem is not None:
             raise RecipeError(f"memory.loss: {asked}: {problem}", "memory.loss: plain")
         return (asked,)
+
+    def _values_for_auto(self, case: Case) -> tuple[str, ...]:
+        is_fused = token_cross_entropy.KERNELS_BY_DEFAULT and self._problem("fused", case) is None
+        whole = "fused" if is_fused else "plain"
+        return (whole,) if self._problem("chunked", case) else (whole, "chunked")
 
     def without_plan(self, case: Case) -> str:
         """Chunks if possible: they cost little and save much."""
@@ -70,18 +79,20 @@ class ChunkedLoss(Technique):
         return head is None or logits_bytes(case.num_rows, case.num_targets, len(head.weight)) < SMALL_LOGITS_BYTES
 
     def _problem(self, how: str, case: Case) -> str | None:
+        if how == "fused":
+            return _kernel_problem(case.accelerator)
         return None if case.find_head_problem is None else case.find_head_problem(how)
 
     def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
-        """The same loss without logits."""
+        """The same loss without logits, or without copies of them."""
         return loss if value == "plain" else build_task_loss(**vars(request), how=value)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
         """Trace three of the equal chunks, and count the operations of the second for all others."""
-        all_chunks = linear_cross_entropy._chunks
+        all_slices = linear_cross_entropy._slices
 
-        def few_chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
-            chunks = list(all_chunks(num_tokens, vocab))
+        def few_slices(num_tokens: int, size: int) -> Iterator[slice]:
+            chunks = list(all_slices(num_tokens, size))
             for number, chunk in enumerate(chunks[:2]):
                 first_op = len(recorder.ops)
                 yield chunk
@@ -91,11 +102,55 @@ class ChunkedLoss(Technique):
 
         sums_in_fp32 = accelerator.capability is not None and accelerator.capability >= (8, 0)
         yield linear_cross_entropy, "_sums_half_in_fp32", lambda _: sums_in_fp32
-        yield linear_cross_entropy, "_chunks", few_chunks
+        yield linear_cross_entropy, "_slices", few_slices
+        kernels = _TracedKernels(recorder) if _kernel_problem(accelerator) is None else None
+        yield token_cross_entropy, "kernels_for", lambda _: kernels
 
     def tries_loss_first(self, value: str) -> bool:
         """The chunked loss runs the model once to find out what it does after its head."""
-        return value != "plain"
+        return value not in ("plain", "fused")
+
+    def loads_kernels(self, value: str) -> bool:
+        """The fused kernels are Triton's."""
+        return value == "fused" or (value == "chunked" and token_cross_entropy.KERNELS_BY_DEFAULT)
+
+
+def _kernel_problem(accelerator: Accelerator) -> str | None:
+    """The reason why a device cannot run the fused kernels; None if it can."""
+    if not accelerator.is_cuda:
+        return f"its kernels need an NVIDIA GPU; this device is {accelerator.type}"
+    if accelerator.capability is not None and accelerator.capability < token_cross_entropy.MIN_CAPABILITY:
+        least = ".".join(map(str, token_cross_entropy.MIN_CAPABILITY))
+        return f"its kernels need an NVIDIA GPU of compute capability {least} or higher"
+    if accelerator.is_here and not has_package("triton"):
+        return "its kernels need Triton, which is not installed"
+    return None
+
+
+class _TracedKernels:
+    """Allocates what `trimtab.model.cross_entropy_kernel` allocates, and counts what it reads and writes."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+
+    def token_losses(
+        self, logits_NV: torch.Tensor, labels_N: torch.Tensor, smoothing: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = ((len(labels_N),), (len(labels_N), 2))
+        losses_N, norms_N2 = (torch.empty(shape, dtype=torch.float32, device=labels_N.device) for shape in shapes)
+        self._recorder.note("cross_entropy", [logits_NV, labels_N, losses_N, norms_N2])
+        return losses_N, norms_N2
+
+    def write_gradient(
+        self,
+        logits_NV: torch.Tensor,
+        labels_N: torch.Tensor,
+        norms_N2: torch.Tensor,
+        smoothing: float,
+        factors: torch.Tensor | float,
+        gradient_NV: torch.Tensor,
+    ) -> None:
+        self._recorder.note("cross_entropy_backward", [logits_NV, labels_N, norms_N2, gradient_NV])
 
 
 def build_task_loss(
@@ -106,20 +161,23 @@ def build_task_loss(
     counts_hits: bool = False,
     how: str = "plain",
 ) -> Loss:
-    """The loss of a task, with or without a tensor of all logits.
+    """The loss of a task, with or without a tensor of all logits or copies of it.
 
     Args:
         kind: See `trimtab.model.losses.build_loss`; so are the next two.
         shifts_labels: Whether the logits at position t predict the label at t + 1.
         label_smoothing: As in `torch.nn.CrossEntropyLoss`.
         counts_hits: Without logits, count the labels that are the most likely token, for the metric token_accuracy.
-        how: "plain" computes all logits; "chunked" and "liger" (on a GPU) do not, for "token-cross-entropy" alone.
+        how: "plain" computes all logits; "chunked" and "liger" (on a GPU) do not; "fused" (on a GPU) does not copy
+            them. All but the first are for "token-cross-entropy" alone.
     """
-    if how not in ("plain", "chunked", "liger"):
-        raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, chunked or liger")
+    if how not in ("plain", "fused", "chunked", "liger"):
+        raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, fused, chunked or liger")
     loss = build_loss(kind, shifts_labels=shifts_labels, label_smoothing=label_smoothing)
     if how == "plain":
         return loss
     if kind != "token-cross-entropy":
         raise RecipeError(f"memory.loss: {how} does not support a {kind} loss", "memory.loss: plain, or auto")
+    if how == "fused":
+        return FusedTokenLoss(label_smoothing, shifts_labels)
     return LossWithoutLogits(HeadLoss(how, label_smoothing, counts_hits=counts_hits), shifts_labels)
