@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from trimtab.techniques.apply import (
     refusal,
     start_seconds,
 )
-from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, compute_dtype
+from trimtab.techniques.base import Axis, Case, Phase, Site, StepSpec, compute_dtype
 from trimtab.units import parse_every
 
 _LENGTH_STEP = 64  # of the search for the longest rows
@@ -275,7 +276,28 @@ class RecipePlanner:
 
     def choose(self, *, thorough: bool = False) -> Ladder:
         """Search for the fastest specification that fits; the ladder contains all predictions."""
-        return search(self.space, self.estimate, room=self.target.room(SPARE), thorough=thorough)
+        room, narrowed = self.target.room(SPARE), self._narrowed_space
+        found = search(narrowed, self.estimate, room=room, thorough=thorough)
+        if found.chosen is not None or narrowed is self.space:
+            return found
+        return search(self.space, self.estimate, room=room, thorough=thorough)  # what is fastest may need more memory
+
+    @cached_property
+    def _narrowed_space(self) -> Space:
+        """The space with the best value of techniques that are decided first."""
+        space = self.space
+        open_axes = [axis for axis in space.axes if axis.technique.is_decided_first and len(axis.values) > 1]
+        keys = [axis.technique.key for axis in open_axes]
+        best: tuple[float, dict[str, str]] | None = None
+        for values in product(*(axis.values for axis in open_axes)) if open_axes else ():
+            chosen = dict(zip(keys, values, strict=True))
+            estimate = self.estimate(space.reference().having(chosen))
+            if estimate is not None and (best is None or estimate.ranked_s < best[0]):
+                best = estimate.ranked_s, chosen
+        if best is None:
+            return space
+        fixed = {axis: replace(axis, values=(best[1][axis.technique.key],)) for axis in open_axes}
+        return replace(space, axes=tuple(fixed.get(axis, axis) for axis in space.axes))
 
     def other_methods(self) -> Iterator[tuple[str, Row]]:
         """The fastest row that fits for every other method, with the setting that selects the method."""
@@ -291,12 +313,24 @@ class RecipePlanner:
     def _best_of_method(self, method: Mapping[str, str], name: str) -> Row | None:
         try:
             space = self._space(self._case(method))
-            axes = tuple(replace(axis, values=_few_values(axis.technique, axis.values)) for axis in space.axes)
+            axes = tuple(replace(axis, values=self._few_values(axis)) for axis in space.axes)
             found = search(replace(space, axes=axes), self.estimate, room=self.target.room(SPARE))
         except Exception as error:  # another method is only a suggestion
             self.left_out[name] = error.problem if isinstance(error, UserError) else summarize_error(error)
             return None
         return (found.chosen or found.smallest) if found.rows else None
+
+    def _few_values(self, axis: Axis) -> tuple[str, ...]:
+        """Enough values of a technique to see what another method needs."""
+        technique, values = axis.technique, axis.values
+        if technique.is_decided_first:  # as for the recipe's own method
+            own = next(own.values[0] for own in self._narrowed_space.axes if own.technique is technique)
+            return (own,) if own in values else values[-1:] if own != technique.off else values[:1]
+        if technique.effect == "rounding":
+            return values
+        if not technique.is_slower_with_each_value:
+            return values[-1:]
+        return tuple(dict.fromkeys((values[0], values[-1]))) if technique.phase is Phase.RECOMPUTATION else values[:1]
 
     def changes(self, row: Row) -> Iterator[Change]:
         """Changes to the recipe that may make it fit, the least change first."""
@@ -362,15 +396,6 @@ class RecipePlanner:
             Freezing(model, {name: None if word == "always" else parse_every(word) for name, word in freeze}).apply()
         parameters = list(model.parameters())
         return sum(map(num_weights, parameters)), sum(p.numel() for p in parameters if p.requires_grad)
-
-
-def _few_values(technique: Technique, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Enough values of a technique to see what another method needs."""
-    if technique.effect == "rounding":
-        return values
-    if not technique.is_slower_with_each_value:
-        return values[-1:]
-    return tuple(dict.fromkeys((values[0], values[-1]))) if technique.phase is Phase.RECOMPUTATION else values[:1]
 
 
 def _halved(batch_size: int) -> Iterator[int]:

@@ -287,6 +287,8 @@ class Technique:
             technique from elsewhere.
         is_slower_with_each_value: Whether every further value of `values` takes at least as much time and at most as
             much memory as the one before it. The search may then skip values behind one that fits.
+        is_decided_first: Whether its values are compared once, for the largest micro-batch, and only the best one is
+            searched further: what is faster there is faster in all plans.
         may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
         needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
         advice: The value to suggest where memory ran out and nothing was predicted.
@@ -304,6 +306,7 @@ class Technique:
     phase: ClassVar[Phase] = Phase.KERNELS
     changes_model_when_off: ClassVar[bool] = False
     is_slower_with_each_value: ClassVar[bool] = False
+    is_decided_first: ClassVar[bool] = False
     may_fail_in_trace: ClassVar[bool] = False
     needs_prediction: ClassVar[bool] = False
     advice: ClassVar[str | None] = None

@@ -45,6 +45,7 @@ class Compilation(Technique):
     off = "off"
     phase = Phase.COMPILATION
     before = "off"
+    is_decided_first = True
     is_kept_on_resume = True
     study = ("compile", ("off", "blocks"))
 

@@ -24,6 +24,7 @@ class FusedKernels(Technique):
     setting = "memory.kernels"
     off = "plain"
     phase = Phase.KERNELS
+    is_decided_first = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The result of `choose_kernels`; liger-kernel need not be installed for a device outside this machine."""
