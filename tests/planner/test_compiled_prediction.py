@@ -1,11 +1,15 @@
 """Compiled blocks in a trace: what they keep is what AOTAutograd's partition keeps, and kernels are fused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import trimtab
 from trimtab import Recipe, log
+from trimtab.model import fp8
+from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks
 from trimtab.model.load import load_model
 from trimtab.planner.predict_step import predict_step_memory
@@ -49,14 +53,13 @@ def kept_by_a_block(name, **options):
     return kept_in(predict(name, 7, **options).trace) - kept_in(predict(name, 6, **options).trace)
 
 
-def saved_by_a_compiled_block(name):
+def saved_by_a_compiled_block(make):
     """The same on real tensors, with a compiler that traces and partitions like inductor and generates no code."""
-    return saved_by_compiled(name, 3) - saved_by_compiled(name, 2)
+    return saved_by_compiled(make(3)) - saved_by_compiled(make(2))
 
 
-def saved_by_compiled(name, num_blocks):
-    model = load_model(config_of(name, num_blocks), MODELS[name][2], {}, None).train()
-    blocks = compile_blocks(model, backend="aot_eager_decomp_partition")
+def saved_by_compiled(model):
+    blocks = compile_blocks(model.train(), backend="aot_eager_decomp_partition")
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved = {}
 
@@ -67,11 +70,26 @@ def saved_by_compiled(name, num_blocks):
         return tensor
 
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=model.dtype is torch.bfloat16),
+    ):
         output = model(input_ids=ids)
     assert blocks.failure is None
     del output
     return sum(storage.nbytes() for storage in saved.values())
+
+
+def full_model(name, num_blocks):
+    return load_model(config_of(name, num_blocks), MODELS[name][2], {}, None)
+
+
+def fp8_model(num_blocks):
+    model = load_model(
+        config_of("llama", num_blocks), "causal-lm", {}, None, dtype=torch.bfloat16, quantization=fp8.Fp8()
+    )
+    add_adapter(model, LoraSpec(rank=4))
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +104,25 @@ def _fresh():
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_a_block_keeps_what_a_compiled_one_saves(name):
-    assert kept_by_a_block(name) == pytest.approx(saved_by_a_compiled_block(name), abs=SEEDS)
+    saved = saved_by_a_compiled_block(partial(full_model, name))
+    assert kept_by_a_block(name) == pytest.approx(saved, abs=SEEDS)
+
+
+@pytest.mark.slow
+def test_a_block_with_an_fp8_base_keeps_what_a_compiled_one_saves(monkeypatch, caplog):
+    """Torch multiplies in fp8 on a CPU, too, so that the graph is that of a GPU. No transposed weight is kept."""
+
+    def has_units(device):
+        return True
+
+    has_units._dynamo_marked_constant = True
+    monkeypatch.setattr(fp8, "_has_units", has_units)
+    options = {"precision": "bf16", "adapter": {"kind": "lora", "base": "fp8", "rank": 4}}
+    with caplog.at_level("INFO"):
+        kept = kept_by_a_block("llama", **options)
+    assert "if it were not compiled" not in caplog.text
+    assert kept == pytest.approx(saved_by_a_compiled_block(fp8_model), abs=SEEDS)
+    assert {op.name for op in predict("llama", **options).trace.ops} >= {FUSED, "aten._scaled_mm"}
 
 
 @pytest.mark.parametrize("name", MODELS)

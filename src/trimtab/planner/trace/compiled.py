@@ -154,6 +154,8 @@ def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[...,
         unknown = next((node.name for node in joint.graph.nodes if _makes_nothing(node)), None)
         if unknown is not None:
             raise NotTraceable(f"a kernel in it is known by its results only ({unknown})")
+        # torch.compile knows weights as inputs that stay: to keep one costs nothing, to keep a copy of it does
+        options["static_lifetime_input_indices"] = list(range(num_weights))
         return min_cut_rematerialization_partition(joint, values, compiler="inductor", **options)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
