@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import trimtab
 from trimtab import Recipe, log
-from trimtab.model import fp8
+from trimtab.model import compiled_blocks, fp8
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks
 from trimtab.model.load import load_model
@@ -215,6 +215,21 @@ def test_kernels_that_a_compiler_cannot_see_through_are_predicted_uncompiled(cap
     assert found.trace.events == plain.trace.events
 
 
+@pytest.mark.parametrize("draws_as_eager", [True, False])
+def test_dropout_is_a_kernel_of_its_own_where_it_draws_as_without_a_compiler(draws_as_eager, monkeypatch):
+    monkeypatch.setattr(compiled, "_graphs", {})
+    monkeypatch.setattr(compiled_blocks, "inductor_options", lambda: {"fallback_random": draws_as_eager})
+    kept, num_masks = {}, {}
+    for num_blocks in (6, 7):
+        trace = predict("bert", num_blocks).trace
+        kept[num_blocks] = kept_in(trace)
+        num_masks[num_blocks] = sum(op.name == "aten.native_dropout" for op in trace.ops)
+    assert num_masks[7] - num_masks[6] == 2 * draws_as_eager
+    monkeypatch.undo()
+    # a mask of one byte per element in either case; the choice among statistics of norms may differ
+    assert kept[7] - kept[6] == pytest.approx(kept_by_a_block("bert"), rel=0.01)
+
+
 def test_a_plan_of_compiled_blocks(tmp_path):
     def plan(value):
         recipe = Recipe(
@@ -261,6 +276,20 @@ def test_operations_on_single_numbers_are_one_kernel():
     assert made(recorder) == [256 * 4]
     assert recorder.ops[0].moved == 2 * N + 256 * 4
     assert out.shape == (256,)
+
+
+def test_a_sum_over_rows_reads_them_again():
+    """The gradient of a bias; one without anything else in its kernel reads its input once."""
+
+    def scaled_product(x, w):
+        twice = x * 2
+        return (twice @ w) * twice.sum(0)
+
+    recorder, _ = traced_kernels(scaled_product, (256, 256), (256, 256))
+    assert names(recorder) == [FUSED, FUSED, "aten.mm", FUSED]
+    assert [op.moved for op in recorder.ops[:2]] == [2 * N + 256 * 4, N]
+    recorder, _ = traced_kernels(lambda x, w: (x @ w).sum(0), (256, 256), (256, 256))
+    assert names(recorder) == ["aten.mm", FUSED]
 
 
 def test_what_a_product_reads_is_written():
