@@ -126,6 +126,25 @@ def test_nothing_waits_for_the_device():
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.slow
+def test_a_compiler_makes_one_graph_for_all_sizes():
+    model = torch.nn.Sequential(linear(1024, 2816, True), torch.nn.GELU(), linear(2816, 1024))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_rows in (256, 333):
+            x = torch.randn((num_rows, 1024), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            grad = torch.randn((num_rows, 1024), device="cuda", dtype=torch.bfloat16)
+            results = []
+            for function in (compiled, model):
+                result = function(x)
+                results.append((result.detach(), *torch.autograd.grad(result, x, grad)))
+            for found, expected in zip(*results, strict=True):
+                # fused kernels keep more digits, so that a value may be rounded to the next code
+                assert (found - expected).float().norm() < STEP * expected.float().norm()
+    torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------- models
 
 
@@ -217,6 +236,20 @@ def test_the_peak_is_the_predicted_one(tmp_path, fresh_peaks, adapter, checkpoin
     config = {**config_of("llama"), "num_key_value_heads": 4, "tie_word_embeddings": False, **shape}
     recipe = recipe_of(tmp_path / "run", {"config": config, "tokenizer": "train"}, adapter, memory, max_steps=4)
     predicted, measured = fresh_peaks(recipe)
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "all"])
+def test_the_peak_of_compiled_blocks_is_the_predicted_one(tmp_path, fresh_peaks, checkpointing):
+    """Without a transposed copy of every weight, which is what a wrong partition of the graph would keep."""
+    memory = {"micro_batch": 8, "gradient_checkpointing": checkpointing, "kernels": "plain", "budget": "40GiB"}
+    shape = {**WIDE, "num_hidden_layers": 8, "max_position_embeddings": 512, "vocab_size": 4000}
+    config = {**config_of("llama"), "num_key_value_heads": 4, "tie_word_embeddings": False, **shape}
+    model, adapter = {"config": config, "tokenizer": "train"}, {"kind": "lora", "base": "fp8"}
+    predicted, measured = fresh_peaks(
+        recipe_of(tmp_path / "run", model, adapter, memory, max_steps=4, compile="blocks")
+    )
     assert predicted == pytest.approx(measured, rel=0.02)
 
 

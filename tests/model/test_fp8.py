@@ -8,11 +8,13 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from tiny_gguf import write_gguf
 from tiny_models import KINDS, TEXTS, batch_of, config_of, tokenizer
 from trimtab.errors import RecipeError
-from trimtab.model import quantization
+from trimtab.model import fp8, quantization
 from trimtab.model.adapters import LoraSpec, adapter_of, add_adapter, load_adapter
 from trimtab.model.fp8 import FP8, Fp8, Fp8Linear, is_supported, quantized_rows
 from trimtab.model.hub import quiet_transformers
@@ -164,6 +166,41 @@ def test_an_operation_of_the_gpu_has_a_meta_kernel():
     product = module.multiply(torch.empty(5, 32, device="meta"), torch.bfloat16)
     assert product.shape == (5, 48)
     assert module.input_gradient(product, torch.bfloat16).shape == (5, 32)
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_a_compiler_makes_one_graph(has_units, monkeypatch):
+    """Also of products of a GPU: torch multiplies in fp8 on a CPU, too. As in compiled blocks, sizes are symbols."""
+
+    def units(device):
+        return has_units
+
+    units._dynamo_marked_constant = True
+    monkeypatch.setattr(fp8, "_has_units", units)
+    model = torch.nn.Sequential(linear(64, 48, True)[0], torch.nn.GELU(), linear(48, 32)[0])
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: model(x), backend=aot_autograd(fw_compiler=count, bw_compiler=count), fullgraph=True, dynamic=True
+    )
+    for num_rows in (5, 7):
+        x, grad = torch.randn(num_rows, 64, requires_grad=True), torch.randn(num_rows, 32)
+        results = []
+        for function in (compiled, model):
+            result = function(x)
+            results.append((result.detach(), *torch.autograd.grad(result, x, grad)))
+        for found, expected in zip(*results, strict=True):
+            # a value between two codes may become the other one, because a compiler divides in another order
+            torch.testing.assert_close(found, expected, rtol=0, atol=2 * HALF_STEP * expected.abs().max().item())
+    torch._dynamo.reset()
+    assert len(graphs) == 2, "a forward and a backward, for all sizes"
+    products = [node for graph in graphs for node in graph.graph.nodes if "_scaled_mm" in str(node.target)]
+    assert len(products) == 4 * has_units
 
 
 def test_capabilities():

@@ -341,3 +341,22 @@ def test_without_bitsandbytes(monkeypatch):
     with pytest.raises(MissingDependency, match="needs bitsandbytes") as failure:
         loaded(config_of("llama"), "llama", IN_FP32)
     assert failure.value.cure == "pip install 'trimtab[bitsandbytes]'"
+
+
+def test_a_compiler_makes_one_graph():
+    """Of bitsandbytes' module and its autograd function, forward and backward."""
+    how = Nf4(torch.bfloat16)
+    model = torch.nn.Sequential(*(how.quantize(torch.nn.Linear(64, 64).requires_grad_(False)) for _ in range(2)))
+    how.finish(model)
+    for module in model:
+        module.bias.data = module.bias.data.bfloat16()  # as `finish_quantized` does
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True, dynamic=True)
+    x, grad = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(5, 64).bfloat16()
+    results = []
+    for function in (compiled, model):
+        result = function(x)
+        results.append((result.detach(), *torch.autograd.grad(result, x, grad)))
+    torch._dynamo.reset()
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)

@@ -1,11 +1,15 @@
 """Compiled blocks in a trace: what they keep is what AOTAutograd's partition keeps, and kernels are fused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import trimtab
 from trimtab import Recipe, log
+from trimtab.model import compiled_blocks, fp8
+from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.compiled_blocks import compile_blocks
 from trimtab.model.load import load_model
 from trimtab.planner.predict_step import predict_step_memory
@@ -49,14 +53,13 @@ def kept_by_a_block(name, **options):
     return kept_in(predict(name, 7, **options).trace) - kept_in(predict(name, 6, **options).trace)
 
 
-def saved_by_a_compiled_block(name):
+def saved_by_a_compiled_block(make):
     """The same on real tensors, with a compiler that traces and partitions like inductor and generates no code."""
-    return saved_by_compiled(name, 3) - saved_by_compiled(name, 2)
+    return saved_by_compiled(make(3)) - saved_by_compiled(make(2))
 
 
-def saved_by_compiled(name, num_blocks):
-    model = load_model(config_of(name, num_blocks), MODELS[name][2], {}, None).train()
-    blocks = compile_blocks(model, backend="aot_eager_decomp_partition")
+def saved_by_compiled(model):
+    blocks = compile_blocks(model.train(), backend="aot_eager_decomp_partition")
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved = {}
 
@@ -67,11 +70,26 @@ def saved_by_compiled(name, num_blocks):
         return tensor
 
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=model.dtype is torch.bfloat16),
+    ):
         output = model(input_ids=ids)
     assert blocks.failure is None
     del output
     return sum(storage.nbytes() for storage in saved.values())
+
+
+def full_model(name, num_blocks):
+    return load_model(config_of(name, num_blocks), MODELS[name][2], {}, None)
+
+
+def fp8_model(num_blocks):
+    model = load_model(
+        config_of("llama", num_blocks), "causal-lm", {}, None, dtype=torch.bfloat16, quantization=fp8.Fp8()
+    )
+    add_adapter(model, LoraSpec(rank=4))
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +103,29 @@ def _fresh():
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
-def test_a_block_keeps_what_a_compiled_one_saves(name):
-    assert kept_by_a_block(name) == pytest.approx(saved_by_a_compiled_block(name), abs=SEEDS)
+def test_a_block_keeps_what_a_compiled_one_saves(name, monkeypatch):
+    """With inductor's own random numbers: on a CPU, torch's dropout keeps another mask than on a GPU."""
+    monkeypatch.setattr(compiled, "_graphs", {})
+    monkeypatch.setattr(compiled_blocks, "inductor_options", dict)
+    saved = saved_by_a_compiled_block(partial(full_model, name))
+    assert kept_by_a_block(name) == pytest.approx(saved, abs=SEEDS)
+
+
+@pytest.mark.slow
+def test_a_block_with_an_fp8_base_keeps_what_a_compiled_one_saves(monkeypatch, caplog):
+    """Torch multiplies in fp8 on a CPU, too, so that the graph is that of a GPU. No transposed weight is kept."""
+
+    def has_units(device):
+        return True
+
+    has_units._dynamo_marked_constant = True
+    monkeypatch.setattr(fp8, "_has_units", has_units)
+    options = {"precision": "bf16", "adapter": {"kind": "lora", "base": "fp8", "rank": 4}}
+    with caplog.at_level("INFO"):
+        kept = kept_by_a_block("llama", **options)
+    assert "if it were not compiled" not in caplog.text
+    assert kept == pytest.approx(saved_by_a_compiled_block(fp8_model), abs=SEEDS)
+    assert {op.name for op in predict("llama", **options).trace.ops} >= {FUSED, "aten._scaled_mm"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,6 +218,21 @@ def test_kernels_that_a_compiler_cannot_see_through_are_predicted_uncompiled(cap
     assert found.trace.events == plain.trace.events
 
 
+@pytest.mark.parametrize("draws_as_eager", [True, False])
+def test_dropout_is_a_kernel_of_its_own_where_it_draws_as_without_a_compiler(draws_as_eager, monkeypatch):
+    monkeypatch.setattr(compiled, "_graphs", {})
+    monkeypatch.setattr(compiled_blocks, "inductor_options", lambda: {"fallback_random": draws_as_eager})
+    kept, num_masks = {}, {}
+    for num_blocks in (6, 7):
+        trace = predict("bert", num_blocks).trace
+        kept[num_blocks] = kept_in(trace)
+        num_masks[num_blocks] = sum(op.name == "aten.native_dropout" for op in trace.ops)
+    assert num_masks[7] - num_masks[6] == 2 * draws_as_eager
+    monkeypatch.undo()
+    # a mask of one byte per element in either case; the choice among statistics of norms may differ
+    assert kept[7] - kept[6] == pytest.approx(kept_by_a_block("bert"), rel=0.01)
+
+
 def test_a_plan_of_compiled_blocks(tmp_path):
     def plan(value):
         recipe = Recipe(
@@ -225,6 +279,20 @@ def test_operations_on_single_numbers_are_one_kernel():
     assert made(recorder) == [256 * 4]
     assert recorder.ops[0].moved == 2 * N + 256 * 4
     assert out.shape == (256,)
+
+
+def test_a_sum_over_rows_reads_them_again():
+    """The gradient of a bias; one without anything else in its kernel reads its input once."""
+
+    def scaled_product(x, w):
+        twice = x * 2
+        return (twice @ w) * twice.sum(0)
+
+    recorder, _ = traced_kernels(scaled_product, (256, 256), (256, 256))
+    assert names(recorder) == [FUSED, FUSED, "aten.mm", FUSED]
+    assert [op.moved for op in recorder.ops[:2]] == [2 * N + 256 * 4, N]
+    recorder, _ = traced_kernels(lambda x, w: (x @ w).sum(0), (256, 256), (256, 256))
+    assert names(recorder) == ["aten.mm", FUSED]
 
 
 def test_what_a_product_reads_is_written():

@@ -12,12 +12,14 @@ from trimtab.data.batching import Batching
 from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import memory_in_use
 from trimtab.planner import decide as deciding
+from trimtab.planner import recipe_planner
 from trimtab.planner.memory import predict
 from trimtab.planner.recipe_planner import RecipePlanner
 from trimtab.planner.shapes import LengthsOfData, OneLength, named_task
 from trimtab.planner.survey import RecipeRows, survey
 from trimtab.planner.target import known_target
 from trimtab.planner.time import step_seconds
+from trimtab.planner.trace.recorder import Op
 from trimtab.techniques.apply import plain_spec
 
 GIB = 2**30
@@ -395,3 +397,11 @@ def test_a_learnt_mask_takes_the_plain_kernel():
 
     assert any("efficient" in name for name in peak(False))
     assert not any("efficient" in name for name in peak(True))
+
+
+def test_attention_of_shorter_rows():
+    """Padded rows are all shorter then; packed ones differ, and the long ones stay."""
+    ops = [Op("aten._flash_attention_forward", "forward", 400, 80, "bf16"), Op("aten.mm", "forward", 400, 80, "bf16")]
+    assert [op.flops for op in recipe_planner._scaled(ops, 0.5, is_packed=False)] == [100, 200]
+    assert [op.flops for op in recipe_planner._scaled(ops, 0.5, is_packed=True)] == [200, 200]
+    assert [op.moved for op in recipe_planner._scaled(ops, 0.5, is_packed=True)] == [40, 40]

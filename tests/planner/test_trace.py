@@ -288,6 +288,31 @@ def test_operations_say_their_work(recorder):
     assert [op.moved for op in ops] == [2 * (48 + 80 + 60), 60 * (2 + 4)]
 
 
+def test_what_is_changed_in_place_is_read_and_written(recorder):
+    tensors = [empty(6), empty(8)]
+    with recorder:
+        tensors[0].add_(empty(6))
+        torch._foreach_mul_(tensors, 2.0)
+        torch._foreach_norm(tensors)
+    moved = {op.name: op.moved for op in recorder.ops if op.name != "aten.empty"}
+    assert moved == {"aten.add_": 3 * 24, "aten._foreach_mul_": 2 * 56, "aten._foreach_norm": 56 + 8}
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_causal_attention_is_half_of_the_work(kernel):
+    flops = []
+    for is_causal in (False, True):
+        recorder = Recorder(CudaRules(Gpu()), lambda _: 0)
+        query, key, value = (empty(2, 4, 64, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        with recorder, as_on_cuda(Gpu(flash=kernel == "flash")):
+            result = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+            with recorder.during("backward"):
+                result.sum().backward()
+        flops.append([op.flops for op in recorder.ops if kernel in op.name])
+    assert flops[0] == [2 * 2 * (2 * 4) * 64 * 64 * 32, 5 * 2 * (2 * 4) * 64 * 64 * 32]
+    assert flops[1] == [number // 2 for number in flops[0]]
+
+
 def test_what_is_computed_again_is_known_from_what_is_backward(recorder):
     from torch.utils.checkpoint import checkpoint
 

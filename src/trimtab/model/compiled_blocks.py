@@ -176,11 +176,11 @@ def _compiled(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     limit.
     """
     function = FunctionType(_call.__code__.replace(), globals(), "compiled_block")
-    options = _inductor_options() if backend == "inductor" else None
+    options = inductor_options() if backend == "inductor" else None
     return torch.compile(function, backend=backend, dynamic=True, options=options)
 
 
-def _inductor_options() -> dict[str, Any]:
+def inductor_options() -> dict[str, Any]:
     """Options for the same numbers in every run: no kernel is chosen by timing, and dropout draws what torch draws.
 
     Inductor's own random numbers are no faster (BERT-base on an H200, 1.21 against 1.19 ms for a layer).

@@ -26,8 +26,6 @@ from trimtab.log import log_info_once
 from trimtab.model.quantization import SCALE_BITS, Quantization
 
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-SMALLEST = 1e-35  # of the largest value of a row: its scale and the inverse of that are normal fp32 numbers
 _ALIGNMENT = 16  # of both sizes of a weight, in elements
 
 
@@ -108,50 +106,77 @@ class Fp8Linear(torch.nn.Linear):
         is_cast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else self.compute_dtype
         apply: Any = _Product.apply
-        product: torch.Tensor = apply(x.reshape(-1, x.shape[-1]), self, dtype)
+        product: torch.Tensor = apply(x.reshape(-1, x.shape[-1]), self.weight, self.weight_scale, self.bias, dtype)
         return product.view(*x.shape[:-1], self.out_features).to(dtype if is_cast else x.dtype)
 
     def multiply(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return x W^T + bias, without autograd."""
-        bias = None if self.bias is None else self.bias.to(dtype)
-        if not self._is_aligned:
-            return functional.linear(rows.to(dtype), self.dequantized(dtype), bias)
-        codes, scales = quantized_rows(rows)
-        if not _has_units(rows.device):
-            product = (codes.float() @ self.codes.float().t()).mul_(scales).mul_(self.scales.t())
-            return (product if bias is None else product.add_(bias)).to(dtype)
-        bias = None if bias is None else bias.to(torch.bfloat16)
-        return _scaled_product(codes, self.codes.t(), scales, self.scales.t(), bias).to(dtype)
+        return _multiplied(rows, self.codes, self.scales, self.bias, dtype)
 
     def input_gradient(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return grad W, without autograd."""
-        if not self._is_aligned:
-            return rows.to(dtype) @ self.dequantized(dtype)
-        codes, scales = quantized_rows(rows, self.scales)
-        if not _has_units(rows.device):
-            return (codes.float() @ self.codes.float()).mul_(scales).to(dtype)
-        ones = torch.ones((1, self.in_features), device=rows.device)
-        return _scaled_product(codes, transposed(self.codes).t(), scales, ones).to(dtype)
-
-    @property
-    def _is_aligned(self) -> bool:
-        return self.in_features % _ALIGNMENT == 0 and self.out_features % _ALIGNMENT == 0
+        return _input_gradient(rows, self.codes, self.scales, dtype)
 
 
 class _Product(torch.autograd.Function):
-    """The product of a module; only the module itself is kept for backward."""
+    """The product of a module; of tensors, only the module's own parameters are kept for backward.
+
+    It takes parameters instead of the module, because torch's compiler cannot keep a module for backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, module: Fp8Linear, dtype: torch.dtype) -> torch.Tensor:
-        ctx.module, ctx.dtype, ctx.input_dtype = module, dtype, rows.dtype
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, weight_scale)
+        ctx.dtype, ctx.input_dtype = dtype, rows.dtype
         with torch.autocast(rows.device.type, enabled=False):
-            return module.multiply(rows, dtype)
+            return _multiplied(rows, weight.view(FP8), weight_scale.view(torch.float32), bias, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, weight_scale = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
-            return ctx.module.input_gradient(grad, ctx.dtype).to(ctx.input_dtype), None, None
+            rows = _input_gradient(grad, weight.view(FP8), weight_scale.view(torch.float32), ctx.dtype)
+            return rows.to(ctx.input_dtype), None, None, None, None
+
+
+def _multiplied(
+    rows: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return x W^T + bias."""
+    bias = None if bias is None else bias.to(dtype)
+    if not _is_aligned(weight):
+        return functional.linear(rows.to(dtype), _dequantized(weight, weight_scales, dtype), bias)
+    codes, scales = quantized_rows(rows)
+    if not _has_units(rows.device):
+        product = (codes.float() @ weight.float().t()).mul_(scales).mul_(weight_scales.t())
+        return (product if bias is None else product.add_(bias)).to(dtype)
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    return _scaled_product(codes, weight.t(), scales, weight_scales.t(), bias).to(dtype)
+
+
+def _input_gradient(
+    rows: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return grad W."""
+    if not _is_aligned(weight):
+        return rows.to(dtype) @ _dequantized(weight, weight_scales, dtype)
+    codes, scales = quantized_rows(rows, weight_scales)
+    if not _has_units(rows.device):
+        return (codes.float() @ weight.float()).mul_(scales).to(dtype)
+    ones = torch.ones((1, weight.shape[1]), device=rows.device)
+    return _scaled_product(codes, transposed(weight).t(), scales, ones).to(dtype)
+
+
+def _is_aligned(weight: torch.Tensor) -> bool:
+    return weight.shape[0] % _ALIGNMENT == 0 and weight.shape[1] % _ALIGNMENT == 0
 
 
 def _scaled_product(
@@ -180,6 +205,11 @@ def _has_units(device: torch.device) -> bool:
     return device.type == "meta"
 
 
+# For torch's compiler, which would split a graph to ask for a capability. It is what
+# `torch.compiler.assume_constant_result` sets; that imports the compiler, which takes a second.
+_has_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.to(dtype).mul_(scales)  # in place: computed in fp32, rounded once
 
@@ -199,9 +229,24 @@ def quantized_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tupl
     if kernels is not None and x.shape[-1] <= kernels.WIDEST and x.numel():
         quantized: tuple[torch.Tensor, torch.Tensor] = kernels.quantize_rows(x, factors)
         return quantized
+    return rounded_rows(x, factors)
+
+
+def rounded_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantized_rows` in torch's operations, which its compiler fuses with those before."""
     values = x.float() if factors is None else x * factors.view(1, -1)
-    largest = torch.linalg.vector_norm(values, torch.inf, -1, keepdim=True).clamp_(min=SMALLEST)
-    return (values * (LARGEST / largest)).to(FP8), largest / LARGEST
+    largest_code, smallest = limits()
+    largest = torch.linalg.vector_norm(values, float("inf"), -1, keepdim=True).clamp_(min=smallest)
+    return (values * (largest_code / largest)).to(FP8), largest / largest_code
+
+
+def limits() -> tuple[float, float]:
+    """The largest code, and what the largest value of a row counts as at least.
+
+    With the latter a scale and its inverse are normal fp32 numbers. Both are in a function because torch's compiler
+    takes numbers outside of functions for inputs of its graphs.
+    """
+    return torch.finfo(FP8).max, 1e-35
 
 
 def transposed(codes: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trimtab.model.fp8 import FP8, LARGEST, SMALLEST
+from trimtab.model.fp8 import FP8, limits
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
@@ -63,8 +63,7 @@ def quantize_rows(x: torch.Tensor, factors: torch.Tensor | None) -> tuple[torch.
             codes,
             scales,
             width,
-            LARGEST,
-            SMALLEST,
+            *limits(),
             HAS_FACTORS=factors is not None,
             BLOCK=block,
             num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,

@@ -259,10 +259,11 @@ class RecipePlanner:
 
     def _step_seconds(self, trace: Trace, spec: StepSpec) -> float:
         num_micro = math.ceil(self.batch_size / spec.micro_batch)
-        share = self.lengths.mean_share(spec.micro_batch, batching_of(spec))
+        batching = batching_of(spec)
+        share = self.lengths.mean_share(spec.micro_batch, batching)
         device, tf32 = self.target.device, self.precision == "tf32"
         before, again, after = _split(trace.ops)
-        before, again = _scaled(before, share), _scaled(again, share)
+        before, again = (_scaled(part, share, batching.is_packed) for part in (before, again))
         if self._captures(spec):
             before, zero = _captured(again, trace)
             again, after = before if num_micro > 1 else [], [*after, zero]
@@ -428,13 +429,16 @@ def _captured(second: list[Op], trace: Trace) -> tuple[list[Op], Op]:
     return captured_ops(second, inputs // 2), Op("aten._foreach_zero_", "optimizer", 0, gradients, "fp32")
 
 
-def _scaled(ops: list[Op], share: float) -> list[Op]:
-    """Operations on a micro-batch with fewer tokens: shorter rows, in which attention saves twice."""
+def _scaled(ops: list[Op], share: float, is_packed: bool) -> list[Op]:
+    """Operations on a micro-batch with fewer tokens: shorter rows, in which attention saves twice.
+
+    Not if they are packed: long rows have most of the work, and kernels reach less of their rate in short ones.
+    """
     if share == 1.0:
         return ops
     known: dict[int, Op] = {}  # blocks that repeat share their operations
     for op in ops:
         if id(op) not in known:
-            flops = op.flops * (share**2 if "attention" in op.name else share)
+            flops = op.flops * (share**2 if "attention" in op.name and not is_packed else share)
             known[id(op)] = op._replace(flops=int(flops), moved=int(op.moved * share))
     return [known[id(op)] for op in ops]

@@ -2,7 +2,8 @@
 
 An operation takes the longer of its compute time and its memory time, plus a launch latency. The host launches
 operations one after the other, and the device runs them in that order. A simulation of both timelines gives the step
-time: at every moment the slower of the two limits it.
+time: at every moment the slower of the two limits it. No step waits for the one before: the host launches the first
+operations of a step while the device still computes the last ones of the previous step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from trimtab.planner.trace.recorder import Op
 class Calibration:
     """The share of a device's peak rates that real steps reach. Every number can be fitted to measurements separately.
 
-    The defaults were fitted to 29 steps of plain transformers code (BERT to a Llama of 1B) and to 18 steps of trimtab
-    (Llamas of 1B and 8B), measured on H200s with torch 2.11; docs/planner.md says how close they come.
+    The defaults were fitted to 35 steps of plain transformers code (BERT to a Llama of 1B), to 28 steps of trimtab
+    (Llamas of 1B and 8B), and to three more of trimtab (BERT captured and not compiled, a compiled Llama of 1B),
+    measured on H200s with torch 2.11; docs/planner.md says how close they come.
 
     Attributes:
         product: Share of the data-sheet rate that large matrix products reach. Clocks drop under load, and tiles do not
@@ -26,8 +28,8 @@ class Calibration:
         tf32_product: The same for tf32.
         measured_product: Share of a rate that was measured on the device with one large square product; the products of
             a step reach less.
-        attention: Share of the rate that attention kernels reach: they also compute exponentials, and their backward
-            recomputes scores that forward did not store.
+        attention: Share of the rate that attention kernels reach: they also compute exponentials, with dropout random
+            numbers, and their backward recomputes scores that forward did not store.
         traffic: Share of the bandwidth that memory-bound operations reach. A large copy reaches 0.8 to 0.9; steps
             have many small and strided tensors.
         measured_traffic: Share of a bandwidth that was measured on the device.
@@ -42,17 +44,17 @@ class Calibration:
             copies of inputs and results.
     """
 
-    product: float = 0.78
+    product: float = 0.75
     fp32_product: float = 0.70
     tf32_product: float = 0.39
     measured_product: float = 0.92
-    attention: float = 0.45
+    attention: float = 0.225
     traffic: float = 0.70
     measured_traffic: float = 0.80
     kernel_s: float = 3e-6
-    forward_host: float = 8.0
-    backward_host: float = 1.3
-    recompute_host: float = 19.0
+    forward_host: float = 9.0
+    backward_host: float = 3.0
+    recompute_host: float = 15.0
     optimizer_host: float = 5.0
     bitsandbytes_host: float = 47.0
     replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_step`
@@ -79,7 +81,7 @@ class StepTime:
     """How long a step takes, and why.
 
     Attributes:
-        seconds: Time from the first launch to the end of the last operation.
+        seconds: Time from the end of a step to the end of the next.
         gpu_seconds: Time in which the device computes.
         host_seconds: Time in which the host launches operations.
         by_stage: `seconds` by stage of the operations.
@@ -108,31 +110,32 @@ def step_seconds(
         tf32: Whether fp32 products run as tf32 if the device supports it.
         calibration: Share of the peak rates that real steps reach.
     """
-    launched = finished = 0.0
-    by_stage: dict[str, float] = {}
-    busy = {"compute": 0.0, "bandwidth": 0.0}
     is_cpu, kernel_s = device.is_cpu, 0.0 if device.is_cpu else calibration.kernel_s
-    known: dict[int, tuple[float, float, str]] = {}  # repeated blocks share their Op objects
+    known: dict[int, tuple[str, float, float]] = {}  # repeated blocks share their Op objects
+    busy = {"compute": 0.0, "bandwidth": 0.0}
     for op in ops:
-        costs = known.get(id(op))
-        if costs is None:
-            compute, traffic = op_seconds(op, device, tf32=tf32, calibration=calibration)
-            launch = calibration.host_ops(op) * device.host_op_s
-            bound = "compute" if compute > traffic else "bandwidth"
-            costs = known[id(op)] = max(compute, traffic) + kernel_s, launch, bound
-        work, launch, bound = costs
-        launched += launch
-        began = finished
-        # a CPU launches and computes in turn; other devices compute while the host fills their queue
-        if is_cpu:
-            finished += launch + work
-        else:
-            finished = (launched if launched > finished else finished) + work
+        if id(op) not in known:
+            costs = op_seconds(op, device, tf32=tf32, calibration=calibration)
+            bound = "compute" if costs[0] > costs[1] else "bandwidth"
+            known[id(op)] = bound, max(costs) + kernel_s, calibration.host_ops(op) * device.host_op_s
+        bound, work, _ = known[id(op)]
         busy[bound] += work
-        by_stage[op.stage] = by_stage.get(op.stage, 0.0) + finished - began
-    gpu_seconds = sum(busy.values())
-    shares = {**busy, "host": finished - gpu_seconds}
-    return StepTime(finished, gpu_seconds, launched, by_stage, max(shares, key=lambda name: shares[name]))
+    launched = finished = before = 0.0
+    for _ in range(2):  # the host begins the second step before the device has ended the first
+        before, by_stage = finished, dict.fromkeys((op.stage for op in ops), 0.0)
+        for op in ops:
+            _, work, launch = known[id(op)]
+            launched += launch
+            began = finished
+            # a CPU launches and computes in turn; other devices compute while the host fills their queue
+            if is_cpu:
+                finished += launch + work
+            else:
+                finished = (launched if launched > finished else finished) + work
+            by_stage[op.stage] += finished - began
+    seconds, gpu_seconds = finished - before, sum(busy.values())
+    shares = {**busy, "host": seconds - gpu_seconds}
+    return StepTime(seconds, gpu_seconds, launched / 2, by_stage, max(shares, key=lambda name: shares[name]))
 
 
 def captured_ops(ops: Sequence[Op], input_bytes: int) -> list[Op]:

@@ -224,6 +224,8 @@ def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _quantize_rows_traced(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate as the Triton kernel does; `empty_like` counts as an operation that reads `x` and writes the codes."""
+    if torch.compiler.is_compiling():  # compiled blocks do not use the kernel
+        return fp8.rounded_rows(x.contiguous(), factors)
     codes = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format).view(fp8.FP8)
     return codes, x.new_empty((x.shape[0], 1), dtype=torch.float32)
 

@@ -148,12 +148,13 @@ def _while_tracing(recorder: Recorder) -> Iterator[None]:
 def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[..., Any]:
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
 
     def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:
         unknown = next((node.name for node in joint.graph.nodes if _makes_nothing(node)), None)
         if unknown is not None:
             raise NotTraceable(f"a kernel in it is known by its results only ({unknown})")
+        # torch.compile knows weights as inputs that stay: to keep one costs nothing, to keep a copy of it does
+        options["static_lifetime_input_indices"] = list(range(num_weights))
         return min_cut_rematerialization_partition(joint, values, compiler="inductor", **options)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -164,9 +165,20 @@ def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[...,
         compile_graph,
         compile_graph,
         partition_fn=partition,
-        decompositions=select_decomp_table(),
+        decompositions=_decompositions(),
         num_params_buffers=num_weights,
     )
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's, with the options of compiled blocks: whether random numbers are part of fused kernels.
+
+    A setting of inductor holds for all threads, so it is not changed for the choice.
+    """
+    from torch._inductor import decomposition
+
+    draws_as_eager = compiled_blocks.inductor_options().get("fallback_random", False)
+    return decomposition.decompositions if draws_as_eager else decomposition.fast_random_decomps()
 
 
 def _makes_nothing(node: torch.fx.Node) -> bool:

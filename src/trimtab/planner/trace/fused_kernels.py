@@ -1,11 +1,12 @@
 """The kernels that inductor makes of a graph of aten operations, run on `meta` for their memory.
 
-Inductor generates code; this module predicts what that code allocates and moves with four rules:
+Inductor generates code; this module predicts what that code allocates and moves with five rules:
 
 - Matrix products, attention and the few operations that inductor does not generate are kernels of their own, and run as
   they do without a compiler.
 - All other operations that feed each other without such a kernel between them are one fused kernel. It reads every
   input once.
+- A sum over rows, such as the gradient of a bias, reads again what its kernel makes of each row.
 - A fused kernel writes only what something outside of it reads: another kernel, backward, or the caller.
 - A result takes the place of an input of the same size that nothing reads afterwards.
 """
@@ -32,6 +33,7 @@ _EXTERNAL = {
     aten.embedding_dense_backward,
     aten._embedding_bag,
     aten.index_put,
+    aten.native_dropout,  # where it draws the numbers that it draws without a compiler; else it is decomposed
     aten.scatter_add,
     aten.sort,
     aten.topk,
@@ -50,6 +52,7 @@ class _Kernel:
         reads: What it reads of inputs and other kernels.
         written: Results of a fused kernel that are stored.
         last_reads: What no later kernel needs.
+        summed_rows: What it sums over rows, where it does more than that.
     """
 
     nodes: list[fx.Node]
@@ -57,6 +60,7 @@ class _Kernel:
     reads: list[fx.Node] = field(default_factory=list)
     written: list[fx.Node] = field(default_factory=list)
     last_reads: list[fx.Node] = field(default_factory=list)
+    summed_rows: list[fx.Node] = field(default_factory=list)
 
 
 class FusedGraph:
@@ -94,10 +98,13 @@ def _run_fused(kernel: _Kernel, values: dict[fx.Node, Any], recorder: Recorder) 
     with recorder.paused():  # only what it writes is allocated
         _compute(kernel.nodes, values)
     written = [values[node] for node in kernel.written]
+    summed = list(map(tensor_bytes, _distinct(values[node] for node in kernel.summed_rows)))
     inputs = set(kernel.reads)
     _release(values, (node for node in kernel.last_reads if node not in inputs))
     _release(values, _replaced_inputs(kernel, values, list(map(tensor_bytes, written))))
     recorder.launch(FUSED, written, read_bytes)
+    if summed:
+        recorder.launch(FUSED, [], sum(summed))
     _release(values, kernel.last_reads)
 
 
@@ -153,6 +160,7 @@ def _schedule(graph: fx.Graph, outputs: set[fx.Node]) -> list[_Kernel]:
             last.update(dict.fromkeys(node.all_input_nodes, kernel))
         if kernel is not first and not kernel.is_external:
             kernel.written = _written(kernel, home, outputs)
+            kernel.summed_rows = _summed_rows(kernel)
     for node, kernel in ({node: first for node in graph.nodes if node.op == "placeholder"} | last).items():
         if node not in outputs:
             kernel.last_reads.append(node)
@@ -221,6 +229,23 @@ def _is_sum(node: fx.Node) -> bool:
     sizes = [tensor.numel() for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))]
     own = [tensor.numel() for tensor in tensors_in(node.meta.get("val"))]
     return max(own, default=0) < max(sizes, default=0)
+
+
+def _summed_rows(kernel: _Kernel) -> list[fx.Node]:
+    """What a kernel sums over rows, such as the gradient of a bias; nothing if it does nothing else.
+
+    Other operations work on one row after the other. Such a sum needs all rows and reads them again.
+    """
+    own, sums = set(kernel.nodes), filter(_sums_rows, kernel.nodes)
+    return list(dict.fromkeys(source for node in sums for source in node.all_input_nodes if source in own))
+
+
+def _sums_rows(node: fx.Node) -> bool:
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    (source,), dims = node.all_input_nodes, node.args[1]
+    num_dims = source.meta["val"].dim()
+    return num_dims > 1 and isinstance(dims, list) and all(dim % num_dims < num_dims - 1 for dim in dims)
 
 
 def _joined(kernels: list[_Kernel], home: dict[fx.Node, _Kernel]) -> _Kernel:

@@ -311,6 +311,9 @@ class Recorder(TorchDispatchMode):
             tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
             flops, dtype = _flops(func, args, out)
             tensors += outs
+            if is_mutable and not outs:  # what it writes, it has read
+                changed = tensors_in([args[index] for index in _written(func) if index < len(args)])
+                tensors += [tensor for tensor in changed if tensor.is_meta]
             self.ops.append(Op(name, self.stage, flops, sum(map(tensor_bytes, tensors)), dtype))
             self._share_out(tensors)
 
@@ -407,6 +410,13 @@ def _known(func: Any) -> tuple[str, bool]:
     return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
 
 
+@cache
+def _written(func: Any) -> list[int]:
+    """Positions of the arguments that an operation changes in place."""
+    arguments = func._schema.arguments
+    return [index for index, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
+
+
 _TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
@@ -426,6 +436,8 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         first = 1 if "backward" in name else 0  # backward has five products in place of two
         query, key, value = args[first : first + 3]
         flops = _flops_of_attention(query, key, value, args[_MAX_LENGTH[name]] if name in _MAX_LENGTH else None)
+        if any(args[index] for index in _causal(func) if index < len(args)):
+            flops //= 2  # kernels skip what lies above the diagonal
         return flops * 5 // 2 if first else flops, dtype
     count = flop_registry.get(func._overloadpacket)
     if count is None:
@@ -435,6 +447,13 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         args = args[:num_tensors]  # a dtype may follow
         dtype = _NAMES.get(args[-1].dtype, "fp32")
     return int(count(*args, out_val=out)), dtype
+
+
+@cache
+def _causal(func: Any) -> list[int]:
+    """Position of the argument of an attention kernel that says whether tokens see earlier ones only."""
+    names = [argument.name for argument in func._schema.arguments]
+    return [names.index(name) for name in ("is_causal", "custom_mask_type") if name in names]
 
 
 # Position of the length of the longest row among the arguments of attention over packed rows.
