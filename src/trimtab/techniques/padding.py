@@ -22,6 +22,7 @@ class Padding(Technique):
     key = "padding"
     setting = "memory.padding"
     off = "longest"
+    before = "longest"
     phase = Phase.KERNELS
     is_kept_on_resume = True
     study = ("padding", ("longest", "none"))
