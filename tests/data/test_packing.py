@@ -319,6 +319,16 @@ def test_padded_rows_are_rounded_up_too():
     assert collate([8, 1])["input_ids"].shape == (2, 8)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_no_epoch_has_a_micro_batch_beyond_the_largest_size(is_packed):
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 200, (300,), generator=draw).tolist()
+    batches = LengthGroupedBatches(lengths, 16, 4, seed=0, batching=Batching(is_packed=is_packed, has_few_sizes=True))
+    for epoch in range(4):
+        batches.set_epoch(epoch)
+        assert all(batches.shape_of(rows)[1] <= max(batches.sizes) for rows in batches)
+
+
 @pytest.mark.parametrize("num_processes", [1, 3])
 @pytest.mark.parametrize("tokens_per_row", [None, 60])
 @pytest.mark.parametrize("is_packed", [True, False])

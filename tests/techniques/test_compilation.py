@@ -21,11 +21,12 @@ from tiny_models import config_of
 from tiny_runs import lines_of, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError, Stopped, TrimtabError
-from trimtab.model.captured_step import MOST_GRAPHS, capture_micro_batches
+from trimtab.model.captured_step import MOST_GRAPHS, capture_micro_batches, compute_captured
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks
 from trimtab.model.load import load_model
 from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques import compilation
+from trimtab.techniques.apply import plain_spec, values_with_stored, values_without_plan
 from trimtab.techniques.base import Accelerator, Case, StepSpec, Trial
 from trimtab.techniques.compilation import Compilation
 
@@ -290,7 +291,7 @@ class Repeats:
     """Stands in for CUDA graphs, see tests/model/test_captured_step.py."""
 
     def __init__(self):
-        self.num_recorded = self.num_replayed = 0
+        self.num_recorded = self.num_replayed = self.num_forgotten = 0
 
     def supports(self, device):
         return True
@@ -305,7 +306,7 @@ class Repeats:
         return replay
 
     def forget(self):
-        pass
+        self.num_forgotten += 1
 
 
 def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch):
@@ -318,3 +319,85 @@ def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkey
     assert recorder.num_recorded == 1
     assert recorder.num_replayed == 1 + 11  # a trial, and 6 steps of 2 micro-batches: one step has half the rows
     assert_same_run("graphs", "blocks", 6)
+
+
+def test_graphs_that_ran_out_of_memory_are_dropped(tiny, own_folder, compiler, monkeypatch):
+    """Their pool would not be free for smaller micro-batches."""
+    write_csv(own_folder / "rows.csv", rows())
+    recorder, states, fails = Repeats(), [], []
+
+    def capture(model):
+        states.append(capture_micro_batches(model, recorder))
+        return states[-1]
+
+    def compute(*args):
+        if fails:
+            raise torch.OutOfMemoryError(fails.pop())
+        return compute_captured(*args)
+
+    class RunsOut:
+        def on_step(self, state):
+            if state.step == 2:
+                seen.append((states[0].num_graphs, recorder.num_forgotten))
+                fails.append("CUDA out of memory")
+            elif state.step == 3:
+                seen.append((states[0].num_graphs, recorder.num_forgotten))
+
+    seen = []
+    monkeypatch.setattr(compilation, "capture_micro_batches", capture)
+    monkeypatch.setattr(compilation, "compute_captured", compute)
+    recipe = recipe_of(tiny, "run", memory={"micro_batch": 4}, train={"compile": "graphs"})
+    fit(recipe, callbacks=[RunsOut()], progress="quiet", device="cpu")
+    (before, forgotten), (after, forgotten_later) = seen
+    assert before == 1
+    assert after == 1, "of the smaller size alone"
+    assert forgotten_later == forgotten + 1
+
+
+def test_other_addresses_of_weights_drop_the_graphs():
+    model = torch.nn.Linear(2, 2)
+    captured = capture_micro_batches(model, recorder := Repeats())
+    captured._forget_if_changed(model)
+    captured._forget_if_changed(model)
+    assert recorder.num_forgotten == 1, "at the beginning"
+    model.weight.data = model.weight.data.clone()
+    captured._forget_if_changed(model)
+    assert recorder.num_forgotten == 2
+
+
+# ---------------------------------------------------------------------- on another machine
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "num_processes", "expected"),
+    [
+        (Accelerator("cuda", (9, 0)), 1, ("none", "graphs")),
+        (Accelerator("cuda", (9, 0)), 2, ("none", "off")),
+        (Accelerator("cuda", (7, 5)), 1, ("longest", "graphs")),  # attention dropout
+        (Accelerator("cpu"), 1, ("none", "off")),
+        (Accelerator("mps"), 1, ("longest", "off")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_resumed_run_keeps_what_auto_chose_if_it_works_here(accelerator, num_processes, expected, is_planned):
+    model = load_model(config_of("bert"), "sequence-classification", {}, None)
+    asked = Recipe(model="m", data={"train": "d"})
+    options = {"model_kind": "sequence-classification", "num_processes": num_processes}
+    case = Case(model, accelerator, "bf16" if accelerator.capability != (7, 5) else "fp16", asked, **options)
+    stored = plain_spec(4, case.precision, padding="none", compile="graphs")
+    found = values_with_stored(stored, case) if is_planned else values_without_plan(case, stored)
+    assert (found["padding"], found["compile"]) == expected
+    old = plain_spec(4, case.precision)
+    kept = values_with_stored(old, case) if is_planned else values_without_plan(case, old)
+    assert (kept["padding"], kept["compile"]) == ("longest", "off"), "an older run continues as it was"
+
+
+def test_auto_captures_classifiers_only_if_a_batch_is_one_micro_batch():
+    hopper, kind = Accelerator("cuda", (9, 0), is_here=False), "sequence-classification"
+    for micro_batch, memory, is_possible in ((16, {}, True), (8, {}, False), (16, {"micro_batch_tokens": 64}, False)):
+        asked = Recipe(model="m", data={"train": "d"}, train={"batch_size": 16}, memory=memory)
+        spec = plain_spec(micro_batch, "bf16", padding="none", compile="graphs")
+        reason = Compilation().refuse(spec, Case(None, hopper, "bf16", asked, model_kind=kind))
+        assert (reason is None) is is_possible
+        assert Compilation().refuse(spec, Case(None, hopper, "bf16", asked, model_kind="causal-lm")) is None

@@ -124,7 +124,7 @@ class Observer:
             captured.watchers.append(self._count)
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not model.training:
+        if not model.training or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         size = self._count(kwargs)
         if self._watch is not None and not self._watch.is_recording and size > _LARGER * self._largest:

@@ -229,8 +229,8 @@ class LengthGroupedBatches:
         if self._chosen_sizes is None:
             micro_batches = [rows for batch in self._draw(0) for rows in self._divided(batch)]
             extents = [self._extent(share) for rows in micro_batches for share in self._shares(rows)]
-            largest = [self.max_tokens] if self.max_tokens is not None else []
-            self._chosen_sizes = choose_sizes([*extents, *largest])
+            largest = self.max_tokens or self._extent(self.largest_share(self.largest_micro_batch()))
+            self._chosen_sizes = choose_sizes([*extents, largest])
         return self._chosen_sizes
 
     def shape_of(self, rows: list[int]) -> tuple[int, int]:

@@ -189,6 +189,8 @@ class Accumulation:
             return None
         if self._expected is None:
             self._expected = _initial_expectation(usual_weight, self.num_steps)
+        elif isinstance(self._expected, torch.Tensor) and isinstance(usual_weight, torch.Tensor):
+            self._expected = self._expected.to(usual_weight.device)  # loaded from a checkpoint
         return self._expected
 
     def count_replay(self, weight: Weight) -> None:

@@ -3,7 +3,9 @@
 A replay launches all kernels of a micro-batch at once, so the host no longer limits small models. A graph reads and
 writes fixed addresses: inputs are copied into its own tensors, gradients are accumulated in tensors that stay allocated
 for the whole run, and numbers that differ between replays (the loss scale, the expected weight of a window) are in
-tensors, too. What an optimizer or a clipper sees is the same as without graphs.
+tensors, too. What an optimizer or a clipper sees is the same as without graphs, but for a parameter that only some
+sizes of micro-batches use: its gradient is zero where it would be None. Hooks of a model are called while it is
+captured, not in replays.
 
 A micro-batch of a size that is met for the first time runs without a graph, which loads its kernels; the second one is
 captured. Where a capture fails, for example because a model synchronizes with the host, nothing is captured any more.
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.errors import RecipeError, summarize_error
-from trimtab.hardware.memory import release_cached_memory
+from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.forward import bare_model
 from trimtab.model.losses import Loss
@@ -202,7 +204,7 @@ class CapturedMicroBatches:
         self._graphs: dict[Any, CapturedMicroBatch] = {}
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
         self._parameters: list[torch.nn.Parameter] = []
-        self._trainable: tuple[bool, ...] = ()
+        self._weights: tuple[tuple[bool, int], ...] = ()  # whether each is trainable, and its address
 
     @property
     def num_graphs(self) -> int:
@@ -218,7 +220,7 @@ class CapturedMicroBatches:
             )
         if self.failure is not None or not self._recorder.supports(engine.device):
             return compute_plainly(engine, model, loss, batch)
-        self._forget_if_unfrozen(model)
+        self._forget_if_changed(model)
         size = _size_of(batch)
         graph = self._graphs.get(size)
         if graph is None and size in self._seen and len(self._graphs) < MOST_GRAPHS:
@@ -254,25 +256,29 @@ class CapturedMicroBatches:
             graph = CapturedMicroBatch(batch, self._seen[size], self._buffers, engine.device)
             graph.capture(self._recorder, model, loss)
         except Exception as error:  # a capture forbids much of what a model may do
+            if is_out_of_memory(error):
+                self.forget()
+                raise
             self.failure = summarize_error(error)
         else:
             self._graphs[size] = graph
             return graph
-        self._forget()
+        self.forget()
         release_cached_memory(engine.device)
         say(f"the step could not be captured in a CUDA graph, and the run continues without: {self.failure}")
         return None
 
-    def _forget_if_unfrozen(self, model: torch.nn.Module) -> None:
-        """Drop all graphs if other parameters are trainable than before."""
+    def _forget_if_changed(self, model: torch.nn.Module) -> None:
+        """Drop all graphs if other parameters are trainable than before, or if weights have other addresses."""
         if not self._parameters:
             self._parameters = list(model.parameters())
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._forget()
+        weights = tuple((parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters)
+        if weights != self._weights:
+            self._weights = weights
+            self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop all graphs and their memory: every size is captured again when it is met for the second time."""
         for known in (self._graphs, self._seen, self._owners, self._buffers):
             known.clear()
         self._recorder.forget()

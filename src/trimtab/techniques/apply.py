@@ -7,6 +7,7 @@ import torch
 
 from trimtab.data.batching import Batching
 from trimtab.errors import RecipeError
+from trimtab.log import say
 from trimtab.model.losses import Loss, build_loss
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
@@ -61,14 +62,14 @@ def check_settings(case: Case) -> None:
 
 
 def values_with_stored(stored: StepSpec, case: Case) -> dict[str, str]:
-    """The values of a stored specification, except those that the recipe now sets."""
+    """The values of a stored specification, except those that the recipe now sets or that are not possible here."""
     found = {}
     for technique in TECHNIQUES:
         value = dict(stored.values).get(technique.key)
         if value is None or not technique.is_open(case.recipe):
             values = technique.values(case)
             value = value if value in values else values[0]
-        found[technique.key] = value
+        found[technique.key] = _kept(technique, value, case, technique.off or value)
     return found
 
 
@@ -82,8 +83,17 @@ def values_without_plan(case: Case, stored: StepSpec | None = None) -> dict[str,
     values = {technique.key: technique.without_plan(case) for technique in TECHNIQUES}
     for technique in TECHNIQUES:
         if stored is not None and technique.is_kept_on_resume and technique.is_open(case.recipe):
-            values[technique.key] = dict(stored.values).get(technique.key, values[technique.key])
+            fresh = values[technique.key]
+            values[technique.key] = _kept(technique, dict(stored.values).get(technique.key, fresh), case, fresh)
     return values
+
+
+def _kept(technique: Technique, value: str, case: Case, other: str) -> str:
+    """A stored value that `auto` chose; another one if it does not work on this machine."""
+    if not technique.is_open(case.recipe) or technique.can_keep(value, case):
+        return value
+    say(f"{technique.setting}: {value}, which the run had, does not work here; it continues with {other}")
+    return other
 
 
 def plain_values() -> dict[str, str]:

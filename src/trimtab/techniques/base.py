@@ -345,6 +345,10 @@ class Technique:
         """The reason why a specification is not possible; None if it is."""
         return None
 
+    def can_keep(self, value: str, case: Case) -> bool:
+        """Whether a run that is resumed can keep a value that `auto` chose, perhaps on another machine."""
+        return True
+
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
         """Settings to suggest to the user if nothing fits."""
         return iter(())

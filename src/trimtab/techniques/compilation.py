@@ -34,6 +34,7 @@ from trimtab.techniques.base import Case, OnResume, Phase, Site, StepSpec, Techn
 
 _KEY = "train.compile"
 _GRAPHS = "graphs"
+_ROW_KINDS = ("sequence-classification",)
 _MOST_FOR_GRAPHS = 500_000_000  # trainable parameters
 
 
@@ -46,6 +47,7 @@ class Compilation(Technique):
     phase = Phase.COMPILATION
     before = "off"
     is_decided_first = True
+    needs_prediction = True
     is_kept_on_resume = True
     study = ("compile", ("off", "blocks"))
 
@@ -63,9 +65,18 @@ class Compilation(Technique):
         value = spec[self.key]
         if value == _GRAPHS and case.num_processes > 1:
             return f"{_KEY}: {_GRAPHS} works with one process; blocks works with several"
-        if value != self.off and self.is_open(case.recipe) and spec["padding"] != "none":
+        if value == self.off or not self.is_open(case.recipe):
+            return None
+        if spec["padding"] != "none":
             return f"{_KEY}: auto compiles batches without padding only"
+        # Batches with one label per row would have graphs for every number of rows beside every number of tokens.
+        if value == _GRAPHS and case.model_kind in _ROW_KINDS and _divides_batches(spec, case):
+            return f"{_KEY}: auto captures the steps of a classifier only if a batch is one micro-batch"
         return None
+
+    def can_keep(self, value: str, case: Case) -> bool:
+        """Graphs need an NVIDIA GPU and one process; where `auto` compiles nothing, a resumed run does not either."""
+        return value == self.off or (case.accelerator.is_cuda and (value != _GRAPHS or case.num_processes == 1))
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Replace the forward of the blocks; a trace runs the graphs that would be compiled."""
@@ -133,7 +144,15 @@ def may_compile(case: Case) -> bool:
     has_triton = not accelerator.is_here or has_package("triton")
     capability = accelerator.capability if accelerator.is_cuda else None
     pays = compiling_may_pay(case.num_steps, capability, has_triton=has_triton)
-    return pays and not has_quantized_base(recipe) and bool(blocks_of(case.model))
+    # a layer that is dropped at random is drawn on the host, which a graph would do once
+    drops_layers = bool(getattr(getattr(case.model, "config", None), "layerdrop", 0))
+    return pays and not has_quantized_base(recipe) and not drops_layers and bool(blocks_of(case.model))
+
+
+def _divides_batches(spec: StepSpec, case: Case) -> bool:
+    recipe = case.recipe
+    assert recipe is not None
+    return spec.micro_batch < recipe.train.batch_size or recipe.memory.micro_batch_tokens != "auto"
 
 
 def _best_for(case: Case) -> str:

@@ -43,6 +43,10 @@ class Padding(Technique):
             return "a custom loss gets rows of equal length"
         return find_problem(case.model, case.model_kind, _kernel(case.accelerator, case.compute_dtype))
 
+    def can_keep(self, value: str, case: Case) -> bool:
+        """A kernel for packed rows may be missing here."""
+        return value == "longest" or self._problem(case) is None
+
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Let the model take batches with and without padding."""
         kernel = _kernel(site.accelerator, site.compute_dtype)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved
+from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved, release_cached_memory
 from trimtab.log import say
+from trimtab.model.captured_step import captured_micro_batches_of
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.techniques.apply import memory_advice
 from trimtab.techniques.base import Trial
@@ -51,6 +52,7 @@ class MemoryGuard:
         predicted_peak_bytes: int | None,
     ) -> None:
         self._engine, self._optimizer, self._evaluator = parts.engine, parts.optimizer, evaluator
+        self._model = parts.model
         self._sampler = parts.batches.batch_sampler
         self._planned = self._sampler.micro_batch_size
         self._rollback = Rollback(parts.engine, parts.model)
@@ -144,6 +146,10 @@ class MemoryGuard:
             tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
             raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {_CURES}")
         sampler.set_micro_batch_size(after)
+        captured = captured_micro_batches_of(self._model)
+        if captured is not None:  # the memory of graphs that are too large is not free for smaller ones
+            captured.forget()
+            release_cached_memory(self._engine.device)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
         return f"{failure} {where}: micro-batch size {' → '.join(shown)}"
 
