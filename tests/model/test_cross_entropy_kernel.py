@@ -76,15 +76,20 @@ def test_losses_and_gradients(kernels, dtype, vocab, smoothing):
     assert torch.equal(logits, separate), "in place as elsewhere"
 
 
-@interpreted
-def test_large_logits_do_not_round_the_gradient(kernels):
-    logits, labels = logits_and_labels(6, 300, torch.float32)
-    logits += 10_000.0  # fp32 has steps of 1e-3 here
+def assert_computed(kernels, logits, labels):
+    """Losses, and the gradient written over the logits."""
     losses, gradient = expected(logits, labels, 0.0, torch.ones(6))
     found, norms = kernels.token_losses(logits, labels, 0.0)
     assert_close(found, losses, torch.float32, 8)
     kernels.write_gradient(logits, labels, norms, 0.0, 1.0, logits)
     assert_close(logits, gradient, torch.float32, 16)
+
+
+@interpreted
+def test_large_logits_do_not_round_the_gradient(kernels):
+    logits, labels = logits_and_labels(6, 300, torch.float32)
+    logits += 10_000.0  # fp32 has steps of 1e-3 here
+    assert_computed(kernels, logits, labels)
 
 
 @interpreted
@@ -93,11 +98,7 @@ def test_minus_infinity(kernels):
     logits, labels = logits_and_labels(6, 20_001, torch.float32)
     logits[:, :9000] = float("-inf")
     labels = labels.where(labels < 0, labels.clamp(min=9000))
-    losses, gradient = expected(logits, labels, 0.0, torch.ones(6))
-    found, norms = kernels.token_losses(logits, labels, 0.0)
-    assert_close(found, losses, torch.float32, 8)
-    kernels.write_gradient(logits, labels, norms, 0.0, 1.0, logits)
-    assert_close(logits, gradient, torch.float32, 16)
+    assert_computed(kernels, logits, labels)
 
 
 @interpreted

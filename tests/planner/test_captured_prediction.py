@@ -3,6 +3,7 @@
 import pytest
 
 from trimtab import Recipe
+from trimtab.model.compile_time import compile_seconds
 from trimtab.planner.allocator import CAP_STEP, LARGE_SEGMENT, peaks, round_size
 from trimtab.planner.graph_memory import graph_memory, with_graph_workspaces
 from trimtab.planner.memory import predict_captured
@@ -12,7 +13,6 @@ from trimtab.planner.search import ranked_seconds
 from trimtab.planner.shapes import OneLength, named_task
 from trimtab.planner.target import known_target
 from trimtab.planner.trace.recorder import Birth, Event, Mark, Trace
-from trimtab.techniques.compilation import Compilation
 
 BERT = {"model_type": "bert", "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
 BERT |= {"num_hidden_layers": 6, "vocab_size": 8000}
@@ -20,21 +20,7 @@ MIB = 2**20
 START_S = 20.0
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """Let compiled blocks be captured, and `auto` choose between them and uncompiled ones."""
-    values = Compilation.values
-    monkeypatch.setattr(Compilation, "captures", lambda self, value: value == "blocks")
-    monkeypatch.setattr(Compilation, "start_seconds", lambda self, value, case: START_S * (value == "blocks"))
-    monkeypatch.setattr(
-        Compilation,
-        "values",
-        lambda self, case: ("off", "blocks") if self.is_open(case.recipe) else values(self, case),
-    )
-    return monkeypatch
-
-
-def planner_of(value="blocks", *, batch=8, micro_batch=8, target=None, length=128, **train):
+def planner_of(value="graphs", *, batch=8, micro_batch=8, target=None, length=128, **train):
     recipe = Recipe(
         model={"config": BERT, "tokenizer": "train"},
         task="classify",
@@ -97,17 +83,16 @@ def test_what_a_capture_allocates_is_separated():
     assert held == (1 + 2 + 5 + 9) * MIB + peaks(found.pool)[1]  # the pool is still held when the optimizer runs
 
 
-def test_gradients_exist_in_every_captured_micro_batch_and_workspaces_twice(graphs):
+def test_gradients_exist_in_every_captured_micro_batch_and_workspaces_twice():
     captured = prediction_of(planner_of())
-    graphs.undo()
-    plain, second = prediction_of(planner_of()), prediction_of(planner_of(batch=16))
+    plain, second = prediction_of(planner_of("blocks")), prediction_of(planner_of("blocks", batch=16))
     assert captured.allocated == second.allocated + workspaces(second.trace) > plain.allocated
     assert workspaces(captured.trace) == 2 * workspaces(plain.trace) > 0
     assert captured.parts["gradients"] == gradient_bytes(plain.trace)
     assert sum(captured.parts.values()) == captured.allocated
 
 
-def test_the_pool_is_held_beside_the_optimizer(graphs):
+def test_the_pool_is_held_beside_the_optimizer():
     captured = prediction_of(planner_of())
     kept = captured.parts["weights"] + captured.parts["gradients"] + captured.parts["optimizer state"]
     pool = pool_bytes(captured)
@@ -119,12 +104,11 @@ def test_the_pool_is_held_beside_the_optimizer(graphs):
     assert not captured.fits(captured.total - CAP_STEP)
 
 
-def test_an_evaluation_needs_memory_beside_the_pool(graphs):
+def test_an_evaluation_needs_memory_beside_the_pool():
     large = {"batch": 64, "micro_batch": 64}
     planner = planner_of(**large)
     captured, evaluation = prediction_of(planner), evaluation_of(planner)
-    graphs.undo()
-    plain = evaluation_of(planner_of(**large))
+    plain = evaluation_of(planner_of("blocks", **large))
     added = evaluation.allocated - plain.allocated  # gradients stay, and so do the workspaces of captures
     assert added == gradient_bytes(captured.trace) + workspaces(captured.trace) // 2
     outside_pool = evaluation.allocated - workspaces(captured.trace) // 2
@@ -133,7 +117,7 @@ def test_an_evaluation_needs_memory_beside_the_pool(graphs):
     assert evaluation.parts["gradients"] == captured.parts["gradients"]
 
 
-def test_fixed_segments(graphs):
+def test_fixed_segments():
     target = known_target("mi300x", None)
     assert not target.expandable
     found = prediction_of(planner_of(target=target))
@@ -141,13 +125,13 @@ def test_fixed_segments(graphs):
     assert found.needed >= found.parts["weights"] + peaks(found.graphs.pool, expandable=False)[1]
 
 
-def test_other_devices_capture_nothing(graphs):
+def test_other_devices_capture_nothing():
     captured = prediction_of(planner_of(target=known_target("cpu", None)))
     assert captured.graphs is None
 
 
-def test_one_step_from_its_settings(graphs):
-    options = {"precision": "bf16", "compile": "blocks", "padding": "none"}
+def test_one_step_from_its_settings():
+    options = {"precision": "bf16", "compile": "graphs", "padding": "none"}
     captured = predict_step_memory(BERT, "classify", 8, 128, **options)
     assert captured.allocated == prediction_of(planner_of()).allocated
     assert captured == predict_step_memory(BERT, "classify", 8, 128, num_micro_batches=4, **options)
@@ -161,15 +145,14 @@ def seconds_of(**options):
     return planner.estimate(planner.space.reference()).step_s
 
 
-def test_a_captured_step_does_not_wait_for_the_host(graphs):
+def test_a_captured_step_does_not_wait_for_the_host():
     captured, twice = seconds_of(), seconds_of(batch=16)
-    graphs.undo()
-    plain = seconds_of()
+    plain = seconds_of(value="blocks")
     assert captured < plain / 2
     assert captured < twice < 2 * captured  # the optimizer runs once
 
 
-def test_micro_batches_take_equally_long(graphs):
+def test_micro_batches_take_equally_long():
     one, two, three, five = (seconds_of(batch=8 * number) for number in (1, 2, 3, 5))
     assert three - two == pytest.approx(two - one, rel=1e-6)
     assert five - one == pytest.approx(4 * (two - one), rel=1e-6)
@@ -198,21 +181,22 @@ def test_a_start_has_to_be_worth_it(num_steps, before, after, is_worth_it):
     assert (compiled < plain) is is_worth_it
 
 
-@pytest.mark.parametrize(("num_steps", "expected"), [(50, "off"), (1_000_000, "blocks")])
-def test_a_plan_compiles_for_long_runs(graphs, num_steps, expected):
+@pytest.mark.parametrize(("num_steps", "expected"), [(300, "off"), (1_000_000, "graphs")])
+def test_a_plan_compiles_for_long_runs(num_steps, expected):
     planner = planner_of("auto", max_steps=num_steps)
-    assert {axis.technique.key: axis.values for axis in planner.space.axes}["compile"] == ("off", "blocks")
+    assert {axis.technique.key: axis.values for axis in planner.space.axes}["compile"] == ("off", "graphs")
     ladder = planner.choose()
     assert ladder.chosen.spec["compile"] == expected
     assert ladder.chosen.estimate.num_steps == num_steps
     assert {row.spec["compile"] for row in ladder.rows} == {expected}, "only the better value is searched"
     reference = planner.space.reference()
-    by_value = {value: planner.estimate(reference.having({"compile": value})) for value in ("off", "blocks")}
-    assert by_value["blocks"].step_s < by_value["off"].step_s
-    assert (by_value["off"].start_s, by_value["blocks"].start_s) == (0.0, START_S)
+    by_value = {value: planner.estimate(reference.having({"compile": value})) for value in ("off", "graphs")}
+    assert by_value["graphs"].step_s < by_value["off"].step_s
+    assert by_value["off"].start_s == 0.0
+    assert by_value["graphs"].start_s == compile_seconds(planner.case.model, 1)  # rows of one length
 
 
-def test_the_rules_know_the_length_of_the_run(graphs):
+def test_the_rules_know_the_length_of_the_run():
     assert planner_of("auto", max_steps=70).case.num_steps == 70
     assert planner_of("auto").case.num_steps is None
     planner = planner_of("auto", epochs=2.5, batch=8)

@@ -223,7 +223,7 @@ def test_only_the_most_frequent_sizes_are_captured():
     ran = []
     model = torch.nn.Linear(2, 2)
     model.__dict__["_trimtab_compiled_blocks"] = CompiledBlocks()
-    capture_micro_batches(model)
+    capture_micro_batches(model, Repeats())
     shares = [0.5 if number in (3, 17) else 0.01 for number in range(40)]
     trials = [Trial((1, n), share, partial(ran.append, n)) for n, share in enumerate(shares)]
     Compilation().warm_up(model, "graphs", lambda: trials)
@@ -319,6 +319,13 @@ def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkey
     assert recorder.num_recorded == 1
     assert recorder.num_replayed == 1 + 11  # a trial, and 6 steps of 2 micro-batches: one step has half the rows
     assert_same_run("graphs", "blocks", 6)
+
+
+def test_graphs_on_a_cpu_are_reported(tiny, own_folder, compiler, caplog):
+    write_csv(own_folder / "rows.csv", rows())
+    with caplog.at_level("INFO", "trimtab"):
+        fit(recipe_of(tiny, "run", max_steps=2, train={"compile": "graphs"}), progress="quiet", device="cpu")
+    assert sum("graphs needs an NVIDIA GPU" in record.message for record in caplog.records) == 1
 
 
 def test_graphs_that_ran_out_of_memory_are_dropped(tiny, own_folder, compiler, monkeypatch):

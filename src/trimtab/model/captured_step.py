@@ -211,6 +211,10 @@ class CapturedMicroBatches:
         """The number of sizes that are captured."""
         return len(self._graphs)
 
+    def can_capture(self, device: torch.device) -> bool:
+        """Whether work on a device can be captured."""
+        return self._recorder.supports(device)
+
     def __call__(self, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
         """Compute a micro-batch inside `engine.accumulate`."""
         if engine.use_distributed:
@@ -218,7 +222,7 @@ class CapturedMicroBatches:
                 "train.compile: graphs works with one process: a graph cannot contain the exchange of gradients",
                 "train.compile: blocks",
             )
-        if self.failure is not None or not self._recorder.supports(engine.device):
+        if self.failure is not None or not self.can_capture(engine.device):
             return compute_plainly(engine, model, loss, batch)
         self._forget_if_changed(model)
         size = _size_of(batch)

@@ -100,6 +100,9 @@ class Compilation(Technique):
         say("compiling blocks; what is not cached takes up to a minute")
         largest, *others = find_trials()
         largest.run()
+        if captured is not None and not captured.can_capture(next(model.parameters()).device):
+            say(f"{_KEY}: {_GRAPHS} needs an NVIDIA GPU: blocks are compiled, and nothing is captured")
+            captured = None
         if captured is None:
             for trial in others[-1:]:  # torch may find that small sizes need other code
                 trial.run()
