@@ -13,7 +13,7 @@ from trimtab.errors import PeerError, RecipeError
 
 # One script for everything: each launch takes seconds. Nothing in it is importable by the processes.
 SCRIPT = """
-import dataclasses, os, sys, time
+import atexit, dataclasses, os, sys, threading, time
 import torch
 import torch.distributed as dist
 import beside
@@ -30,6 +30,17 @@ class Outcome:
     total: float
 
 
+class AbortsLate:
+    def __del__(self):  # as a thread of gloo does now and then
+        if sys.is_finalizing():
+            os.abort()
+
+
+def write_late(name):
+    time.sleep(0.5)
+    open(name, "a").write("written")
+
+
 def scaled(value):
     return beside.twice(value) * scale
 
@@ -40,6 +51,10 @@ def train(start, *, plus):
     dist.all_reduce(total)
     print("rank", dist.get_rank(), "speaks")
     dist.destroy_process_group()
+    sys.modules["torch"].kept = AbortsLate()
+    rank = os.environ["RANK"]
+    threading.Thread(target=write_late, args=("thread" + rank,)).start()
+    atexit.register(write_late, "atexit" + rank)
     outcome = Outcome(int(os.environ["RANK"]), scaled(total.item()) + plus)
     return outcome, torch.arange(2), {"launched": "RANK" in os.environ}
 
@@ -47,6 +62,8 @@ def train(start, *, plus):
 torch.ones(64, 64) @ torch.ones(64, 64)  # OpenMP is in use here, as it is in a notebook
 found = trimtab.launch(train, (1,), {"plus": 0.5}, processes=2)
 assert [outcome for outcome, _, _ in found] == [Outcome(0, 60.5), Outcome(1, 60.5)], found
+for name in ("thread0", "thread1", "atexit0", "atexit1"):
+    assert open(name).read() == "written"
 assert all(type(outcome) is Outcome for outcome, _, _ in found)
 assert all(tensor.tolist() == [0, 1] and facts == {"launched": True} for _, tensor, facts in found)
 

@@ -63,6 +63,8 @@ def main() -> None:
     except SystemExit as ended:
         if ended.code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this exit code and prints nothing
             _print_error("stopped")
+        if not ended.code:
+            _end_rank()
         raise
     except OSError as error:
         if not is_disk_full(error):
@@ -72,6 +74,14 @@ def main() -> None:
         sys.exit(1)
     finally:
         flush_streams()
+
+
+def _end_rank() -> None:
+    if "trimtab.distributed.rendezvous" in sys.modules:
+        from trimtab.distributed.process_exit import end_finished_rank, is_rank_of_many
+
+        if is_rank_of_many():
+            end_finished_rank()
 
 
 def _print_error(text: str, fg: str | None = None) -> None:

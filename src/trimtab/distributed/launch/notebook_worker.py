@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab.distributed.launch.notebook import CALL, ENDING, ERROR, RESULT, plan_worker
 from trimtab.distributed.launch.run import start
+from trimtab.distributed.process_exit import end_finished_rank
 from trimtab.errors import RecipeError
 
 
@@ -93,3 +94,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         sys.exit(launch_all(Path(sys.argv[1]), json.loads(sys.argv[2])))
     call(Path(sys.argv[1]), int(os.environ["RANK"]))
+    end_finished_rank()
