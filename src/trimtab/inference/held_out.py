@@ -1,0 +1,107 @@
+"""Labelled rows to judge models on: tokenized for a model once, and evaluated with the metrics of its task."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trimtab.data.metrics import METRIC_NAMES, Metrics
+from trimtab.data.rows import Rows
+from trimtab.data.sources import load_rows
+from trimtab.data.tasks.base import Batch, Task
+from trimtab.data.tasks.build import build_task
+from trimtab.data.tokens import TokenDataset, cached
+from trimtab.engine.placement import to_device
+from trimtab.inference.comparison import ModelComparison
+from trimtab.inference.load import LoadedModel
+from trimtab.model.losses import build_loss
+
+_MAX_LENGTH = 512  # of models without a limit
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Labelled rows with their tokens.
+
+    Args:
+        task: The task, bound to the tokenizer of the models.
+        rows: The rows.
+        tokens: Their tokens.
+    """
+
+    task: Task
+    rows: Rows
+    tokens: TokenDataset
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batches(self, batch_size: int = 32) -> Iterator[tuple[list[int], Batch]]:
+        """Yield padded batches of rows of similar length, the longest first, with the numbers of their rows."""
+        order = sorted(range(len(self.tokens)), key=lambda row: -len(self.tokens[row]["input_ids"]))
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            yield indices, self.task.collate([self.tokens[row] for row in indices])
+
+    def compare_with(self, reference: LoadedModel, num_rows: int = 256) -> ModelComparison:
+        """Return a comparison with the outputs of `reference` on up to `num_rows` of the rows."""
+        order = torch.randperm(len(self.tokens), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
+        examples = [self.tokens[row] for row in sorted(order)]
+        comparison = ModelComparison(self.task, examples, _num_outputs(reference, self.task), reference.device)
+        comparison.record_reference(reference.model)
+        return comparison
+
+
+def read_held_out(
+    loaded: LoadedModel,
+    data: str | Path | Rows,
+    *,
+    text: str | Sequence[str] | None = None,
+    label: str | Sequence[str] | None = None,
+    num_rows: int | None = None,
+) -> HeldOut:
+    """Read and tokenize the rows that a model is judged on.
+
+    Args:
+        loaded: The model; its task, tokenizer and labels are those of the rows.
+        data: File, folder, glob or hub name, or rows.
+        text: Column of the text, or two for pairs; guessed if left out.
+        label: Column of the label; guessed if left out.
+        num_rows: Use a random choice of at most this number of rows.
+    """
+    rows = data if isinstance(data, Rows) else load_rows(str(data))
+    task = build_task(loaded.task_name, rows, text=text, label=label)
+    return tokenized(loaded, task, task.usable(rows), num_rows)
+
+
+def tokenized(loaded: LoadedModel, task: Task, rows: Rows, num_rows: int | None = None) -> HeldOut:
+    """Tokenize rows for a model."""
+    if num_rows is not None and num_rows < len(rows):
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
+        rows = rows.select(sorted(order))
+    length = loaded.max_length or _MAX_LENGTH
+    task.bind(loaded.tokenizer, loaded.model.config)
+    key = [task.name, task.settings, rows, loaded.tokenizer, length]
+    return HeldOut(task, rows, cached(key, lambda: task.encode(rows, loaded.tokenizer, length)))
+
+
+@torch.inference_mode()
+def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> dict[str, float]:
+    """Return all metrics of the task on the rows."""
+    task, model = held_out.task, loaded.model
+    loss = build_loss(task.loss_kind, shifts_labels=task.shifts_labels)
+    num_labels = getattr(model.config, "num_labels", 0)
+    names = METRIC_NAMES[task.loss_kind]
+    metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
+    model.eval()
+    for _, batch in held_out.batches(batch_size):
+        moved = to_device(batch, loaded.device)
+        step = loss(model, moved)
+        metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
+    return metrics.compute()
+
+
+def _num_outputs(loaded: LoadedModel, task: Task) -> int:
+    head = loaded.model.get_output_embeddings() if task.loss_kind == "token-cross-entropy" else None
+    return loaded.model.config.num_labels if head is None else head.weight.shape[0]  # type: ignore[no-any-return]
