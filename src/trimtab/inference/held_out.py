@@ -18,6 +18,7 @@ from trimtab.inference.load import LoadedModel
 from trimtab.model.losses import build_loss
 
 _MAX_LENGTH = 512  # of models without a limit
+_MAX_LOGITS = 2**25  # of a batch: 128 MiB in fp32
 # Recipe keys of the columns of a task: first that of the input, then that of the expected output.
 _LABELLED = ("text", "label")
 _ROLES = {
@@ -45,18 +46,29 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batches(self, batch_size: int = 32) -> Iterator[tuple[list[int], Batch]]:
-        """Yield padded batches of rows of similar length, the longest first, with the numbers of their rows."""
-        order = sorted(range(len(self.tokens)), key=lambda row: -len(self.tokens[row]["input_ids"]))
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
+    def batches(self, batch_size: int = 32, outputs_per_token: int = 0) -> Iterator[tuple[list[int], Batch]]:
+        """Yield padded batches of rows of similar length, the longest first, with the numbers of their rows.
+
+        Args:
+            batch_size: Maximum number of rows.
+            outputs_per_token: Size of the vocabulary, for language models: batches are smaller where their logits
+                would take more than 128 MiB.
+        """
+        lengths = self.tokens.lengths
+        if self.task.model_kind == "seq2seq-lm":  # its logits are as long as the text to generate
+            lengths = [max(length, len(self.tokens[row]["labels"])) for row, length in enumerate(lengths)]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while order:
+            limit = _MAX_LOGITS // max(1, lengths[order[0]] * outputs_per_token)
+            size = min(batch_size, max(1, limit))
+            indices, order = order[:size], order[size:]
             yield indices, self.task.collate([self.tokens[row] for row in indices])
 
     def compare_with(self, reference: LoadedModel, num_rows: int = 256) -> ModelComparison:
         """Return a comparison with the outputs of `reference` on up to `num_rows` of the rows."""
         order = torch.randperm(len(self.tokens), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
         examples = [self.tokens[row] for row in sorted(order)]
-        comparison = ModelComparison(self.task, examples, _num_outputs(reference, self.task), reference.device)
+        comparison = ModelComparison(self.task, examples, num_outputs(reference, self.task), reference.device)
         comparison.record_reference(reference.model)
         return comparison
 
@@ -160,13 +172,15 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     names = METRIC_NAMES[task.loss_kind]
     metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
     model.eval()
-    for _, batch in held_out.batches(batch_size):
+    outputs_per_token = num_outputs(loaded, task) if task.loss_kind == "token-cross-entropy" else 0
+    for _, batch in held_out.batches(batch_size, outputs_per_token):
         moved = to_device(batch, loaded.device)
         step = loss(model, moved)
         metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
     return metrics.compute()
 
 
-def _num_outputs(loaded: LoadedModel, task: Task) -> int:
+def num_outputs(loaded: LoadedModel, task: Task) -> int:
+    """Return the size of an output of the model: of its vocabulary, or the number of its labels."""
     head = loaded.model.get_output_embeddings() if task.loss_kind == "token-cross-entropy" else None
     return loaded.model.config.num_labels if head is None else head.weight.shape[0]  # type: ignore[no-any-return]
