@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trimtab.data.bad_rows import SKIP_CURE
 from trimtab.data.metrics import METRIC_NAMES, Metrics
 from trimtab.data.rows import Rows
 from trimtab.data.sources import load_rows
@@ -13,6 +14,7 @@ from trimtab.data.tasks.base import Batch, Task
 from trimtab.data.tasks.build import build_task, build_task_of_classifier
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.engine.placement import to_device
+from trimtab.errors import DataError
 from trimtab.inference.comparison import ModelComparison
 from trimtab.inference.load import LoadedModel
 from trimtab.model.losses import build_loss
@@ -94,6 +96,16 @@ def read_held_out(
     Raises:
         DataError: If a column cannot be found, or a row has a label that the model does not have.
     """
+    try:
+        task, rows = _read(loaded, data, text, label)
+    except DataError as error:  # a recipe can skip bad rows, a judgement cannot
+        raise DataError(error.problem, error.cure.replace(f", {SKIP_CURE}", "")) from error
+    return tokenized(loaded, task, rows, num_rows)
+
+
+def _read(
+    loaded: LoadedModel, data: Any, text: str | Sequence[str] | None, label: str | Sequence[str] | None
+) -> tuple[Task, Rows]:
     rows = load_rows(data)
     columns = _columns(loaded, rows, text, label)
     if loaded.task_name == "classify":
@@ -103,7 +115,7 @@ def read_held_out(
     else:
         seed = loaded.facts.get("recipe", {}).get("seed", 0)
         task = build_task(loaded.task_name, rows, seed=seed, **columns)
-    return tokenized(loaded, task, task.usable(rows), num_rows)
+    return task, task.usable(rows)
 
 
 def labels_of(loaded: LoadedModel) -> tuple[list[str], bool]:
