@@ -79,6 +79,8 @@ def quantize(
     """
     target, where = Path(folder), find_device(device)
     formats = _known_formats(to, bound)
+    for one in formats:
+        one.check_device(where)
     origin = _check_places(source, target)
     loaded = _load_original(str(source), origin, where)
     rest = _rest_dtype(dtype, loaded.model.dtype, formats)

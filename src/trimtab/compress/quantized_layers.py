@@ -1,5 +1,6 @@
 """A model whose linear modules are switched between their original and quantized forms, and its description."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from trimtab.compress.weight_formats import WeightFormat
 from trimtab.errors import ModelError
 from trimtab.model.quantization import quantizable
+
+_ENTRY_BYTES = 110  # dtype, shape and offsets of a tensor in the header of a file, without its name
 
 
 class QuantizedLayers:
@@ -49,14 +52,14 @@ class QuantizedLayers:
         self._formats = dict(formats)
 
     def num_bytes(self, name: str, format: WeightFormat | None) -> int:
-        """Return the size of a module in a format (None: its original form) on disk, without the file's header."""
+        """Return the size of a module in a format (None: its original form) in a file."""
         module = self._originals[name]
-        return _stored_bytes(module if format is None else format.quantized(module))
+        form = module if format is None else format.quantized(module)
+        return _stored_bytes(form.state_dict(prefix=f"{name}."))
 
     def model_bytes(self) -> int:
-        """Return the size of all tensors of the model on disk; tied weights are stored once."""
-        parts = [part for tensor in self._model.state_dict().values() for part in _parts(tensor)]
-        return sum({part.untyped_storage().data_ptr(): part.nbytes for part in parts}.values())
+        """Return the size of a file with the model as it is now; tied weights are stored once."""
+        return _stored_bytes(self._model.state_dict())
 
     def finish(self, formats: Mapping[str, WeightFormat]) -> None:
         """Give the modules their final formats, and describe them in the model's config, ready to be saved.
@@ -72,9 +75,27 @@ class QuantizedLayers:
         self._model.config.quantization_config = quantizer.quantization_config
 
 
-def _stored_bytes(module: torch.nn.Module) -> int:
-    """Return the size of the tensors that a module saves."""
-    return sum(part.nbytes for tensor in module.state_dict().values() for part in _parts(tensor))
+def _stored_bytes(tensors: Mapping[str, Any]) -> int:
+    """Return the size of tensors in a safetensors file, with their part of its header, or little more."""
+    total, seen = 0, set[int]()
+    for name, tensor in tensors.items():
+        parts = _parts(tensor)
+        address = parts[0].untyped_storage().data_ptr()
+        if address not in seen:
+            total += sum(part.nbytes + _ENTRY_BYTES + len(name) for part in parts)
+        seen.add(address)
+        total += _described_bytes(name, tensor)
+    return total
+
+
+def _described_bytes(name: str, tensor: Any) -> int:
+    """Return the size of what torchao writes about a tensor; bitsandbytes writes nothing."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return 2 * len(name) + _ENTRY_BYTES // 2
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    _, about = flatten_tensor_state_dict({name: tensor})
+    return len(json.dumps(about))
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
