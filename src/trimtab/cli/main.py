@@ -16,6 +16,7 @@ from trimtab.cli.evaluate import evaluate
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
+from trimtab.cli.quantize import quantize
 from trimtab.cli.recipe import check, data_show, init, plan
 from trimtab.cli.runs import best, checkpoints, pull, runs, track_sync, ui
 from trimtab.cli.shrink import shrink
@@ -31,6 +32,7 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(compare)
 app.command()(shrink)
 app.command()(evaluate)
+app.command()(quantize)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")

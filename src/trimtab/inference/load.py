@@ -7,10 +7,20 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.export import read_facts
+from trimtab.compress.weight_formats import check_stored_formats
 from trimtab.errors import ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
 from trimtab.model.hub import is_adapter
-from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialized, resolve_source
+from trimtab.model.load import (
+    is_quantized_config,
+    is_quantized_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    max_positions,
+    newly_initialized,
+    resolve_source,
+)
 from trimtab.tracking.mlflow.registry import best_name, local_source
 
 
@@ -59,7 +69,7 @@ def load(
             the path that it was trained with.
         device: Device of the model; by default the accelerator, if there is one.
         dtype: dtype of the weights; for an adapter, of its base. By default fp32, or 4 bits for an adapter that was
-            trained on a 4-bit base.
+            trained on a 4-bit base. A quantized model is loaded in its own format and has no other.
         trust_remote_code: Whether Python code in the model's folder may run.
 
     Raises:
@@ -79,8 +89,9 @@ def load(
         task_name = _task_name(adapter.kind, model.config, tokenizer)
     else:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        model, task_name = _load_whole(name, tokenizer, dtype or torch.float32, trust_remote_code)
-    model.to(device)
+        model, task_name = _load_whole(name, tokenizer, dtype, torch.device(device), trust_remote_code)
+    if not is_quantized_model(model):  # loaded to its device
+        model.to(device)
     return LoadedModel(model, tokenizer, facts.get("task", task_name), facts)
 
 
@@ -99,11 +110,19 @@ def best_model(experiment: str, metric: str | None = None, *, uri: str | None = 
     return load(local_source(best_name(experiment, metric), uri), **options)
 
 
-def _load_whole(name: str, tokenizer: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, str]:
+def _load_whole(
+    name: str, tokenizer: Any, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool
+) -> tuple[Any, str]:
     config = load_config(name, trust_remote_code=trust_remote_code)
     kind = model_kind(name, config)
     task_name = _task_name(kind, config, tokenizer)
-    model = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code, dtype=dtype)
+    form: dict[str, Any] = {"dtype": dtype or torch.float32}
+    if is_quantized_config(config) and not name.endswith(".gguf"):
+        if dtype is not None:
+            raise ModelError(f"{name} is quantized and cannot be loaded in {dtype}", "leave dtype out")
+        check_stored_formats(name, config.quantization_config, device)
+        form = {"dtype": None, "device": device}
+    model = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code, **form)
     if newly_initialized(model):
         parts = ", ".join(sorted(newly_initialized(model))[:2])
         raise ModelError(

@@ -39,6 +39,8 @@ from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 __all__ = [
     "check_config",
     "grown_rows",
+    "is_quantized_config",
+    "is_quantized_model",
     "load_config",
     "load_model",
     "load_skeleton",
@@ -67,7 +69,7 @@ def load_model(
     tokenizer: Any,
     *,
     trust_remote_code: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     quantization: Quantization | None = None,
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
@@ -79,7 +81,8 @@ def load_model(
         head: Settings of the head: num_labels, id2label, label2id, problem_type. Empty to keep those of the model.
         tokenizer: The tokenizer; embeddings and token ids of the model are adjusted to it.
         trust_remote_code: Whether Python code from the model's repository may be executed.
-        dtype: Dtype of the weights; half precision for a frozen base model.
+        dtype: Dtype of the weights; half precision for a frozen base model. None keeps the form in which a folder
+            stores them, which may be quantized; such a model cannot be trained.
         quantization: How to quantize the linear modules of the (frozen) base model; None to not quantize.
         device: Device of the model; None for the CPU, or for a quantized base the GPU if there is one.
 
@@ -92,7 +95,8 @@ def load_model(
     if kind not in _AUTO_CLASSES:
         raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
     auto_class = getattr(transformers, _AUTO_CLASSES[kind])
-    options = LoadOptions(dtype, quantization, device_for(device, quantization))
+    stored = {"as_stored": dtype is None}
+    options = LoadOptions(dtype or torch.float32, quantization, device_for(device, quantization), **stored)
     with quiet_transformers():
         model: Any
         if isinstance(source, str):
@@ -102,7 +106,8 @@ def load_model(
             name = f"a new {source.get('model_type', 'model')}"
             model, notes = _from_scratch(source, auto_class, kind, head, tokenizer, options), ["random weights"]
         notes += _fit_to_tokenizer(model, tokenizer)
-        model.to(options.device)
+        if not is_quantized_model(model):  # loaded to its device
+            model.to(options.device)
     say("; ".join([f"{name}: {type(model).__name__}, {options.describe(model)}", *notes]))
     if quantization is not None:
         warn_if_little_quantized(model, quantization)
@@ -139,6 +144,16 @@ def load_skeleton(
     return model
 
 
+def is_quantized_config(config: Any) -> bool:
+    """Whether a config describes a model whose stored weights are quantized."""
+    return bool(getattr(config, "quantization_config", None))
+
+
+def is_quantized_model(model: Any) -> bool:
+    """Whether transformers loaded a model with quantized weights, which it does not move or convert."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
 def newly_initialized(model: torch.nn.Module) -> frozenset[str]:
     """Names of the parameters that were not in the files of the model and are therefore randomly initialized.
 
@@ -158,25 +173,28 @@ def _pretrained(
     """Load a model from files; also returns remarks for the log."""
     place = as_source(source)
     config = read_config(source, place, trust_remote_code)
-    if getattr(config, "quantization_config", None) and place.gguf_file is None:
+    is_quantized = place.gguf_file is None and is_quantized_config(config)
+    if is_quantized and not options.as_stored:
         raise ModelError(f"{source} is quantized: quantized weights cannot be trained", "name the original model")
     before = dict(getattr(config, "id2label", None) or {})
     _set_head(config, head)
     extra: dict[str, Any] = {}
     try:
-        if options.quantization is not None and place.gguf_file is None:
+        if is_quantized:
+            extra = {"device_map": {"": options.device}, "use_safetensors": True}  # nothing is unpickled
+        elif options.quantization is not None and place.gguf_file is None:
             extra = options.quantization.loading_arguments(auto_class, config, options.device)
         model, info = auto_class.from_pretrained(
             place.name,
             config=config,
-            dtype=options.dtype,
+            dtype="auto" if options.as_stored else options.dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # in the head only; _check_weights refuses other mismatches
             **place.arguments,
             **extra,
         )
-    except LOAD_FAILURES as error:
+    except (*LOAD_FAILURES, AssertionError) as error:  # torchao asserts what it expects of its settings
         raise _no_head(source, config, kind, error) from error
     notes = _check_weights(source, model, info)
     if not notes and kind == "sequence-classification" and head:
