@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from trimtab.compress.palettes import cluster, find_palettes, group_rows, look_up, nearest
+from trimtab.compress.palettes import cluster, find_palettes, look_up, nearest, rows_of_group
 
 
 def normal(*shape, seed=0):
@@ -76,7 +76,7 @@ def test_values_without_importance_do_not_count():
 @pytest.mark.parametrize(("per", "num_groups"), [("tensor", 1), ("rows", 3), ("channel", 10)])
 def test_groups_of_rows(per, num_groups):
     weight = normal(10, 24) * torch.arange(1, 11)[:, None]
-    rows = group_rows(10, per, 4)  # the last group has 2 rows
+    rows = rows_of_group((10, 24), 3, per, 4)  # the last group has 2 rows
     palettes = find_palettes(weight, 3, rows)
     assert palettes.shape == (num_groups, 8)
     indices = nearest(weight, palettes, rows)
@@ -90,3 +90,12 @@ def test_groups_of_rows(per, num_groups):
 def test_the_same_every_time():
     weight = normal(8, 64)
     assert torch.equal(find_palettes(weight, 4, 2), find_palettes(weight.clone(), 4, 2))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("num_columns", [7, 64, 384, 4096])
+def test_chosen_groups_add_at_most_a_quarter_of_a_bit(bits, num_columns):
+    rows = rows_of_group((10**6, num_columns), bits, "rows")
+    assert 16 * 2**bits / (rows * num_columns) <= 0.25
+    assert rows == 1 or 16 * 2**bits / ((rows - 1) * num_columns) > 0.25
+    assert rows_of_group((5, 7), 8, "rows") == 5

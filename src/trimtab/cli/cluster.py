@@ -1,6 +1,6 @@
 """The command that clusters weights."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ def cluster(
     folder: NewFolder,
     bits: Annotated[int, typer.Option(help="Bits of a weight, 1 to 8.")] = 4,
     per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
-    rows: Annotated[int, typer.Option(help="Rows of a group, for --per rows.")] = 4,
+    rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
     data: Annotated[str | None, typer.Option(help="Labelled rows to judge both models on.")] = None,
     calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
     calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows to use.")] = 256,
@@ -24,6 +24,7 @@ def cluster(
     compensate: Annotated[
         bool | None, typer.Option(help="Spread errors over later columns. Default: with --calibration.")
     ] = None,
+    train_steps: Annotated[int, typer.Option(help="Steps to train palettes on the calibration rows.")] = 0,
     embeddings: Annotated[bool, typer.Option(help="Cluster embeddings and the output layer too.")] = True,
     rest: Annotated[str, typer.Option(help="Dtype of weights that are not clustered: fp16, or keep.")] = "keep",
     device: Device = None,
@@ -47,9 +48,8 @@ def cluster(
         embeddings=embeddings,
         rest_dtype=torch.float16 if rest == "fp16" else None,
     )
-    done = cluster_weights(
-        model, folder, settings, data=data, calibration=calibration, num_rows=calibration_rows, device=device
-    )
+    rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows}
+    done = cluster_weights(model, folder, settings, **rows_of, train_steps=train_steps, device=device)
     if done.figures:
         show_table(*figures_table(done.figures))
     typer.echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")

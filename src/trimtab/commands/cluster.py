@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from trimtab import __version__
 from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
@@ -15,8 +16,10 @@ from trimtab.checkpoint.folder import atomic_folder
 from trimtab.compress.block_clustering import Weights, can_read_files, cluster_files, cluster_model
 from trimtab.compress.calibration import Batch
 from trimtab.compress.clustered_file import ClusteredWriter, is_clustered
+from trimtab.compress.clustered_model import clustered_weights
 from trimtab.compress.clustered_weight import ClusteredWeight
-from trimtab.compress.clustering import ClusterSettings
+from trimtab.compress.clustering import ClusterSettings, storable
+from trimtab.compress.palette_training import train_palettes, use_clustered
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import model_kind
@@ -29,6 +32,8 @@ from trimtab.model.load import load_config, load_skeleton, load_tokenizer, resol
 from trimtab.model.losses import build_loss
 from trimtab.tracking.mlflow.registry import local_source
 
+_BATCH_SIZE = 8  # small: squared gradients are of the mean over a batch
+_TRAIN_BATCH_SIZE = 16
 _GENERATION = "generation_config.json"
 
 
@@ -55,6 +60,7 @@ def cluster(
     data: str | Path | None = None,
     calibration: str | Path | None = None,
     num_rows: int = 256,
+    train_steps: int = 0,
     device: str | torch.device | None = None,
 ) -> Clustered:
     """Cluster the weights of a model and write a folder that `trimtab.load` reads.
@@ -66,13 +72,14 @@ def cluster(
         data: Labelled rows to judge the original and the result on; None writes the model without a comparison.
         calibration: Rows that importance and compensation are computed from; not those of `data`.
         num_rows: Calibration rows that are used.
+        train_steps: Steps to train palettes, on the calibration rows, to answer as the original does; indices stay.
         device: Where to compute; None chooses.
 
     Raises:
         ModelError: `model` is an adapter, is clustered already, or cannot be loaded.
     """
     source = resolve_source(local_source(str(model)), adapters=True)
-    _check(source, settings, calibration)
+    _check(source, settings, calibration, train_steps)
     streamed = _open_files(source) if calibration is None else None
     original = None if streamed is not None and data is None else load(model, device=find_device(device))
     held_out = None if data is None or original is None else read_held_out(original, data)
@@ -81,7 +88,11 @@ def cluster(
         weights, bare, tokenizer = cluster_files(*streamed, settings), streamed[1], load_tokenizer(source)
     else:
         assert original is not None
-        weights = cluster_model(original.model, settings, *_calibration(original, calibration, num_rows))
+        rows = _Calibration(original, calibration, num_rows)
+        weights = cluster_model(original.model, settings, rows.batches, rows.loss_of)
+        if train_steps:
+            teacher = load(model, device=original.device)
+            weights = rows.trained(weights, teacher.model, train_steps, settings)
         bare, tokenizer = original.model, original.tokenizer
     bits = _write(Path(folder), weights, _Origin(source, bare, tokenizer), settings)
     return Clustered(Path(folder), bits, judge.compare(Path(folder), source, device))
@@ -129,14 +140,16 @@ class _Judge:
         return self._figures
 
 
-def _check(source: str, settings: ClusterSettings, calibration: str | Path | None) -> None:
+def _check(source: str, settings: ClusterSettings, calibration: str | Path | None, train_steps: int) -> None:
     if is_adapter(source):
         raise ModelError(f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {source} DIR")
     if Path(source).is_dir() and is_clustered(source):
         raise ModelError(f"{source} is clustered already", "name the original model")
     if settings.needs_calibration and calibration is None:
         what = "--compensate" if settings.compensate else f"--importance {settings.importance}"
-        raise RecipeError(f"{what} needs rows of data", "--calibration FILE, with rows that training or you know")
+        raise RecipeError(f"{what} needs rows of data", "--calibration FILE, such as the rows of training")
+    if train_steps and calibration is None:
+        raise RecipeError("--train-steps needs rows of data", "--calibration FILE, such as the rows of training")
 
 
 def _open_files(source: str) -> tuple[list[Path], Any] | None:
@@ -149,13 +162,37 @@ def _open_files(source: str) -> tuple[list[Path], Any] | None:
     return (files, skeleton) if can_read_files(files, skeleton) else None
 
 
-def _calibration(loaded: LoadedModel, rows: str | Path | None, num_rows: int) -> tuple[list[Batch], Any]:
-    if rows is None:
-        return [], None
-    found = read_held_out(loaded, rows, num_rows=num_rows)
-    loss = build_loss(found.task.loss_kind, shifts_labels=found.task.shifts_labels)
-    say(f"calibrating on {len(found)} rows of {rows}")
-    return [batch for _, batch in found.batches(8)], lambda model, batch: loss(model, batch).value
+class _Calibration:
+    """Calibration rows of a model; none if there is no file of them."""
+
+    def __init__(self, loaded: LoadedModel, source: str | Path | None, num_rows: int) -> None:
+        self._model = loaded.model
+        self._rows = None if source is None else read_held_out(loaded, source, num_rows=num_rows)
+        self.batches: list[Batch] = []
+        if self._rows is not None:
+            self._loss = build_loss(self._rows.task.loss_kind, shifts_labels=self._rows.task.shifts_labels)
+            self.batches = [batch for _, batch in self._rows.batches(_BATCH_SIZE)]
+            say(f"calibrating on {len(self._rows)} rows of {source}")
+
+    def loss_of(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of the task."""
+        return self._loss(model, batch).value
+
+    def trained(self, weights: Weights, teacher: Any, num_steps: int, settings: ClusterSettings) -> Weights:
+        """Yield weights with trained palettes."""
+        assert self._rows is not None
+        every = dict(weights)
+        clustered = {name: weight for name, weight in every.items() if isinstance(weight, ClusteredWeight)}
+        use_clustered(self._model, clustered)
+        task, order = self._rows.task, torch.Generator().manual_seed(0)
+        examples: Any = [self._rows.tokens[row] for row in range(len(self._rows))]
+        loader: Any = DataLoader(
+            examples, _TRAIN_BATCH_SIZE, shuffle=True, collate_fn=task.collate, generator=order, drop_last=False
+        )
+        train_palettes(self._model, teacher, loader, kind=task.loss_kind, num_steps=num_steps)
+        for name, now in clustered_weights(self._model).items():
+            every[name] = now.with_palettes(storable(now.palettes_GK, settings.palette_dtype))
+        yield from ((name, weight) for name, weight in every.items())
 
 
 def _write(folder: Path, weights: Weights, origin: _Origin, settings: ClusterSettings) -> float:

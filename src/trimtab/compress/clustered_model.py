@@ -160,9 +160,11 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def clustered_weights(model: nn.Module) -> Mapping[str, ClusteredWeight]:
-    """Return the current clustered weights of a model that was loaded with decode="on-use", by name."""
-    found = {}
+    """Return the current clustered weights of a model that decodes on use, by name; shared ones by their first."""
+    found: dict[str, ClusteredWeight] = {}
+    seen: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, ClusteredLinear | ClusteredEmbedding):
+        if isinstance(module, ClusteredLinear | ClusteredEmbedding) and id(module.palettes) not in seen:
+            seen.add(id(module.palettes))
             found[f"{path}.weight"] = module.clustered
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.error_compensation import compensated, output_error
-from trimtab.compress.palettes import find_palettes, group_rows, look_up, nearest
+from trimtab.compress.palettes import find_palettes, look_up, nearest, rows_of_group
 from trimtab.errors import RecipeError
 from trimtab.model.quantization import quantizable
 
@@ -29,7 +29,7 @@ class ClusterSettings:
     Args:
         bits: Bits of an index, 1 to 8.
         per: What shares a palette: a "tensor", a group of "rows", or a "channel" (one row).
-        rows: Rows of a group, for per="rows".
+        rows: Rows of a group, for per="rows"; None chooses by size, so that palettes add at most 0.25 bits a weight.
         importance: Weights of squared errors: "none", "activations" (mean square of the input that an entry is
             multiplied with) or "gradients" (mean squared gradient of the entry).
         compensate: Spread the error of each column over later columns.
@@ -40,7 +40,7 @@ class ClusterSettings:
 
     bits: int = 4
     per: str = "rows"
-    rows: int = 4
+    rows: int | None = None
     importance: str = "none"
     compensate: bool = False
     embeddings: bool = True
@@ -55,7 +55,7 @@ class ClusterSettings:
             raise RecipeError(f"--per {self.per} is not known", f"one of {', '.join(PER)}")
         if self.importance not in IMPORTANCE:
             raise RecipeError(f"--importance {self.importance} is not known", f"one of {', '.join(IMPORTANCE)}")
-        if self.rows < 1:
+        if self.rows is not None and self.rows < 1:
             raise RecipeError(f"--rows {self.rows} is not a group", "--rows 1 or more")
 
     @property
@@ -111,18 +111,19 @@ def cluster_weight(
         transposed: Whether the module stores the transpose.
     """
     weight_OI = weight_OI.float()
-    rows = group_rows(len(weight_OI), settings.per, settings.rows)
+    num_rows, num_columns = weight_OI.shape
+    rows = rows_of_group((num_rows, num_columns), settings.bits, settings.per, settings.rows)
     importance = gradients_OI if settings.importance == "gradients" else None
     if settings.importance == "activations" and hessian_II is not None:
         importance = hessian_II.diagonal()
-    palettes_GK = _storable(find_palettes(weight_OI, settings.bits, rows, importance), settings.palette_dtype)
+    palettes_GK = storable(find_palettes(weight_OI, settings.bits, rows, importance), settings.palette_dtype)
     indices_OI = nearest(weight_OI, palettes_GK, rows)
     if settings.compensate and hessian_II is not None:
         palettes_GK, indices_OI = _compensate(weight_OI, palettes_GK, indices_OI, hessian_II, rows)
     return ClusteredWeight.from_indices(indices_OI, palettes_GK, settings.bits, rows, transposed=transposed)
 
 
-def _storable(palettes_GK: Tensor, dtype: torch.dtype) -> Tensor:
+def storable(palettes_GK: Tensor, dtype: torch.dtype) -> Tensor:
     """Round palettes to their stored dtype; values outside of the range in which fp16 is precise stay in fp32."""
     largest = palettes_GK.abs().max().item()
     return palettes_GK.to(dtype) if 1e-3 <= largest < 6e4 else palettes_GK
