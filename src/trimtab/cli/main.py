@@ -12,6 +12,7 @@ import typer
 
 import trimtab
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
+from trimtab.cli.cluster import cluster
 from trimtab.cli.evaluate import evaluate
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
@@ -33,6 +34,7 @@ app.command()(compare)
 app.command()(shrink)
 app.command()(evaluate)
 app.command()(quantize)
+app.command()(cluster)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")

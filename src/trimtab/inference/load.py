@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.export import read_facts
+from trimtab.compress.clustered_file import is_clustered
+from trimtab.compress.clustered_model import load_clustered_model
 from trimtab.compress.weight_formats import check_stored_formats
 from trimtab.errors import ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
@@ -60,6 +62,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    decode: str = "once",
 ) -> LoadedModel:
     """Load a model and its tokenizer, ready for inference.
 
@@ -71,6 +74,8 @@ def load(
         dtype: dtype of the weights; for an adapter, of its base. By default fp32, or 4 bits for an adapter that was
             trained on a 4-bit base. A quantized model is loaded in its own format and has no other.
         trust_remote_code: Whether Python code in the model's folder may run.
+        decode: For a clustered model: "once" decodes all weights now (fast), "on-use" a weight at a time in each
+            forward pass (small memory).
 
     Raises:
         ModelError: If the model does not exist, or has no head for a task.
@@ -81,12 +86,18 @@ def load(
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     model: Any
+    options: dict[str, Any]
     if is_adapter(folder):
         adapter = read_adapter_source(folder, trust_remote_code=trust_remote_code)
         tokenizer = load_adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = load_adapted_model(adapter, tokenizer, torch.device(device), **options)
         task_name = _task_name(adapter.kind, model.config, tokenizer)
+    elif is_clustered(folder):
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        kind = model_kind(name, config := load_config(name, trust_remote_code=trust_remote_code))
+        options = {"dtype": dtype or torch.float32, "decode": decode, "trust_remote_code": trust_remote_code}
+        model, task_name = load_clustered_model(folder, kind, **options), _task_name(kind, config, tokenizer)
     else:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         model, task_name = _load_whole(name, tokenizer, dtype, torch.device(device), trust_remote_code)

@@ -37,6 +37,7 @@ from trimtab.model.quantization import (
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
+    "auto_class",
     "check_config",
     "grown_rows",
     "is_quantized_config",
@@ -60,6 +61,15 @@ _AUTO_CLASSES = {
 _NEW_PARAMETERS = "_trimtab_new_parameters"
 _MIN_DRAWN_ON_DEVICE = 500_000_000  # parameters; initializing more of them on the host takes minutes
 _GROWN_ROWS = "_trimtab_grown_rows"
+
+
+def auto_class(kind: str) -> Any:
+    """Return the auto class of transformers for a kind of model."""
+    import transformers
+
+    if kind not in _AUTO_CLASSES:
+        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
+    return getattr(transformers, _AUTO_CLASSES[kind])
 
 
 def load_model(
@@ -90,21 +100,16 @@ def load_model(
         ModelError: The model does not exist, or has no head of that kind.
         RecipeError: The package that quantizes is not installed.
     """
-    import transformers
-
-    if kind not in _AUTO_CLASSES:
-        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
-    auto_class = getattr(transformers, _AUTO_CLASSES[kind])
     stored = {"as_stored": dtype is None}
     options = LoadOptions(dtype or torch.float32, quantization, device_for(device, quantization), **stored)
     with quiet_transformers():
         model: Any
         if isinstance(source, str):
             name = source
-            model, notes = _pretrained(source, auto_class, kind, head, trust_remote_code, options)
+            model, notes = _pretrained(source, auto_class(kind), kind, head, trust_remote_code, options)
         else:
             name = f"a new {source.get('model_type', 'model')}"
-            model, notes = _from_scratch(source, auto_class, kind, head, tokenizer, options), ["random weights"]
+            model, notes = _from_scratch(source, auto_class(kind), kind, head, tokenizer, options), ["random weights"]
         notes += _fit_to_tokenizer(model, tokenizer)
         if not is_quantized_model(model):  # loaded to its device
             model.to(options.device)
@@ -125,9 +130,6 @@ def load_skeleton(
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
     """Build the model that `load_model` would load on the meta device, without weights."""
-    import transformers
-
-    auto_class = getattr(transformers, _AUTO_CLASSES[kind])
     with quiet_transformers():
         if isinstance(source, str):
             config = read_config(source, as_source(source), trust_remote_code)
@@ -135,7 +137,7 @@ def load_skeleton(
             config = build_config(dict(source), tokenizer, "model.config")
         _set_head(config, head)
         try:
-            model: torch.nn.Module = skeleton(auto_class, config, dtype)
+            model: torch.nn.Module = skeleton(auto_class(kind), config, dtype)
         except LOAD_FAILURES as error:
             name = source if isinstance(source, str) else "model.config"
             raise _no_head(name, config, kind, error) from error
