@@ -37,6 +37,7 @@ from trimtab.model.quantization import (
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
+    "AUTO_CLASSES",
     "check_config",
     "grown_rows",
     "load_config",
@@ -49,7 +50,7 @@ __all__ = [
     "train_tokenizer",
 ]
 
-_AUTO_CLASSES = {
+AUTO_CLASSES = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
@@ -89,9 +90,9 @@ def load_model(
     """
     import transformers
 
-    if kind not in _AUTO_CLASSES:
-        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
-    auto_class = getattr(transformers, _AUTO_CLASSES[kind])
+    if kind not in AUTO_CLASSES:
+        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(AUTO_CLASSES)}")
+    auto_class = getattr(transformers, AUTO_CLASSES[kind])
     options = LoadOptions(dtype, quantization, device_for(device, quantization))
     with quiet_transformers():
         model: Any
@@ -122,7 +123,7 @@ def load_skeleton(
     """Build the model that `load_model` would load on the meta device, without weights."""
     import transformers
 
-    auto_class = getattr(transformers, _AUTO_CLASSES[kind])
+    auto_class = getattr(transformers, AUTO_CLASSES[kind])
     with quiet_transformers():
         if isinstance(source, str):
             config = read_config(source, as_source(source), trust_remote_code)
