@@ -1,7 +1,7 @@
 """The model card: a README.md that says how a model was trained, how good it is and how to load it.
 
-It is a pure function of the facts in `trimtab.json` and of the installed versions. Paths of the machine that trained the
-model are reduced to file names: a card is meant to be published.
+It is a pure function of the facts in `trimtab.json` and of the installed versions. Paths of the machine that trained
+the model are reduced to file names: a card is meant to be published.
 """
 
 import re

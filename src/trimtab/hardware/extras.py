@@ -9,6 +9,9 @@ EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "QLoRA and 8-bit optimizers"),
     "liger_kernel": ("liger", "fused kernels on NVIDIA GPUs"),
     "gguf": ("gguf", "models in GGUF files"),
+    "onnx": ("onnx", "models in ONNX files"),
+    "onnxscript": ("onnx", "models in ONNX files"),
+    "onnxruntime": ("onnx", "models in ONNX files"),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from trimtab.checkpoint.export import read_facts
 from trimtab.errors import ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
+from trimtab.inference.onnx_model import OnnxModel, is_onnx
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, load_model, load_tokenizer, max_positions, newly_initialized, resolve_source
 from trimtab.tracking.mlflow.registry import best_name, local_source
@@ -77,6 +78,10 @@ def load(
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = load_adapted_model(adapter, tokenizer, torch.device(device), **options)
         task_name = _task_name(adapter.kind, model.config, tokenizer)
+    elif is_onnx(folder):
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        model, device = OnnxModel(folder), "cpu"
+        task_name = _task_name(model_kind(name, model.config), model.config, tokenizer)
     else:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         model, task_name = _load_whole(name, tokenizer, dtype or torch.float32, trust_remote_code)
