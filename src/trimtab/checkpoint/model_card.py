@@ -92,6 +92,12 @@ def public_text(text: str) -> str:
     return text
 
 
+def public_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of `trimtab.json` without what belongs to one machine."""
+    public = {key: _public(value) for key, value in facts.items() if key != "recipe"}
+    return public | ({"recipe": _public_recipe(facts["recipe"])} if isinstance(facts.get("recipe"), Mapping) else {})
+
+
 def _last_part(parts: Sequence[str]) -> str:
     """Return the name at the end of a path; of the best model of a run, that of the run."""
     return parts[-2] if parts[-1] == "best" and len(parts) > 2 else parts[-1]
@@ -118,13 +124,17 @@ def _base_in(recipe: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _public_recipe(value: Any, depth: int = 0) -> Any:
+def _public_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe without unset keys and without what belongs to one machine."""
+    kept: dict[str, Any] = _public({key: value for key, value in recipe.items() if key not in _PRIVATE})
+    return kept
+
+
+def _public(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: inner for key, inner in value.items() if inner is not None and (depth or key not in _PRIVATE)}
-        return {str(key): _public_recipe(inner, depth + 1) for key, inner in kept.items()}
+        return {str(key): _public(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [_public_recipe(inner, depth + 1) for inner in value]
+        return [_public(inner) for inner in value]
     return public_text(value) if isinstance(value, str) else value
 
 

@@ -20,6 +20,7 @@ from trimtab.checkpoint.export import FACTS, export_model, kind_of
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.merge import DTYPES, merge
+from trimtab.commands.push import HubRepository
 from trimtab.compress.gguf_file import TYPES, check_gguf, write_gguf
 from trimtab.compress.onnx_file import (
     MODEL_FILE,
@@ -37,6 +38,7 @@ from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, read_held_out
 from trimtab.inference.load import LoadedModel, load
 from trimtab.inference.onnx_model import OnnxModel
+from trimtab.log import muted
 from trimtab.model.hub import is_adapter, quiet_transformers
 from trimtab.model.load import load_config, resolve_source
 from trimtab.tracking.mlflow.registry import local_source
@@ -53,12 +55,14 @@ class Exported:
         to: Its form, one of FORMS.
         notes: How it was checked, one sentence each.
         figures: Figures of the original and of the exported model; empty if there are no rows to measure them on.
+        address: Where it was uploaded to; None if it was not.
     """
 
     folder: Path
     to: str
     notes: tuple[str, ...]
     figures: tuple[ModelFigures, ...]
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,8 @@ def export(
     data: str | Path | None = None,
     num_rows: int | None = None,
     dtype: str | None = None,
+    push: str | None = None,
     force: bool = False,
-    trust_remote_code: bool = False,
 ) -> Exported:
     """Write a model in another form.
 
@@ -99,27 +103,29 @@ def export(
         data: Labelled rows to measure both models on.
         num_rows: Use a random choice of at most this number of rows.
         dtype: Of a GGUF file: "f32", "f16" (the default) or "q8_0".
+        push: Upload the folder to this repository on the Hub, USER/NAME; a new one is private.
         force: Merge an adapter even if the merged model cannot be compared with it, or differs.
-        trust_remote_code: Whether Python code in the folder of the model may run.
 
     Raises:
         ModelError: The model has no such form, or its outputs differ; nothing is written then.
         MissingDependency: A package that the form needs is not installed.
     """
     _check_arguments(to, dtype)
+    repository = None if push is None else HubRepository(push)  # before the work: fails without a connection
     target = Path(folder)
-    original = load(model, device="cpu", trust_remote_code=trust_remote_code)
+    original = load(model, device="cpu")
     held_out = None if data is None else read_held_out(original, data, num_rows=num_rows)
-    merging: dict[str, Any] = {"force": force, "trust_remote_code": trust_remote_code}
-    merging["dtype"] = "auto" if to == "merged" else "fp32"
+    merged_dtype = "auto" if to == "merged" else "fp32"
     with (
-        _whole(model, original, target, **merging) as whole,
+        _whole(model, original, target, dtype=merged_dtype, force=force) as whole,
         atomic_folder(target, marker=FACTS, what="model") as place,
     ):
-        written = _write(to, whole, place, dtype)
+        with muted():  # models that are read back, from folders with temporary names
+            written = _write(to, whole, place, dtype)
         figures = _measure(model, original, written, held_out, place, to)
         _write_card(written, figures, place)
-    return Exported(target, to, written.subject.notes, figures)
+    address = None if repository is None else repository.upload(target)
+    return Exported(target, to, written.subject.notes, figures, address)
 
 
 def _check_arguments(to: str, dtype: str | None) -> None:
@@ -139,15 +145,22 @@ def _check_arguments(to: str, dtype: str | None) -> None:
 def _whole(model: str | Path, original: LoadedModel, target: Path, **options: Any) -> Iterator[_Whole]:
     """Yield the model itself, or if it is an adapter, the adapter merged into its base."""
     if not is_adapter(_place_of(model)):
-        yield _Whole(original, _stored_dtype(_place_of(model)))
+        yield _Whole(original, _stored_dtype(_place_of(model)), _name_of(model, original))
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     onto = "dequantized" if _is_on_quantized_base(original) else "original"
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as temporary:
         place = Path(temporary) / "merged"
         merge(model, place, onto=onto, device="cpu", **options)
-        merged = load(place, device="cpu", trust_remote_code=options["trust_remote_code"])
+        merged = load(place, device="cpu")
         yield _Whole(merged, _stored_dtype(str(place)), original.facts.get("base"))
+
+
+def _name_of(model: str | Path, original: LoadedModel) -> str | None:
+    """Return the name of a model that was not trained here; the recipe of others names their base."""
+    if "recipe" in original.facts:
+        return None
+    return str(Path(model).absolute()) if Path(model).exists() else str(model)
 
 
 def _stored_dtype(source: str) -> torch.dtype:

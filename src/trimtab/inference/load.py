@@ -68,7 +68,8 @@ def load(
     """
     name = local_source(str(source))
     folder = resolve_source(name, adapters=True)
-    facts = read_facts(folder) if Path(folder).is_dir() else {}
+    place = Path(folder).parent if folder.endswith(".gguf") else Path(folder)
+    facts = read_facts(place) if place.is_dir() else {}
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     model: Any
