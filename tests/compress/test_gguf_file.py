@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, trainers
 
 from tiny_models import STORIES, TEXTS, config_of, needs_stories, tokenizer
 from trimtab.compress.gguf_file import check_gguf, gguf_tensors, write_gguf
