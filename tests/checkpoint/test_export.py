@@ -68,7 +68,8 @@ def test_label_names_facts_and_files(tmp_path):
     batch = batch_of(TEXTS)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
     files = {path.name for path in (tmp_path / "best").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "trimtab.json"} == files
+    written = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files == written | {"trimtab.json", "README.md"}
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     facts = read_facts(tmp_path / "best")
     assert facts["metrics"] == {"accuracy": 0.5, "loss": "nan"}
@@ -201,7 +202,7 @@ def test_of_an_adapter_the_base_is_never_written(tmp_path, tiny):
     files = {path.name for path in (tmp_path / "best").iterdir()}
     assert files == {
         *("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-        "trimtab.json",
+        *("trimtab.json", "README.md"),
     }
     stored = load_file(tmp_path / "best" / "adapter_model.safetensors")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

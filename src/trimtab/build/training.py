@@ -1,6 +1,7 @@
 """Builds the trainer of a run from all its parts."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ from trimtab.build.optimizer import optimizer_of
 from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
+from trimtab.data.fingerprint import FingerprintError, content_fingerprint
 from trimtab.data.metrics import higher_is_better
+from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Task
 from trimtab.errors import RecipeError
 from trimtab.hardware.memory import (
@@ -151,13 +154,22 @@ def _loop_settings(recipe: Recipe, plan: Plan) -> LoopSettings:
 
 def _model_card(run: ResolvedRun) -> dict[str, Any]:
     """What the exported model says about its training."""
+    parts = {"training": run.data.train, "evaluation": run.data.eval}
     return {
         "task": run.data.task.name,
         "columns": run.data.task.columns,
         "max_length": run.plan.max_length,
         "metric": run.plan.metric,
         "recipe": with_absolute_paths(run.recipe).model_dump(mode="json"),  # `merge` reads its data again
+        "data": {part: _facts_of_rows(rows) for part, rows in parts.items() if rows is not None},
     }
+
+
+def _facts_of_rows(rows: Rows) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": rows.origin, "num_rows": len(rows)}
+    with suppress(FingerprintError):
+        facts["fingerprint"] = content_fingerprint(rows)
+    return facts
 
 
 def _build_loss(

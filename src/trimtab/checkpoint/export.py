@@ -1,4 +1,4 @@
-"""Exports a trained model as a plain Hugging Face folder, with facts about it in `trimtab.json`.
+"""Exports a trained model as a plain Hugging Face folder, with facts about it in `trimtab.json` and a model card.
 
 For a model with an adapter only the adapter is written, as a plain PEFT folder that refers to its base.
 """
@@ -16,6 +16,7 @@ import torch
 
 from trimtab import __version__
 from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.checkpoint.tensor_file import checksum_of
 from trimtab.errors import CheckpointError
 from trimtab.log import say
@@ -65,7 +66,13 @@ def export_model(
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
         (place / FACTS).write_text(facts, encoding="utf-8")
+        (place / CARD).write_text(model_card(json.loads(facts), _card_subject(bare, adapter)), encoding="utf-8")
     return Path(folder)
+
+
+def _card_subject(model: Any, adapter: Adapter | None) -> CardSubject:
+    kind = kind_of(model)
+    return CardSubject(kind) if adapter is None else CardSubject(kind, "peft", adapter.base.name or None)
 
 
 def weights_to_export(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -78,7 +85,7 @@ def weights_to_export(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _facts_of_adapter(model: Any, adapter: Adapter) -> dict[str, Any]:
     """Return what is needed to load an adapter in addition to PEFT's own file."""
-    kind, config = _kind_of(model), model.config
+    kind, config = kind_of(model), model.config
     return {
         "base": adapter.base.name,
         "base_revision": adapter.base.revision,
@@ -129,7 +136,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind_of(model: Any) -> str:
+def kind_of(model: Any) -> str:
+    """Return the kind of a model, as in `load_model`, from its class."""
     name = type(model).__name__
     if name.endswith("ForSequenceClassification"):
         return "sequence-classification"

@@ -14,6 +14,7 @@ import trimtab
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
 from trimtab.cli.cluster import cluster
 from trimtab.cli.evaluate import evaluate
+from trimtab.cli.export import export
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
@@ -35,6 +36,7 @@ app.command()(shrink)
 app.command()(evaluate)
 app.command()(quantize)
 app.command()(cluster)
+app.command()(export)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")

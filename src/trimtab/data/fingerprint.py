@@ -46,6 +46,17 @@ def fingerprint(parts: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
+def content_fingerprint(rows: Rows) -> str:
+    """Digest the content of rows alone: the same for the same rows in any place and with any version.
+
+    Raises:
+        FingerprintError: If a column contains a value of unknown type.
+    """
+    digest = hashlib.blake2b(digest_size=20)
+    _feed(digest, rows)
+    return digest.hexdigest()
+
+
 @functools.cache
 def _versions() -> tuple[str, ...]:
     """Identify this package by the content of its code, so a changed task misses the cache; libraries by version."""

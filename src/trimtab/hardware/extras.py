@@ -10,6 +10,9 @@ EXTRAS = {
     "liger_kernel": ("liger", "fused kernels on NVIDIA GPUs"),
     "torchao": ("torchao", "models with int8, int4 and fp8 weights"),
     "gguf": ("gguf", "models in GGUF files"),
+    "onnx": ("onnx", "models in ONNX files"),
+    "onnxscript": ("onnx", "models in ONNX files"),
+    "onnxruntime": ("onnx", "models in ONNX files"),
 }
 
 

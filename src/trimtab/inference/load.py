@@ -12,6 +12,7 @@ from trimtab.compress.clustered_model import load_clustered_model
 from trimtab.compress.weight_formats import check_stored_formats
 from trimtab.errors import ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
+from trimtab.inference.onnx_model import OnnxModel, is_onnx
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import (
     is_quantized_config,
@@ -82,7 +83,8 @@ def load(
     """
     name = local_source(str(source))
     folder = resolve_source(name, adapters=True)
-    facts = read_facts(folder) if Path(folder).is_dir() else {}
+    place = Path(folder).parent if folder.endswith(".gguf") else Path(folder)
+    facts = read_facts(place) if place.is_dir() else {}
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     model: Any
@@ -98,6 +100,10 @@ def load(
         kind = model_kind(name, config := load_config(name, trust_remote_code=trust_remote_code))
         options = {"dtype": dtype or torch.float32, "decode": decode, "trust_remote_code": trust_remote_code}
         model, task_name = load_clustered_model(folder, kind, **options), _task_name(kind, config, tokenizer)
+    elif is_onnx(folder):
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        model, device = OnnxModel(folder), "cpu"
+        task_name = _task_name(model_kind(name, model.config), model.config, tokenizer)
     else:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         model, task_name = _load_whole(name, tokenizer, dtype, torch.device(device), trust_remote_code)

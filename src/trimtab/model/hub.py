@@ -39,7 +39,7 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
         adapters: Whether a folder with only an adapter is allowed.
 
     Returns:
-        The folder of the model (of the best model for a run), the file, or the Hub name unchanged.
+        The folder of the model (of the best model for a run), the `.gguf` file, or the Hub name unchanged.
 
     Raises:
         ModelError: The path does not lead to a model.
@@ -78,6 +78,8 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
             return place
         if (place / "config.json").is_file():
             return place
+        if len(files := sorted(place.glob("*.gguf"))) == 1:
+            return files[0]
     if any((folder / name).exists() for name in _RUN_FILES):
         raise ModelError(f"the run {folder} has no best model yet", "let it run until its first evaluation")
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))

@@ -37,6 +37,7 @@ from trimtab.model.quantization import (
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
+    "AUTO_CLASSES",
     "auto_class",
     "check_config",
     "grown_rows",
@@ -52,7 +53,7 @@ __all__ = [
     "train_tokenizer",
 ]
 
-_AUTO_CLASSES = {
+AUTO_CLASSES = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
@@ -67,9 +68,9 @@ def auto_class(kind: str) -> Any:
     """Return the auto class of transformers for a kind of model."""
     import transformers
 
-    if kind not in _AUTO_CLASSES:
-        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(_AUTO_CLASSES)}")
-    return getattr(transformers, _AUTO_CLASSES[kind])
+    if kind not in AUTO_CLASSES:
+        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(AUTO_CLASSES)}")
+    return getattr(transformers, AUTO_CLASSES[kind])
 
 
 def load_model(

@@ -1,0 +1,268 @@
+"""`trimtab export`: writes a model in a form that other programs run, checks it against the original, measures both.
+
+The folder is written only if the check holds; an older export in it stays whole until then. An adapter is merged into
+its base first.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab import __version__
+from trimtab.checkpoint.export import FACTS, export_model, kind_of
+from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
+from trimtab.commands.merge import DTYPES, merge
+from trimtab.commands.push import HubRepository
+from trimtab.compress.gguf_file import TYPES, check_gguf, write_gguf
+from trimtab.compress.onnx_file import (
+    MODEL_FILE,
+    OnnxCheck,
+    compare_onnx,
+    open_session,
+    quantize_onnx,
+    require_close,
+    require_onnx,
+    write_onnx,
+)
+from trimtab.errors import ModelError, RecipeError
+from trimtab.hardware.extras import require_extra
+from trimtab.inference.figures import ModelFigures, measure
+from trimtab.inference.held_out import HeldOut, read_held_out
+from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.onnx_model import OnnxModel
+from trimtab.log import muted
+from trimtab.model.hub import is_adapter, quiet_transformers
+from trimtab.model.load import load_config, resolve_source
+from trimtab.tracking.mlflow.registry import local_source
+
+FORMS = ("onnx", "onnx-int8", "gguf", "merged")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model that was written.
+
+    Args:
+        folder: Its folder.
+        to: Its form, one of FORMS.
+        notes: How it was checked, one sentence each.
+        figures: Figures of the original and of the exported model; empty if there are no rows to measure them on.
+        address: Where it was uploaded to; None if it was not.
+    """
+
+    folder: Path
+    to: str
+    notes: tuple[str, ...]
+    figures: tuple[ModelFigures, ...]
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A model without an adapter, in fp32; the dtype of its files; the base that an adapter was merged into."""
+
+    loaded: LoadedModel
+    dtype: torch.dtype
+    base: str | None = None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a writer of a form has put into the folder."""
+
+    loaded: LoadedModel
+    subject: CardSubject
+
+
+def export(
+    model: str | Path,
+    folder: str | Path,
+    *,
+    to: str,
+    data: str | Path | None = None,
+    num_rows: int | None = None,
+    dtype: str | None = None,
+    push: str | None = None,
+    force: bool = False,
+) -> Exported:
+    """Write a model in another form.
+
+    Args:
+        model: A run, a folder, a `.gguf` file, a Hub name, or a model on a tracking server; an adapter is merged.
+        folder: Where to write; an older export in it is replaced.
+        to: "onnx" or "onnx-int8" (from token ids to logits; decoders without a key-value cache), "gguf" or "merged"
+            (a plain Hugging Face folder).
+        data: Labelled rows to measure both models on.
+        num_rows: Use a random choice of at most this number of rows.
+        dtype: Of a GGUF file: "f32", "f16" (the default) or "q8_0".
+        push: Upload the folder to this repository on the Hub, USER/NAME; a new one is private.
+        force: Merge an adapter even if the merged model cannot be compared with it, or differs.
+
+    Raises:
+        ModelError: The model has no such form, or its outputs differ; nothing is written then.
+        MissingDependency: A package that the form needs is not installed.
+    """
+    _check_arguments(to, dtype)
+    repository = None if push is None else HubRepository(push)  # before the work: fails without a connection
+    target = Path(folder)
+    original = load(model, device="cpu")
+    held_out = None if data is None else read_held_out(original, data, num_rows=num_rows)
+    merged_dtype = "auto" if to == "merged" else "fp32"
+    with (
+        _whole(model, original, target, dtype=merged_dtype, force=force) as whole,
+        atomic_folder(target, marker=FACTS, what="model") as place,
+    ):
+        with muted():  # models that are read back, from folders with temporary names
+            written = _write(to, whole, place, dtype)
+        figures = _measure(model, original, written, held_out, place, to)
+        _write_card(written, figures, place)
+    address = None if repository is None else repository.upload(target)
+    return Exported(target, to, written.subject.notes, figures, address)
+
+
+def _check_arguments(to: str, dtype: str | None) -> None:
+    if to not in FORMS:
+        raise RecipeError(f"--to {to} is not known", f"one of {', '.join(FORMS)}")
+    if dtype is not None and to != "gguf":
+        raise RecipeError(f"--dtype {dtype} is for GGUF files, not for {to}", "remove it, or use --to gguf")
+    if dtype is not None and dtype not in TYPES:
+        raise RecipeError(f"--dtype {dtype} is not known for GGUF", f"one of {', '.join(TYPES)}")
+    if to == "gguf":
+        require_extra("gguf", "--to gguf")
+    elif to != "merged":
+        require_onnx()
+
+
+@contextmanager
+def _whole(model: str | Path, original: LoadedModel, target: Path, **options: Any) -> Iterator[_Whole]:
+    """Yield the model itself, or if it is an adapter, the adapter merged into its base."""
+    if not is_adapter(_place_of(model)):
+        yield _Whole(original, _stored_dtype(_place_of(model)), _name_of(model, original))
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    onto = "dequantized" if _is_on_quantized_base(original) else "original"
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as temporary:
+        place = Path(temporary) / "merged"
+        merge(model, place, onto=onto, device="cpu", **options)
+        merged = load(place, device="cpu")
+        yield _Whole(merged, _stored_dtype(str(place)), original.facts.get("base"))
+
+
+def _name_of(model: str | Path, original: LoadedModel) -> str | None:
+    """Return the name of a model that was not trained here; the recipe of others names their base."""
+    if "recipe" in original.facts:
+        return None
+    return str(Path(model).absolute()) if Path(model).exists() else str(model)
+
+
+def _stored_dtype(source: str) -> torch.dtype:
+    dtype = getattr(load_config(source), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype in DTYPES.values() else torch.float32
+
+
+def _is_on_quantized_base(original: LoadedModel) -> bool:
+    about = original.facts.get("adapter") or {}
+    return bool(about.get("nf4") or about.get("fp8"))
+
+
+def _place_of(model: str | Path) -> str:
+    return resolve_source(local_source(str(model)), adapters=True)
+
+
+def _write_onnx(whole: _Whole, place: Path) -> _Written:
+    model, tokenizer = whole.loaded.model, whole.loaded.tokenizer
+    write_onnx(model, tokenizer, place / MODEL_FILE)
+    check = compare_onnx(open_session(place / MODEL_FILE), model, tokenizer)
+    require_close(check)
+    return _finish_onnx(whole, place, "ONNX in fp32", check)
+
+
+def _write_onnx_int8(whole: _Whole, place: Path) -> _Written:
+    model, tokenizer = whole.loaded.model, whole.loaded.tokenizer
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=place.parent) as temporary:
+        exact = Path(temporary) / MODEL_FILE
+        write_onnx(model, tokenizer, exact)
+        require_close(compare_onnx(open_session(exact), model, tokenizer))
+        quantize_onnx(exact, place / MODEL_FILE)
+    check = compare_onnx(open_session(place / MODEL_FILE), model, tokenizer)
+    if not math.isfinite(check.max_difference):
+        raise ModelError("the ONNX file with 8-bit weights gives outputs that are no numbers", "--to onnx")
+    return _finish_onnx(whole, place, "ONNX with 8-bit weights and activations", check)
+
+
+def _finish_onnx(whole: _Whole, place: Path, what: str, check: OnnxCheck) -> _Written:
+    loaded, config = whole.loaded, whole.loaded.model.config
+    config.architectures = config.architectures or [type(loaded.model).__name__]
+    with quiet_transformers():
+        config.save_pretrained(place)
+        loaded.tokenizer.save_pretrained(place)
+    note = (
+        f"{what}: on random tokens of {check.num_shapes} shapes its logits differ from those of the original by at "
+        f"most {check.max_difference:.2g} (the largest logit is {check.max_logit:.3g})."
+    )
+    subject = CardSubject(kind_of(loaded.model), "onnx", whole.base, MODEL_FILE, (note,))
+    return _Written(replace(loaded, model=OnnxModel(place)), subject)
+
+
+def _write_gguf(whole: _Whole, place: Path, dtype: str) -> _Written:
+    loaded, path = whole.loaded, place / "model.gguf"
+    write_gguf(loaded.model, loaded.tokenizer, path, dtype)
+    check = check_gguf(path, loaded.model, loaded.tokenizer, dtype)
+    note = (
+        f"GGUF in {dtype}: read back, {check.num_tensors} tensors have the values that were written, sample texts have "
+        f"the same tokens, and logits differ from those of the original by at most {check.max_difference:.2g} (the "
+        f"largest logit is {check.max_logit:.3g})."
+    )
+    subject = CardSubject(kind_of(loaded.model), "gguf", whole.base, path.name, (note,))
+    return _Written(replace(loaded, model=check.model), subject)
+
+
+def _write_merged(whole: _Whole, place: Path) -> _Written:
+    loaded = whole.loaded
+    export_model(place, loaded.model.to(whole.dtype), loaded.tokenizer, card=loaded.facts)
+    loaded.model.float()
+    subject = CardSubject(kind_of(loaded.model), "transformers", whole.base)
+    return _Written(load(place, device="cpu"), subject)
+
+
+def _write(to: str, whole: _Whole, place: Path, dtype: str | None) -> _Written:
+    if to == "gguf":
+        return _write_gguf(whole, place, dtype or "f16")
+    return {"onnx": _write_onnx, "onnx-int8": _write_onnx_int8, "merged": _write_merged}[to](whole, place)
+
+
+def _measure(
+    model: str | Path, original: LoadedModel, written: _Written, held_out: HeldOut | None, place: Path, to: str
+) -> tuple[ModelFigures, ...]:
+    if held_out is None:
+        return ()
+    found = _place_of(model)
+    # an adapter has the weights of its base too, and a hub name has no folder of its own
+    has_own_weights = Path(found).exists() and not is_adapter(found)
+    first = measure("original", original, held_out, folder=found if has_own_weights else None)
+    second = measure(to, written.loaded, held_out, folder=place, comparison=held_out.compare_with(original))
+    if isinstance(written.loaded.model, OnnxModel):  # onnxruntime holds the weights, as they are in the file
+        second = replace(second, memory_bytes=second.disk_bytes or 0)
+    return first, second
+
+
+def _write_card(written: _Written, figures: tuple[ModelFigures, ...], place: Path) -> None:
+    facts: dict[str, Any] = {**written.loaded.facts, "trimtab": __version__}
+    notes = [*written.subject.notes]
+    if figures and (of := figures[1].divergence) is not None:
+        notes.append(
+            f"On {of.num_rows:,} rows ({of.num_answers:,} answers): mean KL divergence from the original "
+            f"{of.kl_mean:.2g}, the same answer in {of.agreement:.2%}."
+        )
+    facts["exported"] = {"form": written.subject.form, "notes": notes}
+    (place / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+    card = model_card(facts, replace(written.subject, notes=tuple(notes)))
+    (place / CARD).write_text(card, encoding="utf-8")
