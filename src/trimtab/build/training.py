@@ -11,6 +11,7 @@ from trimtab.build.optimizer import optimizer_of
 from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
+from trimtab.build.teacher import student_loss
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.tasks.base import Task
 from trimtab.errors import RecipeError
@@ -90,7 +91,7 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
     """Prepare everything that an optimizer step is computed with."""
     recipe, engine, plan, task, tokens = run.recipe, run.engine, run.plan, run.data.task, run.tokens
     settings, spec = recipe.train, plan.spec
-    loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
+    loss = _build_training_loss(run)
     engine.include_frozen_parameters(run.freezing.released_later())
     leave_out_unused(run.loaded.model, run.freezing, loss, task, tokens, engine)
     set_seed(recipe.seed)
@@ -113,7 +114,7 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
         loss,
         wrap_step=partial(wrap_step, spec),
         warm_up=partial(warm_up, run.loaded.model, spec),
-        technique_states=states_of(run.loaded.model, spec),
+        technique_states=states_of(run.loaded.model, spec) | ({} if run.teacher is None else {"teacher": run.teacher}),
     )
 
 
@@ -158,6 +159,16 @@ def _model_card(run: ResolvedRun) -> dict[str, Any]:
         "metric": run.plan.metric,
         "recipe": with_absolute_paths(run.recipe).model_dump(mode="json"),  # `merge` reads its data again
     }
+
+
+def _build_training_loss(run: ResolvedRun) -> Loss:
+    task, smoothing = run.data.task, run.recipe.train.label_smoothing
+    if run.teacher is None:
+        return _build_loss(task, run.loss, smoothing, run.plan.spec)
+    if run.loss is not None:
+        raise RecipeError("a custom loss has no teacher, and the recipe has distill", "remove one of them")
+    request = LossRequest(task.loss_kind, task.shifts_labels, smoothing)
+    return student_loss(run.recipe, request, run.teacher.model)
 
 
 def _build_loss(

@@ -12,6 +12,7 @@ import typer
 
 import trimtab
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
+from trimtab.cli.distill import distill
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
@@ -27,6 +28,7 @@ for _command in (train, resume, checkpoints, init, check, plan, predict, merge, 
 app.command()(config)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(compare)
+app.command()(distill)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")

@@ -12,11 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
+from trimtab.build.teacher import cut_student, student_loss, teacher_skeleton, use_plain_attention
 from trimtab.data.metrics import Metrics
 from trimtab.data.packing import MAX_LENGTH, ROW_STARTS
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
+from trimtab.model.blocks import stacks_of
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
@@ -27,7 +29,7 @@ from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
 from trimtab.planner.trace.model_trace import BlockVisits, Work, trace_model
 from trimtab.planner.trace.recorder import Recorder, Trace
-from trimtab.planner.trace.shortened_model import Shortened, stacks_of
+from trimtab.planner.trace.shortened_model import Shortened
 from trimtab.planner.trace.thread_patches import replaced, stand_ins_on_this_thread
 from trimtab.randomness import DETERMINISTIC_WORKSPACES
 from trimtab.recipe.schema import Recipe
@@ -62,6 +64,7 @@ class StepTracer:
             gpu = replace(gpu, workspace_config=DETERMINISTIC_WORKSPACES)
         self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
+        self._teachers: dict[torch.dtype, Any] = {}
 
     def trace(self, spec: StepSpec, batch: BatchShape, num_micro: int = 1, *, whole: bool = False) -> Trace:
         """Trace an optimizer step and what was allocated before it, the optimizer's state included.
@@ -113,9 +116,24 @@ class StepTracer:
                     trust_remote_code=source.trust_remote_code,
                     dtype=dtype,
                 )
+            cut_student(self._recipe, self._skeletons[dtype])
+            if self._recipe.distill is not None and self._recipe.distill.attention["weight"]:
+                use_plain_attention(self._skeletons[dtype])
             if self._tokenizer is None:
                 _name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
         return self._skeletons[dtype]
+
+    def teacher(self, precision: str) -> Any:
+        """The teacher on `meta`; None if the recipe has none."""
+        if self._recipe.distill is None:
+            return None
+        dtype = compute_dtype(precision) or torch.float32
+        if dtype not in self._teachers:
+            task = self._task
+            with own_default_dtype():
+                self._teachers[dtype] = teacher_skeleton(self._recipe, task.model_kind, task.head(), dtype)
+            _name_missing_tokens(self._teachers[dtype].config, task.model_kind)
+        return self._teachers[dtype]
 
     # ------------------------------------------------------------------ the trace
 
@@ -130,12 +148,18 @@ class StepTracer:
                 gpu=self._gpu,
                 is_padded=batch.is_padded,
                 mark=block_marker(spec, num_blocks, self._recipe),
-                whole=whole or is_named,
+                whole=whole or is_named or self._compares_layers,
             )
         except TrimtabError:
             raise
         except Exception as error:  # a forward that reads values, operations without a meta kernel, odd modules …
             raise TraceError(type(self.skeleton()).__name__, error) from error
+
+    @property
+    def _compares_layers(self) -> bool:
+        """Whether single layers of the model are compared with those of a teacher."""
+        distill = self._recipe.distill
+        return distill is not None and bool(distill.hidden["weight"] or distill.attention["weight"])
 
     def weight_dtype(self, precision: str) -> torch.dtype:
         """The dtype that weights are loaded in."""
@@ -150,6 +174,9 @@ class StepTracer:
         recorder.is_timing = False
         visits = BlockVisits(recorder, parts.model)
         visits.adopt_weights(parts.model)
+        teacher = self.teacher(spec.precision)
+        if teacher is not None:
+            recorder.adopt([*teacher.parameters(), *teacher.buffers()], "weights")
 
         def work() -> None:
             with _stages_recorded(recorder, parts.engine, parts.optimizer.optimizer):
@@ -173,7 +200,9 @@ class StepTracer:
         scheduler: Any = build_schedule("constant", optimizer, num_steps=10, warmup_steps=0)
         optimizer, scheduler = engine.prepare(optimizer, scheduler)
         smoothing = self._recipe.train.label_smoothing
-        loss = make_loss(spec, LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing))
+        request = LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing)
+        teacher = self.teacher(spec.precision)
+        loss = make_loss(spec, request) if teacher is None else student_loss(self._recipe, request, teacher)
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
 
     def _changed(self, short: Shortened, spec: StepSpec, engine: Engine) -> Any:
