@@ -183,3 +183,43 @@ def test_a_teacher_that_does_not_belong_is_refused(teacher_of, tiny):
 def test_settings_that_contradict_a_teacher(sections, key):
     with pytest.raises(RecipeError, match=rf"{key}: "):
         recipe("teacher", **sections)
+
+
+@pytest.mark.parametrize("task", ["classify", "causal-lm", "chat", "seq2seq"])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_cached_outputs_give_the_same_run(teacher_of, task, top_k):
+    for cache in ("none", "disk"):
+        settings = {"cache": cache, "top_k": top_k, "alpha": 1.0}
+        quick(recipe(teacher_of(task), task, f"cache-{cache}", distill=settings, train={"optimizer": "sgd", "lr": 0.1}))
+    bound = rounding_error(1.0, 80)  # rows have other neighbours, and so other padding, when outputs are computed
+    assert losses("cache-disk") == pytest.approx(losses("cache-none"), rel=bound, abs=bound)
+    ours, theirs = (load_file(Path(run) / "best/model.safetensors") for run in ("cache-disk", "cache-none"))
+    for name, whole in theirs.items():
+        assert (whole - ours[name]).abs().max() <= bound * max(1.0, float(whole.abs().max())), name
+
+
+def test_outputs_are_computed_once_and_by_content(teacher_of, monkeypatch):
+    from trimtab.build import teacher_outputs
+
+    computed = []
+    compute = teacher_outputs._compute
+    monkeypatch.setattr(teacher_outputs, "_compute", lambda *args: computed.append(1) or compute(*args))
+    settings = {"cache": "disk"}
+    with pytest.raises(Stopped):
+        quick(recipe(teacher_of(), out="first", distill=settings), callbacks=[Stops()])
+    quick(recipe(teacher_of(), out="first", distill=settings), resume=True)
+    quick(recipe(teacher_of(), out="second", distill=settings, seed=0, train={"lr": 1e-3}))
+    assert len(computed) == 1
+    quick(recipe(teacher_of(), out="third", distill=settings | {"temperature": 3.0}))
+    assert len(computed) == 2
+    whole = quick(recipe(teacher_of(), out="whole", distill=settings))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (Path("first/best"), whole.best))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_outputs_that_are_too_large_are_refused(teacher_of, monkeypatch):
+    from trimtab.build import teacher_outputs
+
+    monkeypatch.setattr(teacher_outputs, "free_memory", lambda device: 2000)
+    with pytest.raises(RecipeError, match=r"distill\.top_k: 16"):
+        quick(recipe(teacher_of("causal-lm"), "causal-lm", distill={"cache": "disk"}))

@@ -14,9 +14,9 @@ MIB = 2**20
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
-def planner(teacher, student, **distill):
+def planner(teacher, model, **distill):
     made = Recipe(
-        model=student,
+        model=model,
         task="causal-lm",
         data={"train": "nowhere"},
         train={"batch_size": 4},
@@ -86,3 +86,13 @@ def test_a_run_with_a_budget_is_planned_with_its_teacher(own_folder, tiny):
         )
         predicted.append(fit(made, progress="quiet", device="cpu").plan.predicted_peak_bytes)
     assert predicted[1] > predicted[0]
+
+
+def test_cached_outputs_take_the_place_of_the_teacher(models):
+    spec = plain_spec(4, "fp32")
+    alone, both = planner(None, models[1]).prediction(spec), planner(*models).prediction(spec)
+    few = planner(*models, cache="disk", top_k=8).prediction(spec)
+    every = planner(*models, cache="disk").prediction(spec)
+    assert few.parts["weights"] == alone.parts["weights"] < both.parts["weights"]
+    assert few.allocated < both.allocated
+    assert every.parts != few.parts

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from trimtab.build.data import texts_of
-from trimtab.build.parts import Data, Loaded
+from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.teacher_outputs import TeacherOutputs, build_outputs
 from trimtab.checkpoint.tensor_checksum import checksums_of
 from trimtab.compress.layer_cut import cut_layers
 from trimtab.engine.engine import Engine
@@ -39,14 +40,16 @@ class Teacher:
     """The frozen model that a student learns from. Its state is a checksum: a run resumes with the same teacher only.
 
     Attributes:
-        model: The model, in eval mode.
+        model: The model, in eval mode; None if its outputs are cached.
         name: As the recipe writes it.
         checksum: Of its weights.
+        outputs: Its outputs for all training rows, if they are cached.
     """
 
-    model: torch.nn.Module
+    model: torch.nn.Module | None
     name: str
     checksum: str
+    outputs: TeacherOutputs | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checksum of the weights."""
@@ -61,8 +64,8 @@ class Teacher:
             )
 
 
-def build_teacher(recipe: Recipe, data: Data, student: Loaded, engine: Engine) -> Teacher | None:
-    """Load the teacher of a recipe to the device of the run; None if it has none.
+def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, engine: Engine) -> Teacher | None:
+    """Load the teacher of a recipe to the device of the run, or compute its outputs; None if it has none.
 
     Its weights have the dtype of the run's matrix products.
 
@@ -72,8 +75,9 @@ def build_teacher(recipe: Recipe, data: Data, student: Loaded, engine: Engine) -
     settings = recipe.distill
     if settings is None:
         return None
-    dtype = engine.compute_dtype or torch.float32
-    loaded = load(settings.teacher, device=engine.device, dtype=dtype, trust_remote_code=_trusts(recipe))
+    dtype, is_cached = engine.compute_dtype or torch.float32, settings.cache == "disk"
+    device = torch.device("cpu") if is_cached else engine.device
+    loaded = load(settings.teacher, device=device, dtype=dtype, trust_remote_code=_trusts(recipe))
     if _MODEL_KINDS.get(loaded.task_name) != data.task.model_kind:
         raise ModelError(
             f"distill.teacher {settings.teacher} is a model for {loaded.task_name}, the task is {data.task.name}",
@@ -82,9 +86,17 @@ def build_teacher(recipe: Recipe, data: Data, student: Loaded, engine: Engine) -
     _require_same_labels(settings.teacher, loaded.model, data)
     _require_same_tokenizer(settings.teacher, loaded.tokenizer, student.tokenizer, data)
     model = prepare_teacher(loaded.model, settings)
-    if settings.attention.get("weight"):
+    if settings.attention["weight"]:
         use_plain_attention(student.model)
-    return Teacher(model, settings.teacher, checksum_of_weights(model))
+    checksum = checksum_of_weights(model)
+    if not is_cached:
+        return Teacher(model, settings.teacher, checksum)
+    if data.task.name == "masked-lm":
+        raise RecipeError("distill.cache: disk: the masks of masked-lm change in every epoch", "distill.cache: none")
+    of_rows = [data.task.name, data.task.settings, data.train, student.tokenizer, tokens.max_length]
+    key = [*of_rows, "teacher", checksum, settings.temperature, settings.top_k, str(dtype)]
+    outputs = build_outputs(model, engine.device, data, tokens, terms_of(settings), key)
+    return Teacher(None, settings.teacher, checksum, outputs)
 
 
 def prepare_teacher(model: Any, settings: DistillSettings) -> Any:

@@ -90,10 +90,11 @@ def build_trainer(
 def _build_parts(run: ResolvedRun) -> TrainingParts:
     """Prepare everything that an optimizer step is computed with."""
     recipe, engine, plan, task, tokens = run.recipe, run.engine, run.plan, run.data.task, run.tokens
-    settings, spec = recipe.train, plan.spec
+    settings, spec, outputs = recipe.train, plan.spec, None if run.teacher is None else run.teacher.outputs
     loss = _build_training_loss(run)
     engine.include_frozen_parameters(run.freezing.released_later())
-    leave_out_unused(run.loaded.model, run.freezing, loss, task, tokens, engine)
+    uses_model = loss if outputs is None else _build_loss(task, None, 0.0, spec)  # a row alone has no cached outputs
+    leave_out_unused(run.loaded.model, run.freezing, uses_model, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(run.loaded.model)
     optimizer = optimizer_of(recipe, model, spec, engine.device)
@@ -103,7 +104,9 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
     )
     batching = batching_of(spec)
     batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
-    loader = make_loader(tokens.train, batches, make_collate(task, EpochCollate(task, batches), batching, batches))
+    in_epoch = EpochCollate(task, batches)
+    collate = make_collate(task, in_epoch if outputs is None else outputs.added_to(in_epoch), batching, batches)
+    loader = make_loader(tokens.train, batches, collate)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     return TrainingParts(
         engine,

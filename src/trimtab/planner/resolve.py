@@ -39,7 +39,7 @@ def resolve_run(
         data = build_data(recipe)
         loaded = build_model(recipe, data, engine)
         tokens = build_tokens(recipe, data, loaded)
-        teacher = build_teacher(recipe, data, loaded, engine)
+        teacher = build_teacher(recipe, data, tokens, loaded, engine)
     compare_processes(recipe, data, tokens, engine)
     freezing = build_freezing(recipe, loaded)
     before = None if resumed is None else stored_plan(resumed)

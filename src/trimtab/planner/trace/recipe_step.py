@@ -19,6 +19,7 @@ from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
 from trimtab.model.blocks import stacks_of
+from trimtab.model.distillation import PROBABILITIES, TOKENS
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
@@ -77,7 +78,7 @@ class StepTracer:
         """
 
         def step(parts: _Parts) -> None:
-            batches = (_batch(self._task, batch, parts.recorder) for _ in range(num_micro))
+            batches = (self._with_targets(_batch(self._task, batch, parts.recorder), parts) for _ in range(num_micro))
             compute = wrap_step(spec, window_gradients)
             limit = self._recipe.train.max_grad_norm
             result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, limit)
@@ -103,6 +104,21 @@ class StepTracer:
 
         return self._trace(spec, batch, evaluate, whole)
 
+    def _with_targets(self, batch: dict[str, Any], parts: "_Parts") -> dict[str, Any]:
+        """A batch with the cached outputs of a teacher, if the recipe uses them."""
+        distill = self._recipe.distill
+        if distill is None or distill.cache != "disk":
+            return batch
+        num_classes = parts.recorder.vocab_size or int(self._task.head().get("num_labels") or 1)
+        is_of_tokens = self._task.loss_kind == "token-cross-entropy"
+        shape = tuple(batch["labels"].shape) if is_of_tokens else (batch["labels"].shape[0],)
+        has_top = distill.top_k is not None and distill.top_k < num_classes
+        widths = (distill.top_k + 1, distill.top_k) if has_top and distill.top_k is not None else (num_classes,)
+        with parts.recorder.born_as("inputs"):
+            for name, width, dtype in zip((PROBABILITIES, TOKENS), widths, (torch.float32, torch.int32), strict=False):
+                batch[name] = torch.empty((*shape, width), dtype=dtype, device="meta")
+        return batch
+
     def skeleton(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model on `meta`, before techniques change it."""
         if dtype not in self._skeletons:
@@ -124,8 +140,8 @@ class StepTracer:
         return self._skeletons[dtype]
 
     def teacher(self, precision: str) -> Any:
-        """The teacher on `meta`; None if the recipe has none."""
-        if self._recipe.distill is None:
+        """The teacher on `meta`; None if the recipe has none, or only its outputs are used."""
+        if self._recipe.distill is None or self._recipe.distill.cache == "disk":
             return None
         dtype = compute_dtype(precision) or torch.float32
         if dtype not in self._teachers:
@@ -202,7 +218,8 @@ class StepTracer:
         smoothing = self._recipe.train.label_smoothing
         request = LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing)
         teacher = self.teacher(spec.precision)
-        loss = make_loss(spec, request) if teacher is None else student_loss(self._recipe, request, teacher)
+        is_student = self._recipe.distill is not None
+        loss = student_loss(self._recipe, request, teacher) if is_student else make_loss(spec, request)
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
 
     def _changed(self, short: Shortened, spec: StepSpec, engine: Engine) -> Any:
