@@ -13,6 +13,7 @@ import typer
 import trimtab
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
 from trimtab.cli.cluster import cluster
+from trimtab.cli.distill import distill
 from trimtab.cli.evaluate import evaluate
 from trimtab.cli.export import export
 from trimtab.cli.machine import config, doctor, launch
@@ -37,6 +38,7 @@ app.command()(evaluate)
 app.command()(quantize)
 app.command()(cluster)
 app.command()(export)
+app.command()(distill)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")
