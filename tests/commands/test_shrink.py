@@ -11,6 +11,7 @@ from tiny_models import config_of, tokenizer
 from trimtab.checkpoint.export import export_model
 from trimtab.commands.shrink import forms_of, shrink
 from trimtab.errors import ModelError, RecipeError
+from trimtab.inference.held_out import read_held_out
 from trimtab.inference.load import load
 from trimtab.model.load import load_model
 
@@ -49,8 +50,10 @@ def refuse(folder):
 
 def test_the_bound_decides_and_failures_are_told(classifier):
     place = str(classifier / "model")
-    ways = {**forms_of(load(place, device="cpu"), place), "broken": write_broken(place), "refused": refuse}
-    ways = {name: ways[name] for name in ("fp16", "broken", "refused")}
+    loaded = load(place, device="cpu")
+    held_out = read_held_out(loaded, classifier / "rows.csv")
+    half = forms_of(loaded, place, held_out, torch.device("cpu"))["fp16"]
+    ways = {"fp16": half, "broken": write_broken(place), "refused": refuse}
     found = shrink(place, classifier / "small", data=str(classifier / "rows.csv"), forms=ways, device="cpu")
     assert [one.name for one in found.figures] == ["original", "fp16", "broken"]
     assert found.best.name == "fp16"

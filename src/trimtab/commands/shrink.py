@@ -3,16 +3,22 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trimtab.checkpoint.export import export_model
+from trimtab.commands.cluster import cluster
+from trimtab.commands.export import export
 from trimtab.commands.held_out import held_out_of
+from trimtab.commands.quantize import quantize
+from trimtab.compress.clustering import ClusterSettings
 from trimtab.errors import RecipeError, TrimtabError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.figures import ModelFigures, measure
+from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
 from trimtab.log import say
 from trimtab.model.load import resolve_source
@@ -23,6 +29,9 @@ from trimtab.tracking.mlflow.registry import local_source
 
 # Writes one form of the model into a new folder.
 WriteForm = Callable[[Path], object]
+
+_CLUSTER_BITS = (6, 4, 3)
+_NUM_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ def shrink(
     comparison = held_out.compare_with(original)
     figures = [measure("original", original, held_out, folder=place if Path(place).exists() else None)]
     say(f"original: {_in_words(figures[0])}")
-    ways = forms_of(original, place) if forms is None else forms
+    ways = forms_of(original, place, held_out, where) if forms is None else forms
     target.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     for name, write in ways.items():
@@ -94,14 +103,37 @@ def shrink(
     return found
 
 
-def forms_of(original: LoadedModel, place: str) -> dict[str, WriteForm]:
-    """Return what writes each form of a model, the cheapest first."""
+def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torch.device) -> dict[str, WriteForm]:
+    """Return what writes each form of a model, the cheapest first.
 
-    def half(folder: Path) -> None:
-        model = load(place, device="cpu", dtype=torch.float16).model
-        export_model(folder, model, original.tokenizer, card={**original.facts, "form": "fp16"})
+    Args:
+        original: The model.
+        source: Where it was loaded from.
+        held_out: Rows to judge forms on; a form that measures itself uses a few of them.
+        device: Where to compute.
+    """
+    few = held_out.rows.select(list(range(min(_NUM_FEW, len(held_out.rows)))))
+    forms: dict[str, WriteForm] = {"fp16": lambda folder: _write_half(original, source, folder)}
+    for name in ("int8-dynamic", "int8", "nf4"):
+        forms[name] = partial(quantize, source, to=(name,), data=few, device=device)
+    if original.task_name in ("classify", "regress"):
+        forms["onnx-int8"] = partial(export, source, to="onnx-int8")
+    calibration = original.facts.get("recipe", {}).get("data", {}).get("train")
+    for bits in _CLUSTER_BITS:
+        settings = ClusterSettings(
+            bits=bits,
+            per="rows",
+            importance="activations" if calibration else "none",
+            compensate=bool(calibration),
+            rest_dtype=torch.float16,
+        )
+        forms[f"cluster-{bits}"] = partial(cluster, source, settings=settings, calibration=calibration, device=device)
+    return forms
 
-    return {"fp16": half}
+
+def _write_half(original: LoadedModel, source: str, folder: Path) -> None:
+    model = load(source, device="cpu", dtype=torch.float16).model
+    export_model(folder, model, original.tokenizer, card={**original.facts, "task": original.task_name})
 
 
 def _in_words(one: ModelFigures) -> str:
