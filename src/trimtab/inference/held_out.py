@@ -109,20 +109,13 @@ def _read(
     rows = load_rows(data)
     columns = _columns(loaded, rows, text, label)
     if loaded.task_name == "classify":
-        names, several = labels_of(loaded)
+        names, several = loaded.labels, loaded.model.config.problem_type == "multi_label_classification"
         rows = _spell_out_labels(rows, names)
         task = build_task_of_classifier(rows, names, several=several, **columns)
     else:
         seed = loaded.facts.get("recipe", {}).get("seed", 0)
         task = build_task(loaded.task_name, rows, seed=seed, **columns)
     return task, task.usable(rows)
-
-
-def labels_of(loaded: LoadedModel) -> tuple[list[str], bool]:
-    """Return the labels of a classifier in the order of its outputs, and whether it predicts several per row."""
-    config = loaded.model.config
-    names = [str(config.id2label[index]) for index in range(config.num_labels)]
-    return names, config.problem_type == "multi_label_classification"
 
 
 def _columns(
