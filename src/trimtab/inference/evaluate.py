@@ -82,7 +82,7 @@ class Evaluation:
     @property
     def losses(self) -> list[float]:
         """Loss of each row, in the order of the rows; for language models the mean over its tokens."""
-        return _row_losses(self.scores).tolist()  # type: ignore[no-any-return]
+        return _row_losses(self.scores).tolist()
 
     @property
     def are_correct(self) -> list[bool]:
