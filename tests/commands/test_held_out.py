@@ -87,6 +87,13 @@ def test_columns_of_the_recipe_are_used_where_they_exist():
     assert held_out.task.columns == {"text": "text", "label": "verdict"}
 
 
+def test_columns_that_training_has_guessed():
+    facts = {"recipe": {"data": {"train": "x.csv", "text": None}}, "columns": {"text": ["a", "b"], "label": "verdict"}}
+    loaded = classifier("bad", "good", facts=facts)
+    row = {"a": "one", "b": "two", "c": "three", "verdict": "good"}
+    assert read_held_out(loaded, [row]).task.columns == {"text": ["a", "b"], "label": "verdict"}
+
+
 def test_columns_of_texts_to_generate():
     loaded = loaded_of("seq2seq", "t5")
     held_out = read_held_out(loaded, [{"en": "the cat", "de": "die Katze"}], text="en", label="de")

@@ -164,6 +164,18 @@ def test_intervals_are_those_of_resampled_rows():
     assert (low, high) == pytest.approx(tuple(numpy.quantile(found["accuracy"].numpy(), [0.025, 0.975])))
 
 
+def test_equal_scores_count_half():
+    random = numpy.random.default_rng(2)
+    outputs = torch.tensor(random.integers(-2, 3, size=(50, 2))).double()  # nine different scores
+    labels = torch.tensor(random.integers(2, size=50))
+    targets, ones = torch.nn.functional.one_hot(labels, 2).double(), torch.ones(50).double()
+    weights = torch.tensor(random.integers(0, 4, size=(5, 50))).double()
+    found = RowScores("cross-entropy", ones, ones, ones, outputs, targets).metrics(weights)["auc"]
+    odds = (outputs[:, 1] - outputs[:, 0]).numpy()
+    wanted = [reference.roc_auc_score(labels, odds, sample_weight=each) for each in weights.numpy()]
+    assert found.tolist() == pytest.approx(wanted)
+
+
 def test_an_interval_covers_the_true_value_as_often_as_it_says():
     random = torch.Generator().manual_seed(0)
     covered = 0

@@ -122,9 +122,11 @@ def _columns(
     loaded: LoadedModel, rows: Rows, text: str | Sequence[str] | None, label: str | Sequence[str] | None
 ) -> dict[str, Any]:
     """Return the columns by role: those named, else those of the training rows that exist."""
-    settings = loaded.facts.get("recipe", {}).get("data", {})
+    settings, guessed = loaded.facts.get("recipe", {}).get("data", {}), loaded.facts.get("columns", {})
     roles = _ROLES.get(loaded.task_name, ("text",))
-    trained = {role: settings.get(role) for role in roles}
+    trained = {role: settings.get(role) or guessed.get(role) for role in roles}
+    if not isinstance(trained.get("prompt", ""), str | None):
+        trained = {}  # several columns make up a prompt: they are found again by their names
     columns = {role: value for role, value in trained.items() if value is not None and _has_columns(rows, value)}
     given: dict[str, Any] = dict(zip(roles, (text, label), strict=False))
     given = {role: value for role, value in given.items() if value is not None}
