@@ -10,7 +10,11 @@ from trimtab.inference.held_out import read_held_out
 from trimtab.inference.load import LoadedModel
 from trimtab.model.load import load_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_folder")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("own_folder"),
+]
 LABELS = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
 
 
