@@ -1,6 +1,7 @@
 """Judging a model: figures against scikit-learn, intervals, worst rows, two models on the same rows."""
 
 import json
+import logging
 import math
 
 import numpy
@@ -123,6 +124,16 @@ def test_every_task_agrees_with_its_metrics_in_training(task, monkeypatch):
     monkeypatch.setattr("trimtab.inference.held_out._MAX_LOGITS", 1)
     again = evaluate(loaded, held_out)
     assert again.metrics == pytest.approx(found.metrics, rel=1e-5)
+
+
+def test_a_long_evaluation_reports_its_progress(monkeypatch, caplog):
+    monkeypatch.setattr("trimtab.inference.row_scores._REPORT_S", -1.0)
+    loaded = classifier("bad", "good")
+    with caplog.at_level(logging.INFO, "trimtab"):
+        evaluate(loaded, read_held_out(loaded, reviews(20)), batch_size=8)
+    found = [line for line in caplog.messages if line.startswith("predicted")]
+    assert found[0] == "predicted 8 of 20 rows, the longest first"
+    assert len(found) == 3
 
 
 def test_worst_rows_name_text_and_labels():

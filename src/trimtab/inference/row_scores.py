@@ -3,6 +3,7 @@
 Shapes: N rows, K labels or numbers of a row, R weightings, B rows of a batch, L positions, V tokens.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,10 @@ from trimtab.engine.placement import to_device
 from trimtab.errors import LossError
 from trimtab.inference.held_out import HeldOut, num_outputs
 from trimtab.inference.load import LoadedModel
+from trimtab.log import say
 from trimtab.model.forward import IGNORED, logits_of, run_model
+
+_REPORT_S = 10.0  # between two lines about progress
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +128,7 @@ def score_rows(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     is_token_task = kind == "token-cross-entropy"
     parts = []
     order: list[int] = []
+    reported = time.monotonic()
     loaded.model.eval()
     for indices, batch in held_out.batches(batch_size, num_outputs(loaded, task) if is_token_task else 0):
         moved = to_device(batch, loaded.device)
@@ -135,6 +140,9 @@ def score_rows(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
             parts.append(_score_tokens(logits, moved["labels"], task.shifts_labels))
         else:
             parts.append(_score_labels(kind, logits.float(), moved["labels"]))
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            say(f"predicted {len(order):,} of {len(held_out):,} rows, the longest first")
     back = torch.tensor(order).argsort()
     return RowScores(kind, *(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 
