@@ -125,6 +125,8 @@ def test_no_rows_to_judge_on(own_folder):
     with pytest.raises(RecipeError, match="was not trained by trimtab") as e:
         held_out_of(classifier("good", "bad"))
     assert "name a file" in e.value.cure
+    with pytest.raises(RecipeError, match="columns were named, but no data"):
+        held_out_of(classifier("good", "bad"), text="body")
     path = write_csv(own_folder / "reviews.csv", reviews(20))
     with pytest.raises(RecipeError, match="held out no rows"):
         held_out_of(classifier("good", "bad", facts=run_facts(path, eval_share=0)))
