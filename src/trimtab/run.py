@@ -1,11 +1,12 @@
 """The spine: recipe → start point → resolved run → trainer → result. Read this first."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.build.engine import build_engine
+from trimtab.build.given_objects import with_given_objects
 from trimtab.build.resumed_recipe import load_resumed_recipe
 from trimtab.build.run_record import failure_recorded, open_folder, record_end, record_start, released_on_failure
 from trimtab.build.start_point import find_start_point
@@ -38,6 +39,8 @@ class Result:
 def fit(
     recipe: Recipe | LoadedRecipe,
     *,
+    model: Any = None,
+    tokenizer: Any = None,
     callbacks: Sequence[object] = (),
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, OwnMetric] | None = None,
@@ -50,6 +53,9 @@ def fit(
 
     Args:
         recipe: A `Recipe`, or one loaded from a file with the origin of its values.
+        model: A model object that is trained instead of the recipe's model. A copy in the folder of the runs is what
+            trains; resuming the run needs that copy. Models that transformers cannot load again are refused.
+        tokenizer: A tokenizer object, in the same way.
         callbacks: Objects with any of on_step, on_eval, on_save, on_end.
         loss: A loss of your own: a function of (outputs, batch) that returns a mean, or a mean and its weight.
         metrics: Metrics of your own: functions of (logits, batch) that return one value per row. `evaluate.metric` may
@@ -67,6 +73,8 @@ def fit(
     check_callbacks(callbacks)
     check_own_metrics(metrics or {})
     engine = build_engine(loaded.recipe, device)
+    with engine.local_main_process_first():
+        loaded = replace(loaded, recipe=with_given_objects(loaded.recipe, model, tokenizer))
     start = engine.decide_on_main_process(lambda: find_start_point(loaded.recipe, resume, fresh))
     run = resolve_run(loaded.recipe, engine, start.path if start.is_resumed else None, loss)
     folder = open_folder(start, engine)

@@ -40,6 +40,10 @@ SURFACE = {
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
     "demo": ["--json", "--lm", "--out", "--quiet"],
     "doctor": [],
+    "evaluate": [
+        *("--against", "--device", "--json", "--label", "--out", "--rows", "--text", "--track", "--worst"),
+        *("DATA", "MODEL"),
+    ],
     "init": [*SHARED, "--to"],
     "launch": [
         *("--address", "--config", "--cpu", "--dry-run", "--host-index", "--hosts", "--log-dir", "--max-restarts"),

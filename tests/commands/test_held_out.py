@@ -87,6 +87,13 @@ def test_columns_of_the_recipe_are_used_where_they_exist():
     assert held_out.task.columns == {"text": "text", "label": "verdict"}
 
 
+def test_columns_that_training_has_guessed():
+    facts = {"recipe": {"data": {"train": "x.csv", "text": None}}, "columns": {"text": ["a", "b"], "label": "verdict"}}
+    loaded = classifier("bad", "good", facts=facts)
+    row = {"a": "one", "b": "two", "c": "three", "verdict": "good"}
+    assert read_held_out(loaded, [row]).task.columns == {"text": ["a", "b"], "label": "verdict"}
+
+
 def test_columns_of_texts_to_generate():
     loaded = loaded_of("seq2seq", "t5")
     held_out = read_held_out(loaded, [{"en": "the cat", "de": "die Katze"}], text="en", label="de")
@@ -118,6 +125,8 @@ def test_no_rows_to_judge_on(own_folder):
     with pytest.raises(RecipeError, match="was not trained by trimtab") as e:
         held_out_of(classifier("good", "bad"))
     assert "name a file" in e.value.cure
+    with pytest.raises(RecipeError, match="columns were named, but no data"):
+        held_out_of(classifier("good", "bad"), text="body")
     path = write_csv(own_folder / "reviews.csv", reviews(20))
     with pytest.raises(RecipeError, match="held out no rows"):
         held_out_of(classifier("good", "bad", facts=run_facts(path, eval_share=0)))

@@ -1,6 +1,7 @@
 """Judging a model: figures against scikit-learn, intervals, worst rows, two models on the same rows."""
 
 import json
+import logging
 import math
 
 import numpy
@@ -125,6 +126,16 @@ def test_every_task_agrees_with_its_metrics_in_training(task, monkeypatch):
     assert again.metrics == pytest.approx(found.metrics, rel=1e-5)
 
 
+def test_a_long_evaluation_reports_its_progress(monkeypatch, caplog):
+    monkeypatch.setattr("trimtab.inference.row_scores._REPORT_S", -1.0)
+    loaded = classifier("bad", "good")
+    with caplog.at_level(logging.INFO, "trimtab"):
+        evaluate(loaded, read_held_out(loaded, reviews(20)), batch_size=8)
+    found = [line for line in caplog.messages if line.startswith("predicted")]
+    assert found[0] == "predicted 8 of 20 rows, the longest first"
+    assert len(found) == 3
+
+
 def test_worst_rows_name_text_and_labels():
     loaded = classifier("bad", "good")
     rows = reviews(30)
@@ -162,6 +173,18 @@ def test_intervals_are_those_of_resampled_rows():
         assert {name: found[name][index].item() for name in wanted} == pytest.approx(wanted)
     low, high = interval_of(found["accuracy"])
     assert (low, high) == pytest.approx(tuple(numpy.quantile(found["accuracy"].numpy(), [0.025, 0.975])))
+
+
+def test_equal_scores_count_half():
+    random = numpy.random.default_rng(2)
+    outputs = torch.tensor(random.integers(-2, 3, size=(50, 2))).double()  # nine different scores
+    labels = torch.tensor(random.integers(2, size=50))
+    targets, ones = torch.nn.functional.one_hot(labels, 2).double(), torch.ones(50).double()
+    weights = torch.tensor(random.integers(0, 4, size=(5, 50))).double()
+    found = RowScores("cross-entropy", ones, ones, ones, outputs, targets).metrics(weights)["auc"]
+    odds = (outputs[:, 1] - outputs[:, 0]).numpy()
+    wanted = [reference.roc_auc_score(labels, odds, sample_weight=each) for each in weights.numpy()]
+    assert found.tolist() == pytest.approx(wanted)
 
 
 def test_an_interval_covers_the_true_value_as_often_as_it_says():

@@ -35,6 +35,8 @@ def held_out_of(
     """
     if data is not None:
         return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
+    if text is not None or label is not None:
+        raise RecipeError("columns were named, but no data", f"{_CURE}, or leave out --text and --label")
     recipe = loaded.facts.get("recipe")
     if not isinstance(recipe, Mapping):
         raise RecipeError("this model does not know its held-out rows: it was not trained by trimtab", _CURE)

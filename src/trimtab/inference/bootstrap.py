@@ -14,7 +14,7 @@ from trimtab.inference.row_scores import RowScores
 
 NUM_RESAMPLES = 1000
 _MAX_WEIGHTS = 2**22  # of one block of resamples: 32 MiB in fp64
-_MAX_RANKED = 2**30  # scores that AUC of all resamples may rank
+_MAX_RANKED = 2**29  # scores that AUC of all resamples may rank
 _TAIL = 0.025  # on each side of a 95% interval
 
 

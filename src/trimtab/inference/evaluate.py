@@ -12,7 +12,7 @@ from torch import Tensor
 from trimtab.data.metrics import scores_by_label
 from trimtab.errors import DataError, ModelError
 from trimtab.inference.bootstrap import PairedDifference, interval_of, paired_differences, resampled_metrics
-from trimtab.inference.held_out import HeldOut, labels_of, read_held_out, tokenized
+from trimtab.inference.held_out import HeldOut, read_held_out, tokenized
 from trimtab.inference.load import LoadedModel
 from trimtab.inference.row_scores import RowScores, score_rows
 
@@ -82,7 +82,7 @@ class Evaluation:
     @property
     def losses(self) -> list[float]:
         """Loss of each row, in the order of the rows; for language models the mean over its tokens."""
-        return _row_losses(self.scores).tolist()  # type: ignore[no-any-return]
+        return _row_losses(self.scores).tolist()
 
     @property
     def are_correct(self) -> list[bool]:
@@ -127,7 +127,7 @@ def evaluate(
         raise DataError(f"{held_out.rows.origin} has nothing to predict in {len(scores):,} rows", "use more rows")
     everything = torch.ones(1, len(scores), dtype=torch.float64)
     resampled = resampled_metrics(scores, seed=seed)
-    names = tuple(labels_of(loaded)[0]) if loaded.task_name == "classify" else ()
+    names = tuple(loaded.labels)
     one_label = scores.kind == "cross-entropy"
     return Evaluation(
         loaded.task_name,

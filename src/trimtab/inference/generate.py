@@ -25,6 +25,8 @@ def generate_texts(
     *,
     batch_size: int = 8,
     temperature: float = 0.0,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
     """Generate text, in batches of similar length.
@@ -38,35 +40,77 @@ def generate_texts(
         max_new_tokens: Maximum number of tokens to generate.
         batch_size: Prompts per batch.
         temperature: 0 is greedy decoding; higher values sample.
+        top_p: Sample from the most likely tokens that together have this probability; by default as the model's
+            generation config says.
+        stop: Texts before which the output ends.
         seed: Seed of the sampling. The global random state is restored.
 
     Returns:
         The generated texts without the prompts, in the order of the prompts.
     """
-    if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
-        raise ModelError(f"this model does not generate text: its task is {loaded.task_name}", "load a model that does")
     if isinstance(prompts, str):
         raise DataError("a string was passed, expected a list of prompts", "pass [prompt]")
+    stop = check_stops(stop)
     texts = [""] * len(prompts)
     before = random_state()
     try:
         with quiet_transformers(), torch.inference_mode():
-            examples = _tokenize(loaded, prompts, max_new_tokens)
-            settings = _settings(loaded, max_new_tokens, temperature)
+            examples = tokenize_prompts(loaded, prompts, max_new_tokens)
+            settings = generation_settings(loaded, max_new_tokens, temperature, top_p)
             set_seed(seed)
             loaded.model.eval()
             side = "right" if loaded.task_name == "seq2seq" else "left"
             for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, loaded.device, side=side):
-                written = loaded.model.generate(**batch, generation_config=settings).tolist()
                 width = 0 if loaded.task_name == "seq2seq" else batch["input_ids"].shape[1]
+                ends = {"stopping_criteria": [StopTexts(loaded.tokenizer, stop, width)]} if stop else {}
+                written = loaded.model.generate(**batch, generation_config=settings, **ends).tolist()
                 for index, tokens in zip(indices, written, strict=True):
-                    texts[index] = _decoded(loaded, list(examples[index]["input_ids"]), tokens[width:])
+                    texts[index] = decode_written(loaded, list(examples[index]["input_ids"]), tokens[width:], stop)
     finally:
         restore_random_state(before)
     return texts
 
 
-def _tokenize(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Example]:
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether an argument is one prompt (a text, a dict, or the messages of a conversation) or a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return bool(prompts) and all(isinstance(turn, Mapping) and "role" in turn for turn in prompts)
+
+
+def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts that end the output; one text may be passed without a list."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise RecipeError(f"stop is {stop!r}", "pass texts that are not empty")
+    return stops
+
+
+class StopTexts:
+    """A stopping criterion of `generate`: each row ends once it contains one of the texts.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        stop: The texts.
+        width: Number of tokens of the prompts.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], width: int) -> None:
+        self._tokenizer, self._stop, self._width = tokenizer, stop, width
+        # A token is at least one byte of text, so a stop text that ends with the last token is in the last ones.
+        self._num_last = max(len(text.encode()) for text in stop) + 1
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Return for each row whether it ends."""
+        last = input_ids[:, self._width :][:, -self._num_last :]
+        texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in last.tolist()]
+        return torch.tensor([any(stop in text for stop in self._stop) for text in texts], device=input_ids.device)
+
+
+def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Example]:
+    """Tokenize prompts; those that leave no room for new tokens are truncated."""
+    if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
+        raise ModelError(f"this model does not generate text: its task is {loaded.task_name}", "load a model that does")
     if max_new_tokens < 1:
         raise RecipeError(f"max_new_tokens is {max_new_tokens}", "use 1 or more")
     limit = max_positions(loaded.model)
@@ -114,7 +158,12 @@ def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int) -> list[int]
     return tokens or [first]
 
 
-def _settings(loaded: LoadedModel, max_new_tokens: int, temperature: float) -> Any:
+def generation_settings(
+    loaded: LoadedModel, max_new_tokens: int, temperature: float = 0.0, top_p: float | None = None
+) -> Any:
+    """Return the model's generation config with these settings."""
+    if top_p is not None and not 0 < top_p <= 1:
+        raise RecipeError(f"top_p is {top_p}", "use a number above 0, up to 1")
     settings = copy.deepcopy(loaded.model.generation_config)
     if loaded.facts and loaded.task_name == "seq2seq":  # trained by trimtab: an adapter's base has its own settings
         settings.update(**generation_start(loaded.tokenizer, loaded.model.config.model_type))
@@ -127,13 +176,22 @@ def _settings(loaded: LoadedModel, max_new_tokens: int, temperature: float) -> A
     settings.temperature = temperature if temperature > 0 else None
     if temperature <= 0:
         settings.top_k = settings.top_p = None
+    elif top_p is not None:
+        settings.top_p = top_p
     return settings
+
+
+def decode_written(loaded: LoadedModel, prompt: list[int], written: list[int], stop: Sequence[str] = ()) -> str:
+    """Return the text of generated tokens, up to the first of the texts that end it."""
+    text = _decoded(loaded, prompt, written)
+    text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
+    return text if loaded.task_name == "causal-lm" else text.strip()
 
 
 def _decoded(loaded: LoadedModel, prompt: list[int], written: list[int]) -> str:
     decode = loaded.tokenizer.decode
     if loaded.task_name != "causal-lm":
-        return str(decode(written, skip_special_tokens=True)).strip()
+        return str(decode(written, skip_special_tokens=True))
     # Some tokenizers (SentencePiece) drop the first space of what they decode: decode prompt and continuation together.
     before, whole = (str(decode(tokens, skip_special_tokens=True)) for tokens in (prompt, prompt + written))
     return whole[len(before) :] if whole.startswith(before) else str(decode(written, skip_special_tokens=True))

@@ -109,7 +109,7 @@ def _read(
     rows = load_rows(data)
     columns = _columns(loaded, rows, text, label)
     if loaded.task_name == "classify":
-        names, several = labels_of(loaded)
+        names, several = loaded.labels, loaded.model.config.problem_type == "multi_label_classification"
         rows = _spell_out_labels(rows, names)
         task = build_task_of_classifier(rows, names, several=several, **columns)
     else:
@@ -118,20 +118,15 @@ def _read(
     return task, task.usable(rows)
 
 
-def labels_of(loaded: LoadedModel) -> tuple[list[str], bool]:
-    """Return the labels of a classifier in the order of its outputs, and whether it predicts several per row."""
-    config = loaded.model.config
-    names = [str(config.id2label[index]) for index in range(config.num_labels)]
-    return names, config.problem_type == "multi_label_classification"
-
-
 def _columns(
     loaded: LoadedModel, rows: Rows, text: str | Sequence[str] | None, label: str | Sequence[str] | None
 ) -> dict[str, Any]:
     """Return the columns by role: those named, else those of the training rows that exist."""
-    settings = loaded.facts.get("recipe", {}).get("data", {})
+    settings, guessed = loaded.facts.get("recipe", {}).get("data", {}), loaded.facts.get("columns", {})
     roles = _ROLES.get(loaded.task_name, ("text",))
-    trained = {role: settings.get(role) for role in roles}
+    trained = {role: settings.get(role) or guessed.get(role) for role in roles}
+    if not isinstance(trained.get("prompt", ""), str | None):
+        trained = {}  # several columns make up a prompt: they are found again by their names
     columns = {role: value for role, value in trained.items() if value is not None and _has_columns(rows, value)}
     given: dict[str, Any] = dict(zip(roles, (text, label), strict=False))
     given = {role: value for role, value in given.items() if value is not None}

@@ -1,16 +1,17 @@
 """`trimtab.load`: load a trained model from a run, a folder or the Hub, ready for inference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.checkpoint.export import read_facts
+from trimtab.checkpoint.export import export_model, read_facts
 from trimtab.compress.clustered_file import is_clustered
 from trimtab.compress.clustered_model import load_clustered_model
 from trimtab.compress.weight_formats import check_stored_formats
-from trimtab.errors import ModelError
+from trimtab.errors import DataError, ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
 from trimtab.inference.onnx_model import OnnxModel, is_onnx
 from trimtab.model.hub import is_adapter
@@ -25,6 +26,11 @@ from trimtab.model.load import (
     resolve_source,
 )
 from trimtab.tracking.mlflow.registry import best_name, local_source
+
+if TYPE_CHECKING:
+    from trimtab.inference.classify import Text
+    from trimtab.inference.evaluate import Evaluation
+    from trimtab.inference.generate import Prompt
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,101 @@ class LoadedModel:
         settings = self.facts.get("recipe", {}).get("data", {})
         limits = [self.facts.get("max_length") or settings.get("max_length"), max_positions(self.model)]
         return min((limit for limit in limits if limit), default=None)
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels of a classifier, in the order of its outputs; empty for other tasks."""
+        names = self.model.config.id2label if self.task_name == "classify" else {}
+        return [str(names[index]) for index in range(len(names))]
+
+    def predict(self, texts: "Sequence[Text]", batch_size: int = 32) -> list[Any]:
+        """Predict the label of each text, or all its labels, or its number; pairs of texts are tuples.
+
+        Raises:
+            ModelError: If the model neither classifies nor regresses.
+        """
+        from trimtab.inference.classify import classify_texts, regress_texts
+
+        if self.task_name == "regress":
+            return list(regress_texts(self, texts, batch_size))
+        return [prediction.label for prediction in classify_texts(self, texts, batch_size)]
+
+    def predict_proba(self, texts: "Sequence[Text]", batch_size: int = 32) -> torch.Tensor:
+        """Compute the probability of each label for each text: shape [texts, labels], in the order of `labels`."""
+        from trimtab.inference.classify import classify_texts
+
+        found = classify_texts(self, texts, batch_size)
+        return torch.tensor([list(each.scores.values()) for each in found]).reshape(len(found), len(self.labels))
+
+    def generate(
+        self,
+        prompts: "Prompt | Sequence[Prompt]",
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        stream: bool = False,
+    ) -> Any:
+        """Generate text.
+
+        Args:
+            prompts: A text; for a chat model also a conversation: a list of messages, each with `role` and `content`,
+                or a dict of `messages` and `tools`. Or a list of such prompts.
+            max_new_tokens: Maximum number of tokens to generate.
+            temperature: 0 is greedy decoding; higher values sample.
+            top_p: Sample from the most likely tokens that together have this probability; by default as the model's
+                generation config says.
+            stop: Texts before which the output ends.
+            seed: Seed of the sampling. The global random state is restored.
+            stream: Yield the text of one prompt in pieces, as they are written.
+
+        Returns:
+            The text for one prompt; a list for a list of prompts; an iterator of pieces with `stream`.
+        """
+        from trimtab.inference.generate import generate_texts, is_one_prompt
+        from trimtab.inference.stream import stream_text
+
+        options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "stop": stop, "seed": seed}
+        is_one = is_one_prompt(prompts)
+        several: Any = [prompts] if is_one else prompts
+        if stream:
+            if len(several) != 1:
+                raise DataError(f"stream=True with {len(several)} prompts", "pass one prompt, or stream=False")
+            return stream_text(self, several[0], max_new_tokens, **options)
+        texts = generate_texts(self, several, max_new_tokens, **options)
+        return texts[0] if is_one else texts
+
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        text: str | Sequence[str] | None = None,
+        label: str | Sequence[str] | None = None,
+        num_rows: int | None = None,
+    ) -> "Evaluation":
+        """Judge the model on labelled rows.
+
+        Args:
+            data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
+            text: Column of the text; by default that of the training rows, or guessed.
+            label: Column of the label, in the same way.
+            num_rows: Use a random choice of at most this number of rows.
+        """
+        from trimtab.inference.evaluate import evaluate
+        from trimtab.inference.held_out import read_held_out
+
+        return evaluate(self, read_held_out(self, data, text=text, label=label, num_rows=num_rows))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write model and tokenizer as a Hugging Face folder, or the adapter alone if it has one; atomic.
+
+        Returns:
+            The folder.
+        """
+        facts = {name: value for name, value in self.facts.items() if name != "trimtab"}
+        return export_model(folder, self.model, self.tokenizer, card=facts | {"task": self.task_name})
 
 
 def load(

@@ -3,6 +3,7 @@
 Shapes: N rows, K labels or numbers of a row, R weightings, B rows of a batch, L positions, V tokens.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,10 @@ from trimtab.engine.placement import to_device
 from trimtab.errors import LossError
 from trimtab.inference.held_out import HeldOut, num_outputs
 from trimtab.inference.load import LoadedModel
+from trimtab.log import say
 from trimtab.model.forward import IGNORED, logits_of, run_model
+
+_REPORT_S = 10.0  # between two lines about progress
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,21 +88,36 @@ class RowScores:
         one_label = self.kind == "cross-entropy"
         scores = log_odds(self.outputs_NK, one_label=one_label).nan_to_num(-torch.inf, torch.inf, -torch.inf)
         targets = self.targets_NK[:, -scores.shape[1] :]  # of two labels only the second is scored
-        areas = [_area(weights_RN, *column) for column in zip(scores.T, targets.T, strict=True)]
+        weights_RN = weights_RN.float()
+        columns = zip(scores.T.contiguous(), targets.T, strict=True)
+        areas = [_area(weights_RN, *column) for column in columns]
         return torch.stack(areas).nanmean(0)
 
 
 def _area(weights_RN: Tensor, scores_N: Tensor, is_true_N: Tensor) -> Tensor:
-    """Return the share of pairs of a positive and a negative row that are in order; ties count half."""
+    """Return the share of pairs of a positive and a negative row that are in order; ties count half.
+
+    Args:
+        weights_RN: How often each row counts: whole numbers, whose sums are exact in fp32.
+        scores_N: Score of each row.
+        is_true_N: 1 for positive rows.
+    """
     order = scores_N.argsort()
     ordered = scores_N[order]
-    group_N = functional.pad((ordered[1:] != ordered[:-1]).long().cumsum(0), (1, 0))
-    num_groups = int(group_N[-1]) + 1
-    empty = weights_RN.new_zeros(len(weights_RN), num_groups)
-    positive = empty.clone().index_add_(1, group_N, (weights_RN * is_true_N)[:, order])
-    negative = empty.index_add_(1, group_N, (weights_RN * (1 - is_true_N))[:, order])
-    below = negative.cumsum(1) - negative / 2
-    return (positive * below).sum(1) / (positive.sum(1) * negative.sum(1))
+    at_P = is_true_N[order].nonzero().flatten()  # the places of the positive rows among all
+    weights_RP = weights_RN[:, order[at_P]]
+    scores_P = ordered[at_P]
+    below_RP = _weight_below(weights_RN[:, order], ordered, scores_P) - _weight_below(weights_RP, scores_P, scores_P)
+    positive_R = weights_RP.sum(1, dtype=torch.float64)
+    num_pairs_R = positive_R * (weights_RN.sum(1, dtype=torch.float64) - positive_R)
+    return (weights_RP * below_RP).sum(1, dtype=torch.float64) / num_pairs_R
+
+
+def _weight_below(weights_RN: Tensor, sorted_N: Tensor, scores_P: Tensor) -> Tensor:
+    """Return the weight of the rows with lower scores, and half that of equal scores, for each of some scores."""
+    sums = functional.pad(weights_RN.cumsum(1), (1, 0))
+    first, last = (torch.searchsorted(sorted_N, scores_P, right=right) for right in (False, True))
+    return (sums[:, first] + sums[:, last]) / 2
 
 
 @torch.inference_mode()
@@ -109,6 +128,7 @@ def score_rows(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     is_token_task = kind == "token-cross-entropy"
     parts = []
     order: list[int] = []
+    reported = time.monotonic()
     loaded.model.eval()
     for indices, batch in held_out.batches(batch_size, num_outputs(loaded, task) if is_token_task else 0):
         moved = to_device(batch, loaded.device)
@@ -120,6 +140,9 @@ def score_rows(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
             parts.append(_score_tokens(logits, moved["labels"], task.shifts_labels))
         else:
             parts.append(_score_labels(kind, logits.float(), moved["labels"]))
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            say(f"predicted {len(order):,} of {len(held_out):,} rows, the longest first")
     back = torch.tensor(order).argsort()
     return RowScores(kind, *(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 

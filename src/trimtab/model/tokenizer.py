@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.log import say
-from trimtab.model.hub import as_source, explained, quiet_transformers
+from trimtab.model.hub import Source, as_source, explained, quiet_transformers
 
 _BYTE_LEVEL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"}
@@ -32,7 +32,9 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    place = as_source(source, adapters=True)  # folders of adapters contain the tokenizer
+    own = Path(source).expanduser()  # may hold a tokenizer and no model
+    is_tokenizer_folder = (own / "tokenizer_config.json").is_file()
+    place = Source(str(own)) if is_tokenizer_folder else as_source(source, adapters=True)
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(
