@@ -126,7 +126,9 @@ def main():
     for seed in range(given.seeds):
         report["seeds"].append({"seed": seed})
         for kind, distill in kinds.items():
-            found = train(start, files, given.work, "student", epochs=given.epochs, seed=seed, distill=distill, **common)
+            found = train(
+                start, files, given.work, "student", epochs=given.epochs, seed=seed, distill=distill, **common
+            )
             report["seeds"][-1][kind] = judge(found, test)
             given.out.write_text(json.dumps(report) + "\n")
             print(seed, kind, report["seeds"][-1][kind], flush=True)

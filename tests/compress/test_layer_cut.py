@@ -52,7 +52,10 @@ def test_what_is_left_is_a_plain_model(name, tmp_path):
 
 
 def test_layers_keep_their_own_settings():
-    config = config_with("llama", 4) | {"model_type": "qwen2", "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
+    config = config_with("llama", 4) | {
+        "model_type": "qwen2",
+        "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+    }
     model = load_model(config | {"use_sliding_window": True, "sliding_window": 4}, "causal-lm", {}, tokenizer())
     cut_layers(model, [0, 3])
     assert model.config.layer_types == ["full_attention", "sliding_attention"]

@@ -75,7 +75,11 @@ def by_hand(student, teacher, batch, *, shifts):
 
 @pytest.mark.parametrize(
     ("name", "kind", "shifts"),
-    [("bert", "cross-entropy", False), ("roberta", "token-cross-entropy", False), ("llama", "token-cross-entropy", True)],
+    [
+        ("bert", "cross-entropy", False),
+        ("roberta", "token-cross-entropy", False),
+        ("llama", "token-cross-entropy", True),
+    ],
 )
 def test_loss_and_gradients_are_those_of_a_loop_by_hand(name, kind, shifts):
     student, teacher = build(name, 1, 1), frozen(build(name, 2))
@@ -134,7 +138,9 @@ def test_a_student_that_equals_its_teacher_has_no_distance():
     assert loss_of("token-cross-entropy", teacher, terms, shifts=True)(student, batch).value.abs() < 1e-6
     without = DistillTerms(T, 0.0, LayerTerm(1.0))
     labels = build_loss("token-cross-entropy", shifts_labels=True)(student, batch).value
-    assert_same_up_to_rounding(loss_of("token-cross-entropy", teacher, without, shifts=True)(student, batch).value, labels, 50)
+    assert_same_up_to_rounding(
+        loss_of("token-cross-entropy", teacher, without, shifts=True)(student, batch).value, labels, 50
+    )
 
 
 def test_hidden_states_by_hand():
@@ -159,7 +165,9 @@ def test_top_k_is_exact_about_the_rest():
     found = divergence("token-cross-entropy", ours, soft_targets("token-cross-entropy", theirs, terms), T)
     p, q = (each.div(T).softmax(-1).double() for each in (theirs, ours))
     best = p.topk(7, -1).indices
-    groups = [torch.cat([each.gather(-1, best), 1 - each.gather(-1, best).sum(-1, keepdim=True)], -1) for each in (p, q)]
+    groups = [
+        torch.cat([each.gather(-1, best), 1 - each.gather(-1, best).sum(-1, keepdim=True)], -1) for each in (p, q)
+    ]
     expected = (groups[0] * (groups[0] / groups[1]).log()).sum(-1)
     assert_same_up_to_rounding(found, expected, 100)
     every = soft_targets("token-cross-entropy", theirs, DistillTerms(T, top_k=50))
@@ -192,4 +200,6 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(RecipeError, match="no classes"):
         loss_of("mse", teacher, DistillTerms())
     with pytest.raises(LossError, match="labels"):
-        divergence("cross-entropy", torch.zeros(2, 3), soft_targets("cross-entropy", torch.zeros(3, 3), DistillTerms()), T)
+        divergence(
+            "cross-entropy", torch.zeros(2, 3), soft_targets("cross-entropy", torch.zeros(3, 3), DistillTerms()), T
+        )

@@ -106,7 +106,7 @@ def _check_size(num_items: int, width: int, terms: DistillTerms) -> None:
     size, limit = num_items * width * (8 if terms.top_k else 4), free_memory(torch.device("cpu")) // 2
     if size > limit:
         raise RecipeError(
-            f"distill.cache: disk: the teacher's outputs would be {format_bytes(size)}, in memory while they are written",
+            f"distill.cache: disk: the teacher's outputs would take {format_bytes(size)} of memory",
             f"distill.top_k: {16 if terms.top_k is None else max(1, terms.top_k // 4)}, or distill.cache: none",
         )
 

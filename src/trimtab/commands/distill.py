@@ -62,5 +62,3 @@ def measure_both(recipe: Recipe, result: Result, device: str | None = None) -> l
             measure("teacher", teacher, held_out, folder=folder if Path(folder).exists() else None),
             measure("student", student, held_out, folder=result.best, comparison=comparison),
         ]
-
-

@@ -45,7 +45,10 @@ class LayerTerm:
         """
         if self.layers is None:
             return [(i, round((i + 1) * num_teacher / num_student) - 1) for i in range(num_student)]
-        for layer, size, name in ((max(self.layers), num_student, "student"), (max(self.layers.values()), num_teacher, "teacher")):
+        for layer, size, name in (
+            (max(self.layers), num_student, "student"),
+            (max(self.layers.values()), num_teacher, "teacher"),
+        ):
             if layer >= size:
                 raise RecipeError(
                     f"distill: the {name} has {size} layers, and layer {layer} is mapped", f"use layers 0 to {size - 1}"
@@ -72,7 +75,7 @@ class DistillTerms:
     top_k: int | None = None
 
     @property
-    def outputs(self) -> dict[str, bool]:
+    def outputs(self) -> dict[str, Any]:
         """Arguments that make a model return what is compared."""
         wanted = {"output_hidden_states": self.hidden.weight, "output_attentions": self.attention.weight}
         return {name: True for name, weight in wanted.items() if weight}

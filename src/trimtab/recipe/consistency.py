@@ -123,7 +123,9 @@ def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:
     if recipe.task == "regress":
         yield _mistake("distill", "task regress has no classes to learn from a teacher; leave it out", "task")
     if memory.loss not in ("auto", "plain"):
-        text = f"found {memory.loss}; a student is compared with its teacher by all logits; write plain, or leave it out"
+        text = (
+            f"found {memory.loss}; a student is compared with its teacher by all logits; write plain, or leave it out"
+        )
         yield _mistake("memory.loss", text, "distill")
     if memory.padding == "none":
         text = "found none; student and teacher are compared on padded rows; write longest, or leave it out"
@@ -136,7 +138,9 @@ def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:
         yield _mistake("distill.cache", text, "task")
     for name in ("hidden", "attention"):
         if distill.cache == "disk" and getattr(distill, name)["weight"]:
-            text = f"found {shown(getattr(distill, name)['weight'])}; distill.cache: disk keeps no layers of the teacher"
+            text = (
+                f"found {shown(getattr(distill, name)['weight'])}; distill.cache: disk keeps no layers of the teacher"
+            )
             yield _mistake(f"distill.{name}", f"{text}; leave one of them out", "distill.cache")
     if not distill.alpha and not distill.hidden["weight"] and not distill.attention["weight"]:
         text = "found 0; the teacher has no effect; write a share such as 0.5, or give distill.hidden a weight"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from trimtab.model.forward import logits_of
 from trimtab.model.blocks import stacks_of
+from trimtab.model.forward import logits_of
 from trimtab.planner.largest_batch import LargestBatch, NoBatch
 from trimtab.planner.target import Target
 from trimtab.planner.trace.plain_step import Loop, trace_loop
