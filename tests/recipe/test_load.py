@@ -214,7 +214,10 @@ def test_every_key_can_be_uncommented(tmp_path):
     lines = render_commented_yaml(GIVEN).splitlines()
     live = [re.sub(r"# (?=(  )?[a-z_]+:( |$))", "", line, count=1) for line in lines]
     loaded = load_recipe(write(tmp_path / "r.yaml", "\n".join(live)), {}, [])
-    assert loaded.recipe.model_copy(update={"early_stopping": None, "distill": None}) == load_recipe(None, GIVEN, []).recipe
+    assert (
+        loaded.recipe.model_copy(update={"early_stopping": None, "distill": None})
+        == load_recipe(None, GIVEN, []).recipe
+    )
     assert loaded.recipe.early_stopping.patience == 3
     leaves = [key for key in LEAVES if not key.startswith(WORD_OR_SECTION)]
     assert [key for key in leaves if loaded.origins[key] == "default"] == []
