@@ -96,14 +96,14 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="file for the numbers")
     parser.add_argument("--work", type=Path, required=True, help="folder for runs")
     parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--teacher-epochs", type=float, default=2)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--max-length", type=int, default=128)
-    parser.add_argument("--alpha", type=float, default=0.5)
+    parser.add_argument("--alpha", type=float, default=0.9)
     parser.add_argument("--temperature", type=float, default=2.0)
-    parser.add_argument("--hidden", type=float, default=1.0)
+    parser.add_argument("--hidden", type=float, default=0.0)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in given.train.read_text(encoding="utf-8").splitlines()]
@@ -115,6 +115,7 @@ def main():
         teacher = train(given.model, files, given.work, "teacher", epochs=given.teacher_epochs, **common)
     start = cut(teacher, given.work / "start")
     terms = {"alpha": given.alpha, "temperature": given.temperature, "hidden": given.hidden}
+    terms["cache"] = "none" if given.hidden else "disk"
     report = {
         "machine": machine("cpu", torch.get_num_threads(), ["torch", "transformers"]),
         "settings": {key: str(value) for key, value in vars(given).items()},
@@ -123,10 +124,12 @@ def main():
         "seeds": [],
     }
     kinds = {"labels": None, "teacher and labels": {"teacher": str(teacher), **terms}}
-    for seed in range(given.seeds):
+    for seed in given.seeds:
         report["seeds"].append({"seed": seed})
         for kind, distill in kinds.items():
-            found = train(start, files, given.work, "student", epochs=given.epochs, seed=seed, distill=distill, **common)
+            found = train(
+                start, files, given.work, "student", epochs=given.epochs, seed=seed, distill=distill, **common
+            )
             report["seeds"][-1][kind] = judge(found, test)
             given.out.write_text(json.dumps(report) + "\n")
             print(seed, kind, report["seeds"][-1][kind], flush=True)

@@ -61,6 +61,7 @@ SURFACE = {
         *("--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--overwrite", "--probabilities"),
         *("--text", "FILE", "MODEL"),
     ],
+    "distill": ["--device", "--fresh", "--json", "--out", "--quiet", "--resume", "--set", "RECIPE"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],

@@ -71,7 +71,9 @@ def losses(run):
     return [line["loss"] for line in lines_of(Path(run)) if "loss" in line]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", ["classify", *(pytest.param(task, marks=pytest.mark.slow) for task in list(TASKS)[1:])]
+)
 def test_every_task(teacher_of, task):
     teacher = teacher_of(task)
     before = digest(teacher)
@@ -103,7 +105,7 @@ def test_the_command(teacher_of):
         CliRunner().invoke(app, ["distill", "plain.yaml"], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("task", ["classify", "causal-lm"])
+@pytest.mark.parametrize("task", ["classify", pytest.param("causal-lm", marks=pytest.mark.slow)])
 def test_accumulation_changes_nothing(teacher_of, task):
     train = {"optimizer": "sgd", "lr": 0.1}
     settings = {"distill": {"hidden": 1.0, "attention": 1.0, "top_k": 3}, "train": train}
@@ -178,6 +180,7 @@ def test_a_teacher_that_does_not_belong_is_refused(teacher_of, tiny):
         ({"distill": {"cache": "disk"}, "task": "masked-lm"}, "distill.cache"),
         ({"distill": {"student": {"layers": [2, 1]}}}, "distill.student"),
         ({"task": "regress"}, "distill"),
+        ({"adapter": "lora"}, "distill.student"),
     ],
 )
 def test_settings_that_contradict_a_teacher(sections, key):
@@ -185,8 +188,18 @@ def test_settings_that_contradict_a_teacher(sections, key):
         recipe("teacher", **sections)
 
 
-@pytest.mark.parametrize("task", ["classify", "causal-lm", "chat", "seq2seq"])
-@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize(
+    ("task", "top_k"),
+    [
+        ("causal-lm", 3),
+        *(
+            pytest.param(task, top_k, marks=pytest.mark.slow)
+            for task in ("classify", "causal-lm", "chat", "seq2seq")
+            for top_k in (None, 3)
+            if (task, top_k) != ("causal-lm", 3)
+        ),
+    ],
+)
 def test_cached_outputs_give_the_same_run(teacher_of, task, top_k):
     for cache in ("none", "disk"):
         settings = {"cache": cache, "top_k": top_k, "alpha": 1.0}
@@ -198,6 +211,32 @@ def test_cached_outputs_give_the_same_run(teacher_of, task, top_k):
         assert (whole - ours[name]).abs().max() <= bound * max(1.0, float(whole.abs().max())), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["none", "disk"])
+def test_unused_rows_of_embeddings_do_not_count(teacher_of, tiny, cache):
+    wide = tiny.folder("llama", vocab_size=352)
+    for teacher, student in ((wide, teacher_of("causal-lm")), (teacher_of("causal-lm"), wide)):
+        settings = {"cache": cache, "top_k": 345 if cache == "disk" else None, "student": None}
+        result = quick(recipe(teacher, "causal-lm", distill=settings, model=student), fresh=True)
+        assert result.fit.step == 4
+
+
+@pytest.mark.slow
+def test_other_techniques_work_with_a_teacher(teacher_of):
+    settings = {"hidden": 1.0, "attention": 1.0}
+    plain = {"optimizer": "sgd", "lr": 0.1}
+    quick(recipe(teacher_of(), out="plain", distill=settings, train=plain))
+    recomputed = {"gradient_checkpointing": "all"}
+    quick(recipe(teacher_of(), out="recomputed", distill=settings, train=plain, memory=recomputed))
+    assert losses("recomputed") == pytest.approx(losses("plain"), rel=rounding_error(1.0, 80))
+    quick(recipe(teacher_of(), out="half", distill=settings, train=plain | {"precision": "bf16"}))
+    assert losses("half") == pytest.approx(losses("plain"), rel=rounding_error(1.0, 8, torch.bfloat16))
+    student = {"student": None, "temperature": 3.0}
+    adapted = quick(recipe(teacher_of(), out="lora", distill=student, model=teacher_of(), adapter="lora"))
+    assert load(adapted.best, device="cpu").task_name == "classify"
+
+
+@pytest.mark.slow
 def test_outputs_are_computed_once_and_by_content(teacher_of, monkeypatch):
     from trimtab.build import teacher_outputs
 

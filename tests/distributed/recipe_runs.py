@@ -20,6 +20,8 @@ RECIPES = {
     "overfit": {"train": COMMON, "limits": {"overfit_batches": 2}, "early_stopping": {"metric": "loss", "patience": 2}},
     "packed": {"train": COMMON, "memory": {"padding": "none", "micro_batch_tokens": 24}},
     "packed lm": {"task": "causal-lm", "train": COMMON | {"batch_size": 3}, "memory": {"padding": "none"}},
+    "student": {"train": COMMON, "distill": {"hidden": 1.0, "attention": 1.0}, "memory": {"micro_batch": 2}},
+    "student lm": {"task": "causal-lm", "train": COMMON | {"batch_size": 3}, "distill": {"cache": "disk", "top_k": 4}},
     "fp16": {"train": COMMON | {"precision": "fp16", "epochs": 0.3}},
 }
 
@@ -41,6 +43,11 @@ def main(folder: Path) -> None:
         model = models["gpt2" if settings.get("task") == "causal-lm" else "bert"]
         out = folder / f"{name}-{num_processes}"
         recipe = {"model": model, "data": {"train": str(folder / "reviews.csv")}, "out": str(out), **settings}
+        if "distill" in settings:
+            recipe["distill"] = {
+                "teacher": models["lm teacher" if "task" in settings else "teacher"],
+                **settings["distill"],
+            }
         fit(Recipe(**recipe), device="cpu", progress="quiet")
     recipe = {"model": models["bert"], "data": {"train": str(folder / "reviews.csv")}, "train": COMMON}
     result = fit(

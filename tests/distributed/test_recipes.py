@@ -18,6 +18,10 @@ def runs(fork_server, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
     write_csv(folder / "reviews.csv", reviews(90))
     models = {name: tiny.folder(name, **NO_DROPOUT[name]) for name in ("bert", "gpt2")}
+    labels = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    larger = {"num_hidden_layers": 2, **NO_DROPOUT["bert"]}
+    models["teacher"] = tiny.folder("bert", kind="sequence-classification", head=labels, **larger)
+    models["lm teacher"] = tiny.folder("gpt2", n_layer=2, **NO_DROPOUT["gpt2"])
     (folder / "models.json").write_text(json.dumps(models))
     run_alone(fork_server, recipe_runs, folder)
     run_together(fork_server, recipe_runs, folder, 3)

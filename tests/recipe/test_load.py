@@ -70,7 +70,8 @@ def test_later_values_win_and_have_their_origin(recipe_file):
         "default": ["early_stopping.mode", "out"],
     }
     assert all(origins[key] == place for place, keys in by_place.items() for key in keys)
-    assert set(origins) == {key for key in LEAVES if not key.startswith(WORD_OR_SECTION)} | {"model", "adapter"}
+    wholes = (*WORD_OR_SECTION, "distill.")  # the last is null
+    assert set(origins) == {key for key in LEAVES if not key.startswith(wholes)} | {"model", "adapter", "distill"}
 
 
 def test_no_file_is_needed():
@@ -213,7 +214,10 @@ def test_every_key_can_be_uncommented(tmp_path):
     lines = render_commented_yaml(GIVEN).splitlines()
     live = [re.sub(r"# (?=(  )?[a-z_]+:( |$))", "", line, count=1) for line in lines]
     loaded = load_recipe(write(tmp_path / "r.yaml", "\n".join(live)), {}, [])
-    assert loaded.recipe.model_copy(update={"early_stopping": None}) == load_recipe(None, GIVEN, []).recipe
+    assert (
+        loaded.recipe.model_copy(update={"early_stopping": None, "distill": None})
+        == load_recipe(None, GIVEN, []).recipe
+    )
     assert loaded.recipe.early_stopping.patience == 3
     leaves = [key for key in LEAVES if not key.startswith(WORD_OR_SECTION)]
     assert [key for key in leaves if loaded.origins[key] == "default"] == []

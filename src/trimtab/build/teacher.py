@@ -95,7 +95,7 @@ def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, e
         raise RecipeError("distill.cache: disk: the masks of masked-lm change in every epoch", "distill.cache: none")
     of_rows = [data.task.name, data.task.settings, data.train, student.tokenizer, tokens.max_length]
     key = [*of_rows, "teacher", checksum, settings.temperature, settings.top_k, str(dtype)]
-    outputs = build_outputs(model, engine.device, data, tokens, terms_of(settings), key)
+    outputs = build_outputs(model, student.model, engine.device, data, tokens, terms_of(settings), key)
     return Teacher(None, settings.teacher, checksum, outputs)
 
 

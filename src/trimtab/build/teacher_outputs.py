@@ -68,12 +68,19 @@ def labelled(labels: torch.Tensor, shifts_labels: bool) -> torch.Tensor:
 
 
 def build_outputs(
-    teacher: torch.nn.Module, device: torch.device, data: Data, tokens: Tokens, terms: DistillTerms, key: list[Any]
+    teacher: torch.nn.Module,
+    student: torch.nn.Module,
+    device: torch.device,
+    data: Data,
+    tokens: Tokens,
+    terms: DistillTerms,
+    key: list[Any],
 ) -> TeacherOutputs:
     """Read the outputs of a teacher from the cache, or compute them.
 
     Args:
         teacher: The teacher; it is moved to the device only if outputs have to be computed.
+        student: The student; embeddings of both may have different numbers of unused rows.
         device: Where to compute.
         data: Rows and task.
         tokens: The rows as the models see them.
@@ -83,7 +90,7 @@ def build_outputs(
     Raises:
         RecipeError: They are too large.
     """
-    num_classes = _num_classes(teacher, data)
+    num_classes = min(_num_classes(model, data) for model in (teacher, student))
     has_top = terms.top_k is not None and terms.top_k < num_classes and data.task.loss_kind != "binary-cross-entropy"
     width = terms.top_k + 1 if has_top and terms.top_k is not None else num_classes
     is_of_tokens = data.task.loss_kind == "token-cross-entropy"
@@ -91,37 +98,39 @@ def build_outputs(
 
     def compute() -> TokenDataset:
         say(f"computing the teacher's outputs for {len(tokens.train):,} rows")
-        return _compute(teacher.to(device), device, data, tokens, terms)
+        return _compute(teacher.to(device), num_classes, data, tokens, terms)
 
-    return TeacherOutputs(cached(key, compute), width, data.task)
+    return TeacherOutputs(cached([*key, num_classes], compute), width, data.task)
 
 
-def _num_classes(teacher: Any, data: Data) -> int:
+def _num_classes(model: Any, data: Data) -> int:
     if data.task.loss_kind != "token-cross-entropy":
-        return int(teacher.config.num_labels)
-    return int(teacher.get_output_embeddings().weight.shape[0])
+        return int(model.config.num_labels)
+    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def _check_size(num_items: int, width: int, terms: DistillTerms) -> None:
     size, limit = num_items * width * (8 if terms.top_k else 4), free_memory(torch.device("cpu")) // 2
     if size > limit:
         raise RecipeError(
-            f"distill.cache: disk: the teacher's outputs would be {format_bytes(size)}, in memory while they are written",
+            f"distill.cache: disk: the teacher's outputs would take {format_bytes(size)} of memory",
             f"distill.top_k: {16 if terms.top_k is None else max(1, terms.top_k // 4)}, or distill.cache: none",
         )
 
 
 @torch.no_grad()
 def _compute(
-    teacher: torch.nn.Module, device: torch.device, data: Data, tokens: Tokens, terms: DistillTerms
+    teacher: torch.nn.Module, num_classes: int, data: Data, tokens: Tokens, terms: DistillTerms
 ) -> TokenDataset:
+    device = next(teacher.parameters()).device
     found: list[dict[str, torch.Tensor]] = [{} for _ in range(len(tokens.train))]
     lengths = tokens.train.lengths
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     for start in range(0, len(order), _BATCH_SIZE):
         rows = order[start : start + _BATCH_SIZE]
         batch = to_device(data.task.collate([tokens.train[row] for row in rows]), device)
-        targets = soft_targets(data.task.loss_kind, run_teacher(teacher, batch, DistillTerms()).logits, terms)
+        logits = run_teacher(teacher, batch, DistillTerms()).logits[..., :num_classes]
+        targets = soft_targets(data.task.loss_kind, logits, terms)
         for row, items in zip(rows, _by_row(targets, batch, data), strict=True):
             found[row] = items
     fields = {name: torch.cat([items[name] for items in found]) for name in found[0]}

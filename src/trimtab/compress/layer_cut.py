@@ -12,8 +12,10 @@ from trimtab.model.blocks import stacks_of
 from trimtab.model.hub import quiet_transformers
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index")  # attributes of modules; key-value caches are found by them
-_OF_ENCODER = ("encoder_layers", "num_layers", "num_encoder_layers")
-_OF_DECODER = ("decoder_layers", "num_decoder_layers")
+_SIZES = {
+    "encoder": ("encoder_layers", "num_layers", "num_encoder_layers"),
+    "decoder": ("decoder_layers", "num_decoder_layers"),
+}
 
 
 def evenly_spaced(num_layers: int, num_kept: int) -> list[int]:
@@ -96,8 +98,8 @@ def _renumber(block: torch.nn.Module, before: int, now: int) -> None:
 
 def _fit_config(config: Any, lengths: list[int], kept: list[list[int]]) -> None:
     if len(lengths) == 2:
-        for names, part, length, numbers in zip((_OF_ENCODER, _OF_DECODER), ("encoder", "decoder"), lengths, kept):
-            for name in names:
+        for part, length, numbers in zip(("encoder", "decoder"), lengths, kept, strict=True):
+            for name in _SIZES[part]:
                 if getattr(config, name, None) == length:
                     setattr(config, name, len(numbers))
             if hasattr(getattr(config, part, None), "num_hidden_layers"):

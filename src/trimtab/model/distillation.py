@@ -75,7 +75,7 @@ class DistillTerms:
     top_k: int | None = None
 
     @property
-    def outputs(self) -> dict[str, bool]:
+    def outputs(self) -> dict[str, Any]:
         """Arguments that make a model return what is compared."""
         wanted = {"output_hidden_states": self.hidden.weight, "output_attentions": self.attention.weight}
         return {name: True for name, weight in wanted.items() if weight}

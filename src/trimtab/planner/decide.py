@@ -268,8 +268,9 @@ class _Question:
     def _planner(self) -> RecipePlanner:
         target = target_here(self.engine.device, self.recipe.memory.budget)
         if target.is_cpu:  # weights that are loaded already will be counted by the prediction
-            for model in (self.loaded.model, self.teacher and self.teacher.model):
-                target = target if model is None else target.without_loaded(model)
+            target = target.without_loaded(self.loaded.model)
+            if self.teacher is not None and self.teacher.model is not None:
+                target = target.without_loaded(self.teacher.model)
         return RecipePlanner(
             self.recipe,
             self.data.task,

@@ -133,6 +133,9 @@ def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:
     if recipe.train.compile in ("blocks", "graphs"):
         text = f"found {recipe.train.compile}; the step of a student is not compiled; write off, or leave it out"
         yield _mistake("train.compile", text, "distill")
+    if recipe.adapter != "none" and distill.student is not None:
+        text = f"found {shown(distill.student)}; an adapter is saved without its base, which would be the whole model"
+        yield _mistake("distill.student", f"{text}; leave one of them out", "adapter")
     if distill.cache == "disk" and recipe.task == "masked-lm":
         text = "found disk; the masks of masked-lm change in every epoch; write none"
         yield _mistake("distill.cache", text, "task")

@@ -165,6 +165,8 @@ def render_commented_yaml(overrides: Mapping[str, Any]) -> str:
             line = f"{key.name}: null  # required"
         elif is_header:
             line = f"{key.name}:"
+        elif key.field.is_required() and key.dotted not in values:  # of a section that is null
+            line = f"{key.name}: '?'  # required"
         else:
             is_set = loaded.origins.get(key.dotted, "default") != "default"
             line = f"{'' if is_set else '# '}{key.name}: {as_yaml(values.get(key.dotted, key.field.default))}"
