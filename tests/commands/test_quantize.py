@@ -29,28 +29,8 @@ WIDTH = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.3} 
 @pytest.fixture(scope="module")
 def texts():
     draw = random.Random(0)
-    words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "a",
-        "dog",
-        "ran",
-        "after",
-        "film",
-        "great",
-        "worst",
-        "mat",
-        "ever",
-        "saw",
-        "it",
-        "was",
-        "what",
-        "I",
-        "piece",
-    ]
-    return [" ".join(draw.choices(words, k=draw.randint(3, 9))) for _ in range(48)]
+    words = ("the", "cat", "sat", "on", "a", "dog", "ran", "after", "film", "great", "worst", "mat", "ever", "saw")
+    return [" ".join(draw.choices(words, k=draw.randint(3, 9))) for _ in range(160)]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +44,12 @@ def place(tmp_path_factory, texts):
     make_fragile(model)
     with torch.no_grad():
         logits = model(**tok(texts, padding=True, return_tensors="pt")).logits
-        model.classifier.bias[1] -= (logits[:, 1] - logits[:, 0]).median()  # as many good rows as bad ones
-        answers = model(**tok(texts, padding=True, return_tensors="pt")).logits.argmax(1)
+        margins, order = (logits[:, 1] - logits[:, 0]).sort()
+        model.classifier.bias[1] -= margins[len(texts) // 2]
     export_model(folder / "model", model, tok, card={"task": "classify"})
-    rows = [{"text": text, "label": ["bad", "good"][answer]} for text, answer in zip(texts, answers, strict=True)]
+    # clear answers only: those that a harmless rounding does not change
+    answers = {"bad": order[:30].tolist(), "good": order[-30:].tolist()}
+    rows = [{"text": texts[row], "label": label} for label, found in answers.items() for row in found]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -154,12 +136,12 @@ def test_a_fresh_process_loads_the_same_outputs_with_plain_transformers(place, f
         "save_file(out, place + '/logits.safetensors')\n"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code, str(place), json.dumps(texts)]
+    command = [sys.executable, "-c", code, str(place), json.dumps(texts[:8])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = load_file(place / "logits.safetensors")
     for name in ON_ANY_DEVICE:
-        torch.testing.assert_close(found[name], logits_of(place / name, texts))
+        torch.testing.assert_close(found[name], logits_of(place / name, texts[:8]))
 
 
 def test_max_loss_leaves_the_fragile_layer_alone(place, int8, tmp_path):
