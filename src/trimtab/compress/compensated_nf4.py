@@ -85,7 +85,8 @@ def compensate(quantized: Any, weight_OI: Tensor, hessian_II: Tensor) -> bool:
         scale_O1 = scales_OG[:, index // _BLOCK, None]
         code_O1 = torch.bucketize(column_O1 / scale_O1.clamp(min=1e-30), limits)
         codes_OI[:, index] = code_O1[:, 0].to(torch.uint8)
-        return values[code_O1] * scale_O1
+        rounded_O1: Tensor = values[code_O1] * scale_O1
+        return rounded_O1
 
     plain_OI = values[_unpacked(packed).view(weight_OI.shape).long()] * scales_OG.repeat_interleave(_BLOCK, 1)
     rounded_OI = compensated(weight_OI, hessian_II, round_column)

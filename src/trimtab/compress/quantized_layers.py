@@ -39,7 +39,8 @@ class QuantizedLayers:
         self.names = list(self._originals)
         if not self.names:
             raise ModelError(
-                f"{type(model).__name__} has no linear module to quantize in its base", "choose another architecture"
+                f"the base of {type(model).__name__} has no torch.nn.Linear, which these formats store",
+                "keep it as it is: GPT-2 and others with layers of another kind cannot be quantized this way",
             )
 
     def suited(self, format: WeightFormat) -> list[str]:

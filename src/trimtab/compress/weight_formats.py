@@ -101,7 +101,7 @@ class TorchaoFormat(WeightFormat):
 
     def quantized(self, module: torch.nn.Linear) -> torch.nn.Module:
         """Return a linear module whose weight is a tensor of torchao."""
-        copy = _empty_like(module, torch.nn.Linear)
+        copy: torch.nn.Linear = _empty_like(module, torch.nn.Linear)
         copy.weight, copy.bias = module.weight, module.bias
         with _quiet():
             ao = _torchao()
