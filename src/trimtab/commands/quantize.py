@@ -15,14 +15,14 @@ import torch
 
 from trimtab.checkpoint.export import FACTS, export_model
 from trimtab.commands.merge import DTYPES, merge_in_place
-from trimtab.commands.quantize_mix import Bound, choose_mix
+from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import read_adapter_source
 from trimtab.inference.figures import ModelFigures, measure
-from trimtab.inference.held_out import HeldOut, read_held_out
+from trimtab.inference.held_out import HeldOut, read_held_out, tokenized
 from trimtab.inference.load import LoadedModel, load
 from trimtab.log import say
 from trimtab.model.adapters import adapter_of
@@ -67,8 +67,9 @@ def quantize(
         source: A run, a folder, a hub name or a model on a tracking server. A LoRA adapter is merged first.
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
-        data: Rows to judge the models on: file, folder, glob or hub name, or rows.
-        num_rows: Number of them to use, chosen at random.
+        data: Rows to judge the models on: file, folder, glob or hub name, or rows. Up to 128 others of them, at most
+            a quarter, are calibrated on.
+        num_rows: Number of rows to judge on, chosen at random.
         bound: What the result has to keep; None quantizes every layer.
         dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
         device: Where to compute; None chooses.
@@ -86,19 +87,19 @@ def quantize(
     rest = _rest_dtype(dtype, loaded.model.dtype, formats)
     for one in formats:
         one.check(where, rest)
-    held_out = _rows(loaded, data, num_rows)
+    held_out, calibration = _rows(loaded, data, num_rows)
     comparison = held_out.compare_with(loaded)
     is_whole = Path(origin).exists() and not is_adapter(origin)
     original = measure("original", loaded, held_out, folder=origin if is_whole else None)
     loaded.model.to(rest)
     layers = QuantizedLayers(loaded.model)
-    mix = choose_mix(loaded, layers, formats, held_out, original.quality, bound)
+    judge = Judge(loaded, held_out, calibration, original.quality)
+    mix = choose_mix(layers, formats, judge, bound)
     num_left = len(layers.names) - len(mix)
     layers.finish(mix)
     names = {layer: one.name for layer, one in mix.items()}
     export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left, rest))
-    task_model = loaded.model
-    del loaded, layers, task_model
+    del loaded, layers, judge
     gc.collect()  # the original has to be gone before the result is loaded
     again = load(target, device=where)
     figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
@@ -161,12 +162,20 @@ def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -
     return DTYPES[asked]
 
 
-def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> HeldOut:
+def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldOut]:
+    """Return rows to judge the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
         raise RecipeError(f"--rows {num_rows} judges nothing", "--rows 1 or more")
     if data is None:
         raise RecipeError("the models need rows to be judged on", "--data FILE, rows that were not trained on")
-    return read_held_out(loaded, data, num_rows=num_rows)
+    found = read_held_out(loaded, data, num_rows=num_rows + CALIBRATION_ROWS)
+    num_calibration = min(CALIBRATION_ROWS, len(found.rows) // 4)
+    if num_calibration == 0:
+        return found, found
+    order = torch.randperm(len(found.rows), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = sorted(order[num_calibration:]), sorted(order[:num_calibration])
+    judged, calibration = (tokenized(loaded, found.task, found.rows.select(part)) for part in parts)
+    return judged, calibration
 
 
 def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int, rest: torch.dtype) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from trimtab.compress.layer_choice import (
     LayerForm,
     Move,
@@ -14,17 +16,17 @@ from trimtab.compress.layer_choice import (
 )
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import WeightFormat
+from trimtab.engine.placement import to_device
 from trimtab.errors import ModelError, RecipeError
-from trimtab.inference.comparison import ModelComparison
 from trimtab.inference.held_out import HeldOut, quality_of
 from trimtab.inference.load import LoadedModel
 from trimtab.log import say
 
-_CALIBRATION_ROWS = 64  # that the sensitivity of a layer is measured on
+CALIBRATION_ROWS = 128  # whose inputs rounding is adapted to
+_SENSITIVITY_ROWS = 64  # of them, that the sensitivity of a layer is measured on
 _SECONDS_BETWEEN_LINES = 10
 # What a bound on quality applies to, by kind of loss. Tokens have none that is between 0 and 1: their loss is used.
 _MAIN_METRICS = {"cross-entropy": "accuracy", "binary-cross-entropy": "f1", "mse": "pearson"}
-Mix = dict[str, WeightFormat]
 
 
 @dataclass(frozen=True)
@@ -57,22 +59,37 @@ def quality_loss(kind: str, before: Mapping[str, float], after: Mapping[str, flo
     return (after["loss"] - before["loss"]) / before["loss"] if metric is None else before[metric] - after[metric]
 
 
+@dataclass(frozen=True)
+class Judge:
+    """What mixes are judged with.
+
+    Args:
+        loaded: The model whose layers are switched.
+        held_out: Rows that quality is measured on.
+        calibration: Other rows, that sensitivity is measured on and rounding is adapted to.
+        quality: Metrics of the original model on the held-out rows.
+    """
+
+    loaded: LoadedModel
+    held_out: HeldOut
+    calibration: HeldOut
+    quality: Mapping[str, float]
+
+    def loss(self) -> float:
+        """Return the quality that the model has lost in its current form."""
+        after = quality_of(self.loaded, self.held_out)
+        return quality_loss(self.held_out.task.loss_kind, self.quality, after)
+
+
 def choose_mix(
-    loaded: LoadedModel,
-    layers: QuantizedLayers,
-    formats: Sequence[WeightFormat],
-    held_out: HeldOut,
-    quality: Mapping[str, float],
-    bound: Bound | None,
-) -> Mix:
+    layers: QuantizedLayers, formats: Sequence[WeightFormat], judge: Judge, bound: Bound | None
+) -> dict[str, WeightFormat]:
     """Return the format of each layer that is to be quantized.
 
     Args:
-        loaded: The model.
-        layers: Its layers, in their original form.
+        layers: The layers of the model, in their original form.
         formats: Formats to choose from.
-        held_out: Rows to measure on.
-        quality: Metrics of the original model.
+        judge: What mixes are judged with.
         bound: What to keep; None takes every layer that the first format suits.
 
     Raises:
@@ -81,30 +98,49 @@ def choose_mix(
     suited = {one.name: layers.suited(one) for one in formats}
     if not any(suited.values()):
         raise ModelError(f"no layer has a shape that {formats[0].name} can store", "choose another format")
+    for one in formats:
+        _calibrate(layers, one, judge)
     if bound is None:
         return dict.fromkeys(suited[formats[0].name], formats[0])
-    forms = _measure_layers(layers, formats, held_out.compare_with(loaded, _CALIBRATION_ROWS), loaded)
-    moves = ordered_moves(forms)
+    moves = ordered_moves(_measure_layers(layers, formats, judge))
     by_name = {one.name: one for one in formats}
     if bound.max_bytes is not None:
-        chosen = _for_size(layers, loaded, moves, bound.max_bytes)
+        chosen = _for_size(layers, moves, bound.max_bytes)
     else:
         assert bound.max_loss is not None
-        search = _QualitySearch(loaded, layers, by_name, moves, held_out, quality, bound.max_loss)
-        chosen = search.run()
+        chosen = _for_quality(layers, moves, by_name, judge, bound.max_loss)
     return {layer: by_name[name] for layer, name in formats_after(chosen).items()}
 
 
+def _calibrate(layers: QuantizedLayers, format: WeightFormat, judge: Judge) -> None:
+    """Let the layers of a format whose rounding depends on inputs see the calibration rows."""
+    loaded = judge.loaded
+
+    @torch.inference_mode()
+    def run(masks: list[torch.Tensor]) -> None:
+        for _, batch in judge.calibration.batches():
+            moved = to_device(batch, loaded.device)
+            if "attention_mask" in moved:
+                masks.append(moved["attention_mask"])
+            loaded.model(**{name: value for name, value in moved.items() if name != "labels"})
+
+    loaded.model.eval()
+    num_better = layers.calibrate(format, run)
+    if num_better:
+        say(f"{format.name}: rounding compensates errors in {num_better} of {len(layers.suited(format))} layers")
+
+
 def _measure_layers(
-    layers: QuantizedLayers, formats: Sequence[WeightFormat], comparison: ModelComparison, loaded: LoadedModel
+    layers: QuantizedLayers, formats: Sequence[WeightFormat], judge: Judge
 ) -> dict[str, list[LayerForm]]:
     """Measure the size and the divergence of each layer in each format, while all others are original."""
+    comparison = judge.calibration.compare_with(judge.loaded, _SENSITIVITY_ROWS)
     forms = {name: [LayerForm(None, layers.num_bytes(name, None), 0.0)] for name in layers.names}
     todo = [(name, one) for one in formats for name in layers.suited(one)]
     said = time.monotonic()
     for done, (name, one) in enumerate(todo, start=1):
         layers.apply({name: one})
-        divergence = comparison.compare(loaded.model).kl_mean
+        divergence = comparison.compare(judge.loaded.model).kl_mean
         divergence = divergence if divergence == divergence else float("inf")  # NaN: never this form
         forms[name].append(LayerForm(one.name, layers.num_bytes(name, one), divergence))
         if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
@@ -116,7 +152,7 @@ def _measure_layers(
     return forms
 
 
-def _for_size(layers: QuantizedLayers, loaded: LoadedModel, moves: Sequence[Move], max_bytes: int) -> list[Move]:
+def _for_size(layers: QuantizedLayers, moves: Sequence[Move], max_bytes: int) -> list[Move]:
     total = layers.model_bytes()
     chosen = within_size(moves, total, max_bytes)
     if chosen is None:
@@ -133,33 +169,27 @@ def _for_size(layers: QuantizedLayers, loaded: LoadedModel, moves: Sequence[Move
     return chosen
 
 
-@dataclass(frozen=True)
-class _QualitySearch:
-    """The largest number of moves that keeps the quality, measured on all rows."""
+def _for_quality(
+    layers: QuantizedLayers,
+    moves: Sequence[Move],
+    formats: Mapping[str, WeightFormat],
+    judge: Judge,
+    max_loss: float,
+) -> list[Move]:
+    """Return the largest number of moves that keeps the quality; that mix was measured as a whole."""
 
-    loaded: LoadedModel
-    layers: QuantizedLayers
-    formats: Mapping[str, WeightFormat]
-    moves: Sequence[Move]
-    held_out: HeldOut
-    quality: Mapping[str, float]
-    max_loss: float
+    def holds(num: int) -> bool:
+        chosen = formats_after(moves[:num])
+        layers.apply({layer: formats[name] for layer, name in chosen.items()})
+        lost = judge.loss()
+        say(f"{num} of {len(moves)} steps: quality lost {lost:.2%}, at most {max_loss:.2%}")
+        return lost <= max_loss  # False for NaN
 
-    def run(self) -> list[Move]:
-        """Search by bisection; the result was measured as a whole."""
-        num = longest_that_holds(len(self.moves), self._holds)
-        self.layers.apply({})
-        if num == 0:
-            raise ModelError(
-                f"no layer can be quantized to {', '.join(self.formats)} within --max-loss {self.max_loss:.2%}",
-                "a larger --max-loss, more --rows, or another format",
-            )
-        return list(self.moves[:num])
-
-    def _holds(self, num: int) -> bool:
-        chosen = formats_after(self.moves[:num])
-        self.layers.apply({layer: self.formats[name] for layer, name in chosen.items()})
-        after = quality_of(self.loaded, self.held_out)
-        lost = quality_loss(self.held_out.task.loss_kind, self.quality, after)
-        say(f"{num} of {len(self.moves)} steps: quality lost {lost:.2%}, at most {self.max_loss:.2%}")
-        return lost <= self.max_loss  # False for NaN
+    num = longest_that_holds(len(moves), holds)
+    layers.apply({})
+    if num == 0:
+        raise ModelError(
+            f"no layer can be quantized to {', '.join(formats)} within --max-loss {max_loss:.2%}",
+            "a larger --max-loss, more --rows, or another format",
+        )
+    return list(moves[:num])

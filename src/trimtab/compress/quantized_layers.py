@@ -1,11 +1,13 @@
 """A model whose linear modules are switched between their original and quantized forms, and its description."""
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from trimtab.compress.compensated_nf4 import compensate, in_groups, recorded_inputs
 from trimtab.compress.weight_formats import WeightFormat
 from trimtab.errors import ModelError
 from trimtab.model.quantization import quantizable
@@ -33,10 +35,12 @@ class QuantizedLayers:
         found = {name: model.get_submodule(name) for name in quantizable(model)}
         self._originals = {name: module for name, module in found.items() if type(module) is torch.nn.Linear}
         self._formats: dict[str, WeightFormat] = {}
+        self._made: dict[tuple[str, str], torch.nn.Module] = {}  # by name and format, if rounding depends on data
         self.names = list(self._originals)
         if not self.names:
             raise ModelError(
-                f"{type(model).__name__} has no linear module to quantize in its base", "choose another architecture"
+                f"the base of {type(model).__name__} has no torch.nn.Linear, which these formats store",
+                "keep it as it is: GPT-2 and others with layers of another kind cannot be quantized this way",
             )
 
     def suited(self, format: WeightFormat) -> list[str]:
@@ -48,13 +52,43 @@ class QuantizedLayers:
         for name, original in self._originals.items():
             wanted, current = formats.get(name), self._formats.get(name)
             if wanted is not current:
-                self._model.set_submodule(name, original if wanted is None else wanted.quantized(original))
+                self._model.set_submodule(name, original if wanted is None else self._quantized(name, wanted))
         self._formats = dict(formats)
+
+    def calibrate(self, format: WeightFormat, run: Callable[[list[torch.Tensor]], None]) -> int:
+        """Quantize all layers that suit a format of 4 bits with error compensation, a few at a time.
+
+        Args:
+            format: The format; only nf4 can be compensated.
+            run: Runs the model on calibration rows; it appends the attention mask of each batch to its argument
+                before the forward pass.
+
+        Returns:
+            The number of layers for which compensation beats plain rounding.
+        """
+        if format.name != "nf4":
+            return 0
+        self.apply({})
+        layers, num_better = {name: self._originals[name] for name in self.suited(format)}, 0
+        for group in in_groups(layers):
+            masks: list[torch.Tensor] = []
+            with recorded_inputs({name: layers[name] for name in group}, masks) as hessians:
+                run(masks)
+            for name in group:
+                module = format.quantized(layers[name])
+                num_better += compensate(module, layers[name].weight.detach(), hessians.pop(name))
+                self._made[name, format.name] = module
+        return num_better
+
+    def _quantized(self, name: str, format: WeightFormat) -> torch.nn.Module:
+        made = self._made.get((name, format.name))
+        # a copy: the forward pass of nf4 repacks weights for the CPU that it runs on
+        return format.quantized(self._originals[name]) if made is None else copy.deepcopy(made)
 
     def num_bytes(self, name: str, format: WeightFormat | None) -> int:
         """Return the size of a module in a format (None: its original form) in a file."""
         module = self._originals[name]
-        form = module if format is None else format.quantized(module)
+        form = module if format is None else self._quantized(name, format)
         return _stored_bytes(form.state_dict(prefix=f"{name}."))
 
     def model_bytes(self) -> int:
@@ -68,7 +102,7 @@ class QuantizedLayers:
         """
         self.apply({})
         self.apply(formats)
-        self._originals = {}
+        self._originals, self._made = {}, {}
         quantizer = next(iter(formats.values())).describe(self._model, formats)
         # what `from_pretrained` sets; `save_pretrained` writes the format of this quantizer
         self._model.hf_quantizer = quantizer

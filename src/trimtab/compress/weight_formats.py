@@ -21,6 +21,7 @@ from trimtab.hardware.extras import has_package, require_extra
 _FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
 _NF4_BLOCK = 64  # weights that share a scale
+_MAX_PADDING = 1.5  # times the size of a weight
 _INT4_GROUPS = (128, 64, 32)  # numbers of weights that can share a scale
 
 
@@ -89,19 +90,23 @@ class TorchaoFormat(WeightFormat):
 
     Attributes:
         settings: Returns torchao's config for a module.
-        multiple: The number that the sizes of a weight have to be multiples of.
+        multiple: Numbers that the sizes of a weight, (out, in), have to be multiples of.
+        padded_to: Rows are padded to a multiple of this number.
     """
 
     settings: Callable[[Any, torch.nn.Linear], Any] = lambda ao, module: None
     multiple: tuple[int, int] = (1, 1)
+    padded_to: int = 1
 
     def suits(self, module: torch.nn.Linear) -> bool:
-        """Whether both sizes of the weight are multiples of what the kernels need."""
-        return not any(size % of for size, of in zip(module.weight.shape, self.multiple, strict=True))
+        """Whether both sizes of the weight are multiples of what the kernels need, and padding wastes little."""
+        padded = -(-module.in_features // self.padded_to) * self.padded_to
+        fits = not any(size % of for size, of in zip(module.weight.shape, self.multiple, strict=True))
+        return fits and padded <= _MAX_PADDING * module.in_features
 
     def quantized(self, module: torch.nn.Linear) -> torch.nn.Module:
         """Return a linear module whose weight is a tensor of torchao."""
-        copy = _empty_like(module, torch.nn.Linear)
+        copy: torch.nn.Linear = _empty_like(module, torch.nn.Linear)
         copy.weight, copy.bias = module.weight, module.bias
         with _quiet():
             ao = _torchao()
@@ -206,7 +211,7 @@ FORMATS: dict[str, WeightFormat] = {
         ),
         TorchaoFormat(
             "int4", _IN_AO, "4 bits, a scale for up to 128 weights; products in bf16 on CUDA", _INT4_CAPABILITY, True,
-            _int4, (8, _INT4_GROUPS[-1]),
+            _int4, (8, _INT4_GROUPS[-1]), 1024,
         ),
         TorchaoFormat(
             "fp8", _IN_AO, "fp8 (e4m3), a scale for each row; products in the dtype of the model", None, False,

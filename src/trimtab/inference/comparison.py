@@ -182,7 +182,8 @@ def computed_in_fp32(model: torch.nn.Module, device: torch.device) -> Iterator[N
     """Let a model compute in fp32 on `device`, without changing its weights.
 
     Each module gets fp32 copies of its own weights for the time of its call, so no second model has to fit in memory.
-    Quantized weights are not copied: they have to be on the device, and compute in their own dtype.
+    Quantized weights are not copied: they have to be on the device, and compute in their own dtype. Layers of torchao
+    do not convert their inputs; that is done here.
     """
     homes = {name: buffer.device for name, buffer in model.named_buffers()}
     with ExitStack() as undo:
@@ -202,16 +203,21 @@ def _fp32_hooks(module: torch.nn.Module, device: torch.device) -> list[Any]:
     has_adapter = hasattr(module, "lora_A")
 
     def replace(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        own = _dtype_of_torchao(module)
+        if own is not None:
+            return tuple(_as(own, value) for value in args), {name: _as(own, value) for name, value in kwargs.items()}
         for parameter in module.parameters(recurse=has_adapter):
             if parameter.is_floating_point() and (parameter.dtype, parameter.device) != (torch.float32, device):
                 originals.append((parameter, parameter.data))
                 parameter.data = parameter.data.to(device, torch.float32)
-        return tuple(map(_as_fp32, args)), {name: _as_fp32(value) for name, value in kwargs.items()}
+        fp32 = torch.float32
+        return tuple(_as(fp32, value) for value in args), {name: _as(fp32, value) for name, value in kwargs.items()}
 
-    def restore(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def restore(module: torch.nn.Module, args: Any, output: Any) -> Any:
         while originals:
             parameter, data = originals.pop()
             parameter.data = data
+        return output if _dtype_of_torchao(module) is None else _as(torch.float32, output)
 
     return [
         module.register_forward_pre_hook(replace, with_kwargs=True),
@@ -232,9 +238,15 @@ def _units(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
-def _as_fp32(value: Any) -> Any:
+def _dtype_of_torchao(module: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype that a module with a tensor of torchao as its weight computes in; None for other modules."""
+    weight = module._parameters.get("weight")
+    return weight.dtype if weight is not None and hasattr(weight, "__tensor_flatten__") else None
+
+
+def _as(dtype: torch.dtype, value: Any) -> Any:
     """Convert floating-point inputs: some models cast hidden states to the dtype of the next weights."""
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _move_buffers(model: torch.nn.Module, devices: Mapping[str, torch.device]) -> None:
