@@ -15,11 +15,12 @@ _MAX_ITERATIONS = 60
 _MIN_GAIN = 1e-4  # relative decrease of the error in an iteration that is worth another one
 _NUM_BINS = 512  # of the histogram that estimates a density
 _STARTS = ("quantiles", "grid", "density")
-_WEIGHTS_PER_BIT = 4  # that share a bit of a palette
 _MAX_VALUES = 2**25  # sorted at a time, in fp64 with their prefix sums
 
 
-def rows_of_group(shape: tuple[int, int], bits: int, per: str, rows: int | None = None) -> int:
+def rows_of_group(
+    shape: tuple[int, int], bits: int, per: str, rows: int | None = None, weights_per_bit: int = 4
+) -> int:
     """Return how many consecutive rows of a weight share a palette.
 
     Args:
@@ -27,10 +28,11 @@ def rows_of_group(shape: tuple[int, int], bits: int, per: str, rows: int | None 
         bits: A palette has 2**bits values.
         per: "tensor", "rows" or "channel".
         rows: Rows of a group, for "rows". The last group of a weight can be smaller. None chooses the smallest groups
-            whose palettes, in fp16, add at most a quarter of a bit to each weight.
+            with `weights_per_bit` weights for each bit of a palette in fp16.
+        weights_per_bit: 4 adds a quarter of a bit to each weight.
     """
     num_rows, num_columns = shape
-    wanted = rows or -(-16 * 2**bits * _WEIGHTS_PER_BIT // num_columns)
+    wanted = rows or -(-16 * 2**bits * weights_per_bit // num_columns)
     return {"tensor": num_rows, "rows": min(wanted, num_rows), "channel": 1}[per]
 
 
