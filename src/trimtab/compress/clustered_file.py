@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trimtab.checkpoint.export import FACTS, find_export_problem, read_facts
 from trimtab.compress.clustered_weight import ClusteredWeight, find_layout_problem
-from trimtab.errors import ModelError
+from trimtab.errors import CheckpointError, ModelError
 
 VERSION = 1
 _KEY = "trimtab_clustered"
@@ -37,7 +37,7 @@ _CURE = "cluster or download the model again"
 
 def is_clustered(folder: str | Path) -> bool:
     """Whether a folder contains a clustered model."""
-    return any(Path(folder).glob("clustered-*.safetensors"))
+    return Path(folder).is_dir() and any(Path(folder).glob("clustered-*.safetensors"))
 
 
 class ClusteredWriter:
@@ -68,6 +68,7 @@ class ClusteredWriter:
 
     def flush(self) -> None:
         """Write what has been added since the last file."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not self._tensors:
@@ -75,7 +76,10 @@ class ClusteredWriter:
         self._num_files += 1
         about = json.dumps({"version": VERSION, "tensors": self._layouts})
         path = self._folder / f"clustered-{self._num_files:05d}.safetensors"
-        save_file(self._tensors, path, metadata={"format": "pt", _KEY: about})
+        try:
+            save_file(self._tensors, path, metadata={"format": "pt", _KEY: about})
+        except SafetensorError as error:
+            raise CheckpointError(f"{path.name} could not be written: {error}", "free space on that disk") from error
         self._tensors, self._layouts = {}, {}
 
 
