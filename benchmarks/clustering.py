@@ -82,6 +82,8 @@ class Bench:
     @torch.no_grad()
     def rounded(self, name, rounding):
         """Judge a rounding of single weights."""
+        if not self.is_wanted(name):
+            return
         started, total = time.process_time(), 0
         self.loaded.model.load_state_dict(self.state)
         for target in self.targets:
@@ -91,7 +93,12 @@ class Bench:
             total += bits
         self.record(name, total, started)
 
+    def is_wanted(self, name):
+        return not self.args.only or name in self.args.only
+
     def clustered(self, name, settings, train_steps=0):
+        if not self.is_wanted(name):
+            return
         started = time.process_time()
         model = self.loaded.model
         model.load_state_dict(self.state)
@@ -171,6 +178,7 @@ def main():
     parser.add_argument("--compared-rows", type=int, default=256)
     parser.add_argument("--calibration-rows", type=int, default=256)
     parser.add_argument("--train-steps", type=int, default=0)
+    parser.add_argument("--only", nargs="+", help="names of the only variants to measure")
     parser.add_argument("--save", help="name of the files in benchmarks/results")
     args = parser.parse_args()
     bench = Bench(args)

@@ -44,7 +44,7 @@ class ClusteredModule(nn.Module):
 
     def matrix(self) -> Tensor:
         """Return the decoded matrix (O, I), differentiable with respect to the palettes."""
-        matrix: Tensor = _Decode.apply(self.palettes, self.clustered)
+        matrix: Tensor = _Decode.apply(self.palettes, self.clustered)  # type: ignore[no-untyped-call]
         return matrix
 
     @property

@@ -142,7 +142,7 @@ class _Scaling:
         self._factors_OI: Tensor | None = None
         block, num_columns = settings.scale_block, weight_OI.shape[1]
         if block:
-            padded = functional.pad(weight_OI, (0, -num_columns % block)).unflatten(1, (-1, block))
+            padded = functional.pad(weight_OI, (0, -num_columns % block)).view(len(weight_OI), -1, block)
             largest = padded.gather(2, padded.abs().argmax(2, keepdim=True)).squeeze(2)
             self.scales_OS = storable(largest, settings.palette_dtype)
             factors = spread(self.scales_OS.float(), block, num_columns)
