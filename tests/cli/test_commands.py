@@ -32,6 +32,10 @@ SURFACE = {
     "best": ["--json", "--metric", "--uri", "EXPERIMENT"],
     "check": ["--device", "--resume", "--schema", "--set", "RECIPE"],
     "checkpoints": ["RUN"],
+    "cluster": [
+        *("--bits", "--calibration", "--calibration-rows", "--compensate", "--data", "--device", "--embeddings"),
+        *("--importance", "--per", "--rest", "--rows", "--scale-block", "--train-steps", "FOLDER", "MODEL"),
+    ],
     "compare": [
         *("--device", "--out", "--quiet", "--repeats", "--set", "--steps", "--study", "--timeout", "--variants"),
         *("--vary", "--warmup-steps", "RECIPE"),

@@ -191,7 +191,7 @@ class _Calibration:
         )
         train_palettes(self._model, teacher, loader, kind=task.loss_kind, num_steps=num_steps)
         for name, now in clustered_weights(self._model).items():
-            every[name] = now.with_palettes(storable(now.palettes_GK, settings.palette_dtype))
+            every[name] = clustered[name].with_palettes(storable(now.palettes_GK, settings.palette_dtype))
         yield from ((name, weight) for name, weight in every.items())
 
 

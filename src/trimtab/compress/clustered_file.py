@@ -2,15 +2,18 @@
 
 A folder has config.json, the tokenizer, trimtab.json and one or more files `clustered-NNNNN.safetensors`. The name is
 not `model.safetensors` on purpose: `from_pretrained` would find that file, miss the weights and start from random ones;
-so it stops with an error. A clustered weight NAME is two tensors:
+so it stops with an error. A clustered weight NAME is two or three
+tensors:
 
 - `NAME.indices`: uint8 of (O, ceil(I · bits / 8)), rows of packed indices (layout: `packed_indices`);
-- `NAME.palettes`: fp16 or fp32 of (ceil(O / rows), 2**bits); row o uses palette o // rows.
+- `NAME.palettes`: fp16 or fp32 of (ceil(O / rows), 2**bits); row o uses palette o // rows;
+- `NAME.scales`, if its scale_block is not 0: fp16 or fp32 of (O, ceil(I / scale_block)).
 
-Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]]`. Other tensors are stored as they are, under their
-names. A weight that several modules share is stored once, under its first name. The metadata of each file has the key
-"trimtab_clustered", a JSON object: {"version": 1, "tensors": {NAME: {"shape": [O, I], "bits": …, "rows": …,
-"transposed": …}}}. With "transposed" the module stores the transpose of the matrix (transformers' Conv1D).
+Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]] * scales[o, i // scale_block]`. Other tensors are
+stored as they are, under their names. A weight that several modules share is stored once, under its first name. The
+metadata of each file has the key "trimtab_clustered", a JSON object: {"version": 1, "tensors": {NAME: {"shape": [O, I],
+"bits": …, "rows": …, "scale_block": …, "transposed": …}}}. With "transposed" the module stores the transpose of the
+matrix (transformers' Conv1D).
 trimtab.json has {"clustered": {"files": {FILE: CHECKSUM, …}, …}}.
 """
 
@@ -23,17 +26,18 @@ from torch import Tensor
 
 from trimtab.checkpoint.export import FACTS, find_export_problem, read_facts
 from trimtab.compress.clustered_weight import ClusteredWeight, find_layout_problem
-from trimtab.errors import ModelError
+from trimtab.errors import CheckpointError, ModelError
 
 VERSION = 1
 _KEY = "trimtab_clustered"
 _FILE_BYTES = 2**30
+_PARTS = {False: ("indices", "palettes"), True: ("indices", "palettes", "scales")}  # with and without scales
 _CURE = "cluster or download the model again"
 
 
 def is_clustered(folder: str | Path) -> bool:
     """Whether a folder contains a clustered model."""
-    return any(Path(folder).glob("clustered-*.safetensors"))
+    return Path(folder).is_dir() and any(Path(folder).glob("clustered-*.safetensors"))
 
 
 class ClusteredWriter:
@@ -54,7 +58,7 @@ class ClusteredWriter:
         """Add a weight."""
         if isinstance(weight, ClusteredWeight):
             self._layouts[name] = weight.layout
-            parts = {f"{name}.indices": weight.packed_OB, f"{name}.palettes": weight.palettes_GK}
+            parts = {f"{name}.{part}": tensor for part, tensor in weight.tensors.items()}
         else:
             parts = {name: weight}
         for key, tensor in parts.items():
@@ -64,6 +68,7 @@ class ClusteredWriter:
 
     def flush(self) -> None:
         """Write what has been added since the last file."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not self._tensors:
@@ -71,7 +76,10 @@ class ClusteredWriter:
         self._num_files += 1
         about = json.dumps({"version": VERSION, "tensors": self._layouts})
         path = self._folder / f"clustered-{self._num_files:05d}.safetensors"
-        save_file(self._tensors, path, metadata={"format": "pt", _KEY: about})
+        try:
+            save_file(self._tensors, path, metadata={"format": "pt", _KEY: about})
+        except SafetensorError as error:
+            raise CheckpointError(f"{path.name} could not be written: {error}", "free space on that disk") from error
         self._tensors, self._layouts = {}, {}
 
 
@@ -101,25 +109,31 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, ClusteredWeight | Te
 def _read_file(path: Path, file: Any) -> Iterator[tuple[str, ClusteredWeight | Tensor]]:
     layouts = _read_layouts(path, file.metadata() or {})
     names = set(file.keys())
-    parts = {f"{name}.{part}" for name in layouts for part in ("indices", "palettes")}
-    if not parts <= names:
-        raise ModelError(f"{path} has no tensor {min(parts - names)}", _CURE)
-    for name in sorted(names - parts):
+    parts = {
+        f"{name}.{part}": (name, part)
+        for name, layout in layouts.items()
+        for part in _PARTS[bool(layout["scale_block"])]
+    }
+    if not parts.keys() <= names:
+        raise ModelError(f"{path} has no tensor {min(parts.keys() - names)}", _CURE)
+    for name in sorted(names - parts.keys()):
         yield name, file.get_tensor(name)
     for name, layout in layouts.items():
-        packed, palettes = file.get_tensor(f"{name}.indices"), file.get_tensor(f"{name}.palettes")
-        problem = find_layout_problem(packed, palettes, layout)
+        found = {part: file.get_tensor(key) for key, (owner, part) in parts.items() if owner == name}
+        problem = find_layout_problem(found, layout)
         if problem:
             raise ModelError(f"{path}: {name} cannot be decoded: {problem}", _CURE)
-        (_, num_columns), transposed = layout["shape"], layout.get("transposed") is True
-        yield name, ClusteredWeight(packed, palettes, layout["bits"], layout["rows"], num_columns, transposed)
+        (_, num_columns), bits, rows = layout["shape"], layout["bits"], layout["rows"]
+        others = {"scale_block": layout["scale_block"], "transposed": layout.get("transposed") is True}
+        scales = found.get("scales")
+        yield name, ClusteredWeight(found["indices"], found["palettes"], bits, rows, num_columns, scales, **others)
 
 
 def _read_layouts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         about = json.loads(metadata[_KEY])
         version, layouts = about["version"], about["tensors"]
-        if not all(isinstance(layout, dict) for layout in layouts.values()):
+        if not all(isinstance(layout, dict) and "scale_block" in layout for layout in layouts.values()):
             raise TypeError
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} has no description of clustered weights", _CURE) from error

@@ -119,7 +119,7 @@ def replace_modules(model: Any, paths: list[str], weight: ClusteredWeight, dtype
         if first is None:
             first = new
         else:
-            new.palettes, new.indices = first.palettes, first.indices
+            new.palettes, new.indices, new.scales = first.palettes, first.indices, first.scales
         model.set_submodule(path, new.train(module.training))
 
 

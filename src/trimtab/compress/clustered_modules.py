@@ -4,15 +4,18 @@ Palettes are parameters: trained, their gradient is the sum of the weight's grad
 Indices never change. Only the packed bytes are kept for backward, not the decoded weight's indices.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.compress.clustered_weight import ClusteredWeight
+from trimtab.compress.clustered_weight import ClusteredWeight, spread
 from trimtab.compress.packed_indices import unpack
 from trimtab.compress.palette_product import palette_product
+
+_NOTHING = torch.empty(0)
 
 
 class ClusteredModule(nn.Module):
@@ -24,34 +27,35 @@ class ClusteredModule(nn.Module):
     """
 
     indices: Tensor
+    scales: Tensor | None
 
     def __init__(self, weight: ClusteredWeight, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.bits, self.rows, self.num_columns = weight.bits, weight.rows, weight.num_columns
-        self.transposed = weight.transposed
+        self._layout = replace(weight, packed_OB=_NOTHING, palettes_GK=_NOTHING, scales_OS=None)
         self.register_buffer("indices", weight.packed_OB)
+        self.register_buffer("scales", None if weight.scales_OS is None else weight.scales_OS.to(dtype))
         self.palettes = nn.Parameter(weight.palettes_GK.to(dtype), requires_grad=False)
 
     @property
     def clustered(self) -> ClusteredWeight:
         """The weight as it is now."""
-        return ClusteredWeight(
-            self.indices, self.palettes.detach(), self.bits, self.rows, self.num_columns, self.transposed
-        )
+        tensors = {"packed_OB": self.indices, "palettes_GK": self.palettes.detach(), "scales_OS": self.scales}
+        return replace(self._layout, **tensors)  # type: ignore[arg-type]
 
     def matrix(self) -> Tensor:
         """Return the decoded matrix (O, I), differentiable with respect to the palettes."""
-        matrix: Tensor = _Decode.apply(self.palettes, self.indices, self.bits, self.rows, self.num_columns)
+        matrix: Tensor = _Decode.apply(self.palettes, self.clustered)  # type: ignore[no-untyped-call]
         return matrix
 
     @property
     def weight(self) -> Tensor:
         """The decoded weight in the shape of the original module; decoded anew at each access."""
-        return self.matrix().T if self.transposed else self.matrix()
+        return self.matrix().T if self._layout.transposed else self.matrix()
 
     def extra_repr(self) -> str:
         """Describe the weight."""
-        return f"{self.indices.shape[0]} × {self.num_columns}, {self.bits} bits, palettes of {self.rows} rows"
+        of = self._layout
+        return f"{self.indices.shape[0]} × {of.num_columns}, {of.bits} bits, palettes of {of.rows} rows"
 
 
 class ClusteredLinear(ClusteredModule):
@@ -92,29 +96,30 @@ class ClusteredEmbedding(ClusteredModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Decode the rows of `ids`."""
-        indices = unpack(self.indices[ids], self.bits, self.num_columns).int()
-        indices += (ids.unsqueeze(-1) // self.rows * 2**self.bits).int()
-        return self.palettes.reshape(-1).index_select(0, indices.reshape(-1)).view(indices.shape)
+        of = self._layout
+        indices = unpack(self.indices[ids], of.bits, of.num_columns).int()
+        indices += (ids.unsqueeze(-1) // of.rows * 2**of.bits).int()
+        values = self.palettes.reshape(-1).index_select(0, indices.reshape(-1)).view(indices.shape)
+        return values if self.scales is None else values * spread(self.scales[ids], of.scale_block, of.num_columns)
 
 
 class _Decode(torch.autograd.Function):
     """The matrix of palettes and indices."""
 
     @staticmethod
-    def forward(ctx: Any, palettes: Tensor, packed: Tensor, bits: int, rows: int, num_columns: int) -> Tensor:
+    def forward(ctx: Any, palettes: Tensor, weight: ClusteredWeight) -> Tensor:
         """Look the values up."""
-        ctx.save_for_backward(packed)
-        ctx.sizes = bits, rows, num_columns, palettes.shape
-        return ClusteredWeight(packed, palettes, bits, rows, num_columns).matrix()
+        ctx.weight = weight
+        return weight.with_palettes(palettes).matrix()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Sum the gradient of all entries with the same index, in fp32."""
-        bits, rows, num_columns, shape = ctx.sizes
-        (packed,) = ctx.saved_tensors
-        indices = unpack(packed, bits, num_columns).int()
-        groups = torch.arange(len(indices), device=indices.device, dtype=torch.int32) // rows
-        indices += (groups * shape[1]).unsqueeze(1)
-        total = torch.zeros(shape[0] * shape[1], dtype=torch.float32, device=indices.device)
-        total.index_add_(0, indices.reshape(-1), grads[0].reshape(-1).float())
-        return total.view(shape).to(grads[0].dtype), None, None, None, None
+        weight: ClusteredWeight = ctx.weight
+        num_groups, num_values = weight.palettes_GK.shape
+        indices = weight.indices().int()
+        groups = torch.arange(len(indices), device=indices.device, dtype=torch.int32) // weight.rows
+        indices += (groups * num_values).unsqueeze(1)
+        total = torch.zeros(num_groups * num_values, dtype=torch.float32, device=indices.device)
+        total.index_add_(0, indices.reshape(-1), weight.scaled(grads[0]).reshape(-1).float())
+        return total.view(num_groups, num_values).to(grads[0].dtype), None

@@ -1,5 +1,6 @@
 """A weight as packed indices into palettes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,9 @@ class ClusteredWeight:
         bits: Bits of an index.
         rows: Rows of a group.
         num_columns: I.
+        scales_OS: Factors of the palette's values, one for each block of `scale_block` columns of a row; the last block
+            can be smaller. None for palettes of the weights themselves.
+        scale_block: Columns of a block; 0 without scales.
         transposed: Whether the module stores the matrix as (I, O), as transformers' Conv1D does.
     """
 
@@ -28,14 +32,15 @@ class ClusteredWeight:
     bits: int
     rows: int
     num_columns: int
+    scales_OS: Tensor | None = None
+    scale_block: int = 0
     transposed: bool = False
 
     @classmethod
-    def from_indices(
-        cls, indices_OI: Tensor, palettes_GK: Tensor, bits: int, rows: int, *, transposed: bool = False
-    ) -> "ClusteredWeight":
+    def from_indices(cls, indices_OI: Tensor, palettes_GK: Tensor, rows: int, **others: Any) -> "ClusteredWeight":
         """Pack indices."""
-        return cls(pack(indices_OI, bits), palettes_GK, bits, rows, indices_OI.shape[1], transposed)
+        bits = palettes_GK.shape[1].bit_length() - 1
+        return cls(pack(indices_OI, bits), palettes_GK, bits, rows, indices_OI.shape[1], **others)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,13 +49,20 @@ class ClusteredWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Size of indices and palettes."""
-        return self.packed_OB.nbytes + self.palettes_GK.nbytes
+        """Size of indices, palettes and scales."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by the last part of its name."""
+        parts = {"indices": self.packed_OB, "palettes": self.palettes_GK}
+        return parts if self.scales_OS is None else parts | {"scales": self.scales_OS}
 
     @property
     def layout(self) -> dict[str, Any]:
         """What is needed to decode the two tensors, as JSON values."""
-        return {"shape": list(self.shape), "bits": self.bits, "rows": self.rows, "transposed": self.transposed}
+        about = {"shape": list(self.shape), "bits": self.bits, "rows": self.rows}
+        return about | {"scale_block": self.scale_block, "transposed": self.transposed}
 
     def indices(self) -> Tensor:
         """Return the indices as (O, I) in uint8."""
@@ -58,11 +70,17 @@ class ClusteredWeight:
 
     def matrix(self) -> Tensor:
         """Return the matrix (O, I) in the dtype of the palettes."""
-        return look_up(self.indices(), self.palettes_GK, self.rows)
+        return self.scaled(look_up(self.indices(), self.palettes_GK, self.rows))
+
+    def scaled(self, values_OI: Tensor) -> Tensor:
+        """Multiply values of palettes, or their gradients, with their scales."""
+        if self.scales_OS is None:
+            return values_OI
+        return values_OI * spread(self.scales_OS, self.scale_block, self.num_columns).to(values_OI.dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in the shape that its module stores."""
-        matrix_OI = self.matrix().to(dtype)
+        """Return the weight in the shape that its module stores, computed in fp32 and rounded once."""
+        matrix_OI = self.with_palettes(self.palettes_GK.float()).matrix().to(dtype)
         return matrix_OI.T.contiguous() if self.transposed else matrix_OI
 
     def with_palettes(self, palettes_GK: Tensor) -> "ClusteredWeight":
@@ -70,17 +88,31 @@ class ClusteredWeight:
         return replace(self, palettes_GK=palettes_GK)
 
 
-def find_layout_problem(packed: Tensor, palettes: Tensor, layout: dict[str, Any]) -> str:
-    """Return why two tensors of a file cannot be decoded with a layout from its description; empty if they can."""
+def spread(scales: Tensor, block: int, num_columns: int) -> Tensor:
+    """Repeat the scale of each block for its columns, in the last dimension."""
+    return scales.repeat_interleave(block, -1)[..., :num_columns]
+
+
+def find_layout_problem(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> str:
+    """Return why tensors of a file cannot be decoded with a layout from its description; empty if they can."""
     try:
         (num_rows, num_columns), bits, rows = layout["shape"], layout["bits"], layout["rows"]
+        block = layout["scale_block"]
         is_known = all(type(value) is int and value > 0 for value in (num_rows, num_columns, bits, rows))
+        is_known = is_known and type(block) is int and block >= 0 and bits <= 8
     except (KeyError, TypeError, ValueError):
         is_known = False
-    if not is_known or bits > 8:
+    if not is_known:
         return "its layout is not known"
+    packed, palettes, scales = tensors["indices"], tensors["palettes"], tensors.get("scales")
     if packed.dtype != torch.uint8 or tuple(packed.shape) != (num_rows, packed_size(num_columns, bits)):
         return f"its indices are {packed.dtype} {list(packed.shape)}, which is not {num_rows} rows of {bits} bits"
-    if not palettes.is_floating_point() or tuple(palettes.shape) != (-(-num_rows // rows), 2**bits):
-        return f"its palettes are {palettes.dtype} {list(palettes.shape)}, which do not belong to its indices"
-    return "" if bool(palettes.isfinite().all()) else "its palettes contain NaN or infinite values"
+    wanted = [(palettes, "palettes", (-(-num_rows // rows), 2**bits))]
+    if scales is not None:
+        wanted.append((scales, "scales", (num_rows, -(-num_columns // max(1, block)))))
+    for tensor, name, shape in wanted:
+        if not tensor.is_floating_point() or tuple(tensor.shape) != shape:
+            return f"its {name} are {tensor.dtype} {list(tensor.shape)}, which do not belong to its indices"
+        if not bool(tensor.isfinite().all()):
+            return f"its {name} contain NaN or infinite values"
+    return ""

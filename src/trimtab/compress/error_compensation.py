@@ -80,6 +80,7 @@ def inverse_factor(hessian_II: Tensor, damping: float) -> Tensor:
         factor_II, failed = torch.linalg.cholesky_ex(hessian_II + identity_II * (mean * damping * 10**step))
         if not failed and factor_II.isfinite().all():
             inverse_II = torch.cholesky_inverse(factor_II)
+            upper_II: Tensor
             upper_II, failed = torch.linalg.cholesky_ex(inverse_II, upper=True)
             if not failed:
                 return upper_II

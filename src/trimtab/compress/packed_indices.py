@@ -21,7 +21,7 @@ def pack(indices: Tensor, bits: int) -> Tensor:
     num_indices = indices.shape[-1]
     period = _period(bits)  # indices that fill whole bytes
     padded = torch.nn.functional.pad(indices.to(torch.uint8), (0, -num_indices % period))
-    chunks = padded.unflatten(-1, (-1, period)).to(torch.int64)
+    chunks = padded.view(*padded.shape[:-1], -1, period).to(torch.int64)
     shifts = torch.arange(period, device=indices.device) * bits
     words = (chunks << shifts).sum(-1)  # at most 56 bits
     num_bytes = period * bits // 8
@@ -39,11 +39,12 @@ def unpack(packed: Tensor, bits: int, num_indices: int) -> Tensor:
         return packed
     if 8 % bits == 0:  # no index lies in two bytes
         shifts = torch.arange(0, 8, bits, device=packed.device, dtype=torch.uint8)
-        return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)[..., :num_indices]
+        indices = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+        return indices.flatten(-2)[..., :num_indices]
     period = _period(bits)
     num_bytes = period * bits // 8
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % num_bytes))
-    chunks = padded.unflatten(-1, (-1, num_bytes)).to(torch.int64)
+    chunks = padded.view(*padded.shape[:-1], -1, num_bytes).to(torch.int64)
     words = (chunks << (8 * torch.arange(num_bytes, device=packed.device))).sum(-1, keepdim=True)
     indices = (words >> (bits * torch.arange(period, device=packed.device))) & (2**bits - 1)
     return indices.to(torch.uint8).flatten(-2)[..., :num_indices]

@@ -22,8 +22,9 @@ BLOCK_BYTES = 128
 
 # fmt: off
 def _multiply(  # type: ignore[no-untyped-def]
-    x, packed, palettes, y, num_rows, num_columns, num_bytes, rows_per_group,
-    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_BYTES: tl.constexpr,  # noqa: N803
+    x, packed, palettes, scales, y, num_rows, num_columns, num_bytes, rows_per_group, num_scales,
+    BITS: tl.constexpr, SCALE_BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK_ROWS: tl.constexpr, BLOCK_BYTES: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
     per_byte: tl.constexpr = 8 // BITS
@@ -44,6 +45,10 @@ def _multiply(  # type: ignore[no-untyped-def]
             index = (codes >> (part * BITS)) & (num_values - 1)
             value = tl.load(palette + index, mask=mask, other=0.0).to(tl.float32)
             factor = tl.load(x + column, mask=column < num_columns, other=0.0).to(tl.float32)
+            if SCALE_BLOCK:
+                place = row.to(tl.int64)[:, None] * num_scales + (column // SCALE_BLOCK)[None, :]
+                is_scaled = mask & (column < num_columns)[None, :]
+                value *= tl.load(scales + place, mask=is_scaled, other=0.0).to(tl.float32)
             total += tl.sum(value * factor[None, :], axis=1)
     tl.store(y + row, total.to(y.dtype.element_ty), mask=is_row)
 
@@ -57,9 +62,10 @@ def multiply(x: Tensor, weight: ClusteredWeight) -> Tensor:
     x_MI = x.reshape(-1, num_columns).contiguous()
     y_MO = torch.empty(len(x_MI), num_rows, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(num_rows, BLOCK_ROWS), len(x_MI))
-    sizes = num_rows, num_columns, weight.packed_OB.shape[1], weight.rows
+    scales = weight.palettes_GK if weight.scales_OS is None else weight.scales_OS  # not read without scales
+    sizes = num_rows, num_columns, weight.packed_OB.shape[1], weight.rows, scales.shape[1]
     _kernel[grid](
-        x_MI, weight.packed_OB, weight.palettes_GK, y_MO, *sizes,
-        BITS=weight.bits, BLOCK_ROWS=BLOCK_ROWS, BLOCK_BYTES=BLOCK_BYTES,
+        x_MI, weight.packed_OB, weight.palettes_GK, scales, y_MO, *sizes,
+        BITS=weight.bits, SCALE_BLOCK=weight.scale_block, BLOCK_ROWS=BLOCK_ROWS, BLOCK_BYTES=BLOCK_BYTES,
     )  # fmt: skip
     return y_MO.view(*x.shape[:-1], num_rows)

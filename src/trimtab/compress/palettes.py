@@ -15,11 +15,12 @@ _MAX_ITERATIONS = 60
 _MIN_GAIN = 1e-4  # relative decrease of the error in an iteration that is worth another one
 _NUM_BINS = 512  # of the histogram that estimates a density
 _STARTS = ("quantiles", "grid", "density")
-_WEIGHTS_PER_BIT = 4  # that share a bit of a palette
-_MAX_VALUES = 2**25  # sorted at a time, in fp64 with their prefix sums
+_MAX_VALUES = 2**22  # sorted at a time, in fp64 with their prefix sums
 
 
-def rows_of_group(shape: tuple[int, int], bits: int, per: str, rows: int | None = None) -> int:
+def rows_of_group(
+    shape: tuple[int, int], bits: int, per: str, rows: int | None = None, weights_per_bit: int = 4
+) -> int:
     """Return how many consecutive rows of a weight share a palette.
 
     Args:
@@ -27,10 +28,11 @@ def rows_of_group(shape: tuple[int, int], bits: int, per: str, rows: int | None 
         bits: A palette has 2**bits values.
         per: "tensor", "rows" or "channel".
         rows: Rows of a group, for "rows". The last group of a weight can be smaller. None chooses the smallest groups
-            whose palettes, in fp16, add at most a quarter of a bit to each weight.
+            with `weights_per_bit` weights for each bit of a palette in fp16.
+        weights_per_bit: 4 adds a quarter of a bit to each weight.
     """
     num_rows, num_columns = shape
-    wanted = rows or -(-16 * 2**bits * _WEIGHTS_PER_BIT // num_columns)
+    wanted = rows or -(-16 * 2**bits * weights_per_bit // num_columns)
     return {"tensor": num_rows, "rows": min(wanted, num_rows), "channel": 1}[per]
 
 
@@ -73,11 +75,12 @@ def cluster(values_GN: Tensor, num_values: int, weights_GN: Tensor | None = None
         weights_GN: Weight of each value's squared error; None for equal weights. A group whose weights are all 0 is
             clustered with equal weights.
     """
-    sorted_GN, order_GN = values_GN.double().sort(1)
+    sorted_GN, order_GN = values_GN.sort(1)
+    sorted_GN = sorted_GN.double()
     if weights_GN is None:
         weights_GN = torch.ones_like(sorted_GN)
     else:
-        weights_GN = weights_GN.double().gather(1, order_GN)
+        weights_GN = weights_GN.gather(1, order_GN).double()
         weights_GN = torch.where(weights_GN.sum(1, keepdim=True) > 0, weights_GN, torch.ones_like(weights_GN))
     sums = _PrefixSums(sorted_GN, weights_GN)
     best_GK, best_G = None, None
