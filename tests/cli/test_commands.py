@@ -40,6 +40,7 @@ SURFACE = {
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
     "demo": ["--json", "--lm", "--out", "--quiet"],
     "doctor": [],
+    "export": ["--data", "--dtype", "--force", "--push", "--rows", "--to", "FOLDER", "MODEL"],
     "init": [*SHARED, "--to"],
     "launch": [
         *("--address", "--config", "--cpu", "--dry-run", "--host-index", "--hosts", "--log-dir", "--max-restarts"),

@@ -3,6 +3,8 @@
 GGUF keeps the two halves of each rotary pair side by side, so rows of a Llama's query and key weights are permuted.
 """
 
+import errno
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,16 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, dtype: str = "f16") -> No
     _refuse_others(model)
     import gguf
 
+    try:
+        _write(gguf, model, tokenizer, path, dtype)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # NumPy reports a write that was cut short, because the disk is full, without the system's error
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def _write(gguf: Any, model: Any, tokenizer: Any, path: Path, dtype: str) -> None:
     config = model.config
     architecture = _ARCHITECTURES[config.model_type][0]
     writer = gguf.GGUFWriter(path, architecture)
