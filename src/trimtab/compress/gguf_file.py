@@ -5,7 +5,7 @@ GGUF keeps the two halves of each rotary pair side by side, so rows of a Llama's
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,7 @@ def _open_gguf(path: Path) -> Any:
         raise ModelError(f"{path} is no GGUF file: {summarize_error(error)}", "export the model again") from error
 
 
-def _weights_read_back(model: Any, loaded: Any, dtype: str) -> Mapping[str, torch.Tensor]:
+def _weights_read_back(model: Any, loaded: Any, dtype: str) -> dict[str, torch.Tensor]:
     """Return the weights that transformers read from the file, after a comparison with those of the model."""
     state: dict[str, torch.Tensor] = loaded.state_dict()
     own: dict[str, torch.Tensor] = model.state_dict()
