@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,16 +21,24 @@ _muted = _Muted()
 logger.addFilter(lambda _: not _muted.now)
 
 
-def _is_not_kernel_warning(record: logging.LogRecord) -> bool:
-    """Drop a warning of bitsandbytes that users cannot act on.
+# Warnings of other packages that users cannot act on, by logger; a part of the message identifies them.
+_FOREIGN_NOISE = {
+    # PEFT and transformers import bitsandbytes and torchao wherever they are installed, so unrelated commands would
+    # show that a faster kernel was not found, or that kernels for other machines were not loaded.
+    "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "is an Enum subclass",
+    # every product of 8-bit weights repeats this
+    "bitsandbytes.autograd._functions": "inputs will be cast",
+}
 
-    On CPUs with bf16 instructions, importing bitsandbytes warns that a faster kernel was not found on the Hub. PEFT
-    imports bitsandbytes wherever it is installed, so unrelated commands would show that warning.
-    """
-    return "gemm_4bit_forward" not in record.msg if isinstance(record.msg, str) else True
+
+def _is_not(noise: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: noise not in record.msg if isinstance(record.msg, str) else True
 
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_not_kernel_warning)
+for _name, _noise in _FOREIGN_NOISE.items():
+    logging.getLogger(_name).addFilter(_is_not(_noise))
 
 
 def say(message: str) -> None:

@@ -13,7 +13,8 @@ from trimtab.planner.trace.blocks import NotPeriodic, Repeat, extend, find_repea
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.plain_step import trace_plain_step
 from trimtab.planner.trace.recipe_step import StepTracer
-from trimtab.planner.trace.shortened_model import shorten, stacks_of
+from trimtab.model.blocks import stacks_of
+from trimtab.planner.trace.shortened_model import shorten
 from trimtab.techniques.apply import plain_spec
 from trimtab.techniques.base import as_text
 

@@ -8,6 +8,7 @@ import torch
 
 from trimtab.build.data import texts_of
 from trimtab.build.parts import Data, Loaded
+from trimtab.build.teacher import cut_student
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
@@ -47,6 +48,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
         quantization=options.quantization,
         device=engine.device,
     )
+    cut_student(recipe, model)
     change_model(model, method_values(recipe), _site(recipe, data, engine), [Phase.ADAPTERS])
     return Loaded(model, tokenizer)
 
@@ -57,7 +59,9 @@ def build_skeleton(recipe: Recipe, data: Data) -> Loaded:
     tokenizer = _build_tokenizer(source, data)
     trust = source.trust_remote_code
     kind, head = data.task.model_kind, data.task.head()
-    return Loaded(load_skeleton(source.model, kind, head, tokenizer, trust_remote_code=trust), tokenizer)
+    model = load_skeleton(source.model, kind, head, tokenizer, trust_remote_code=trust)
+    cut_student(recipe, model)
+    return Loaded(model, tokenizer)
 
 
 def source_of(recipe: Recipe) -> _Source:

@@ -57,6 +57,7 @@ class ResolvedRun:
         plan: Every decision, and what was predicted.
         loss: A loss function passed by the user.
         tracked: The model on a tracking server that the recipe names.
+        teacher: The teacher of a recipe with a `distill` section (`trimtab.build.teacher.Teacher`).
     """
 
     asked: Recipe
@@ -69,3 +70,4 @@ class ResolvedRun:
     plan: Plan
     loss: Callable[..., Any] | None = None
     tracked: TrackedModel | None = None
+    teacher: Any = None

@@ -58,6 +58,8 @@ def _with_paths(recipe: Recipe, *, source: _Change, model: _Change, folder: _Cha
         "checkpoint": _changed(recipe.checkpoint, {"mirror": folder}),
         "track": _changed(recipe.track, {"uri": lambda uri: _in_sqlite(uri, folder)}),
     }
+    if recipe.distill is not None:
+        update["distill"] = _changed(recipe.distill, {"teacher": model})
     if isinstance(recipe.model, ModelSettings):
         tokenizer = {} if recipe.model.tokenizer == "train" else {"tokenizer": model}  # a word, not a folder
         update["model"] = _changed(recipe.model, {"name": model, **tokenizer})

@@ -24,6 +24,8 @@ def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
         if isinstance(source, str):
             yield from _problem(f"data.{key}", check_source, source)
     yield from _in_model(recipe)
+    if recipe.distill is not None and not is_tracked_model(recipe.distill.teacher):
+        yield from _problem("distill.teacher", load_tokenizer, recipe.distill.teacher)
     yield from _in_metrics(recipe)
 
 

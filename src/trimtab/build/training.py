@@ -12,6 +12,7 @@ from trimtab.build.optimizer import optimizer_of
 from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
+from trimtab.build.teacher import student_loss
 from trimtab.data.fingerprint import FingerprintError, content_fingerprint
 from trimtab.data.metrics import higher_is_better
 from trimtab.data.rows import Rows
@@ -92,10 +93,11 @@ def build_trainer(
 def _build_parts(run: ResolvedRun) -> TrainingParts:
     """Prepare everything that an optimizer step is computed with."""
     recipe, engine, plan, task, tokens = run.recipe, run.engine, run.plan, run.data.task, run.tokens
-    settings, spec = recipe.train, plan.spec
-    loss = _build_loss(task, run.loss, settings.label_smoothing, spec)
+    settings, spec, outputs = recipe.train, plan.spec, None if run.teacher is None else run.teacher.outputs
+    loss = _build_training_loss(run)
     engine.include_frozen_parameters(run.freezing.released_later())
-    leave_out_unused(run.loaded.model, run.freezing, loss, task, tokens, engine)
+    uses_model = loss if outputs is None else _build_loss(task, None, 0.0, spec)  # a row alone has no cached outputs
+    leave_out_unused(run.loaded.model, run.freezing, uses_model, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(run.loaded.model)
     optimizer = optimizer_of(recipe, model, spec, engine.device)
@@ -105,7 +107,9 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
     )
     batching = batching_of(spec)
     batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
-    loader = make_loader(tokens.train, batches, make_collate(task, EpochCollate(task, batches), batching, batches))
+    in_epoch = EpochCollate(task, batches)
+    collate = make_collate(task, in_epoch if outputs is None else outputs.added_to(in_epoch), batching, batches)
+    loader = make_loader(tokens.train, batches, collate)
     optimizer, scheduler, loader = engine.prepare(optimizer, scheduler, loader)
     return TrainingParts(
         engine,
@@ -116,7 +120,7 @@ def _build_parts(run: ResolvedRun) -> TrainingParts:
         loss,
         wrap_step=partial(wrap_step, spec),
         warm_up=partial(warm_up, run.loaded.model, spec),
-        technique_states=states_of(run.loaded.model, spec),
+        technique_states=states_of(run.loaded.model, spec) | ({} if run.teacher is None else {"teacher": run.teacher}),
     )
 
 
@@ -170,6 +174,16 @@ def _facts_of_rows(rows: Rows) -> dict[str, Any]:
     with suppress(FingerprintError):
         facts["fingerprint"] = content_fingerprint(rows)
     return facts
+
+
+def _build_training_loss(run: ResolvedRun) -> Loss:
+    task, smoothing = run.data.task, run.recipe.train.label_smoothing
+    if run.teacher is None:
+        return _build_loss(task, run.loss, smoothing, run.plan.spec)
+    if run.loss is not None:
+        raise RecipeError("a custom loss has no teacher, and the recipe has distill", "remove one of them")
+    request = LossRequest(task.loss_kind, task.shifts_labels, smoothing)
+    return student_loss(run.recipe, request, run.teacher.model)
 
 
 def _build_loss(

@@ -12,12 +12,17 @@ import typer
 
 import trimtab
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
+from trimtab.cli.cluster import cluster
+from trimtab.cli.distill import distill
+from trimtab.cli.evaluate import evaluate
 from trimtab.cli.export import export
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
+from trimtab.cli.quantize import quantize
 from trimtab.cli.recipe import check, data_show, init, plan
 from trimtab.cli.runs import best, checkpoints, pull, runs, track_sync, ui
+from trimtab.cli.shrink import shrink
 from trimtab.cli.train import INTERRUPTED, compare, demo, resume, train
 from trimtab.errors import Stopped, TrimtabError
 
@@ -28,7 +33,12 @@ for _command in (train, resume, checkpoints, init, check, plan, predict, merge, 
 app.command()(config)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(compare)
+app.command()(shrink)
+app.command()(evaluate)
+app.command()(quantize)
+app.command()(cluster)
 app.command()(export)
+app.command()(distill)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")

@@ -72,7 +72,7 @@ def train(
     }
     mode = set_verbosity(quiet, json_lines)
     loaded = load_with_flags(recipe, sets, flags)
-    _finish(fit(loaded, progress=mode, device=device, resume=resume, fresh=fresh), mode)
+    finish(fit(loaded, progress=mode, device=device, resume=resume, fresh=fresh), mode)
 
 
 def resume(
@@ -88,10 +88,10 @@ def resume(
     from trimtab.run import resume as resume_run
 
     mode = set_verbosity(quiet, json_lines)
-    _finish(resume_run(run, from_step=from_step, sets=sets or [], out=out, progress=mode, device=device), mode)
+    finish(resume_run(run, from_step=from_step, sets=sets or [], out=out, progress=mode, device=device), mode)
 
 
-def _finish(result: "Result", mode: str) -> None:
+def finish(result: "Result", mode: str) -> None:
     """Print the result of a run, and exit with 75 if it was interrupted, with 1 if its state was not saved."""
     if mode == "auto" and result.is_main_process:
         with suppress(OSError):  # standard output may be a file on a full disk; the run itself is complete

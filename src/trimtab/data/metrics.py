@@ -209,25 +209,47 @@ class _Counts:
         self.sums[1, -1] += labels.shape[0]
 
     def values(self) -> dict[str, float]:
-        correct, predicted, true = self.sums[:, :-1].double().cpu()
-        num_correct, num_rows = self.sums[:2, -1].tolist()
-        if self._several:
-            averaged_over = torch.ones_like(true, dtype=torch.bool)
-        elif len(true) == 2:
-            averaged_over = torch.tensor([False, True])
-        else:
-            averaged_over = (predicted + true) > 0  # not labels that no row has or was predicted to have
-        by_label = {
-            "precision": correct / predicted.clamp(min=1),
-            "recall": correct / true.clamp(min=1),
-            "f1": 2 * correct / (predicted + true).clamp(min=1),
-        }
-        covariance = num_correct * num_rows - float((predicted * true).sum())
-        variances = (num_rows**2 - float((predicted**2).sum())) * (num_rows**2 - float((true**2).sum()))
-        return {name: float(values[averaged_over].mean()) for name, values in by_label.items()} | {
-            "accuracy": _ratio(num_correct, num_rows, empty=math.nan),
-            "mcc": math.nan if self._several else _ratio(covariance, math.sqrt(variances)),
-        }
+        counts = self.sums.double().cpu()
+        found = metrics_of_counts(counts[:, :-1], counts[:2, -1], several=self._several)
+        return {name: float(value) for name, value in found.items()}
+
+
+def metrics_of_counts(counts: Tensor, rows: Tensor, *, several: bool) -> dict[str, Tensor]:
+    """Compute accuracy, F1, precision, recall and MCC from counts.
+
+    Args:
+        counts: For each label how often it was correct, predicted, true: shape [3, …, labels]. Dimensions between these
+            are independent evaluations.
+        rows: Number of rows whose labels are all correct, and number of rows: shape [2, …].
+        several: Whether a row may have several labels.
+    """
+    correct, predicted, true = counts
+    num_correct, num_rows = rows
+    by_label = scores_by_label(counts)
+    if several:
+        averaged_over = torch.ones_like(true, dtype=torch.bool)
+    elif true.shape[-1] == 2:
+        averaged_over = torch.tensor([False, True]).expand_as(true)
+    else:
+        averaged_over = (predicted + true) > 0  # not labels that no row has or was predicted to have
+    num_averaged = averaged_over.sum(dim=-1)
+    values = {
+        name: torch.where(averaged_over, scores, 0).sum(dim=-1) / num_averaged for name, scores in by_label.items()
+    }
+    covariance = num_correct * num_rows - (predicted * true).sum(dim=-1)
+    variances = (num_rows**2 - (predicted**2).sum(dim=-1)) * (num_rows**2 - (true**2).sum(dim=-1))
+    mcc = torch.where(variances > 0, covariance / variances.sqrt(), 0)
+    return values | {"accuracy": num_correct / num_rows, "mcc": torch.full_like(mcc, torch.nan) if several else mcc}
+
+
+def scores_by_label(counts: Tensor) -> dict[str, Tensor]:
+    """Compute precision, recall and F1 of each label from the counts of `metrics_of_counts`; 0 where undefined."""
+    correct, predicted, true = counts
+    return {
+        "precision": correct / predicted.clamp(min=1),
+        "recall": correct / true.clamp(min=1),
+        "f1": 2 * correct / (predicted + true).clamp(min=1),
+    }
 
 
 def _one_hot(labels: Tensor, num_labels: int) -> Tensor:
@@ -244,7 +266,7 @@ class _Areas:
         self.ranks = RankedScores(1 if self._is_binary else num_labels)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        scores = self._log_odds(logits.double())
+        scores = log_odds(logits.double(), one_label=self._one_label)
         if self._is_binary:
             is_true = labels[:, None]
         elif self._one_label:
@@ -253,21 +275,23 @@ class _Areas:
             is_true = labels > 0.5
         self.ranks.add(scores, is_true)
 
-    def _log_odds(self, logits: Tensor) -> Tensor:
-        if self._is_binary:
-            return logits[:, 1:] - logits[:, :1]
-        if not self._one_label:
-            return logits
-        # For the most likely label, sum the others' probabilities: 1 - p would round to 0.
-        highest, best = logits.max(dim=-1, keepdim=True)
-        shares = (logits - highest).exp()
-        odds = logits - highest - (shares.sum(dim=-1, keepdim=True) - shares).log()
-        others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1, keepdim=True)
-        return odds.scatter(-1, best, highest - others)
-
     def values(self) -> dict[str, float]:
         areas = self.ranks.areas()
         return {"auc": float(areas.mean()) if len(areas) else math.nan}
+
+
+def log_odds(logits: Tensor, *, one_label: bool) -> Tensor:
+    """Return the scores that AUC ranks rows by: shape [rows, 1] for two labels of which a row has one."""
+    if one_label and logits.shape[-1] == 2:
+        return logits[:, 1:] - logits[:, :1]
+    if not one_label:
+        return logits
+    # For the most likely label, sum the others' probabilities: 1 - p would round to 0.
+    highest, best = logits.max(dim=-1, keepdim=True)
+    shares = (logits - highest).exp()
+    odds = logits - highest - (shares.sum(dim=-1, keepdim=True) - shares).log()
+    others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    return odds.scatter(-1, best, highest - others)
 
 
 class _Moments:
@@ -280,21 +304,30 @@ class _Moments:
     def update(self, logits: Tensor, labels: Tensor) -> None:
         predicted = logits.double().reshape(-1, self._num_numbers)
         true = labels.double().reshape(-1, self._num_numbers)
-        error = predicted - true
-        terms = (torch.ones_like(true), error**2, error.abs(), predicted, true, predicted**2, true**2, predicted * true)
-        self.sums += torch.stack([term.sum(dim=0) for term in terms])
+        self.sums += moments(predicted, true, predicted - true).sum(dim=1)
 
     def values(self) -> dict[str, float]:
-        sums = self.sums.cpu()
-        count, squared, absolute = sums[:3]
-        predicted, true, predicted2, true2, product = sums[3:] / count
-        spread = (predicted2 - predicted**2).clamp(min=0).sqrt() * (true2 - true**2).clamp(min=0).sqrt()
-        pearson = torch.where(spread > 0, (product - predicted * true) / spread, torch.nan)
-        return {
-            "mse": float((squared / count).mean()),
-            "mae": float((absolute / count).mean()),
-            "pearson": float(pearson.mean()),
-        }
+        return {name: float(value) for name, value in metrics_of_moments(self.sums.cpu()).items()}
+
+
+def moments(predicted: Tensor, true: Tensor, error: Tensor) -> Tensor:
+    """Return the terms whose sums over rows give the metrics of numbers: shape [8, rows, numbers]."""
+    return torch.stack(
+        (torch.ones_like(true), error**2, error.abs(), predicted, true, predicted**2, true**2, predicted * true)
+    )
+
+
+def metrics_of_moments(sums: Tensor) -> dict[str, Tensor]:
+    """Compute the metrics of numbers from sums of `moments`: shape [8, …, numbers]; the mean over the numbers."""
+    count, squared, absolute = sums[:3]
+    predicted, true, predicted2, true2, product = sums[3:] / count
+    spread = (predicted2 - predicted**2).clamp(min=0).sqrt() * (true2 - true**2).clamp(min=0).sqrt()
+    pearson = torch.where(spread > 0, (product - predicted * true) / spread, torch.nan)
+    return {
+        "mse": (squared / count).mean(dim=-1),
+        "mae": (absolute / count).mean(dim=-1),
+        "pearson": pearson.mean(dim=-1),
+    }
 
 
 class _TokenHits:

@@ -8,6 +8,7 @@ from trimtab.errors import MissingDependency
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "QLoRA and 8-bit optimizers"),
     "liger_kernel": ("liger", "fused kernels on NVIDIA GPUs"),
+    "torchao": ("torchao", "models with int8, int4 and fp8 weights"),
     "gguf": ("gguf", "models in GGUF files"),
     "onnx": ("onnx", "models in ONNX files"),
     "onnxscript": ("onnx", "models in ONNX files"),

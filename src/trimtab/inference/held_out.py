@@ -2,22 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
+from trimtab.data.bad_rows import SKIP_CURE
 from trimtab.data.metrics import METRIC_NAMES, Metrics
 from trimtab.data.rows import Rows
 from trimtab.data.sources import load_rows
 from trimtab.data.tasks.base import Batch, Task
-from trimtab.data.tasks.build import build_task
+from trimtab.data.tasks.build import build_task, build_task_of_classifier
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.engine.placement import to_device
+from trimtab.errors import DataError
 from trimtab.inference.comparison import ModelComparison
 from trimtab.inference.load import LoadedModel
 from trimtab.model.losses import build_loss
 
 _MAX_LENGTH = 512  # of models without a limit
+_MAX_LOGITS = 2**25  # of a batch: 128 MiB in fp32
+# Recipe keys of the columns of a task: first that of the input, then that of the expected output.
+_LABELLED = ("text", "label")
+_ROLES = {
+    "classify": _LABELLED,
+    "regress": _LABELLED,
+    "seq2seq": ("text", "target"),
+    "chat": ("prompt", "answer", "messages"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,25 +48,36 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batches(self, batch_size: int = 32) -> Iterator[tuple[list[int], Batch]]:
-        """Yield padded batches of rows of similar length, the longest first, with the numbers of their rows."""
-        order = sorted(range(len(self.tokens)), key=lambda row: -len(self.tokens[row]["input_ids"]))
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
+    def batches(self, batch_size: int = 32, outputs_per_token: int = 0) -> Iterator[tuple[list[int], Batch]]:
+        """Yield padded batches of rows of similar length, the longest first, with the numbers of their rows.
+
+        Args:
+            batch_size: Maximum number of rows.
+            outputs_per_token: Size of the vocabulary, for language models: batches are smaller where their logits
+                would take more than 128 MiB.
+        """
+        lengths = self.tokens.lengths
+        if self.task.model_kind == "seq2seq-lm":  # its logits are as long as the text to generate
+            lengths = [max(length, len(self.tokens[row]["labels"])) for row, length in enumerate(lengths)]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while order:
+            limit = _MAX_LOGITS // max(1, lengths[order[0]] * outputs_per_token)
+            size = min(batch_size, max(1, limit))
+            indices, order = order[:size], order[size:]
             yield indices, self.task.collate([self.tokens[row] for row in indices])
 
     def compare_with(self, reference: LoadedModel, num_rows: int = 256) -> ModelComparison:
         """Return a comparison with the outputs of `reference` on up to `num_rows` of the rows."""
         order = torch.randperm(len(self.tokens), generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
         examples = [self.tokens[row] for row in sorted(order)]
-        comparison = ModelComparison(self.task, examples, _num_outputs(reference, self.task), reference.device)
+        comparison = ModelComparison(self.task, examples, num_outputs(reference, self.task), reference.device)
         comparison.record_reference(reference.model)
         return comparison
 
 
 def read_held_out(
     loaded: LoadedModel,
-    data: str | Path | Rows,
+    data: Any,
     *,
     text: str | Sequence[str] | None = None,
     label: str | Sequence[str] | None = None,
@@ -65,14 +87,81 @@ def read_held_out(
 
     Args:
         loaded: The model; its task, tokenizer and labels are those of the rows.
-        data: File, folder, glob or hub name, or rows.
-        text: Column of the text, or two for pairs; guessed if left out.
-        label: Column of the label; guessed if left out.
+        data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
+        text: Column of the text or prompt, or two for pairs. By default the column of the training rows if the data
+            has it, else guessed.
+        label: Column of the label, of the text to generate, or of the answer; chosen in the same way.
         num_rows: Use a random choice of at most this number of rows.
+
+    Raises:
+        DataError: If a column cannot be found, or a row has a label that the model does not have.
     """
-    rows = data if isinstance(data, Rows) else load_rows(str(data))
-    task = build_task(loaded.task_name, rows, text=text, label=label)
-    return tokenized(loaded, task, task.usable(rows), num_rows)
+    try:
+        task, rows = _read(loaded, data, text, label)
+    except DataError as error:  # a recipe can skip bad rows, a judgement cannot
+        raise DataError(error.problem, error.cure.replace(f", {SKIP_CURE}", "")) from error
+    return tokenized(loaded, task, rows, num_rows)
+
+
+def _read(
+    loaded: LoadedModel, data: Any, text: str | Sequence[str] | None, label: str | Sequence[str] | None
+) -> tuple[Task, Rows]:
+    rows = load_rows(data)
+    columns = _columns(loaded, rows, text, label)
+    if loaded.task_name == "classify":
+        names, several = labels_of(loaded)
+        rows = _spell_out_labels(rows, names)
+        task = build_task_of_classifier(rows, names, several=several, **columns)
+    else:
+        seed = loaded.facts.get("recipe", {}).get("seed", 0)
+        task = build_task(loaded.task_name, rows, seed=seed, **columns)
+    return task, task.usable(rows)
+
+
+def labels_of(loaded: LoadedModel) -> tuple[list[str], bool]:
+    """Return the labels of a classifier in the order of its outputs, and whether it predicts several per row."""
+    config = loaded.model.config
+    names = [str(config.id2label[index]) for index in range(config.num_labels)]
+    return names, config.problem_type == "multi_label_classification"
+
+
+def _columns(
+    loaded: LoadedModel, rows: Rows, text: str | Sequence[str] | None, label: str | Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the columns by role: those named, else those of the training rows that exist."""
+    settings = loaded.facts.get("recipe", {}).get("data", {})
+    roles = _ROLES.get(loaded.task_name, ("text",))
+    trained = {role: settings.get(role) for role in roles}
+    columns = {role: value for role, value in trained.items() if value is not None and _has_columns(rows, value)}
+    given: dict[str, Any] = dict(zip(roles, (text, label), strict=False))
+    given = {role: value for role, value in given.items() if value is not None}
+    if loaded.task_name == "chat" and given:
+        columns.pop("messages", None)
+        if label is None:  # a column of its own holds whole conversations
+            given = {"messages": given["prompt"]}
+            columns = {}
+    return columns | given
+
+
+def _has_columns(rows: Rows, value: str | Sequence[str]) -> bool:
+    return all(name in rows.columns for name in ([value] if isinstance(value, str) else value))
+
+
+def _spell_out_labels(rows: Rows, names: Sequence[str]) -> Rows:
+    """Replace class indices by their names where the model has these names, maybe in another order."""
+    columns, label_names = dict(rows.columns), dict(rows.label_names)
+    for column, own in rows.label_names.items():
+        if set(own) <= set(names):
+            columns[column] = [_name_of(value, own) for value in rows.columns[column]]
+            del label_names[column]
+    return Rows(columns, rows.origin, label_names, rows.locations)
+
+
+def _name_of(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_name_of(single, names) for single in value]
+    is_index = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
+    return names[value] if is_index else value
 
 
 def tokenized(loaded: LoadedModel, task: Task, rows: Rows, num_rows: int | None = None) -> HeldOut:
@@ -95,13 +184,15 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     names = METRIC_NAMES[task.loss_kind]
     metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
     model.eval()
-    for _, batch in held_out.batches(batch_size):
+    outputs_per_token = num_outputs(loaded, task) if task.loss_kind == "token-cross-entropy" else 0
+    for _, batch in held_out.batches(batch_size, outputs_per_token):
         moved = to_device(batch, loaded.device)
         step = loss(model, moved)
         metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
     return metrics.compute()
 
 
-def _num_outputs(loaded: LoadedModel, task: Task) -> int:
+def num_outputs(loaded: LoadedModel, task: Task) -> int:
+    """Return the size of an output of the model: of its vocabulary, or the number of its labels."""
     head = loaded.model.get_output_embeddings() if task.loss_kind == "token-cross-entropy" else None
     return loaded.model.config.num_labels if head is None else head.weight.shape[0]  # type: ignore[no-any-return]

@@ -13,6 +13,14 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(_outermost(model, _is_marked)) or list(_outermost_items(model))
 
 
+def stacks_of(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """The lists of blocks of a model, by name; empty if it has none."""
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, block in blocks_of(model):
+        stacks.setdefault(name.rpartition(".")[0], []).append(block)
+    return list(stacks.items())
+
+
 def _is_marked(module: nn.Module) -> bool:
     """Whether a module is a `GradientCheckpointingLayer`; by name, so custom models do not import transformers."""
     return any(parent.__name__ == "GradientCheckpointingLayer" for parent in type(module).__mro__)

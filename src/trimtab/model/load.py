@@ -38,8 +38,11 @@ from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
     "AUTO_CLASSES",
+    "auto_class",
     "check_config",
     "grown_rows",
+    "is_quantized_config",
+    "is_quantized_model",
     "load_config",
     "load_model",
     "load_skeleton",
@@ -61,6 +64,15 @@ _MIN_DRAWN_ON_DEVICE = 500_000_000  # parameters; initializing more of them on t
 _GROWN_ROWS = "_trimtab_grown_rows"
 
 
+def auto_class(kind: str) -> Any:
+    """Return the auto class of transformers for a kind of model."""
+    import transformers
+
+    if kind not in AUTO_CLASSES:
+        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(AUTO_CLASSES)}")
+    return getattr(transformers, AUTO_CLASSES[kind])
+
+
 def load_model(
     source: str | Mapping[str, Any],
     kind: str,
@@ -68,7 +80,7 @@ def load_model(
     tokenizer: Any,
     *,
     trust_remote_code: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     quantization: Quantization | None = None,
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
@@ -80,7 +92,8 @@ def load_model(
         head: Settings of the head: num_labels, id2label, label2id, problem_type. Empty to keep those of the model.
         tokenizer: The tokenizer; embeddings and token ids of the model are adjusted to it.
         trust_remote_code: Whether Python code from the model's repository may be executed.
-        dtype: Dtype of the weights; half precision for a frozen base model.
+        dtype: Dtype of the weights; half precision for a frozen base model. None keeps the form in which a folder
+            stores them, which may be quantized; such a model cannot be trained.
         quantization: How to quantize the linear modules of the (frozen) base model; None to not quantize.
         device: Device of the model; None for the CPU, or for a quantized base the GPU if there is one.
 
@@ -88,22 +101,19 @@ def load_model(
         ModelError: The model does not exist, or has no head of that kind.
         RecipeError: The package that quantizes is not installed.
     """
-    import transformers
-
-    if kind not in AUTO_CLASSES:
-        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(AUTO_CLASSES)}")
-    auto_class = getattr(transformers, AUTO_CLASSES[kind])
-    options = LoadOptions(dtype, quantization, device_for(device, quantization))
+    stored = {"as_stored": dtype is None}
+    options = LoadOptions(dtype or torch.float32, quantization, device_for(device, quantization), **stored)
     with quiet_transformers():
         model: Any
         if isinstance(source, str):
             name = source
-            model, notes = _pretrained(source, auto_class, kind, head, trust_remote_code, options)
+            model, notes = _pretrained(source, auto_class(kind), kind, head, trust_remote_code, options)
         else:
             name = f"a new {source.get('model_type', 'model')}"
-            model, notes = _from_scratch(source, auto_class, kind, head, tokenizer, options), ["random weights"]
+            model, notes = _from_scratch(source, auto_class(kind), kind, head, tokenizer, options), ["random weights"]
         notes += _fit_to_tokenizer(model, tokenizer)
-        model.to(options.device)
+        if not is_quantized_model(model):  # loaded to its device
+            model.to(options.device)
     say("; ".join([f"{name}: {type(model).__name__}, {options.describe(model)}", *notes]))
     if quantization is not None:
         warn_if_little_quantized(model, quantization)
@@ -121,9 +131,6 @@ def load_skeleton(
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
     """Build the model that `load_model` would load on the meta device, without weights."""
-    import transformers
-
-    auto_class = getattr(transformers, AUTO_CLASSES[kind])
     with quiet_transformers():
         if isinstance(source, str):
             config = read_config(source, as_source(source), trust_remote_code)
@@ -131,13 +138,23 @@ def load_skeleton(
             config = build_config(dict(source), tokenizer, "model.config")
         _set_head(config, head)
         try:
-            model: torch.nn.Module = skeleton(auto_class, config, dtype)
+            model: torch.nn.Module = skeleton(auto_class(kind), config, dtype)
         except LOAD_FAILURES as error:
             name = source if isinstance(source, str) else "model.config"
             raise _no_head(name, config, kind, error) from error
         if tokenizer is not None:
             _fit_to_tokenizer(model, tokenizer)
     return model
+
+
+def is_quantized_config(config: Any) -> bool:
+    """Whether a config describes a model whose stored weights are quantized."""
+    return bool(getattr(config, "quantization_config", None))
+
+
+def is_quantized_model(model: Any) -> bool:
+    """Whether transformers loaded a model with quantized weights, which it does not move or convert."""
+    return getattr(model, "hf_quantizer", None) is not None
 
 
 def newly_initialized(model: torch.nn.Module) -> frozenset[str]:
@@ -159,25 +176,28 @@ def _pretrained(
     """Load a model from files; also returns remarks for the log."""
     place = as_source(source)
     config = read_config(source, place, trust_remote_code)
-    if getattr(config, "quantization_config", None) and place.gguf_file is None:
+    is_quantized = place.gguf_file is None and is_quantized_config(config)
+    if is_quantized and not options.as_stored:
         raise ModelError(f"{source} is quantized: quantized weights cannot be trained", "name the original model")
     before = dict(getattr(config, "id2label", None) or {})
     _set_head(config, head)
     extra: dict[str, Any] = {}
     try:
-        if options.quantization is not None and place.gguf_file is None:
+        if is_quantized:
+            extra = {"device_map": {"": options.device}, "use_safetensors": True}  # nothing is unpickled
+        elif options.quantization is not None and place.gguf_file is None:
             extra = options.quantization.loading_arguments(auto_class, config, options.device)
         model, info = auto_class.from_pretrained(
             place.name,
             config=config,
-            dtype=options.dtype,
+            dtype="auto" if options.as_stored else options.dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # in the head only; _check_weights refuses other mismatches
             **place.arguments,
             **extra,
         )
-    except LOAD_FAILURES as error:
+    except (*LOAD_FAILURES, AssertionError) as error:  # torchao asserts what it expects of its settings
         raise _no_head(source, config, kind, error) from error
     notes = _check_weights(source, model, info)
     if not notes and kind == "sequence-classification" and head:

@@ -69,7 +69,12 @@ def build_loss(
     shifts_labels: bool = False,
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Build the loss of a task.
+    """Build the loss of a task; its arguments are those of `build_measure`."""
+    return _ModelLoss(build_measure(kind, shifts_labels=shifts_labels, label_smoothing=label_smoothing))
+
+
+def build_measure(kind: str, *, shifts_labels: bool = False, label_smoothing: float = 0.0) -> "Measure":
+    """Build the function of logits and labels that computes the mean loss and the number of items in it.
 
     Args:
         kind: "cross-entropy" (one class per row), "binary-cross-entropy" (several labels per row), "mse", or
@@ -82,15 +87,15 @@ def build_loss(
             f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to a number from 0 to below 1"
         )
     if kind == "cross-entropy":
-        return _ModelLoss(partial(_row_cross_entropy, label_smoothing))
+        return partial(_row_cross_entropy, label_smoothing)
     if kind == "token-cross-entropy":
-        return _ModelLoss(partial(_token_cross_entropy, label_smoothing, shifts_labels))
+        return partial(_token_cross_entropy, label_smoothing, shifts_labels)
     if kind not in ("binary-cross-entropy", "mse"):
         known = "cross-entropy, binary-cross-entropy, mse, token-cross-entropy"
         raise RecipeError(f"a loss of kind {kind!r} is not known", f"use one of {known}")
     if label_smoothing:
         raise RecipeError(f"label_smoothing has no effect on a {kind} loss", "set train.label_smoothing to 0")
-    return _ModelLoss(_binary_cross_entropy if kind == "binary-cross-entropy" else _mean_squared_error)
+    return _binary_cross_entropy if kind == "binary-cross-entropy" else _mean_squared_error
 
 
 def loss_from_function(function: OwnLoss) -> Loss:
@@ -105,21 +110,22 @@ def loss_from_function(function: OwnLoss) -> Loss:
 
 
 Measured = tuple[torch.Tensor, torch.Tensor | int]
+Measure = Callable[[torch.Tensor, torch.Tensor], Measured]
 
 
 class _ModelLoss:
     """A loss computed from logits and labels."""
 
-    def __init__(self, measure: Callable[[torch.Tensor, torch.Tensor], Measured]) -> None:
+    def __init__(self, measure: Measure) -> None:
         self._measure = measure
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
-        _require_labels(batch)
+        require_labels(batch)
         outputs = run_model(model, batch)
-        logits = _require_logits(model, outputs)
+        logits = require_logits(model, outputs)
         # In half precision the sum over classes would be rounded. fp32 logits are not copied.
         mean, weight = self._measure(logits.float(), batch["labels"])
-        return _with_router_loss(StepLoss(mean, weight, logits.detach()), router_loss(model, outputs))
+        return with_router_loss(StepLoss(mean, weight, logits.detach()), router_loss(model, outputs))
 
 
 class FusedTokenLoss:
@@ -130,17 +136,17 @@ class FusedTokenLoss:
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
         """Compute the loss of `batch`; logits are returned only without gradients, and then in fp32."""
-        _require_labels(batch)
+        require_labels(batch)
         trains = torch.is_grad_enabled()
         with half_precision_outputs() if trains else nullcontext():
             outputs = run_model(model, batch)
-        logits_BLV = _require_logits(model, outputs)
+        logits_BLV = require_logits(model, outputs)
         labels_BL = _token_labels(self._shifts_labels, logits_BLV, batch["labels"])
         losses = fused_cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), self._label_smoothing)
         weight = (labels_BL != IGNORED).sum()
         kept = torch.empty(0) if trains else logits_BLV  # backward overwrites them
         step = StepLoss(losses.sum() / weight.clamp(min=1), weight, kept)
-        return _with_router_loss(step, router_loss(model, outputs))
+        return with_router_loss(step, router_loss(model, outputs))
 
 
 class LossWithoutLogits:
@@ -152,14 +158,15 @@ class LossWithoutLogits:
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
         """Compute the loss of `batch`."""
-        _require_labels(batch)
-        labels_BL = _next_tokens(batch["labels"]) if self._shifts_labels else batch["labels"]
+        require_labels(batch)
+        labels_BL = next_tokens(batch["labels"]) if self._shifts_labels else batch["labels"]
         total, hits, of_routers = self._loss(model, batch, labels_BL)
         weight = (labels_BL != IGNORED).sum()
-        return _with_router_loss(StepLoss(total / weight.clamp(min=1), weight, torch.empty(0), hits), of_routers)
+        return with_router_loss(StepLoss(total / weight.clamp(min=1), weight, torch.empty(0), hits), of_routers)
 
 
-def _with_router_loss(step: StepLoss, of_routers: torch.Tensor | None) -> StepLoss:
+def with_router_loss(step: StepLoss, of_routers: torch.Tensor | None) -> StepLoss:
+    """Add the auxiliary loss of a MoE model, if it has one."""
     if of_routers is None:
         return step
     return replace(step, value=step.value + of_routers.to(step.value.device), item_mean=step.value.detach())
@@ -205,10 +212,10 @@ def _token_labels(shifts_labels: bool, logits_BLV: torch.Tensor, labels_BL: torc
     """The label of each row of logits."""
     if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
         raise _shapes_differ(logits_BLV, labels_BL, "(rows, positions, tokens) and (rows, positions)")
-    return _next_tokens(labels_BL) if shifts_labels else labels_BL
+    return next_tokens(labels_BL) if shifts_labels else labels_BL
 
 
-def _next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
+def next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
     """The label of the next position, for each position. Slicing logits instead would copy them."""
     return functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
 
@@ -228,12 +235,14 @@ def _mean_squared_error(logits: torch.Tensor, labels: torch.Tensor) -> Measured:
     return functional.mse_loss(logits, labels.to(logits.dtype)), labels.shape[0]
 
 
-def _require_labels(batch: Batch) -> None:
+def require_labels(batch: Batch) -> None:
+    """Refuse a batch without labels."""
     if "labels" not in batch:
         raise LossError(f"the batch has no labels, only {', '.join(batch)}", "add `labels` in the collator")
 
 
-def _require_logits(model: torch.nn.Module, outputs: Any) -> torch.Tensor:
+def require_logits(model: torch.nn.Module, outputs: Any) -> torch.Tensor:
+    """The logits in the output of a model."""
     logits = logits_of(outputs)
     if logits is None:
         raise LossError(f"{type(model).__name__} returns no logits", "pass your own loss function")

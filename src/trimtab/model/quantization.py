@@ -76,16 +76,21 @@ class LoadOptions:
         dtype: Dtype of the weights that are not quantized.
         quantization: How the base model is quantized; None for not at all.
         device: Device of the model.
+        as_stored: Whether weights keep the form in which a folder stores them, instead of `dtype`.
     """
 
     dtype: torch.dtype
     quantization: Quantization | None
     device: torch.device
+    as_stored: bool = False
 
-    def describe(self, model: torch.nn.Module) -> str:
+    def describe(self, model: Any) -> str:
         """Describe a loaded model, such as "7.2 M parameters in bf16"."""
         total = sum(map(num_weights, model.parameters()))
-        count, plain = _count_words(total), _DTYPE_NAMES.get(self.dtype, str(self.dtype))
+        dtype = model.dtype if self.as_stored else self.dtype
+        count, plain = _count_words(total), _DTYPE_NAMES.get(dtype, str(dtype))
+        if getattr(model, "hf_quantizer", None) is not None:
+            return f"{count} parameters, quantized, the rest in {plain}"
         if self.quantization is None:
             return f"{count} parameters in {plain}"
         share, name = _num_quantized(model) / total, self.quantization.name

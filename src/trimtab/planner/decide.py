@@ -12,6 +12,7 @@ import torch
 
 from trimtab.build.batches import micro_batch_asked
 from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.build.teacher import Teacher
 from trimtab.data.batching import Batching
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
@@ -114,6 +115,7 @@ def decide(
     *,
     has_own_loss: bool = False,
     stored: Plan | None = None,
+    teacher: Teacher | None = None,
 ) -> Decision:
     """Choose values for everything that a recipe leaves at `auto`.
 
@@ -128,12 +130,14 @@ def decide(
         engine: The engine: device and number of processes.
         has_own_loss: Whether the user passed a loss function.
         stored: The plan of the run to resume.
+        teacher: The teacher of the run.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.
         RecipeError: The recipe asks for something that is not possible.
     """
-    question = _Question(recipe, data, tokens, loaded, engine, has_own_loss)
+    needs_logits = has_own_loss or recipe.distill is not None
+    question = _Question(recipe, data, tokens, loaded, engine, needs_logits, teacher)
     check_settings(question.case)
     if not _is_planned(recipe, engine.device):
         return Decision(question.without_plan(stored))
@@ -195,6 +199,7 @@ class _Question:
     loaded: Loaded
     engine: Engine
     has_own_loss: bool
+    teacher: Teacher | None = None
 
     def without_plan(self, stored: Plan | None) -> StepSpec:
         """The batch as one micro-batch, and what every technique does without a plan."""
@@ -263,7 +268,8 @@ class _Question:
     def _planner(self) -> RecipePlanner:
         target = target_here(self.engine.device, self.recipe.memory.budget)
         if target.is_cpu:  # weights that are loaded already will be counted by the prediction
-            target = target.without_loaded(self.loaded.model)
+            for model in (self.loaded.model, self.teacher and self.teacher.model):
+                target = target if model is None else target.without_loaded(model)
         return RecipePlanner(
             self.recipe,
             self.data.task,

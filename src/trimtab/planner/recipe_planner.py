@@ -85,7 +85,8 @@ class RecipePlanner:
         tokenizer: Any = None,
     ) -> None:
         self.recipe, self.task, self.target, self.lengths = recipe, task, target, lengths
-        self._num_processes, self._has_own_loss, self._is_here = num_processes, has_own_loss, is_here
+        needs_logits = has_own_loss or recipe.distill is not None
+        self._num_processes, self._has_own_loss, self._is_here = num_processes, needs_logits, is_here
         self._find_head_problem, self._tokenizer = find_head_problem, tokenizer
         self._variants: dict[tuple[tuple[str, str], ...], _Variant] = {}
         self._predictions: dict[tuple[StepSpec, BatchShape, int], Prediction] = {}

@@ -10,6 +10,7 @@ from trimtab.build.model import build_freezing, build_model, place_model
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
 from trimtab.build.plan import build_plan
+from trimtab.build.teacher import build_teacher
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine.engine import Engine
 from trimtab.planner.decide import decide, stored_plan
@@ -38,10 +39,13 @@ def resolve_run(
         data = build_data(recipe)
         loaded = build_model(recipe, data, engine)
         tokens = build_tokens(recipe, data, loaded)
+        teacher = build_teacher(recipe, data, tokens, loaded, engine)
     compare_processes(recipe, data, tokens, engine)
     freezing = build_freezing(recipe, loaded)
     before = None if resumed is None else stored_plan(resumed)
-    decision = decide(recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before)
+    decision = decide(
+        recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before, teacher=teacher
+    )
     place_model(recipe, data, loaded, decision.spec, freezing, engine)
     plan = build_plan(recipe, data, tokens, loaded, engine, decision.spec, decision.outlook)
-    return ResolvedRun(written, recipe, engine, data, tokens, loaded, freezing, plan, loss, tracked)
+    return ResolvedRun(written, recipe, engine, data, tokens, loaded, freezing, plan, loss, tracked, teacher)

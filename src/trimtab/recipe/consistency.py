@@ -27,6 +27,7 @@ def find_contradictions(recipe: "Recipe") -> Iterator[Mistake]:
     yield from _in_columns(recipe)
     yield from _in_training(recipe)
     yield from _in_memory(recipe)
+    yield from _in_distillation(recipe)
     yield from _in_the_rest(recipe)
 
 
@@ -113,6 +114,37 @@ def _in_memory(recipe: "Recipe") -> Iterator[Mistake]:
     if train.precision == "bf16-pure":
         text = "found bf16-pure; adapters train in fp32, and bf16 already keeps the frozen base in bf16; write bf16"
         yield _mistake("train.precision", text, "adapter")
+
+
+def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:
+    distill, memory = recipe.distill, recipe.memory
+    if distill is None:
+        return
+    if recipe.task == "regress":
+        yield _mistake("distill", "task regress has no classes to learn from a teacher; leave it out", "task")
+    if memory.loss not in ("auto", "plain"):
+        text = (
+            f"found {memory.loss}; a student is compared with its teacher by all logits; write plain, or leave it out"
+        )
+        yield _mistake("memory.loss", text, "distill")
+    if memory.padding == "none":
+        text = "found none; student and teacher are compared on padded rows; write longest, or leave it out"
+        yield _mistake("memory.padding", text, "distill")
+    if recipe.train.compile in ("blocks", "graphs"):
+        text = f"found {recipe.train.compile}; the step of a student is not compiled; write off, or leave it out"
+        yield _mistake("train.compile", text, "distill")
+    if distill.cache == "disk" and recipe.task == "masked-lm":
+        text = "found disk; the masks of masked-lm change in every epoch; write none"
+        yield _mistake("distill.cache", text, "task")
+    for name in ("hidden", "attention"):
+        if distill.cache == "disk" and getattr(distill, name)["weight"]:
+            text = (
+                f"found {shown(getattr(distill, name)['weight'])}; distill.cache: disk keeps no layers of the teacher"
+            )
+            yield _mistake(f"distill.{name}", f"{text}; leave one of them out", "distill.cache")
+    if not distill.alpha and not distill.hidden["weight"] and not distill.attention["weight"]:
+        text = "found 0; the teacher has no effect; write a share such as 0.5, or give distill.hidden a weight"
+        yield _mistake("distill.alpha", text, "distill.hidden", "distill.attention")
 
 
 def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:

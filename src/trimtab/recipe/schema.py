@@ -6,7 +6,7 @@ The string below each field is its documentation: `trimtab init`, the JSON Schem
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -33,6 +33,7 @@ from trimtab.recipe.value_types import (
     GradientCheckpointing,
     Interval,
     Labels,
+    LayerTerm,
     Metric,
     MicroBatch,
     ModelName,
@@ -40,6 +41,7 @@ from trimtab.recipe.value_types import (
     Share,
     Source,
     Steps,
+    StudentLayers,
     Targets,
     Text,
     Texts,
@@ -293,6 +295,30 @@ class EarlyStoppingSettings(Section):
     """Minimum change that counts as an improvement."""
 
 
+class DistillSettings(Section):
+    """Train a small model (the student) to give the outputs of a trained one (the teacher)."""
+
+    teacher: ModelName
+    """Run, folder or hub name of the teacher: a model trained for the task, with the student's tokenizer."""
+    student: StudentLayers | None = None
+    """Layers of the model to train, counted from 0: half or a number = evenly spaced, with the first and the last;
+    without `model` they are cut out of the teacher; null = all layers of `model`."""
+    temperature: PositiveFloat = 2.0
+    """Logits of both models are divided by it; higher = more weight on unlikely classes."""
+    alpha: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Share of the teacher's term in the loss; the labels have the rest."""
+    hidden: LayerTerm = {"weight": 0.0, "layers": "auto"}
+    """Weight of the distance between hidden states, and which layer of the student learns from which of the teacher;
+    auto = evenly spaced, the last from the last."""
+    attention: LayerTerm = {"weight": 0.0, "layers": "auto"}
+    """Weight of the distance between attention probabilities, and the layers, as in hidden."""
+    top_k: PositiveInt | None = None
+    """Compare only the teacher's most likely tokens, and the probability of all others as one; null = all tokens."""
+    cache: Literal["none", "disk"] = "none"
+    """disk = compute the teacher's outputs for all rows once, before training, and keep them on disk; training then
+    needs no memory for the teacher. Not for masked-lm, whose masks change."""
+
+
 class TrackSettings(Section):
     """Experiment tracking, in addition to the files in the run's folder."""
 
@@ -345,6 +371,8 @@ class Recipe(Section):
     adapter: Literal["none", "lora", "qlora"] | AdapterSettings = "none"
     """Train and save small low-rank matrices instead of all weights: lora, qlora (4-bit base weights), or a mapping
     such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
+    distill: DistillSettings | None = None
+    """Train the model to give the outputs of a larger one; null = train on labels alone."""
     memory: MemorySettings = MemorySettings()
     """How to fit into memory."""
     evaluate: EvaluateSettings = EvaluateSettings()
@@ -375,6 +403,7 @@ class Recipe(Section):
         context = info.context or {}
         mistakes: list[Mistake] = list(context.get("mistakes", []))
         recipe: Self | None = None
+        values = _with_student(values)
         try:
             recipe = handler(values)
         except ValidationError as error:
@@ -392,6 +421,16 @@ class Recipe(Section):
         if mistakes or recipe is None:
             raise_mistakes(mistakes, context.get("origins", {}))
         return recipe
+
+
+def _with_student(values: Any) -> Any:
+    """A recipe whose model is cut out of its teacher, if it has no model of its own."""
+    distill = values.get("distill") if isinstance(values, Mapping) else None
+    settings = distill.model_dump() if isinstance(distill, DistillSettings) else distill
+    if not isinstance(settings, Mapping) or values.get("model") is not None:
+        return values
+    cuts = settings.get("student") is not None and settings.get("teacher") is not None
+    return {**values, "model": settings["teacher"]} if cuts else values
 
 
 def _valid_rest(handler: ModelWrapValidatorHandler[R], values: Mapping[str, Any], found: list[Mistake]) -> R | None:

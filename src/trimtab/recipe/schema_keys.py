@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_BOUNDS = {Gt: ("above", "gt"), Ge: ("from", "ge"), Lt: ("below", "lt")}
+_BOUNDS = {Gt: ("above", "gt"), Ge: ("from", "ge"), Lt: ("below", "lt"), Le: ("", "le")}
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 
 
@@ -100,7 +100,7 @@ def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if annotation not in {int, float}:  # bounds of a union are no bounds of null
         return _PLAIN[annotation]
     bounds = [
-        f"{word} {getattr(mark, attribute):g}"
+        f"{word} {getattr(mark, attribute):g}".strip()
         for mark in metadata
         for kind, (word, attribute) in _BOUNDS.items()
         if isinstance(mark, kind)

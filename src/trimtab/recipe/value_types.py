@@ -231,6 +231,40 @@ def _block_range(value: Any) -> list[int]:
     return [first, last]
 
 
+def _student(value: Any) -> dict[str, Any]:
+    """Parse {layers: half}, {layers: 3} or {layers: [0, 2, 5]}."""
+    if not isinstance(value, Mapping) or set(value) != {"layers"}:
+        raise ValueError
+    layers = value["layers"]
+    if isinstance(layers, str) and _word(layers) == "half":
+        return {"layers": "half"}
+    if _is_int(layers) and layers > 0:
+        return {"layers": layers}
+    if not isinstance(layers, list | tuple) or not layers or not all(_is_int(layer) and layer >= 0 for layer in layers):
+        raise ValueError
+    if list(layers) != sorted(set(layers)):
+        raise ValueError("is not in ascending order, or names a layer twice")
+    return {"layers": list(layers)}
+
+
+def _layer_term(value: Any) -> dict[str, Any]:
+    """Parse a weight, or {weight: 1.0, layers: {0: 1, 1: 3}}."""
+    given = dict(value) if isinstance(value, Mapping) else {"weight": value}
+    if not {"weight"} <= set(given) <= {"weight", "layers"}:
+        raise ValueError
+    weight, layers = given["weight"], given.get("layers", "auto")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise ValueError("has no weight from 0")
+    if not isinstance(layers, Mapping):
+        if layers != "auto":
+            raise ValueError("has no valid layers: write auto, or {layer of the student: layer of the teacher}")
+        return {"weight": float(weight), "layers": "auto"}
+    pairs = {int(student): teacher for student, teacher in layers.items()}  # the keys of JSON are text
+    if not pairs or not all(_is_int(layer) and layer >= 0 for pair in pairs.items() for layer in pair):
+        raise ValueError("has layers that are no numbers from 0")
+    return {"weight": float(weight), "layers": pairs}
+
+
 def _source(value: Any, info: ValidationInfo) -> Any:
     """Accept text, and from Python also any iterable of rows."""
     if isinstance(value, str):
@@ -322,6 +356,10 @@ BlockRange = Annotated[
     Parsed("first and last block, such as [8, 15]; -1 is the last one", _block_range, ""),
     WithJsonSchema({"type": ["array", "string"], "items": {"type": "integer"}}),
 ]
+_LAYERS = "{layers: half}, {layers: 3}, or {layers: [0, 2, 5]}"
+StudentLayers = Annotated[Any, Parsed(_LAYERS, _student, "object")]
+_TERM = "a weight from 0, or {weight: 1.0, layers: {0: 1, 1: 3}}"
+LayerTerm = Annotated[Any, Parsed(_TERM, _layer_term, "number object")]
 FastDevRun = Annotated[bool | int, Parsed("true, false, or a number of steps", _fast_dev_run, "boolean integer")]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
 _URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"

@@ -88,16 +88,17 @@ def notes(comparison: Comparison) -> list[str]:
 
 def markdown(comparison: Comparison, title: str, plots: Sequence[str] = ()) -> str:
     """Return the whole comparison as a Markdown page."""
-    tables = [_markdown_table(*main_table(comparison))]
+    tables = [markdown_table(*main_table(comparison))]
     if any(outcome.anatomy for outcome in comparison.outcomes):
-        tables.append(_markdown_table(*anatomy_table(comparison)))
+        tables.append(markdown_table(*anatomy_table(comparison)))
     facts = [f"- {name}: {value}" for name, value in comparison.surroundings.items()]
     pictures = [f"![{Path(plot).stem}]({plot})" for plot in plots]
     blocks = [f"# {title}", verdict(comparison), *tables, *notes(comparison), *pictures, "\n".join(facts)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown, with numbers on the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

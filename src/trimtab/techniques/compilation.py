@@ -144,6 +144,8 @@ def may_compile(case: Case) -> bool:
     accelerator, recipe = case.accelerator, case.recipe
     if recipe is None or recipe.train.compile != "auto" or case.model is None or case.num_processes > 1:
         return False
+    if recipe.distill is not None:  # graphs would contain the teacher, and blocks return no hidden states
+        return False
     has_triton = not accelerator.is_here or has_package("triton")
     capability = accelerator.capability if accelerator.is_cuda else None
     pays = compiling_may_pay(case.num_steps, capability, has_triton=has_triton)

@@ -22,7 +22,7 @@ from trimtab.data.tasks.columns import (
     list_values,
     require,
 )
-from trimtab.data.tasks.label_columns import read_labels
+from trimtab.data.tasks.label_columns import read_labels, read_labels_of_model
 from trimtab.data.tasks.labels import are_regression_targets
 from trimtab.data.tasks.masked_lm import MaskedLM
 from trimtab.data.tasks.messages import Conversations, MessageColumn, PromptColumns
@@ -107,6 +107,38 @@ def build_task(
     if eval_rows is not None and on_bad_rows == "stop":
         task.usable(eval_rows)
     return task
+
+
+def build_task_of_classifier(
+    rows: Rows,
+    names: Sequence[str],
+    *,
+    several: bool = False,
+    text: str | Sequence[str] | None = None,
+    label: str | Sequence[str] | None = None,
+) -> Task:
+    """Build the task of a trained classifier, whose labels are known.
+
+    Args:
+        rows: Rows to judge it on; they may have some of its labels only.
+        names: Its labels, in the order of its outputs.
+        several: Whether it predicts several labels per row.
+        text: The text column, or two for sentence pairs.
+        label: The column of the label, or one column for each of several.
+
+    Raises:
+        DataError: If a column is ambiguous or missing.
+    """
+    named = _NamedColumns(text, label, None, None, None, None)
+    said: list[str] = []
+    labels = named.labels
+    if not labels:
+        are_columns = several and all(name in rows.columns for name in names)
+        labels = list(names) if are_columns else [_choose_label(rows, named, said)]
+    for column in labels:
+        require(rows, column, "data.label")
+    texts = choose_text(rows, text, said, besides=labels)
+    return Classify(texts, read_labels_of_model(rows, labels, names, several=several), said)
 
 
 def _guess_task(rows: Rows, named: _NamedColumns) -> tuple[str, str]:

@@ -124,6 +124,47 @@ def read_labels(rows: Rows, columns: Sequence[str]) -> LabelColumns:
     return LabelList(column, known or LabelSet([str(number) for number in range(num_labels)]), multi_hot=True)
 
 
+def read_labels_of_model(rows: Rows, columns: Sequence[str], names: Sequence[str], *, several: bool) -> LabelColumns:
+    """Choose the reader for the labels of rows that a trained model is judged on.
+
+    Args:
+        rows: The rows; they may have some of the labels only.
+        columns: The label column, or one column per label; all exist.
+        names: The labels of the model, in the order of its outputs.
+        several: Whether the model predicts several labels per row.
+
+    Raises:
+        DataError: If the rows have one label each and the model predicts several, or the other way round.
+    """
+    if len(columns) > 1:
+        if not several or set(columns) != set(names):
+            raise DataError(
+                f"{rows.origin} has one column per label ({list_values(columns)}), the labels of the model are "
+                f"{list_values(names)}",
+                "set data.label to one column with the label" if not several else "set data.label to these columns",
+            )
+        return FlagColumns(names)
+    column = columns[0]
+    values = rows.columns[column]
+    has_lists = any(isinstance(value, list | tuple) for value in values)
+    if has_lists != several:
+        found, wanted = ("lists", "one label per row") if has_lists else ("single labels", "a list of labels per row")
+        raise DataError(
+            f"{rows.origin}: column {column!r} contains {found}, but the model predicts "
+            f"{'several labels' if several else 'one label'} per row",
+            f"write {wanted}, or set data.label to another column",
+        )
+    labels = LabelSet(names, owner="the model")
+    own_names = rows.label_names.get(column)
+    if own_names is not None and not set(own_names) <= set(names):
+        # The names of the source are others (LABEL_0), or unknown: its integers can only be indices.
+        labels = LabelSet(names, owner="the model", integers_are_indices=True)
+    if not several:
+        return OneLabel(column, labels)
+    multi_hot = is_multi_hot(values) and any(len(value) == len(names) for value in values)
+    return LabelList(column, labels, multi_hot=multi_hot)
+
+
 def _unknown(value: Any, column: str, labels: LabelSet) -> Problem:
     if labels.number(value) is not None:
         return None
@@ -134,8 +175,9 @@ def _unknown(value: Any, column: str, labels: LabelSet) -> Problem:
             f"column {column!r} contains -1, which marks rows without a label (test splits on the Hub often have none)",
             "use a split that has labels",
         )
+    cure = "add training rows with this label" if labels.owner == "the training rows" else "remove the row"
     return (
-        f"label {value!r} in column {column!r} is not one of the {len(labels)} labels of the training rows "
+        f"label {value!r} in column {column!r} is not one of the {len(labels)} labels of {labels.owner} "
         f"({list_values(labels.names)})",
-        "correct it or add training rows with this label",
+        f"correct it or {cure}",
     )

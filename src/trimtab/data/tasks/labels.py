@@ -37,10 +37,14 @@ class LabelSet:
         names: Their names.
         integers_are_indices: Whether an integer in the data is the index of a name, as in ClassLabel columns of
             `datasets`, rather than a name.
+        owner: What has these labels, for messages: the training rows, or a model.
     """
 
-    def __init__(self, names: Sequence[str], *, integers_are_indices: bool = False) -> None:
+    def __init__(
+        self, names: Sequence[str], *, integers_are_indices: bool = False, owner: str = "the training rows"
+    ) -> None:
         self.names = list(names)
+        self.owner = owner
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._indices = {str(number): number for number in range(len(self.names))}
         self._integers_are_indices = integers_are_indices

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from trimtab.model import precision
+from trimtab.model.blocks import stacks_of
 from trimtab.model.hub import quiet_transformers
 from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
 from trimtab.planner.trace.compiled import compiled_block_patches
 from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
 from trimtab.planner.trace.recorder import Owner, Recorder, Trace
-from trimtab.planner.trace.shortened_model import Shortened, shorten, stacks_of
+from trimtab.planner.trace.shortened_model import Shortened, shorten
 from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 from trimtab.techniques.adapter import quantization_tensors
 from trimtab.techniques.apply import trace_patches

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from trimtab.model.blocks import stacks_of
 from trimtab.model.forward import logits_of
 from trimtab.planner.largest_batch import LargestBatch, NoBatch
 from trimtab.planner.target import Target
 from trimtab.planner.trace.plain_step import Loop, trace_loop
 from trimtab.planner.trace.recipe_step import engine_to_trace
 from trimtab.planner.trace.recorder import Recorder, Trace
-from trimtab.planner.trace.shortened_model import Shortened, stacks_of
+from trimtab.planner.trace.shortened_model import Shortened
 from trimtab.techniques.apply import block_marker, change_model, change_optimizer
 from trimtab.techniques.base import Site, StepSpec
 

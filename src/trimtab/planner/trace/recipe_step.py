@@ -12,11 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
+from trimtab.build.teacher import cut_student, student_loss, teacher_skeleton, use_plain_attention
 from trimtab.data.metrics import Metrics
 from trimtab.data.packing import MAX_LENGTH, ROW_STARTS
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
+from trimtab.model.blocks import stacks_of
+from trimtab.model.distillation import PROBABILITIES, TOKENS
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
@@ -27,7 +30,7 @@ from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
 from trimtab.planner.trace.model_trace import BlockVisits, Work, trace_model
 from trimtab.planner.trace.recorder import Recorder, Trace
-from trimtab.planner.trace.shortened_model import Shortened, stacks_of
+from trimtab.planner.trace.shortened_model import Shortened
 from trimtab.planner.trace.thread_patches import replaced, stand_ins_on_this_thread
 from trimtab.randomness import DETERMINISTIC_WORKSPACES
 from trimtab.recipe.schema import Recipe
@@ -62,6 +65,7 @@ class StepTracer:
             gpu = replace(gpu, workspace_config=DETERMINISTIC_WORKSPACES)
         self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
+        self._teachers: dict[torch.dtype, Any] = {}
 
     def trace(self, spec: StepSpec, batch: BatchShape, num_micro: int = 1, *, whole: bool = False) -> Trace:
         """Trace an optimizer step and what was allocated before it, the optimizer's state included.
@@ -74,7 +78,7 @@ class StepTracer:
         """
 
         def step(parts: _Parts) -> None:
-            batches = (_batch(self._task, batch, parts.recorder) for _ in range(num_micro))
+            batches = (self._with_targets(_batch(self._task, batch, parts.recorder), parts) for _ in range(num_micro))
             compute = wrap_step(spec, window_gradients)
             limit = self._recipe.train.max_grad_norm
             result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, limit)
@@ -100,6 +104,21 @@ class StepTracer:
 
         return self._trace(spec, batch, evaluate, whole)
 
+    def _with_targets(self, batch: dict[str, Any], parts: "_Parts") -> dict[str, Any]:
+        """A batch with the cached outputs of a teacher, if the recipe uses them."""
+        distill = self._recipe.distill
+        if distill is None or distill.cache != "disk":
+            return batch
+        num_classes = parts.recorder.vocab_size or int(self._task.head().get("num_labels") or 1)
+        is_of_tokens = self._task.loss_kind == "token-cross-entropy"
+        shape = tuple(batch["labels"].shape) if is_of_tokens else (batch["labels"].shape[0],)
+        has_top = distill.top_k is not None and distill.top_k < num_classes
+        widths = (distill.top_k + 1, distill.top_k) if has_top and distill.top_k is not None else (num_classes,)
+        with parts.recorder.born_as("inputs"):
+            for name, width, dtype in zip((PROBABILITIES, TOKENS), widths, (torch.float32, torch.int32), strict=False):
+                batch[name] = torch.empty((*shape, width), dtype=dtype, device="meta")
+        return batch
+
     def skeleton(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model on `meta`, before techniques change it."""
         if dtype not in self._skeletons:
@@ -113,9 +132,24 @@ class StepTracer:
                     trust_remote_code=source.trust_remote_code,
                     dtype=dtype,
                 )
+            cut_student(self._recipe, self._skeletons[dtype])
+            if self._recipe.distill is not None and self._recipe.distill.attention["weight"]:
+                use_plain_attention(self._skeletons[dtype])
             if self._tokenizer is None:
                 _name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
         return self._skeletons[dtype]
+
+    def teacher(self, precision: str) -> Any:
+        """The teacher on `meta`; None if the recipe has none, or only its outputs are used."""
+        if self._recipe.distill is None or self._recipe.distill.cache == "disk":
+            return None
+        dtype = compute_dtype(precision) or torch.float32
+        if dtype not in self._teachers:
+            task = self._task
+            with own_default_dtype():
+                self._teachers[dtype] = teacher_skeleton(self._recipe, task.model_kind, task.head(), dtype)
+            _name_missing_tokens(self._teachers[dtype].config, task.model_kind)
+        return self._teachers[dtype]
 
     # ------------------------------------------------------------------ the trace
 
@@ -130,12 +164,18 @@ class StepTracer:
                 gpu=self._gpu,
                 is_padded=batch.is_padded,
                 mark=block_marker(spec, num_blocks, self._recipe),
-                whole=whole or is_named,
+                whole=whole or is_named or self._compares_layers,
             )
         except TrimtabError:
             raise
         except Exception as error:  # a forward that reads values, operations without a meta kernel, odd modules …
             raise TraceError(type(self.skeleton()).__name__, error) from error
+
+    @property
+    def _compares_layers(self) -> bool:
+        """Whether single layers of the model are compared with those of a teacher."""
+        distill = self._recipe.distill
+        return distill is not None and bool(distill.hidden["weight"] or distill.attention["weight"])
 
     def weight_dtype(self, precision: str) -> torch.dtype:
         """The dtype that weights are loaded in."""
@@ -150,6 +190,9 @@ class StepTracer:
         recorder.is_timing = False
         visits = BlockVisits(recorder, parts.model)
         visits.adopt_weights(parts.model)
+        teacher = self.teacher(spec.precision)
+        if teacher is not None:
+            recorder.adopt([*teacher.parameters(), *teacher.buffers()], "weights")
 
         def work() -> None:
             with _stages_recorded(recorder, parts.engine, parts.optimizer.optimizer):
@@ -173,7 +216,10 @@ class StepTracer:
         scheduler: Any = build_schedule("constant", optimizer, num_steps=10, warmup_steps=0)
         optimizer, scheduler = engine.prepare(optimizer, scheduler)
         smoothing = self._recipe.train.label_smoothing
-        loss = make_loss(spec, LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing))
+        request = LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing)
+        teacher = self.teacher(spec.precision)
+        is_student = self._recipe.distill is not None
+        loss = student_loss(self._recipe, request, teacher) if is_student else make_loss(spec, request)
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
 
     def _changed(self, short: Shortened, spec: StepSpec, engine: Engine) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trimtab.model.blocks import blocks_of
+from trimtab.model.blocks import stacks_of
 from trimtab.planner.trace.blocks import Repeat, find_repeat
 
 
@@ -51,14 +51,6 @@ def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed:
         kept += [begin + number for number in numbers]
         begin += len(blocks)
     return Shortened(_copied(whole, stacks, short), repeats, tuple(kept))
-
-
-def stacks_of(model: Any) -> list[tuple[str, list[torch.nn.Module]]]:
-    """The lists of blocks of a model, by name; empty if it has none."""
-    stacks: dict[str, list[torch.nn.Module]] = {}
-    for name, block in blocks_of(model):
-        stacks.setdefault(name.rpartition(".")[0], []).append(block)
-    return list(stacks.items())
 
 
 def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:

@@ -1,0 +1,55 @@
+"""The command that clusters weights."""
+
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.options import Device, NewFolder
+from trimtab.cli.output import show_table
+from trimtab.errors import RecipeError
+
+
+def cluster(
+    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    folder: NewFolder,
+    bits: Annotated[int, typer.Option(help="Bits of a weight, 1 to 8.")] = 4,
+    per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
+    rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled rows to judge both models on.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
+    calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows to use.")] = 256,
+    importance: Annotated[
+        str | None, typer.Option(help="none, activations or gradients. Default: activations with --calibration.")
+    ] = None,
+    compensate: Annotated[
+        bool | None, typer.Option(help="Spread errors over later columns. Default: with --calibration.")
+    ] = None,
+    train_steps: Annotated[int, typer.Option(help="Steps to train palettes on the calibration rows.")] = 0,
+    embeddings: Annotated[bool, typer.Option(help="Cluster embeddings and the output layer too.")] = True,
+    rest: Annotated[str, typer.Option(help="Dtype of weights that are not clustered: fp16, or keep.")] = "keep",
+    device: Device = None,
+) -> None:
+    """Cluster the weights of a model to palettes of 1 to 8 bits."""
+    import torch
+
+    from trimtab.commands.cluster import cluster as cluster_weights
+    from trimtab.compress.clustering import ClusterSettings
+    from trimtab.report.figures_table import figures_table
+
+    if rest not in ("fp16", "keep"):
+        raise RecipeError(f"--rest {rest} is not known", "--rest fp16 or --rest keep")
+    calibrated = calibration is not None
+    settings = ClusterSettings(
+        bits=bits,
+        per=per,
+        rows=rows,
+        importance=importance or ("activations" if calibrated else "none"),
+        compensate=calibrated if compensate is None else compensate,
+        embeddings=embeddings,
+        rest_dtype=torch.float16 if rest == "fp16" else None,
+    )
+    rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows}
+    done = cluster_weights(model, folder, settings, **rows_of, train_steps=train_steps, device=device)
+    if done.figures:
+        show_table(*figures_table(done.figures))
+    typer.echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")

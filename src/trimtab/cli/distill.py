@@ -1,0 +1,32 @@
+"""The command that trains a student with a teacher."""
+
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import Device, Json, Quiet, RecipeFile, Sets
+from trimtab.cli.options import load as load_with_flags
+from trimtab.cli.output import set_verbosity, show_table
+from trimtab.cli.train import finish
+
+
+def distill(
+    recipe: RecipeFile = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/EXPERIMENT/NAME.")] = None,
+    device: Device = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the run in the folder with a new one.")] = False,
+    sets: Sets = None,
+    quiet: Quiet = False,
+    json_lines: Json = False,
+) -> None:
+    """Train a small model to give the outputs of a large one."""
+    from trimtab.commands.distill import distill as train_student
+    from trimtab.report.figures_table import figures_table
+
+    mode = set_verbosity(quiet, json_lines)
+    loaded = load_with_flags(recipe, sets, {"out": out})
+    found = train_student(loaded, progress=mode, device=device, resume=resume, fresh=fresh)
+    finish(found.result, mode)
+    if found.figures and mode == "auto":
+        show_table(*figures_table(found.figures))

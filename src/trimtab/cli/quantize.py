@@ -1,0 +1,40 @@
+"""The command that stores a model in fewer bits."""
+
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import Device, NewFolder
+from trimtab.cli.output import show_table
+
+_TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several with a bound: int8,int4."
+_LOSS = "Quantize as many layers as this loss of quality allows, such as 0.5%."
+_SIZE = "Quantize the least harmful layers until the files have this size, such as 40MB."
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    folder: NewFolder,
+    to: Annotated[str, typer.Option(help=_TO)] = "int8",
+    data: Annotated[str | None, typer.Option(help="Rows to judge both models on.")] = None,
+    rows: Annotated[int, typer.Option(help="Number of rows to use.")] = 512,
+    max_loss: Annotated[str | None, typer.Option(help=_LOSS)] = None,
+    size: Annotated[str | None, typer.Option(help=_SIZE)] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of all other weights: auto, fp32, bf16, fp16.")] = "auto",
+    device: Device = None,
+) -> None:
+    """Store the linear layers of a model in 8 or 4 bits; compare."""
+    from trimtab.commands.quantize import quantize as quantize_model
+    from trimtab.commands.quantize_mix import Bound
+    from trimtab.report.figures_table import figures_table
+    from trimtab.units import parse_bytes, parse_share
+
+    bound = None
+    if max_loss is not None or size is not None:
+        share = None if max_loss is None else parse_share(max_loss)
+        bound = Bound(share, None if size is None else parse_bytes(size))
+    names = [name.strip() for name in to.split(",")]
+    done = quantize_model(model, folder, names, data=data, num_rows=rows, bound=bound, dtype=dtype, device=device)
+    show_table(*figures_table(done.figures))
+    left = f", {done.num_left} left alone" if done.num_left else ""
+    typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are as before")

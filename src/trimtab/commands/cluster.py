@@ -1,0 +1,215 @@
+"""`trimtab cluster`: clusters the weights of a model to palettes, writes them, and compares both models."""
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trimtab import __version__
+from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
+from trimtab.checkpoint.folder import atomic_folder
+from trimtab.compress.block_clustering import Weights, can_read_files, cluster_files, cluster_model
+from trimtab.compress.calibration import Batch
+from trimtab.compress.clustered_file import ClusteredWriter, is_clustered
+from trimtab.compress.clustered_model import clustered_weights
+from trimtab.compress.clustered_weight import ClusteredWeight
+from trimtab.compress.clustering import ClusterSettings, storable
+from trimtab.compress.palette_training import train_palettes, use_clustered
+from trimtab.errors import ModelError, RecipeError
+from trimtab.hardware.inventory import find_device
+from trimtab.inference.adapted import model_kind
+from trimtab.inference.figures import ModelFigures, measure, weight_bytes
+from trimtab.inference.held_out import HeldOut, read_held_out
+from trimtab.inference.load import LoadedModel, load
+from trimtab.log import say
+from trimtab.model.hub import is_adapter, quiet_transformers
+from trimtab.model.load import load_config, load_skeleton, load_tokenizer, resolve_source
+from trimtab.model.losses import build_loss
+from trimtab.tracking.mlflow.registry import local_source
+
+_BATCH_SIZE = 8  # small: squared gradients are of the mean over a batch
+_TRAIN_BATCH_SIZE = 16
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """A clustered model that was written.
+
+    Args:
+        folder: Where.
+        bits: Mean size of a clustered weight in bits, with its share of the palettes.
+        figures: The original and the clustered model; empty without rows to judge them on.
+    """
+
+    folder: Path
+    bits: float
+    figures: list[ModelFigures]
+
+
+def cluster(
+    model: str | Path,
+    folder: str | Path,
+    settings: ClusterSettings,
+    *,
+    data: str | Path | None = None,
+    calibration: str | Path | None = None,
+    num_rows: int = 256,
+    train_steps: int = 0,
+    device: str | torch.device | None = None,
+) -> Clustered:
+    """Cluster the weights of a model and write a folder that `trimtab.load` reads.
+
+    Args:
+        model: A run, a folder, a hub name or a model on a tracking server.
+        folder: Where to write: a new or empty folder, or a clustered model, which is replaced.
+        settings: How to cluster.
+        data: Labelled rows to judge the original and the result on; None writes the model without a comparison.
+        calibration: Rows that importance and compensation are computed from; not those of `data`.
+        num_rows: Calibration rows that are used.
+        train_steps: Steps to train palettes, on the calibration rows, to answer as the original does; indices stay.
+        device: Where to compute; None chooses.
+
+    Raises:
+        ModelError: `model` is an adapter, is clustered already, or cannot be loaded.
+    """
+    source = resolve_source(local_source(str(model)), adapters=True)
+    _check(source, settings, calibration, train_steps)
+    streamed = _open_files(source) if calibration is None else None
+    original = None if streamed is not None and data is None else load(model, device=find_device(device))
+    held_out = None if data is None or original is None else read_held_out(original, data)
+    judge = _Judge(original, held_out)
+    if streamed is not None:
+        weights, bare, tokenizer = cluster_files(*streamed, settings), streamed[1], load_tokenizer(source)
+    else:
+        assert original is not None
+        rows = _Calibration(original, calibration, num_rows)
+        weights = cluster_model(original.model, settings, rows.batches, rows.loss_of)
+        if train_steps:
+            teacher = load(model, device=original.device)
+            weights = rows.trained(weights, teacher.model, train_steps, settings)
+        bare, tokenizer = original.model, original.tokenizer
+    bits = _write(Path(folder), weights, _Origin(source, bare, tokenizer), settings)
+    return Clustered(Path(folder), bits, judge.compare(Path(folder), source, device))
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The model that is clustered; `model` can be a skeleton on the meta device."""
+
+    source: str
+    model: Any
+    tokenizer: Any
+
+    def save_settings(self, folder: Path) -> dict[str, Any]:
+        """Write everything but weights; returns the facts about the model."""
+        source = Path(self.source)
+        self.model.config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if (source / _GENERATION).is_file():
+            shutil.copyfile(source / _GENERATION, folder / _GENERATION)
+        return read_facts(source) if source.is_dir() else {}
+
+
+class _Judge:
+    """Measures the original before it is clustered, and the result afterwards."""
+
+    def __init__(self, original: LoadedModel | None, held_out: HeldOut | None) -> None:
+        self._held_out = held_out
+        self._figures: list[ModelFigures] = []
+        if original is not None and held_out is not None:
+            self._comparison = held_out.compare_with(original, len(held_out))
+            self._figures.append(measure("original", original, held_out))
+
+    def compare(self, folder: Path, source: str, device: str | torch.device | None) -> list[ModelFigures]:
+        """Return the figures of the original and of the clustered model, decoded once and on use."""
+        if self._held_out is None:
+            return []
+        where = find_device(device)
+        if Path(source).is_dir():
+            self._figures[0] = dataclasses.replace(self._figures[0], disk_bytes=weight_bytes(source))
+        for name, decode in (("clustered", "once"), ("clustered, decoded on use", "on-use")):
+            loaded = load(folder, device=where, decode=decode)
+            options: dict[str, Any] = {"folder": folder, "comparison": self._comparison}
+            self._figures.append(measure(name, loaded, self._held_out, **options))
+        return self._figures
+
+
+def _check(source: str, settings: ClusterSettings, calibration: str | Path | None, train_steps: int) -> None:
+    if is_adapter(source):
+        raise ModelError(f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {source} DIR")
+    if Path(source).is_dir() and is_clustered(source):
+        raise ModelError(f"{source} is clustered already", "name the original model")
+    if settings.needs_calibration and calibration is None:
+        what = "--compensate" if settings.compensate else f"--importance {settings.importance}"
+        raise RecipeError(f"{what} needs rows of data", "--calibration FILE, such as the rows of training")
+    if train_steps and calibration is None:
+        raise RecipeError("--train-steps needs rows of data", "--calibration FILE, such as the rows of training")
+
+
+def _open_files(source: str) -> tuple[list[Path], Any] | None:
+    """Return the files of a model and its skeleton, if weights can be read from the files one at a time."""
+    files = sorted(Path(source).glob("model*.safetensors")) if Path(source).is_dir() else []
+    if not files:
+        return None
+    config = load_config(source)
+    skeleton = load_skeleton(source, model_kind(source, config), {}, None)
+    return (files, skeleton) if can_read_files(files, skeleton) else None
+
+
+class _Calibration:
+    """Calibration rows of a model; none if there is no file of them."""
+
+    def __init__(self, loaded: LoadedModel, source: str | Path | None, num_rows: int) -> None:
+        self._model = loaded.model
+        self._rows = None if source is None else read_held_out(loaded, source, num_rows=num_rows)
+        self.batches: list[Batch] = []
+        if self._rows is not None:
+            self._loss = build_loss(self._rows.task.loss_kind, shifts_labels=self._rows.task.shifts_labels)
+            self.batches = [batch for _, batch in self._rows.batches(_BATCH_SIZE)]
+            say(f"calibrating on {len(self._rows)} rows of {source}")
+
+    def loss_of(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of the task."""
+        return self._loss(model, batch).value
+
+    def trained(self, weights: Weights, teacher: Any, num_steps: int, settings: ClusterSettings) -> Weights:
+        """Yield weights with trained palettes."""
+        assert self._rows is not None
+        every = dict(weights)
+        clustered = {name: weight for name, weight in every.items() if isinstance(weight, ClusteredWeight)}
+        use_clustered(self._model, clustered)
+        task, order = self._rows.task, torch.Generator().manual_seed(0)
+        examples: Any = [self._rows.tokens[row] for row in range(len(self._rows))]
+        loader: Any = DataLoader(
+            examples, _TRAIN_BATCH_SIZE, shuffle=True, collate_fn=task.collate, generator=order, drop_last=False
+        )
+        train_palettes(self._model, teacher, loader, kind=task.loss_kind, num_steps=num_steps)
+        for name, now in clustered_weights(self._model).items():
+            every[name] = now.with_palettes(storable(now.palettes_GK, settings.palette_dtype))
+        yield from ((name, weight) for name, weight in every.items())
+
+
+def _write(folder: Path, weights: Weights, origin: _Origin, settings: ClusterSettings) -> float:
+    """Write a clustered model; returns the bits of a clustered weight."""
+    num_entries = num_bytes = 0
+    with atomic_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
+        writer = ClusteredWriter(place)
+        for name, weight in weights:
+            writer.add(name, weight)
+            if isinstance(weight, ClusteredWeight):
+                num_entries += weight.shape[0] * weight.shape[1]
+                num_bytes += weight.num_bytes
+        writer.flush()
+        if not num_entries:
+            raise ModelError(f"{origin.source} has no weight to cluster", "choose a model with linear modules")
+        about = {name: value for name, value in vars(settings).items() if not isinstance(value, torch.dtype)}
+        about |= {"files": weight_checksums(place), "bits_per_weight": 8 * num_bytes / num_entries}
+        facts = {"trimtab": __version__, **origin.save_settings(place), "clustered": about}
+        (place / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+    return 8 * num_bytes / num_entries

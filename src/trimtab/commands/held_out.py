@@ -1,0 +1,50 @@
+"""The rows that a command judges a model on: a file that the user names, or those that its run held out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab.build.data import build_data
+from trimtab.errors import DataError, RecipeError
+from trimtab.inference.held_out import HeldOut, read_held_out, tokenized
+from trimtab.inference.load import LoadedModel
+from trimtab.recipe.schema import Recipe
+
+_CURE = "name a file with rows that the model was not trained on"
+
+
+def held_out_of(
+    loaded: LoadedModel,
+    data: Any = None,
+    num_rows: int | None = None,
+    *,
+    text: str | Sequence[str] | None = None,
+    label: str | Sequence[str] | None = None,
+) -> HeldOut:
+    """Return rows to judge a model on: `data` if given, else the held-out rows of the run that trained it.
+
+    Args:
+        loaded: The model.
+        data: File, folder, glob or hub name, or rows; None for the rows of the run.
+        num_rows: Use a random choice of at most this number of rows.
+        text: Column of the text; by default that of the training rows, or guessed.
+        label: Column of the label, in the same way.
+
+    Raises:
+        RecipeError: If no data was named, and the model has no run, or its run held out no rows.
+        DataError: If the rows cannot be read, or do not fit the model.
+    """
+    if data is not None:
+        return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
+    recipe = loaded.facts.get("recipe")
+    if not isinstance(recipe, Mapping):
+        raise RecipeError("this model does not know its held-out rows: it was not trained by trimtab", _CURE)
+    try:
+        found = build_data(Recipe(**recipe))
+    except (DataError, RecipeError) as error:
+        raise DataError(f"the held-out rows of the run cannot be read: {error.problem}", _CURE) from error
+    if found.eval is None:
+        raise RecipeError("the run held out no rows (data.eval_share is 0)", _CURE)
+    if found.task.name == "classify":  # its labels are the model's, whatever the file holds by now
+        columns: dict[str, Any] = {"text": found.task.columns["text"], "label": found.task.columns["label"]}
+        return read_held_out(loaded, found.eval, num_rows=num_rows, **columns)
+    return tokenized(loaded, found.task, found.eval, num_rows)

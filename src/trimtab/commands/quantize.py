@@ -1,0 +1,186 @@
+"""`trimtab quantize`: stores linear layers in fewer bits, all of them or the mix that keeps a bound, and measures it.
+
+The folder that is written is in the format of torchao or bitsandbytes, which transformers loads. A bound on quality or
+size is kept by measuring how much each layer alone changes the outputs, and by quantizing the cheapest layers first.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.checkpoint.export import FACTS, export_model
+from trimtab.commands.merge import DTYPES, merge_in_place
+from trimtab.commands.quantize_mix import Bound, choose_mix
+from trimtab.compress.quantized_layers import QuantizedLayers
+from trimtab.compress.weight_formats import FORMATS, WeightFormat
+from trimtab.errors import ModelError, RecipeError
+from trimtab.hardware.inventory import find_device
+from trimtab.inference.adapted import read_adapter_source
+from trimtab.inference.figures import ModelFigures, measure
+from trimtab.inference.held_out import HeldOut, read_held_out
+from trimtab.inference.load import LoadedModel, load
+from trimtab.log import say
+from trimtab.model.adapters import adapter_of
+from trimtab.model.hub import is_adapter
+from trimtab.model.load import is_quantized_config, load_config, resolve_source
+from trimtab.tracking.mlflow.registry import local_source
+
+_ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # do not apply to a merged model
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized model that was written.
+
+    Args:
+        folder: Its folder.
+        formats: Format of each layer that is quantized.
+        num_left: Number of linear layers of the base that are not quantized.
+        figures: Of the original model, then of the quantized one as it loads from its folder.
+    """
+
+    folder: Path
+    formats: dict[str, str]
+    num_left: int
+    figures: list[ModelFigures]
+
+
+def quantize(
+    source: str | Path,
+    folder: str | Path,
+    to: Sequence[str] = ("int8",),
+    *,
+    data: Any = None,
+    num_rows: int = 512,
+    bound: Bound | None = None,
+    dtype: str = "auto",
+    device: str | torch.device | None = None,
+) -> Quantized:
+    """Quantize a model and write it as a Hugging Face folder that `from_pretrained` loads.
+
+    Args:
+        source: A run, a folder, a hub name or a model on a tracking server. A LoRA adapter is merged first.
+        folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
+        to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
+        data: Rows to judge the models on: file, folder, glob or hub name, or rows.
+        num_rows: Number of them to use, chosen at random.
+        bound: What the result has to keep; None quantizes every layer.
+        dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
+        device: Where to compute; None chooses.
+
+    Raises:
+        ModelError: If the model or this machine cannot have that format, or the bound cannot be kept; nothing is
+            written then.
+    """
+    target, where = Path(folder), find_device(device)
+    formats = _known_formats(to, bound)
+    for one in formats:
+        one.check_device(where)
+    origin = _check_places(source, target)
+    loaded = _load_original(str(source), origin, where)
+    rest = _rest_dtype(dtype, loaded.model.dtype, formats)
+    for one in formats:
+        one.check(where, rest)
+    held_out = _rows(loaded, data, num_rows)
+    comparison = held_out.compare_with(loaded)
+    is_whole = Path(origin).exists() and not is_adapter(origin)
+    original = measure("original", loaded, held_out, folder=origin if is_whole else None)
+    loaded.model.to(rest)
+    layers = QuantizedLayers(loaded.model)
+    mix = choose_mix(loaded, layers, formats, held_out, original.quality, bound)
+    num_left = len(layers.names) - len(mix)
+    layers.finish(mix)
+    names = {layer: one.name for layer, one in mix.items()}
+    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left, rest))
+    task_model = loaded.model
+    del loaded, layers, task_model
+    gc.collect()  # the original has to be gone before the result is loaded
+    again = load(target, device=where)
+    figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
+    return Quantized(target, names, num_left, figures)
+
+
+def _known_formats(names: Sequence[str], bound: Bound | None) -> list[WeightFormat]:
+    unknown = [name for name in names if name not in FORMATS]
+    if unknown or not names:
+        raise RecipeError(f"--to {', '.join(unknown) or 'nothing'} is not known", f"one of {', '.join(FORMATS)}")
+    formats = [FORMATS[name] for name in dict.fromkeys(names)]
+    if len(formats) > 1 and bound is None:
+        raise RecipeError(f"--to {','.join(names)}: several formats are mixed by a bound", "add --max-loss or --size")
+    if len(formats) > 1 and any(one.package != "torchao" for one in formats):
+        raise RecipeError(f"--to {','.join(names)}: transformers mixes formats of torchao only", "name one format")
+    return formats
+
+
+def _check_places(source: str | Path, target: Path) -> str:
+    """Check that the result may be written, and return the resolved source."""
+    origin = resolve_source(local_source(str(source)), adapters=True)
+    if target.resolve() == Path(origin).resolve():
+        raise RecipeError(f"{target} is the model itself, which the quantized one would replace", "pass a new folder")
+    is_ours = (target / FACTS).is_file()
+    if target.exists() and not is_ours and (not target.is_dir() or any(target.iterdir())):
+        raise RecipeError(f"{target} contains other files, which the model would replace", "pass a new folder")
+    return origin
+
+
+def _load_original(source: str, origin: str, device: torch.device) -> LoadedModel:
+    """Load the model that is quantized in the dtype of its files; an adapter is merged into its base."""
+    if is_adapter(origin):
+        adapter = read_adapter_source(origin)
+        if adapter.quantization is not None:
+            raise ModelError(
+                f"{source} is an adapter that was trained on a base in {adapter.quantization.name}",
+                f"trimtab merge {source} MERGED --onto dequantized; trimtab quantize MERGED FOLDER",
+            )
+        loaded = load(source, device=device, dtype=torch.float32)
+        attached = adapter_of(loaded.model)
+        assert attached is not None
+        merge_in_place(loaded.model, attached, _stored_dtype(adapter.base))
+        facts = {key: value for key, value in loaded.facts.items() if key not in _ADAPTER_FACTS}
+        return LoadedModel(loaded.model, loaded.tokenizer, loaded.task_name, facts)
+    if not origin.endswith(".gguf") and is_quantized_config(load_config(origin)):
+        raise ModelError(f"{source} is quantized already", "name the model that it was made from")
+    return load(source, device=device, dtype=_stored_dtype(origin))
+
+
+def _stored_dtype(source: str) -> torch.dtype:
+    own = getattr(load_config(source), "dtype", None)
+    return own if isinstance(own, torch.dtype) and own in DTYPES.values() else torch.float32
+
+
+def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -> torch.dtype:
+    if asked != "auto" and asked not in DTYPES:
+        raise RecipeError(f"--dtype {asked} is not known", f"one of auto, {', '.join(DTYPES)}")
+    if asked == "auto":
+        return torch.bfloat16 if any(one.needs_bf16 for one in formats) else own
+    return DTYPES[asked]
+
+
+def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> HeldOut:
+    if num_rows < 1:
+        raise RecipeError(f"--rows {num_rows} judges nothing", "--rows 1 or more")
+    if data is None:
+        raise RecipeError("the models need rows to be judged on", "--data FILE, rows that were not trained on")
+    return read_held_out(loaded, data, num_rows=num_rows)
+
+
+def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int, rest: torch.dtype) -> dict[str, Any]:
+    about = {
+        "formats": dict(Counter(formats.values())),
+        "layers": formats,
+        "num_layers_left": num_left,
+        "dtype_of_the_rest": str(rest).removeprefix("torch."),
+    }
+    say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
+    return {**loaded.facts, "task": loaded.task_name, "quantized": about}
+
+
+def _words(formats: dict[str, str]) -> str:
+    """Return such as "int8" or "20 int8, 16 int4"."""
+    counts = Counter(formats.values())
+    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -1,0 +1,147 @@
+"""Cluster a model block by block.
+
+Without calibration rows, weights are read from the files of the model one at a time: no more than one weight and one
+output file are in memory. With them the model is in memory, but what is measured is kept for one block at a time; and
+the inputs of a block are those of blocks before it that are clustered already, whose errors it can then compensate.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.compress.calibration import Batch, input_moments, squared_gradients
+from trimtab.compress.clustered_weight import ClusteredWeight
+from trimtab.compress.clustering import ClusterSettings, cluster_weight, clusterable, is_transposed
+from trimtab.log import say
+from trimtab.model.blocks import blocks_of
+
+Weights = Iterator[tuple[str, ClusteredWeight | Tensor]]
+LossOf = Callable[[Any, Batch], Tensor]
+
+
+def cluster_model(
+    model: Any, settings: ClusterSettings, batches: Sequence[Batch] = (), loss_of: LossOf | None = None
+) -> Weights:
+    """Cluster the weights of a model in memory, block by block, and yield all of its weights.
+
+    The parameters of the model are replaced by the decoded values.
+
+    Args:
+        model: The model, on its device, in eval mode.
+        settings: How.
+        batches: Batches of calibration rows, if the settings need them.
+        loss_of: The loss of a batch, for squared gradients.
+    """
+    targets = clusterable(model, settings)
+    parts = _parts(model, targets)
+    for number, names in enumerate(parts, 1):
+        measured = _Measured.of(model, {name: targets[name] for name in names}, settings, batches, loss_of)
+        for name in names:
+            module = model.get_submodule(targets[name])
+            weight = _clustered(model.get_parameter(name), module, name, settings, measured)
+            with torch.no_grad():
+                model.get_parameter(name).copy_(weight.decoded(torch.float32))
+            yield name, weight
+        say(f"clustered {len(names)} weights, part {number} of {len(parts)}")
+    yield from ((name, _rest(tensor, settings)) for name, tensor in _state(model) if name not in targets)
+
+
+def cluster_files(files: Sequence[Path], skeleton: Any, settings: ClusterSettings) -> Weights:
+    """Cluster the weights in the safetensors files of a model, reading one at a time, and yield all of them.
+
+    Args:
+        files: The files; their tensors have the names of the model's parameters and buffers.
+        skeleton: The model on the meta device.
+        settings: How; without calibration.
+    """
+    from safetensors import safe_open
+
+    targets, known = clusterable(skeleton, settings), {name for name, _ in _state(skeleton)}
+    for number, path in enumerate(files, 1):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name in targets:
+                    module = skeleton.get_submodule(targets[name])
+                    yield name, _clustered(file.get_tensor(name), module, name, settings, _Measured({}, {}))
+                elif name in known:  # a second name of a shared weight is stored once
+                    yield name, _rest(file.get_tensor(name), settings)
+        say(f"clustered file {number} of {len(files)}")
+
+
+def can_read_files(files: Sequence[Path], skeleton: Any) -> bool:
+    """Whether files contain all parameters of a model under their names in the model."""
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for path in files:
+        with safe_open(path, "pt") as file:
+            found |= set(file.keys())
+    return bool(files) and {name for name, _ in skeleton.named_parameters()} <= found
+
+
+class _Measured:
+    """Second moments of inputs and squared gradients, of the weights of one block."""
+
+    def __init__(self, moments: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        self.moments, self.gradients = moments, gradients
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        targets: Mapping[str, str],
+        settings: ClusterSettings,
+        batches: Sequence[Batch],
+        loss_of: LossOf | None,
+    ) -> "_Measured":
+        moments, gradients = {}, {}
+        if settings.compensate or settings.importance == "activations":
+            paths = {path: name for name, path in targets.items() if not _is_embedding(model.get_submodule(path))}
+            found = input_moments(model, paths, batches) if paths else {}
+            moments = {paths[path]: moment for path, moment in found.items()}
+        if settings.importance == "gradients" and loss_of is not None:
+            gradients = squared_gradients(model, targets, batches, loss_of)
+        return cls(moments, gradients)
+
+
+def _clustered(
+    parameter: Tensor, module: nn.Module, name: str, settings: ClusterSettings, measured: _Measured
+) -> ClusteredWeight:
+    transposed = is_transposed(module)
+    gradients = measured.gradients.get(name)
+    return cluster_weight(
+        parameter.detach().T if transposed else parameter.detach(),
+        settings,
+        hessian_II=measured.moments.get(name),
+        gradients_OI=gradients.T if transposed and gradients is not None else gradients,
+        transposed=transposed,
+    )
+
+
+def _parts(model: nn.Module, targets: Mapping[str, str]) -> list[list[str]]:
+    """Return the names of weights to cluster together: embeddings, then each block, then the rest."""
+    blocks = [f"{name}." for name, _ in blocks_of(model)]
+    first = [name for name, path in targets.items() if _is_embedding(model.get_submodule(path))]
+    parts = [first, *([name for name in targets if name.startswith(block)] for block in blocks)]
+    taken = {name for part in parts for name in part}
+    parts.append([name for name in targets if name not in taken])
+    return [part for part in parts if part]
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, shared ones once, and the buffers that a state_dict contains."""
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _rest(tensor: Tensor, settings: ClusterSettings) -> Tensor:
+    is_converted = settings.rest_dtype is not None and tensor.is_floating_point()
+    return tensor.detach().to(settings.rest_dtype) if is_converted else tensor.detach()

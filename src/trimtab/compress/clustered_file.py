@@ -1,0 +1,130 @@
+"""The format of clustered weights on disk.
+
+A folder has config.json, the tokenizer, trimtab.json and one or more files `clustered-NNNNN.safetensors`. The name is
+not `model.safetensors` on purpose: `from_pretrained` would find that file, miss the weights and start from random ones;
+so it stops with an error. A clustered weight NAME is two tensors:
+
+- `NAME.indices`: uint8 of (O, ceil(I · bits / 8)), rows of packed indices (layout: `packed_indices`);
+- `NAME.palettes`: fp16 or fp32 of (ceil(O / rows), 2**bits); row o uses palette o // rows.
+
+Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]]`. Other tensors are stored as they are, under their
+names. A weight that several modules share is stored once, under its first name. The metadata of each file has the key
+"trimtab_clustered", a JSON object: {"version": 1, "tensors": {NAME: {"shape": [O, I], "bits": …, "rows": …,
+"transposed": …}}}. With "transposed" the module stores the transpose of the matrix (transformers' Conv1D).
+trimtab.json has {"clustered": {"files": {FILE: CHECKSUM, …}, …}}.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.checkpoint.export import FACTS, find_export_problem, read_facts
+from trimtab.compress.clustered_weight import ClusteredWeight, find_layout_problem
+from trimtab.errors import ModelError
+
+VERSION = 1
+_KEY = "trimtab_clustered"
+_FILE_BYTES = 2**30
+_CURE = "cluster or download the model again"
+
+
+def is_clustered(folder: str | Path) -> bool:
+    """Whether a folder contains a clustered model."""
+    return any(Path(folder).glob("clustered-*.safetensors"))
+
+
+class ClusteredWriter:
+    """Writes weights one after the other; at most one file's worth is in memory.
+
+    Args:
+        folder: The folder.
+        file_bytes: A new file is begun after this size.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
+        self._folder, self._file_bytes = folder, file_bytes
+        self._tensors: dict[str, Tensor] = {}
+        self._layouts: dict[str, Any] = {}
+        self._num_files = 0
+
+    def add(self, name: str, weight: ClusteredWeight | Tensor) -> None:
+        """Add a weight."""
+        if isinstance(weight, ClusteredWeight):
+            self._layouts[name] = weight.layout
+            parts = {f"{name}.indices": weight.packed_OB, f"{name}.palettes": weight.palettes_GK}
+        else:
+            parts = {name: weight}
+        for key, tensor in parts.items():
+            self._tensors[key] = tensor.detach().cpu().contiguous()
+        if sum(tensor.nbytes for tensor in self._tensors.values()) >= self._file_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been added since the last file."""
+        from safetensors.torch import save_file
+
+        if not self._tensors:
+            return
+        self._num_files += 1
+        about = json.dumps({"version": VERSION, "tensors": self._layouts})
+        path = self._folder / f"clustered-{self._num_files:05d}.safetensors"
+        save_file(self._tensors, path, metadata={"format": "pt", _KEY: about})
+        self._tensors, self._layouts = {}, {}
+
+
+def read_weights(folder: str | Path) -> Iterator[tuple[str, ClusteredWeight | Tensor]]:
+    """Yield the weights of a clustered model, one at a time.
+
+    Raises:
+        ModelError: A file is missing, damaged, of another version, or was not written by trimtab.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    place = Path(folder)
+    checksums = (read_facts(place).get("clustered") or {}).get("files")
+    if not isinstance(checksums, dict):
+        raise ModelError(f"{place / FACTS} does not list the files of clustered weights in {place}", _CURE)
+    problem = find_export_problem(place, checksums)
+    if problem:
+        raise ModelError(problem, _CURE)
+    for path in sorted(place / name for name in checksums):
+        try:
+            with safe_open(path, "pt") as file:
+                yield from _read_file(path, file)
+        except SafetensorError as error:
+            raise ModelError(f"{path} cannot be read: {error}", _CURE) from error
+
+
+def _read_file(path: Path, file: Any) -> Iterator[tuple[str, ClusteredWeight | Tensor]]:
+    layouts = _read_layouts(path, file.metadata() or {})
+    names = set(file.keys())
+    parts = {f"{name}.{part}" for name in layouts for part in ("indices", "palettes")}
+    if not parts <= names:
+        raise ModelError(f"{path} has no tensor {min(parts - names)}", _CURE)
+    for name in sorted(names - parts):
+        yield name, file.get_tensor(name)
+    for name, layout in layouts.items():
+        packed, palettes = file.get_tensor(f"{name}.indices"), file.get_tensor(f"{name}.palettes")
+        problem = find_layout_problem(packed, palettes, layout)
+        if problem:
+            raise ModelError(f"{path}: {name} cannot be decoded: {problem}", _CURE)
+        (_, num_columns), transposed = layout["shape"], layout.get("transposed") is True
+        yield name, ClusteredWeight(packed, palettes, layout["bits"], layout["rows"], num_columns, transposed)
+
+
+def _read_layouts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        about = json.loads(metadata[_KEY])
+        version, layouts = about["version"], about["tensors"]
+        if not all(isinstance(layout, dict) for layout in layouts.values()):
+            raise TypeError
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} has no description of clustered weights", _CURE) from error
+    if version != VERSION:
+        raise ModelError(
+            f"{path} is of version {version} of the format of clustered weights; {VERSION} is known", "update trimtab"
+        )
+    return dict(layouts)

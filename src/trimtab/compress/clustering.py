@@ -1,0 +1,175 @@
+"""Cluster weights: choose them, find palettes and indices, with or without what calibration rows say about inputs.
+
+Shapes: O rows and I columns of a weight, G groups of rows, K values of a palette.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.compress.clustered_weight import ClusteredWeight
+from trimtab.compress.error_compensation import compensated, output_error
+from trimtab.compress.palettes import find_palettes, look_up, nearest, rows_of_group
+from trimtab.errors import RecipeError
+from trimtab.model.quantization import quantizable
+
+PER = ("tensor", "rows", "channel")
+IMPORTANCE = ("none", "activations", "gradients")
+_MIN_ENTRIES = 2048  # smaller weights stay as they are: they save nothing that matters
+_NUM_REFITS = 2
+_RIDGE = 1e-3  # pulls palette values that few entries use to where they were
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How weights are clustered.
+
+    Args:
+        bits: Bits of an index, 1 to 8.
+        per: What shares a palette: a "tensor", a group of "rows", or a "channel" (one row).
+        rows: Rows of a group, for per="rows"; None chooses by size, so that palettes add at most 0.25 bits a weight.
+        importance: Weights of squared errors: "none", "activations" (mean square of the input that an entry is
+            multiplied with) or "gradients" (mean squared gradient of the entry).
+        compensate: Spread the error of each column over later columns.
+        embeddings: Cluster embeddings and the output layer too.
+        palette_dtype: dtype of stored palettes; fp16 where its range suffices, or fp32.
+        rest_dtype: dtype of stored weights that are not clustered; None keeps theirs.
+    """
+
+    bits: int = 4
+    per: str = "rows"
+    rows: int | None = None
+    importance: str = "none"
+    compensate: bool = False
+    embeddings: bool = True
+    palette_dtype: torch.dtype = torch.float16
+    rest_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not 1 <= self.bits <= 8:
+            raise RecipeError(f"--bits {self.bits} is not possible", "--bits 1 to --bits 8")
+        if self.per not in PER:
+            raise RecipeError(f"--per {self.per} is not known", f"one of {', '.join(PER)}")
+        if self.importance not in IMPORTANCE:
+            raise RecipeError(f"--importance {self.importance} is not known", f"one of {', '.join(IMPORTANCE)}")
+        if self.rows is not None and self.rows < 1:
+            raise RecipeError(f"--rows {self.rows} is not a group", "--rows 1 or more")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether rows of data are needed."""
+        return self.compensate or self.importance != "none"
+
+
+def clusterable(model: Any, settings: ClusterSettings) -> dict[str, str]:
+    """Return the weights to cluster: the parameter's (first) name and a module that holds it.
+
+    Linear modules of the base model, and embeddings and the output layer if the settings say so; not task heads.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    paths = quantizable(model)
+    if settings.embeddings:
+        output = model.get_output_embeddings()
+        paths += [name for name, module in model.named_modules() if type(module) is nn.Embedding or module is output]
+    wanted = {id(module.weight): path for path in paths if isinstance(module := model.get_submodule(path), nn.Module)}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if type(module) not in (nn.Linear, nn.Embedding, Conv1D) and id(weight) in wanted:
+            del wanted[id(weight)]  # shared with a module that could not decode it on use
+    return {
+        name: wanted[id(parameter)]
+        for name, parameter in model.named_parameters()
+        if id(parameter) in wanted and parameter.numel() >= _MIN_ENTRIES
+    }
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module stores its weight as (in, out)."""
+    return not isinstance(module, nn.Linear | nn.Embedding)
+
+
+@torch.no_grad()
+def cluster_weight(
+    weight_OI: Tensor,
+    settings: ClusterSettings,
+    *,
+    hessian_II: Tensor | None = None,
+    gradients_OI: Tensor | None = None,
+    transposed: bool = False,
+) -> ClusteredWeight:
+    """Cluster a matrix.
+
+    Args:
+        weight_OI: The matrix, as (out, in).
+        settings: How.
+        hessian_II: Mean of x xᵀ over inputs of the module; needed for "activations" and to compensate.
+        gradients_OI: Mean squared gradients; needed for "gradients".
+        transposed: Whether the module stores the transpose.
+    """
+    weight_OI = weight_OI.float()
+    num_rows, num_columns = weight_OI.shape
+    rows = rows_of_group((num_rows, num_columns), settings.bits, settings.per, settings.rows)
+    importance = gradients_OI if settings.importance == "gradients" else None
+    if settings.importance == "activations" and hessian_II is not None:
+        importance = hessian_II.diagonal()
+    palettes_GK = storable(find_palettes(weight_OI, settings.bits, rows, importance), settings.palette_dtype)
+    indices_OI = nearest(weight_OI, palettes_GK, rows)
+    if settings.compensate and hessian_II is not None:
+        palettes_GK, indices_OI = _compensate(weight_OI, palettes_GK, indices_OI, hessian_II, rows)
+    return ClusteredWeight.from_indices(indices_OI, palettes_GK, settings.bits, rows, transposed=transposed)
+
+
+def storable(palettes_GK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round palettes to their stored dtype; values outside of the range in which fp16 is precise stay in fp32."""
+    largest = palettes_GK.abs().max().item()
+    return palettes_GK.to(dtype) if 1e-3 <= largest < 6e4 else palettes_GK
+
+
+def _compensate(
+    weight_OI: Tensor, palettes_GK: Tensor, indices_OI: Tensor, hessian_II: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Round with compensation, fit palettes to the outcome, and repeat; returns the best palettes and indices."""
+    hessian_II = hessian_II.float()
+    best = palettes_GK, indices_OI
+    least = output_error(weight_OI, look_up(indices_OI, palettes_GK, rows).float(), hessian_II)
+    for _ in range(_NUM_REFITS + 1):
+        rounded_OI = _compensated_to_palette(weight_OI, palettes_GK.float(), hessian_II, rows)
+        indices_OI = nearest(rounded_OI, palettes_GK, rows)
+        for candidate in (palettes_GK, _refit(weight_OI, indices_OI, palettes_GK, hessian_II, rows)):
+            palettes_GK, order_GK = candidate.sort(1)
+            indices_OI = look_up(indices_OI, order_GK.argsort(1), rows).to(torch.uint8)
+            error = output_error(weight_OI, look_up(indices_OI, palettes_GK, rows).float(), hessian_II)
+            if error < least:
+                best, least = (palettes_GK, indices_OI), error
+    return best
+
+
+def _compensated_to_palette(weight_OI: Tensor, palettes_GK: Tensor, hessian_II: Tensor, rows: int) -> Tensor:
+    def to_palette(values_O1: Tensor, _: int) -> Tensor:
+        return look_up(nearest(values_O1, palettes_GK, rows), palettes_GK, rows)
+
+    return compensated(weight_OI, hessian_II, to_palette)
+
+
+def _refit(weight_OI: Tensor, indices_OI: Tensor, palettes_GK: Tensor, hessian_II: Tensor, rows: int) -> Tensor:
+    """Return the palettes that minimize the error of the outputs for fixed indices: least squares for each group."""
+    num_groups, num_values = palettes_GK.shape
+    num_columns = weight_OI.shape[1]
+    products_OI = weight_OI @ hessian_II
+    matrix_GKK = torch.zeros(num_groups, num_values, num_values, device=weight_OI.device)
+    target_GK = torch.zeros(num_groups, num_values, device=weight_OI.device)
+    sums_KI = torch.empty(num_values, num_columns, device=weight_OI.device)
+    for row, index_I in enumerate(indices_OI.int()):
+        sums_KI.zero_().index_add_(0, index_I, hessian_II)
+        matrix_GKK[row // rows].index_add_(1, index_I, sums_KI)
+        target_GK[row // rows].index_add_(0, index_I, products_OI[row])
+    ridge_G = _RIDGE * matrix_GKK.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-20)
+    matrix_GKK = matrix_GKK.double() + torch.diag_embed(ridge_G.double()[:, None].expand(-1, num_values))
+    target_GK = target_GK.double() + ridge_G.double()[:, None] * palettes_GK.double()
+    solved_GK = torch.linalg.solve(matrix_GKK, target_GK)
+    fitted = torch.where(solved_GK.isfinite(), solved_GK, palettes_GK.double()).to(palettes_GK.dtype)
+    return torch.where(fitted.isfinite(), fitted, palettes_GK)

@@ -1,0 +1,106 @@
+"""A model whose linear modules are switched between their original and quantized forms, and its description."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trimtab.compress.weight_formats import WeightFormat
+from trimtab.errors import ModelError
+from trimtab.model.quantization import quantizable
+
+_ENTRY_BYTES = 110  # dtype, shape and offsets of a tensor in the header of a file, without its name
+
+
+class QuantizedLayers:
+    """The linear modules of a model's base, each in its original form or in a format.
+
+    Originals are kept, so that a choice can be undone; `finish` lets them go.
+
+    Attributes:
+        names: Names of the modules that can be quantized; heads and embeddings are not among them.
+
+    Args:
+        model: A transformers model that is not quantized.
+
+    Raises:
+        ModelError: If it has no linear module to quantize.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        found = {name: model.get_submodule(name) for name in quantizable(model)}
+        self._originals = {name: module for name, module in found.items() if type(module) is torch.nn.Linear}
+        self._formats: dict[str, WeightFormat] = {}
+        self.names = list(self._originals)
+        if not self.names:
+            raise ModelError(
+                f"{type(model).__name__} has no linear module to quantize in its base", "choose another architecture"
+            )
+
+    def suited(self, format: WeightFormat) -> list[str]:
+        """Return the names of the modules whose shapes suit a format."""
+        return [name for name, module in self._originals.items() if format.suits(module)]
+
+    def apply(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Give each module that is named its format, and all others their original form."""
+        for name, original in self._originals.items():
+            wanted, current = formats.get(name), self._formats.get(name)
+            if wanted is not current:
+                self._model.set_submodule(name, original if wanted is None else wanted.quantized(original))
+        self._formats = dict(formats)
+
+    def num_bytes(self, name: str, format: WeightFormat | None) -> int:
+        """Return the size of a module in a format (None: its original form) in a file."""
+        module = self._originals[name]
+        form = module if format is None else format.quantized(module)
+        return _stored_bytes(form.state_dict(prefix=f"{name}."))
+
+    def model_bytes(self) -> int:
+        """Return the size of a file with the model as it is now; tied weights are stored once."""
+        return _stored_bytes(self._model.state_dict())
+
+    def finish(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Give the modules their final formats, and describe them in the model's config, ready to be saved.
+
+        Modules are quantized again: the forward pass of some formats repacks weights for the CPU that it runs on.
+        """
+        self.apply({})
+        self.apply(formats)
+        self._originals = {}
+        quantizer = next(iter(formats.values())).describe(self._model, formats)
+        # what `from_pretrained` sets; `save_pretrained` writes the format of this quantizer
+        self._model.hf_quantizer = quantizer
+        self._model.config.quantization_config = quantizer.quantization_config
+
+
+def _stored_bytes(tensors: Mapping[str, Any]) -> int:
+    """Return the size of tensors in a safetensors file, with their part of its header, or little more."""
+    total, seen = 0, set[int]()
+    for name, tensor in tensors.items():
+        parts = _parts(tensor)
+        address = parts[0].untyped_storage().data_ptr()
+        if address not in seen:
+            total += sum(part.nbytes + _ENTRY_BYTES + len(name) for part in parts)
+        seen.add(address)
+        total += _described_bytes(name, tensor)
+    return total
+
+
+def _described_bytes(name: str, tensor: Any) -> int:
+    """Return the size of what torchao writes about a tensor; bitsandbytes writes nothing."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return 2 * len(name) + _ENTRY_BYTES // 2
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    _, about = flatten_tensor_state_dict({name: tensor})
+    return len(json.dumps(about))
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that a tensor of torchao is made of, or the tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]

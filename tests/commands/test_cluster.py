@@ -1,0 +1,204 @@
+"""`trimtab cluster`: what is written loads as the model it says, in both ways; files that are wrong are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tiny_models import batch_of
+from tiny_runs import reviews, write_jsonl
+from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
+from trimtab.commands.cluster import cluster
+from trimtab.compress.clustered_file import ClusteredWriter, is_clustered, read_weights
+from trimtab.compress.clustered_modules import ClusteredEmbedding, ClusteredLinear
+from trimtab.compress.clustered_weight import ClusteredWeight
+from trimtab.compress.clustering import ClusterSettings
+from trimtab.errors import ModelError, RecipeError
+from trimtab.inference.load import load
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+WIDTHS = {
+    "bert": WIDE,
+    "llama": WIDE | {"tie_word_embeddings": True},
+    "gpt2": {"n_embd": 64},
+    "t5": {"d_model": 64, "d_kv": 32, "d_ff": 96},
+}
+TEXTS = ["the film was good", "a very long and dull story"]
+HEAD = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+@pytest.fixture
+def data(own_folder):
+    return write_jsonl(own_folder / "reviews.jsonl", reviews(48))
+
+
+def classifier(tiny):
+    return tiny.folder("bert", kind="sequence-classification", head=HEAD, **WIDE)
+
+
+def logits_of(loaded):
+    batch = batch_of(TEXTS, loaded.tokenizer)
+    if loaded.model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = batch["input_ids"]
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        return loaded.model(**batch).logits
+
+
+@pytest.mark.parametrize("family", WIDTHS)
+def test_every_family_loads_in_both_ways(own_folder, tiny, family):
+    source = tiny.folder(family, **WIDTHS[family])
+    done = cluster(source, own_folder / "out", ClusterSettings(bits=6))
+    assert 6 < done.bits < 7
+    once, on_use = load(done.folder), load(done.folder, decode="on-use")
+    assert torch.equal(logits_of(once), logits_of(on_use))
+    original = logits_of(load(source))
+    assert (logits_of(once) - original).abs().mean() < 0.1 * original.std()
+    kinds = {type(module) for module in on_use.model.modules()}
+    assert {ClusteredLinear, ClusteredEmbedding} <= kinds
+    assert not {type(module) for module in once.model.modules()} & {ClusteredLinear, ClusteredEmbedding}
+    assert once.model.dtype == torch.float32
+
+
+def test_files_and_a_model_in_memory_give_the_same_weights(own_folder, tiny, data):
+    """Without calibration, weights are read from the files one at a time."""
+    source = classifier(tiny)
+    cluster(source, own_folder / "files", ClusterSettings())
+    cluster(source, own_folder / "memory", ClusterSettings(), calibration=data)
+    one, other = (dict(read_weights(own_folder / name)) for name in ("files", "memory"))
+    assert one.keys() == other.keys()
+    assert any(isinstance(weight, ClusteredWeight) for weight in one.values())
+    for name, weight in one.items():
+        if isinstance(weight, ClusteredWeight):
+            assert torch.equal(weight.packed_OB, other[name].packed_OB)
+            assert torch.equal(weight.palettes_GK, other[name].palettes_GK)
+        else:
+            assert torch.equal(weight, other[name])
+
+
+def test_the_table_has_the_original_and_both_ways(own_folder, tiny, data):
+    done = cluster(classifier(tiny), own_folder / "out", ClusterSettings(), data=data)
+    original, once, on_use = done.figures
+    assert once.disk_bytes < 0.5 * original.disk_bytes
+    assert on_use.memory_bytes < 0.7 * once.memory_bytes
+    assert once.divergence.kl_mean < 1e-3
+    assert once.quality == on_use.quality
+    assert load(done.folder).task_name == "classify"
+
+
+@pytest.mark.parametrize("importance", ["activations", "gradients"])
+def test_calibration_and_trained_palettes_come_closer(own_folder, tiny, data, importance):
+    source = classifier(tiny)
+    plain = cluster(source, own_folder / "plain", ClusterSettings(bits=2), data=data)
+    settings = ClusterSettings(bits=2, importance=importance, compensate=True)
+    trained = cluster(source, own_folder / "trained", settings, data=data, calibration=data, train_steps=30)
+    assert trained.bits == plain.bits
+    assert trained.figures[1].divergence.kl_mean < 0.5 * plain.figures[1].divergence.kl_mean
+
+
+def test_shared_weights_are_stored_once_and_stay_shared(own_folder, tiny):
+    done = cluster(tiny.folder("llama", **WIDTHS["llama"]), own_folder / "out", ClusterSettings())
+    assert "lm_head.weight" not in dict(read_weights(done.folder))
+    once, on_use = load(done.folder).model, load(done.folder, decode="on-use").model
+    assert once.lm_head.weight is once.model.embed_tokens.weight
+    assert on_use.lm_head.palettes is on_use.model.embed_tokens.palettes
+    assert on_use.lm_head.indices is on_use.model.embed_tokens.indices
+
+
+def test_weights_that_are_not_clustered_can_be_stored_in_fp16(own_folder, tiny):
+    settings = ClusterSettings(embeddings=False, rest_dtype=torch.float16)
+    done = cluster(classifier(tiny), own_folder / "out", settings)
+    weights = dict(read_weights(done.folder))
+    assert weights["bert.embeddings.word_embeddings.weight"].dtype == torch.float16
+    assert load(done.folder).model.dtype == torch.float32
+
+
+def test_many_files(tmp_path):
+    writer = ClusteredWriter(tmp_path, file_bytes=100)
+    for number in range(5):
+        writer.add(f"weight{number}", torch.full((20,), float(number)))
+    writer.flush()
+    assert len(list(tmp_path.glob("clustered-*.safetensors"))) == 3
+    (tmp_path / FACTS).write_text(json.dumps({"clustered": {"files": weight_checksums(tmp_path)}}))
+    assert {name: weight[0].item() for name, weight in read_weights(tmp_path)} == {f"weight{n}": n for n in range(5)}
+
+
+def test_transformers_refuses_the_folder(own_folder, tiny):
+    """Instead of a model with random weights."""
+    from transformers import AutoModelForSequenceClassification
+
+    done = cluster(classifier(tiny), own_folder / "out", ClusterSettings())
+    assert is_clustered(done.folder)
+    with pytest.raises(OSError, match="safetensors"):
+        AutoModelForSequenceClassification.from_pretrained(done.folder)
+
+
+def _rewrite(folder, *, metadata=None, change=None):
+    """Change the file of weights, and its checksum."""
+    path = folder / "clustered-00001.safetensors"
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, path, metadata=about if metadata is None else metadata)
+    facts = read_facts(folder)
+    facts["clustered"]["files"] = weight_checksums(folder)
+    (folder / FACTS).write_text(json.dumps(facts))
+
+
+_INDICES = "bert.embeddings.word_embeddings.weight.indices"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: _flip_byte(folder / "clustered-00001.safetensors"), "checksum"),
+        (lambda folder: (folder / "clustered-00001.safetensors").write_bytes(b"no"), "damaged"),
+        (lambda folder: (folder / FACTS).write_text("{}"), "does not list"),
+        (lambda folder: _rewrite(folder, metadata={"format": "pt"}), "no description"),
+        (
+            lambda folder: _rewrite(folder, metadata={"trimtab_clustered": '{"version": 9, "tensors": {}}'}),
+            "version 9",
+        ),
+        (lambda folder: _rewrite(folder, change=lambda tensors: tensors.pop(_INDICES)), "no tensor"),
+        (
+            lambda folder: _rewrite(folder, change=lambda tensors: tensors.update({_INDICES: tensors[_INDICES][1:]})),
+            "cannot be decoded",
+        ),
+        (lambda folder: _rewrite(folder, change=lambda tensors: tensors.pop("classifier.bias")), "no weights for"),
+        (
+            lambda folder: _rewrite(folder, change=lambda tensors: tensors.update(other=torch.zeros(1))),
+            "which its model does not have",
+        ),
+    ],
+)
+def test_damaged_and_foreign_files_are_refused(own_folder, tiny, damage, message):
+    done = cluster(classifier(tiny), own_folder / "out", ClusterSettings())
+    damage(done.folder)
+    with pytest.raises(ModelError, match=message):
+        load(done.folder)
+
+
+def _flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_wrong_requests_are_refused(own_folder, tiny, data):
+    source = classifier(tiny)
+    with pytest.raises(RecipeError, match="--compensate needs rows"):
+        cluster(source, own_folder / "out", ClusterSettings(compensate=True))
+    with pytest.raises(RecipeError, match="--train-steps needs rows"):
+        cluster(source, own_folder / "out", ClusterSettings(), train_steps=3)
+    with pytest.raises(RecipeError, match="--bits 9"):
+        ClusterSettings(bits=9)
+    done = cluster(source, own_folder / "out", ClusterSettings())
+    with pytest.raises(ModelError, match="clustered already"):
+        cluster(done.folder, own_folder / "again", ClusterSettings())
+    with pytest.raises(RecipeError, match="decode='never'"):
+        load(done.folder, decode="never")

@@ -1,0 +1,75 @@
+"""`trimtab shrink`: every form that can be made is measured, a form that fails is a line, the bound decides."""
+
+import csv
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tiny_models import config_of, tokenizer
+from trimtab.checkpoint.export import export_model
+from trimtab.commands.shrink import forms_of, shrink
+from trimtab.errors import ModelError, RecipeError
+from trimtab.inference.load import load
+from trimtab.model.load import load_model
+
+HEAD = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+@pytest.fixture
+def classifier(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    model = load_model(config_of("bert"), "sequence-classification", HEAD, tokenizer())
+    export_model(tmp_path / "model", model, tokenizer(), card={"task": "classify"})
+    with open(tmp_path / "rows.csv", "w", newline="") as file:
+        rows = [("what a great film it was", "good"), ("the worst film that I ever saw", "bad")] * 8
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return tmp_path
+
+
+def write_broken(source):
+    """A form whose answers are all the same label."""
+
+    def write(folder):
+        loaded = load(source, device="cpu")
+        with torch.no_grad():
+            for parameter in loaded.model.parameters():
+                parameter.zero_()
+            loaded.model.classifier.bias[0] = torch.nan
+        export_model(folder, loaded.model.half(), loaded.tokenizer, card={"task": "classify"})
+
+    return write
+
+
+def refuse(folder):
+    raise ModelError("this form does not exist here", "use another")
+
+
+def test_the_bound_decides_and_failures_are_told(classifier):
+    place = str(classifier / "model")
+    ways = {**forms_of(load(place, device="cpu"), place), "broken": write_broken(place), "refused": refuse}
+    ways = {name: ways[name] for name in ("fp16", "broken", "refused")}
+    found = shrink(place, classifier / "small", data=str(classifier / "rows.csv"), forms=ways, device="cpu")
+    assert [one.name for one in found.figures] == ["original", "fp16", "broken"]
+    assert found.best.name == "fp16"
+    assert found.folder == classifier / "small" / "fp16"
+    assert found.best.disk_bytes < 0.6 * found.figures[0].disk_bytes
+    assert "does not exist here" in found.failed["refused"]
+    written = json.loads((classifier / "small" / "frontier.json").read_text())
+    assert written["recommended"] == "fp16"
+    assert "does not exist here" in (classifier / "small" / "frontier.md").read_text()
+    assert (classifier / "small" / "frontier.png").stat().st_size > 1000
+    with pytest.raises(RecipeError, match="is not empty"):
+        shrink(place, classifier / "small", data=str(classifier / "rows.csv"), device="cpu")
+
+
+@pytest.mark.slow
+def test_the_command(classifier):
+    from trimtab.cli.main import app
+
+    words = ["shrink", str(classifier / "model"), str(classifier / "small"), "--data", str(classifier / "rows.csv")]
+    done = CliRunner().invoke(app, [*words, "--max-loss", "5%"])
+    assert done.exit_code == 0, done.output
+    assert "recommended: " in done.output

@@ -1,0 +1,53 @@
+"""Which forms of a model are worth having, and which one is recommended."""
+
+import math
+
+import pytest
+
+from trimtab.inference.comparison import OutputDivergence
+from trimtab.inference.figures import ModelFigures
+from trimtab.inference.quality_loss import quality_loss
+from trimtab.report.frontier import draw_frontier, frontier, frontier_table, recommended
+
+
+def form(name, size, latency, accuracy, kl=None):
+    closeness = None if kl is None else OutputDivergence(kl, kl, 1.0, 10, 10)
+    return ModelFigures(name, size, size, latency, 32 * latency, {"accuracy": accuracy, "f1": accuracy}, closeness)
+
+
+FORMS = [
+    form("original", 90, 4.0, 0.90),
+    form("half", 45, 4.0, 0.90, 1e-6),
+    form("int8", 23, 2.0, 0.895, 1e-3),
+    form("slow int8", 23, 3.0, 0.893, 1e-2),
+    form("4 bits", 12, 4.0, 0.88, 1e-1),
+]
+
+
+@pytest.mark.parametrize(
+    ("bound", "name"), [(0.0, "half"), (0.006, "int8"), (0.01, "int8"), (0.021, "4 bits"), (-1, "original")]
+)
+def test_the_smallest_that_holds_the_bound(bound, name):
+    assert recommended(FORMS, bound).name == name
+
+
+def test_a_broken_model_is_never_recommended():
+    assert recommended([FORMS[0], form("broken", 1, 1.0, math.nan)], 1.0).name == "original"
+
+
+def test_a_form_that_is_beaten_in_everything_is_not_on_the_frontier():
+    assert [one.name for one in frontier(FORMS)] == ["half", "int8", "4 bits"]
+
+
+def test_table_and_plot(tmp_path):
+    header, rows = frontier_table(FORMS, 0.01)
+    assert all(len(row) == len(header) for row in rows)
+    assert [row[-1] for row in rows] == ["beaten", "", "recommended", "beaten", ""]
+    assert rows[2][-2] == "0.50%"
+    draw_frontier(FORMS, 0.01, tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_is_compared_by_its_increase():
+    assert quality_loss({"loss": 2.0, "perplexity": 7.4}, {"loss": 2.1, "perplexity": 8.2}) == pytest.approx(0.05)
+    assert quality_loss({"loss": 2.0, "accuracy": 0.9}, {"loss": 1.0, "accuracy": 0.8}) == pytest.approx(0.1)

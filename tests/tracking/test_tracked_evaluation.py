@@ -1,0 +1,62 @@
+"""`trimtab evaluate --track`: metrics and files of an evaluation are below the run of its model."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tiny_runs import reviews, write_csv
+from trimtab import Recipe, fit
+from trimtab.runs.tracking_file import Tracking
+from trimtab.tracking.mlflow.registry import rank_runs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of MLflow and its dependencies
+    pytest.mark.usefixtures("own_folder", "tracked"),
+]
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_logged_below_the_run(tiny, empty_store, trimtab_command):
+    Path("runs").mkdir()
+    uri = f"sqlite:///{Path(shutil.copy(empty_store, 'runs/mlflow.db')).absolute()}"
+    data = write_csv(Path("reviews.csv"), reviews(40))
+    settings = {"train": {"max_steps": 2}, "track": {"log_model": False}, "checkpoint": {"every": None}}
+    fit(
+        Recipe(model=tiny.folder("bert"), data={"train": str(data)}, out="runs/reviews/one", **settings),
+        progress="quiet",
+    )
+    tracking = Tracking.read(Path("runs/reviews/one"))
+    code, out, err = trimtab_command("evaluate", "runs/reviews/one", "--track", "--out", "found")
+    assert code == 0, err
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("reviews")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    run = runs["evaluate one"]
+    assert f"run {run.info.run_id}" in out
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["mlflow.parentRunId"] == tracking.servers[-1].run_id == runs["one"].info.run_id
+    assert run.data.params == {"model": "runs/reviews/one", "data": str(data.absolute()), "rows": "4"}
+    metrics = run.data.metrics
+    assert metrics["test_accuracy_low"] <= metrics["test_accuracy"] <= metrics["test_accuracy_high"]
+    assert {"test_loss", "test_f1/good", "test_f1/bad"} <= set(metrics)
+    names = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert names == {"evaluation.json", "confusion.png", "worst_rows.csv"}
+    # an evaluation never becomes the best run of its experiment
+    ranking = rank_runs("reviews", "accuracy", uri)
+    assert ranking.winner.name == "one"
+    assert [one.value for one in ranking.runs if one.name == "evaluate one"] == [None]
+
+
+def test_tracking_that_is_switched_off(tiny, monkeypatch, trimtab_command):
+    monkeypatch.setenv("TRIMTAB_TRACK", "none")
+    data = write_csv(Path("reviews.csv"), reviews(40))
+    settings = {"train": {"max_steps": 1}, "checkpoint": {"every": None}}
+    fit(
+        Recipe(model=tiny.folder("bert"), data={"train": str(data)}, out="runs/reviews/one", **settings),
+        progress="quiet",
+    )
+    code, _, err = trimtab_command("evaluate", "runs/reviews/one", "--track")
+    assert code == 2
+    assert "cure: unset TRIMTAB_TRACK" in err
