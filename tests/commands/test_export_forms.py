@@ -244,3 +244,19 @@ def test_an_onnx_decoder_does_not_generate(tiny, texts):
     assert done.figures[1].divergence.agreement == 1.0
     with pytest.raises(ModelError, match="does not generate text"):
         predict_text(load("out"), "the film", max_new_tokens=5)
+
+
+def test_what_has_no_other_form(tiny, data, monkeypatch):
+    classifier(tiny, data)
+    monkeypatch.setattr(command, "is_quantized_model", lambda model: True)
+    with pytest.raises(ModelError, match="run is a quantized model"):
+        export("run", "out", to="merged")
+    assert not Path("out").exists()
+
+
+def test_the_rows_of_the_run_are_used(tiny, data):
+    classifier(tiny, data)
+    done = export("run", "out", to="merged")
+    assert done.figures[1].divergence.num_rows == 4  # a tenth of 40 is held out
+    data.unlink()
+    assert export("run", "again", to="merged").figures == ()
