@@ -48,6 +48,7 @@ SURFACE = {
         *("--against", "--device", "--json", "--label", "--out", "--rows", "--text", "--track", "--worst"),
         *("DATA", "MODEL"),
     ],
+    "export": ["--data", "--dtype", "--force", "--push", "--rows", "--to", "FOLDER", "MODEL"],
     "init": [*SHARED, "--to"],
     "launch": [
         *("--address", "--config", "--cpu", "--dry-run", "--host-index", "--hosts", "--log-dir", "--max-restarts"),

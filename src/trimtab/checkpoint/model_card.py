@@ -69,11 +69,11 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
         at = f" at step {facts['step']:,}" if isinstance(facts.get("step"), int) else ""
         parts += ["## Quality", f"On the held-out rows{at}:", _table(("metric", "value"), rows)]
     if facts.get("data"):
-        rows = [
+        sources = [
             (part, public_text(str(of.get("name", ""))), f"{of.get('num_rows', 0):,}", f"`{of.get('fingerprint', '')}`")
             for part, of in facts["data"].items()
         ]
-        parts += ["## Data", _table(("rows for", "name", "rows", "content (BLAKE2b)"), rows)]
+        parts += ["## Data", _table(("rows for", "name", "rows", "content (BLAKE2b)"), sources)]
     if recipe is not None:
         text = yaml.safe_dump(_public_recipe(recipe), sort_keys=False, allow_unicode=True)
         parts += ["## Recipe", f"```yaml\n{text}```"]

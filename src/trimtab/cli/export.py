@@ -12,11 +12,13 @@ def export(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     folder: NewFolder,
     to: Annotated[str, typer.Option(help="onnx, onnx-int8 (decoders: no key-value cache), gguf, or merged.")],
-    data: Annotated[str | None, typer.Option(help="Labelled rows to compare both models on.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Rows to compare both models on. Default: held-out rows of the run.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of a GGUF file: f32, f16 (default) or q8_0.")] = None,
     push: Annotated[str | None, typer.Option(help="Upload to this hub repository, USER/NAME; new: private.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Merge an adapter even if the comparison fails.")] = False,
-    rows: Annotated[int | None, typer.Option(help="Use at most this number of rows.")] = None,
+    rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
 ) -> None:
     """Write a model as ONNX, GGUF or a plain folder; check it."""
     from trimtab.commands.export import export as export_to
@@ -29,7 +31,7 @@ def export(
     if exported.figures:
         show_table(*figures_table(exported.figures))
     else:
-        typer.echo("not measured on rows: pass --data FILE for quality, latency and agreement")
+        typer.echo("pass --data FILE for a table of quality, latency and agreement")
     typer.echo(f"{exported.folder}: {model} as {to}")
     if exported.address is not None:
         typer.echo(f"uploaded to {exported.address}")

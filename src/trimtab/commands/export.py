@@ -19,6 +19,7 @@ from trimtab import __version__
 from trimtab.checkpoint.export import FACTS, export_model, kind_of
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
+from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge
 from trimtab.commands.push import HubRepository
 from trimtab.compress.gguf_file import TYPES, check_gguf, write_gguf
@@ -32,15 +33,15 @@ from trimtab.compress.onnx_file import (
     require_onnx,
     write_onnx,
 )
-from trimtab.errors import ModelError, RecipeError
+from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.inference.figures import ModelFigures, measure
-from trimtab.inference.held_out import HeldOut, read_held_out
+from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
 from trimtab.inference.onnx_model import OnnxModel
-from trimtab.log import muted
+from trimtab.log import muted, say
 from trimtab.model.hub import is_adapter, quiet_transformers
-from trimtab.model.load import load_config, resolve_source
+from trimtab.model.load import is_quantized_model, load_config, resolve_source
 from trimtab.tracking.mlflow.registry import local_source
 
 FORMS = ("onnx", "onnx-int8", "gguf", "merged")
@@ -88,7 +89,7 @@ def export(
     *,
     to: str,
     data: str | Path | None = None,
-    num_rows: int | None = None,
+    num_rows: int | None = 1000,
     dtype: str | None = None,
     push: str | None = None,
     force: bool = False,
@@ -100,7 +101,7 @@ def export(
         folder: Where to write; an older export in it is replaced.
         to: "onnx" or "onnx-int8" (from token ids to logits; decoders without a key-value cache), "gguf" or "merged"
             (a plain Hugging Face folder).
-        data: Labelled rows to measure both models on.
+        data: Labelled rows to measure both models on; by default the held-out rows of the run.
         num_rows: Use a random choice of at most this number of rows.
         dtype: Of a GGUF file: "f32", "f16" (the default) or "q8_0".
         push: Upload the folder to this repository on the Hub, USER/NAME; a new one is private.
@@ -114,7 +115,8 @@ def export(
     repository = None if push is None else HubRepository(push)  # before the work: fails without a connection
     target = Path(folder)
     original = load(model, device="cpu")
-    held_out = None if data is None else read_held_out(original, data, num_rows=num_rows)
+    _refuse_final_forms(original, model)
+    held_out = _held_out(original, data, num_rows)
     merged_dtype = "auto" if to == "merged" else "fp32"
     with (
         _whole(model, original, target, dtype=merged_dtype, force=force) as whole,
@@ -139,6 +141,24 @@ def _check_arguments(to: str, dtype: str | None) -> None:
         require_extra("gguf", "--to gguf")
     elif to != "merged":
         require_onnx()
+
+
+def _refuse_final_forms(original: LoadedModel, model: str | Path) -> None:
+    if isinstance(original.model, OnnxModel) or (
+        is_quantized_model(original.model) and not is_adapter(_place_of(model))
+    ):
+        what = "an ONNX file" if isinstance(original.model, OnnxModel) else "a quantized model"
+        raise ModelError(f"{model} is {what}, which has no other form", "export the model that it was made from")
+
+
+def _held_out(original: LoadedModel, data: str | Path | None, num_rows: int | None) -> HeldOut | None:
+    try:
+        return held_out_of(original, data, num_rows)
+    except (RecipeError, DataError) as error:
+        if data is not None:
+            raise
+        say(f"both models are not measured: {error.problem}")
+        return None
 
 
 @contextmanager

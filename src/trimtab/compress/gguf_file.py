@@ -3,7 +3,9 @@
 GGUF keeps the two halves of each rotary pair side by side, so rows of a Llama's query and key weights are permuted.
 """
 
-from collections.abc import Iterator, Mapping
+import errno
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,16 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, dtype: str = "f16") -> No
     _refuse_others(model)
     import gguf
 
+    try:
+        _write(gguf, model, tokenizer, path, dtype)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # NumPy reports a write that was cut short, because the disk is full, without the system's error
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def _write(gguf: Any, model: Any, tokenizer: Any, path: Path, dtype: str) -> None:
     config = model.config
     architecture = _ARCHITECTURES[config.model_type][0]
     writer = gguf.GGUFWriter(path, architecture)
@@ -210,7 +222,7 @@ def _open_gguf(path: Path) -> Any:
         raise ModelError(f"{path} is no GGUF file: {summarize_error(error)}", "export the model again") from error
 
 
-def _weights_read_back(model: Any, loaded: Any, dtype: str) -> Mapping[str, torch.Tensor]:
+def _weights_read_back(model: Any, loaded: Any, dtype: str) -> dict[str, torch.Tensor]:
     """Return the weights that transformers read from the file, after a comparison with those of the model."""
     state: dict[str, torch.Tensor] = loaded.state_dict()
     own: dict[str, torch.Tensor] = model.state_dict()

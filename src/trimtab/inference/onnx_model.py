@@ -60,5 +60,5 @@ class OnnxModel(torch.nn.Module):
         inputs["attention_mask"] = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if "token_type_ids" in self._inputs:
             inputs["token_type_ids"] = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        logits = run_session(self._session, {name: value.long().cpu() for name, value in inputs.items()})
+        logits: Any = run_session(self._session, {name: value.long().cpu() for name, value in inputs.items()})
         return SequenceClassifierOutput(logits=logits)
