@@ -75,7 +75,7 @@ def differences_table(found: Differences) -> Table:
         change = f"{each.second - each.first:+.4f}"
         interval = f"{each.low:+.4f} to {each.high:+.4f}"
         rows.append(
-            [name, f"{each.first:.4f}", f"{each.second:.4f}", change, interval, f"{each.p_value:.4f}", each.test]
+            [name, f"{each.first:.4f}", f"{each.second:.4f}", change, interval, f"{each.p_value:.2g}", each.test]
         )
     return ["metric", "first", "second", "difference", "95% interval", "p", "test"], rows
 
