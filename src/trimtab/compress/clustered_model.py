@@ -89,13 +89,13 @@ def _put(
 ) -> None:
     """Put a weight into all modules that share it."""
     old = model.get_parameter(name)
-    if isinstance(weight, ClusteredWeight):
-        shape = weight.shape[::-1] if weight.transposed else weight.shape
-    else:
-        shape = tuple(weight.shape)
+    shape = tuple(weight.shape)
+    if isinstance(weight, ClusteredWeight) and weight.transposed:
+        shape = shape[::-1]
     if tuple(old.shape) != shape:
         raise ModelError(f"{source}: {name} is {list(shape)}, not {list(old.shape)} as in its config.json", _CURE)
-    if isinstance(weight, ClusteredWeight) and on_use_dtype is not None:
+    can_replace = all(_is_replaceable(model.get_submodule(path)) for path, _ in places)
+    if isinstance(weight, ClusteredWeight) and on_use_dtype is not None and can_replace:
         replace_modules(model, [path for path, _ in places], weight, on_use_dtype)
         return
     value = weight.decoded(dtype) if isinstance(weight, ClusteredWeight) else weight
@@ -104,6 +104,13 @@ def _put(
     parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
     for path, key in places:
         model.get_submodule(path)._parameters[key] = parameter
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    """Whether a clustered module computes the same; subclasses may have a different forward."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, nn.Embedding, Conv1D)
 
 
 def replace_modules(model: Any, paths: list[str], weight: ClusteredWeight, dtype: torch.dtype) -> None:
@@ -145,7 +152,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

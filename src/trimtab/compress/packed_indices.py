@@ -39,14 +39,14 @@ def unpack(packed: Tensor, bits: int, num_indices: int) -> Tensor:
         return packed
     if 8 % bits == 0:  # no index lies in two bytes
         shifts = torch.arange(0, 8, bits, device=packed.device, dtype=torch.uint8)
-        indices = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
-        return indices.flatten(-2)[..., :num_indices]
+        parts: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+        return parts.flatten(-2)[..., :num_indices]
     period = _period(bits)
     num_bytes = period * bits // 8
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % num_bytes))
     chunks = padded.view(*padded.shape[:-1], -1, num_bytes).to(torch.int64)
     words = (chunks << (8 * torch.arange(num_bytes, device=packed.device))).sum(-1, keepdim=True)
-    indices = (words >> (bits * torch.arange(period, device=packed.device))) & (2**bits - 1)
+    indices: Tensor = (words >> (bits * torch.arange(period, device=packed.device))) & (2**bits - 1)
     return indices.to(torch.uint8).flatten(-2)[..., :num_indices]
 
 
