@@ -256,6 +256,23 @@ def test_command_prints_the_table(place, tmp_path):
     assert load(tmp_path / "out", device="cpu").model.dtype is torch.bfloat16
 
 
+@pytest.mark.slow
+def test_products_that_may_overflow_on_this_cpu_are_reported(place, tmp_path, monkeypatch, caplog):
+    options = {"data": place / "rows.jsonl", "num_rows": 8, "device": "cpu"}
+    monkeypatch.setattr("torchao.utils.should_reduce_range", lambda device: False)  # as where it is quantized
+    quantize(place / "model", tmp_path / "out", ["int8-dynamic"], **options)
+    monkeypatch.setattr("torchao.utils.should_reduce_range", lambda device: True)
+    with caplog.at_level("INFO", logger="trimtab"):
+        load(tmp_path / "out", device="cpu")
+    assert "sums may overflow" in caplog.text
+    caplog.clear()
+    quantize(place / "model", tmp_path / "reduced", ["int8-dynamic"], **options)
+    with caplog.at_level("INFO", logger="trimtab"):
+        load(tmp_path / "reduced", device="cpu")
+    assert "overflow" not in caplog.text
+
+
+@pytest.mark.slow
 def test_an_adapter_is_merged_first(place, tmp_path):
     model, tok = adapted(str(place / "model"), "sequence-classification", LABELS)
     run = export_run(tmp_path / "run", model, tok, place / "rows.jsonl")

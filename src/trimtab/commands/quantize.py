@@ -8,6 +8,7 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from trimtab.checkpoint.export import FACTS, export_model
 from trimtab.commands.merge import DTYPES, merge_in_place
-from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
+from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix, quality_loss
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
@@ -103,7 +104,20 @@ def quantize(
     gc.collect()  # the original has to be gone before the result is loaded
     again = load(target, device=where)
     figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
+    _check_bound(bound, figures, held_out.task.loss_kind, target)
     return Quantized(target, names, num_left, figures)
+
+
+def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], kind: str, target: Path) -> None:
+    """Check the bound on the model as it loads; it was chosen in memory, where sizes of files are estimates."""
+    if bound is None:
+        return
+    before, after = figures
+    lost = quality_loss(kind, before.quality, after.quality)
+    if bound.max_loss is not None and not lost <= bound.max_loss:
+        raise ModelError(f"{target} loses {lost:.2%}, more than {bound.max_loss:.2%}", "a smaller --max-loss")
+    if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:
+        raise ModelError(f"{target} has {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}", "a smaller --size")
 
 
 def _known_formats(names: Sequence[str], bound: Bound | None) -> list[WeightFormat]:
@@ -179,8 +193,10 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
 
 
 def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int, rest: torch.dtype) -> dict[str, Any]:
+    packages = sorted({FORMATS[name].package for name in formats.values()})
     about = {
         "formats": dict(Counter(formats.values())),
+        "packages": {name: version(name) for name in packages},
         "layers": formats,
         "num_layers_left": num_left,
         "dtype_of_the_rest": str(rest).removeprefix("torch."),

@@ -4,6 +4,7 @@ A format turns one linear module into a quantized one, and describes a quantized
 `from_pretrained` loads it. Only weights of linear modules are quantized; embeddings, norms and heads stay as they are.
 """
 
+import json
 import logging
 import warnings
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ import torch
 
 from trimtab.errors import MissingDependency, ModelError
 from trimtab.hardware.extras import has_package, require_extra
+from trimtab.log import say
 
 _FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
@@ -252,6 +254,17 @@ def check_stored_formats(source: str, settings: Any, device: torch.device) -> No
         raise ModelError(f"{source}: quantization_config names no format of torchao", again)
     for name in sorted(_TYPES[kind] for kind in kinds & set(_TYPES)):
         FORMATS[name].check_device(device)
+    if "Int8DynamicActivationInt8WeightConfig" in kinds and _overflows(settings, device):
+        say(
+            f"{source} was quantized on a machine whose CPU adds int8 products in 32 bits; sums may overflow on this "
+            "one. Quantize the original here, or use the format int8"
+        )
+
+
+def _overflows(settings: Any, device: torch.device) -> bool:
+    """Whether int8 products of the full range are computed on a CPU that adds pairs of them in 16 bits."""
+    has_full_range = '"reduce_range": false' in json.dumps(settings, default=str)
+    return has_full_range and import_module("torchao.utils").should_reduce_range(device)  # type: ignore[no-any-return]
 
 
 def _types_in(settings: Any) -> Iterator[str]:
