@@ -1,6 +1,6 @@
 """`trimtab.load`: load a trained model from a run, a folder or the Hub, ready for inference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,28 +188,9 @@ def load(
     facts = read_facts(place) if place.is_dir() else {}
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    model: Any
-    options: dict[str, Any]
-    if is_adapter(folder):
-        adapter = read_adapter_source(folder, trust_remote_code=trust_remote_code)
-        tokenizer = load_adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)
-        options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        model = load_adapted_model(adapter, tokenizer, torch.device(device), **options)
-        task_name = _task_name(adapter.kind, model.config, tokenizer)
-    elif is_clustered(folder):
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        kind = model_kind(name, config := load_config(name, trust_remote_code=trust_remote_code))
-        options = {"dtype": dtype or torch.float32, "decode": decode, "trust_remote_code": trust_remote_code}
-        model, task_name = load_clustered_model(folder, kind, **options), _task_name(kind, config, tokenizer)
-    elif is_onnx(folder):
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        model, device = OnnxModel(folder), "cpu"
-        task_name = _task_name(model_kind(name, model.config), model.config, tokenizer)
-    else:
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        model, task_name = _load_whole(name, tokenizer, dtype, torch.device(device), trust_remote_code)
-    if not is_quantized_model(model):  # loaded to its device
-        model.to(device)
+    request = _Request(name, folder, torch.device(device), dtype, trust_remote_code, decode)
+    load_form = next(load_form for is_form, load_form in _FORMS if is_form(folder))
+    model, tokenizer, task_name = load_form(request)
     return LoadedModel(model, tokenizer, facts.get("task", task_name), facts)
 
 
@@ -228,26 +209,85 @@ def best_model(experiment: str, metric: str | None = None, *, uri: str | None = 
     return load(local_source(best_name(experiment, metric), uri), **options)
 
 
-def _load_whole(
-    name: str, tokenizer: Any, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool
-) -> tuple[Any, str]:
-    config = load_config(name, trust_remote_code=trust_remote_code)
+@dataclass(frozen=True)
+class _Request:
+    """Which model to load, and how; `folder` is what `name` was resolved to."""
+
+    name: str
+    folder: str
+    device: torch.device
+    dtype: torch.dtype | None
+    trust_remote_code: bool
+    decode: str
+
+    @property
+    def config(self) -> Any:
+        return load_config(self.name, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
+
+
+_Found = tuple[Any, Any, str]  # model, tokenizer, name of the task
+
+
+def _load_adapter(request: _Request) -> _Found:
+    trusted = {"trust_remote_code": request.trust_remote_code}
+    adapter = read_adapter_source(request.folder, **trusted)
+    tokenizer = load_adapter_tokenizer(adapter, **trusted)
+    model: Any = load_adapted_model(adapter, tokenizer, request.device, dtype=request.dtype, **trusted)
+    model.to(request.device)
+    return model, tokenizer, _task_name(adapter.kind, model.config, tokenizer)
+
+
+def _load_clustered(request: _Request) -> _Found:
+    config, tokenizer = request.config, request.tokenizer
+    kind = model_kind(request.name, config)
+    model: Any = load_clustered_model(
+        request.folder,
+        kind,
+        dtype=request.dtype or torch.float32,
+        decode=request.decode,
+        trust_remote_code=request.trust_remote_code,
+    )
+    return model.to(request.device), tokenizer, _task_name(kind, config, tokenizer)
+
+
+def _load_onnx(request: _Request) -> _Found:
+    model, tokenizer = OnnxModel(request.folder), request.tokenizer
+    return model, tokenizer, _task_name(model_kind(request.name, model.config), model.config, tokenizer)
+
+
+def _load_whole(request: _Request) -> _Found:
+    name, config, tokenizer = request.name, request.config, request.tokenizer
     kind = model_kind(name, config)
     task_name = _task_name(kind, config, tokenizer)
-    form: dict[str, Any] = {"dtype": dtype or torch.float32}
+    form: dict[str, Any] = {"dtype": request.dtype or torch.float32}
     if is_quantized_config(config) and not name.endswith(".gguf"):
-        if dtype is not None:
-            raise ModelError(f"{name} is quantized and cannot be loaded in {dtype}", "leave dtype out")
-        check_stored_formats(name, config.quantization_config, device)
-        form = {"dtype": None, "device": device}
-    model = load_model(name, kind, {}, tokenizer, trust_remote_code=trust_remote_code, **form)
+        if request.dtype is not None:
+            raise ModelError(f"{name} is quantized and cannot be loaded in {request.dtype}", "leave dtype out")
+        check_stored_formats(name, config.quantization_config, request.device)
+        form = {"dtype": None, "device": request.device}
+    model: Any = load_model(name, kind, {}, tokenizer, trust_remote_code=request.trust_remote_code, **form)
     if newly_initialized(model):
         parts = ", ".join(sorted(newly_initialized(model))[:2])
         raise ModelError(
             f"{name} is not trained for {task_name}: it has no weights for {parts}",
             f"trimtab train --model {name} --data FILE",
         )
-    return model, task_name
+    if not is_quantized_model(model):  # loaded to its device
+        model.to(request.device)
+    return model, tokenizer, task_name
+
+
+# How a model is stored, and what loads it.
+_FORMS: tuple[tuple[Callable[[str], bool], Callable[[_Request], _Found]], ...] = (
+    (is_adapter, _load_adapter),
+    (is_clustered, _load_clustered),
+    (is_onnx, _load_onnx),
+    (lambda _: True, _load_whole),
+)
 
 
 def _task_name(kind: str, config: Any, tokenizer: Any) -> str:
