@@ -249,7 +249,7 @@ def test_an_onnx_decoder_does_not_generate(tiny, texts):
 def test_what_has_no_other_form(tiny, data, monkeypatch):
     classifier(tiny, data)
     monkeypatch.setattr(command, "is_quantized_model", lambda model: True)
-    with pytest.raises(ModelError, match="run is a quantized model"):
+    with pytest.raises(ModelError, match="run.best is a quantized model"):
         export("run", "out", to="merged")
     assert not Path("out").exists()
 

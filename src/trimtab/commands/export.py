@@ -114,17 +114,18 @@ def export(
     _check_arguments(to, dtype)
     repository = None if push is None else HubRepository(push)  # before the work: fails without a connection
     target = Path(folder)
-    original = load(model, device="cpu")
-    _refuse_final_forms(original, model)
+    source = resolve_source(local_source(str(model)), adapters=True)  # a server is asked once
+    original = load(source, device="cpu")
+    _refuse_final_forms(original, source)
     held_out = _held_out(original, data, num_rows)
     merged_dtype = "auto" if to == "merged" else "fp32"
     with (
-        _whole(model, original, target, dtype=merged_dtype, force=force) as whole,
+        _whole(source, original, target, dtype=merged_dtype, force=force) as whole,
         atomic_folder(target, marker=FACTS, what="model") as place,
     ):
         with muted():  # models that are read back, from folders with temporary names
             written = _write(to, whole, place, dtype)
-        figures = _measure(model, original, written, held_out, place, to)
+        figures = _measure(source, original, written, held_out, place, to)
         _write_card(written, figures, place)
     address = None if repository is None else repository.upload(target)
     return Exported(target, to, written.subject.notes, figures, address)
@@ -143,12 +144,10 @@ def _check_arguments(to: str, dtype: str | None) -> None:
         require_onnx()
 
 
-def _refuse_final_forms(original: LoadedModel, model: str | Path) -> None:
-    if isinstance(original.model, OnnxModel) or (
-        is_quantized_model(original.model) and not is_adapter(_place_of(model))
-    ):
+def _refuse_final_forms(original: LoadedModel, source: str) -> None:
+    if isinstance(original.model, OnnxModel) or (is_quantized_model(original.model) and not is_adapter(source)):
         what = "an ONNX file" if isinstance(original.model, OnnxModel) else "a quantized model"
-        raise ModelError(f"{model} is {what}, which has no other form", "export the model that it was made from")
+        raise ModelError(f"{source} is {what}, which has no other form", "export the model that it was made from")
 
 
 def _held_out(original: LoadedModel, data: str | Path | None, num_rows: int | None) -> HeldOut | None:
@@ -162,25 +161,25 @@ def _held_out(original: LoadedModel, data: str | Path | None, num_rows: int | No
 
 
 @contextmanager
-def _whole(model: str | Path, original: LoadedModel, target: Path, **options: Any) -> Iterator[_Whole]:
+def _whole(source: str, original: LoadedModel, target: Path, **options: Any) -> Iterator[_Whole]:
     """Yield the model itself, or if it is an adapter, the adapter merged into its base."""
-    if not is_adapter(_place_of(model)):
-        yield _Whole(original, _stored_dtype(_place_of(model)), _name_of(model, original))
+    if not is_adapter(source):
+        yield _Whole(original, _stored_dtype(source), _name_of(source, original))
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     onto = "dequantized" if _is_on_quantized_base(original) else "original"
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as temporary:
         place = Path(temporary) / "merged"
-        merge(model, place, onto=onto, device="cpu", **options)
+        merge(source, place, onto=onto, device="cpu", **options)
         merged = load(place, device="cpu")
         yield _Whole(merged, _stored_dtype(str(place)), original.facts.get("base"))
 
 
-def _name_of(model: str | Path, original: LoadedModel) -> str | None:
+def _name_of(source: str, original: LoadedModel) -> str | None:
     """Return the name of a model that was not trained here; the recipe of others names their base."""
     if "recipe" in original.facts:
         return None
-    return str(Path(model).absolute()) if Path(model).exists() else str(model)
+    return str(Path(source).absolute()) if Path(source).exists() else source
 
 
 def _stored_dtype(source: str) -> torch.dtype:
@@ -191,10 +190,6 @@ def _stored_dtype(source: str) -> torch.dtype:
 def _is_on_quantized_base(original: LoadedModel) -> bool:
     about = original.facts.get("adapter") or {}
     return bool(about.get("nf4") or about.get("fp8"))
-
-
-def _place_of(model: str | Path) -> str:
-    return resolve_source(local_source(str(model)), adapters=True)
 
 
 def _write_onnx(whole: _Whole, place: Path) -> _Written:
@@ -260,14 +255,13 @@ def _write(to: str, whole: _Whole, place: Path, dtype: str | None) -> _Written:
 
 
 def _measure(
-    model: str | Path, original: LoadedModel, written: _Written, held_out: HeldOut | None, place: Path, to: str
+    source: str, original: LoadedModel, written: _Written, held_out: HeldOut | None, place: Path, to: str
 ) -> tuple[ModelFigures, ...]:
     if held_out is None:
         return ()
-    found = _place_of(model)
     # an adapter has the weights of its base too, and a hub name has no folder of its own
-    has_own_weights = Path(found).exists() and not is_adapter(found)
-    first = measure("original", original, held_out, folder=found if has_own_weights else None)
+    has_own_weights = Path(source).exists() and not is_adapter(source)
+    first = measure("original", original, held_out, folder=source if has_own_weights else None)
     second = measure(to, written.loaded, held_out, folder=place, comparison=held_out.compare_with(original))
     if isinstance(written.loaded.model, OnnxModel):  # onnxruntime holds the weights, as they are in the file
         second = replace(second, memory_bytes=second.disk_bytes or 0)

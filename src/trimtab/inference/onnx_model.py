@@ -1,6 +1,7 @@
 """A model in an ONNX file, with the interface of a transformers model: it is called with tensors and returns logits."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ class OnnxModel(torch.nn.Module):
         raise ModelError(
             "an ONNX file computes logits and does not generate text", "use the model it was exported from"
         )
+
+    def get_output_embeddings(self) -> Any:
+        """Return a head without weights: its number of rows is the size of an output."""
+        return SimpleNamespace(weight=torch.empty(self._session.get_outputs()[0].shape[-1], 0))
 
     def forward(
         self,
