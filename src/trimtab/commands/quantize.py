@@ -93,19 +93,26 @@ def quantize(
     is_whole = Path(origin).exists() and not is_adapter(origin)
     original = measure("original", loaded, held_out, folder=origin if is_whole else None)
     loaded.model.to(rest)
-    layers = QuantizedLayers(loaded.model)
-    judge = Judge(loaded, held_out, calibration, original.quality)
-    mix = choose_mix(layers, formats, judge, bound)
-    num_left = len(layers.names) - len(mix)
-    layers.finish(mix)
-    names = {layer: one.name for layer, one in mix.items()}
-    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left, rest))
-    del loaded, layers, judge
+    names, num_left = _write(target, Judge(loaded, held_out, calibration, original.quality), formats, bound)
+    del loaded
     gc.collect()  # the original has to be gone before the result is loaded
     again = load(target, device=where)
     figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
     _check_bound(bound, figures, held_out.task.loss_kind, target)
     return Quantized(target, names, num_left, figures)
+
+
+def _write(
+    target: Path, judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None
+) -> tuple[dict[str, str], int]:
+    """Choose, quantize and write; returns the format of each layer, and the number of layers that have none."""
+    loaded = judge.loaded
+    layers = QuantizedLayers(loaded.model)
+    mix = choose_mix(layers, formats, judge, bound)
+    layers.finish(mix)
+    names, num_left = {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
+    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left))
+    return names, num_left
 
 
 def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], kind: str, target: Path) -> None:
@@ -192,14 +199,15 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
     return judged, calibration
 
 
-def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int, rest: torch.dtype) -> dict[str, Any]:
+def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int) -> dict[str, Any]:
+    rest = str(loaded.model.dtype).removeprefix("torch.")
     packages = sorted({FORMATS[name].package for name in formats.values()})
     about = {
         "formats": dict(Counter(formats.values())),
         "packages": {name: version(name) for name in packages},
         "layers": formats,
         "num_layers_left": num_left,
-        "dtype_of_the_rest": str(rest).removeprefix("torch."),
+        "dtype_of_the_rest": rest,
     }
     say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
     return {**loaded.facts, "task": loaded.task_name, "quantized": about}
