@@ -67,6 +67,9 @@ SURFACE = {
         *("--text", "FILE", "MODEL"),
     ],
     "distill": ["--device", "--fresh", "--json", "--out", "--quiet", "--resume", "--set", "RECIPE"],
+    "quantize": [
+        *("--data", "--device", "--dtype", "--max-loss", "--rows", "--size", "--to", "FOLDER", "MODEL"),
+    ],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],
@@ -366,11 +369,19 @@ def test_a_table_in_a_pipe(capsys):
     assert row.split(maxsplit=1) == ["a" * 200, "pip install 'trimtab[liger]'"]
 
 
-def test_a_warning_of_bitsandbytes_is_not_shown(caplog):
-    """bitsandbytes logs it at import, on CPUs with bf16 instructions only; here its logger repeats it."""
-    theirs = logging.getLogger("bitsandbytes.backends.cpu.ops")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: %s."),
+        ("bitsandbytes.autograd._functions", "MatMul8bitLt: inputs will be cast from torch.float32 to %s"),
+        ("torchao", "Failed to load %s: no such library"),
+    ],
+)
+def test_a_warning_that_users_cannot_act_on_is_not_shown(caplog, name, message):
+    """Other packages log them at import or in each product, on some machines; here their loggers repeat them."""
+    theirs = logging.getLogger(name)
     with caplog.at_level(logging.WARNING):
-        theirs.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no module")
+        theirs.warning(message, "no module")
         theirs.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
 

@@ -18,6 +18,8 @@ from trimtab.cli.main import app
 from trimtab.commands.merge import merge_in_place
 from trimtab.commands.quantize import quantize
 from trimtab.commands.quantize_mix import Bound, quality_loss
+from trimtab.compress.quantized_layers import QuantizedLayers
+from trimtab.compress.weight_formats import FORMATS
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.figures import weight_bytes
 from trimtab.inference.load import load
@@ -121,6 +123,22 @@ def test_outputs_of_harmless_layers_are_close(place, texts, tmp_path):
         # steps are of 127.5, so the largest weight may be rounded by a whole one
         step = weight.abs().amax(1, keepdim=True) / 127
         assert ((stored.dequantize() - weight).abs() <= step * 1.01).all()
+
+
+@pytest.mark.parametrize("names", [["int8", "fp8", "int8-dynamic"], ["nf4"], ["bnb-int8"]], ids=" ".join)
+def test_the_loaded_model_computes_what_the_one_in_memory_did(place, texts, tmp_path, names):
+    """Formats of torchao may be mixed in one model; every third layer is left as it is."""
+    loaded = load(place / "model", device="cpu")
+    layers = QuantizedLayers(loaded.model)
+    chosen = [name for number, name in enumerate(layers.names) if number % 3]
+    layers.finish({name: FORMATS[names[number % len(names)]] for number, name in enumerate(chosen)})
+    kinds = {name: type(loaded.model.get_submodule(name).weight) for name in layers.names}
+    export_model(tmp_path / "mix", loaded.model, loaded.tokenizer, card={"task": "classify"})
+    with torch.no_grad():
+        expected = loaded.model(**loaded.tokenizer(texts, padding=True, return_tensors="pt")).logits
+    again = load(tmp_path / "mix", device="cpu").model
+    assert {name: type(again.get_submodule(name).weight) for name in layers.names} == kinds
+    torch.testing.assert_close(logits_of(tmp_path / "mix", texts), expected)
 
 
 @pytest.mark.slow
@@ -240,6 +258,8 @@ def test_what_cannot_be_done_is_refused_with_its_cure(place, int8, tmp_path):
         quantize(model, place, ["int8"], **options)
     with pytest.raises(ModelError, match="quantized already"):
         quantize(place / "int8", tmp_path / "a", ["int8"], **options)
+    with pytest.raises(ModelError, match="quantized weights cannot be trained"):
+        load_model(str(place / "int8"), "sequence-classification", {}, tokenizer())
     with pytest.raises(ModelError, match="leave dtype out"):
         load(place / "int8", device="cpu", dtype=torch.bfloat16)
     with pytest.raises(RecipeError, match="give one of them"):

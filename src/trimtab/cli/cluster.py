@@ -16,7 +16,7 @@ def cluster(
     per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
     rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
     scale_block: Annotated[int, typer.Option(help="Columns that share a scale in fp16; 0 for no scales.")] = 64,
-    data: Annotated[str | None, typer.Option(help="Labelled rows to judge both models on.")] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
     calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
     calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows to use.")] = 256,
     importance: Annotated[

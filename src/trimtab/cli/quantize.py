@@ -16,7 +16,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     folder: NewFolder,
     to: Annotated[str, typer.Option(help=_TO)] = "int8",
-    data: Annotated[str | None, typer.Option(help="Rows to judge both models on.")] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
     rows: Annotated[int, typer.Option(help="Number of rows to use.")] = 512,
     max_loss: Annotated[str | None, typer.Option(help=_LOSS)] = None,
     size: Annotated[str | None, typer.Option(help=_SIZE)] = None,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from trimtab import __version__
 from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
 from trimtab.checkpoint.folder import atomic_folder
+from trimtab.commands.held_out import held_out_of
 from trimtab.compress.block_clustering import Weights, can_read_files, cluster_files, cluster_model
 from trimtab.compress.calibration import Batch
 from trimtab.compress.clustered_file import ClusteredWriter, is_clustered
@@ -57,7 +58,7 @@ def cluster(
     folder: str | Path,
     settings: ClusterSettings,
     *,
-    data: str | Path | None = None,
+    data: Any = None,
     calibration: str | Path | None = None,
     num_rows: int = 256,
     train_steps: int = 0,
@@ -69,7 +70,8 @@ def cluster(
         model: A run, a folder, a hub name or a model on a tracking server.
         folder: Where to write: a new or empty folder, or a clustered model, which is replaced.
         settings: How to cluster.
-        data: Labelled rows to judge the original and the result on; None writes the model without a comparison.
+        data: Labelled rows to judge the original and the result on; by default those that the run held out. A model
+            without a run is written without a comparison, weight by weight.
         calibration: Rows that importance and compensation are computed from; not those of `data`.
         num_rows: Calibration rows that are used.
         train_steps: Steps to train palettes, on the calibration rows, to answer as the original does; indices stay.
@@ -81,8 +83,9 @@ def cluster(
     source = resolve_source(local_source(str(model)), adapters=True)
     _check(source, settings, calibration, train_steps)
     streamed = _open_files(source) if calibration is None else None
-    original = None if streamed is not None and data is None else load(model, device=find_device(device))
-    held_out = None if data is None or original is None else read_held_out(original, data)
+    compares = data is not None or _knows_rows(source)
+    original = None if streamed is not None and not compares else load(model, device=find_device(device))
+    held_out = held_out_of(original, data) if compares and original is not None else None
     judge = _Judge(original, held_out)
     if streamed is not None:
         weights, bare, tokenizer = cluster_files(*streamed, settings), streamed[1], load_tokenizer(source)
@@ -150,6 +153,10 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
         raise RecipeError(f"{what} needs rows of data", "--calibration FILE, such as the rows of training")
     if train_steps and calibration is None:
         raise RecipeError("--train-steps needs rows of data", "--calibration FILE, such as the rows of training")
+
+
+def _knows_rows(source: str) -> bool:
+    return Path(source).is_dir() and "recipe" in read_facts(source)
 
 
 def _open_files(source: str) -> tuple[list[Path], Any] | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.export import FACTS, export_model
+from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge_in_place
 from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix, quality_loss
 from trimtab.compress.quantized_layers import QuantizedLayers
@@ -23,7 +24,7 @@ from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import read_adapter_source
 from trimtab.inference.figures import ModelFigures, measure
-from trimtab.inference.held_out import HeldOut, read_held_out, tokenized
+from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import LoadedModel, load
 from trimtab.log import say
 from trimtab.model.adapters import adapter_of
@@ -68,7 +69,8 @@ def quantize(
         source: A run, a folder, a hub name or a model on a tracking server. A LoRA adapter is merged first.
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
-        data: Rows to judge the models on: file, folder, glob or hub name, or rows. Up to 128 others of them, at most
+        data: Rows to judge the models on: file, folder, glob or hub name, or rows; by default those that the run held
+            out. Up to 128 others of them, at most
             a quarter, are calibrated on.
         num_rows: Number of rows to judge on, chosen at random.
         bound: What the result has to keep; None quantizes every layer.
@@ -93,19 +95,26 @@ def quantize(
     is_whole = Path(origin).exists() and not is_adapter(origin)
     original = measure("original", loaded, held_out, folder=origin if is_whole else None)
     loaded.model.to(rest)
-    layers = QuantizedLayers(loaded.model)
-    judge = Judge(loaded, held_out, calibration, original.quality)
-    mix = choose_mix(layers, formats, judge, bound)
-    num_left = len(layers.names) - len(mix)
-    layers.finish(mix)
-    names = {layer: one.name for layer, one in mix.items()}
-    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left, rest))
-    del loaded, layers, judge
+    names, num_left = _write(target, Judge(loaded, held_out, calibration, original.quality), formats, bound)
+    del loaded
     gc.collect()  # the original has to be gone before the result is loaded
     again = load(target, device=where)
     figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
     _check_bound(bound, figures, held_out.task.loss_kind, target)
     return Quantized(target, names, num_left, figures)
+
+
+def _write(
+    target: Path, judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None
+) -> tuple[dict[str, str], int]:
+    """Choose, quantize and write; returns the format of each layer, and the number of layers that have none."""
+    loaded = judge.loaded
+    layers = QuantizedLayers(loaded.model)
+    mix = choose_mix(layers, formats, judge, bound)
+    layers.finish(mix)
+    names, num_left = {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
+    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left))
+    return names, num_left
 
 
 def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], kind: str, target: Path) -> None:
@@ -180,9 +189,7 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
     """Return rows to judge the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
         raise RecipeError(f"--rows {num_rows} judges nothing", "--rows 1 or more")
-    if data is None:
-        raise RecipeError("the models need rows to be judged on", "--data FILE, rows that were not trained on")
-    found = read_held_out(loaded, data, num_rows=num_rows + CALIBRATION_ROWS)
+    found = held_out_of(loaded, data, num_rows + CALIBRATION_ROWS)
     num_calibration = min(CALIBRATION_ROWS, len(found.rows) // 4)
     if num_calibration == 0:
         return found, found
@@ -192,14 +199,15 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
     return judged, calibration
 
 
-def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int, rest: torch.dtype) -> dict[str, Any]:
+def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int) -> dict[str, Any]:
+    rest = str(loaded.model.dtype).removeprefix("torch.")
     packages = sorted({FORMATS[name].package for name in formats.values()})
     about = {
         "formats": dict(Counter(formats.values())),
         "packages": {name: version(name) for name in packages},
         "layers": formats,
         "num_layers_left": num_left,
-        "dtype_of_the_rest": str(rest).removeprefix("torch."),
+        "dtype_of_the_rest": rest,
     }
     say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
     return {**loaded.facts, "task": loaded.task_name, "quantized": about}

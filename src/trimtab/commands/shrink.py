@@ -127,7 +127,9 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
             compensate=bool(calibration),
             rest_dtype=torch.float16,
         )
-        forms[f"cluster-{bits}"] = partial(cluster, source, settings=settings, calibration=calibration, device=device)
+        forms[f"cluster-{bits}"] = partial(
+            cluster, source, settings=settings, data=few, calibration=calibration, device=device
+        )
     return forms
 
 

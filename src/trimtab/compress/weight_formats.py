@@ -23,6 +23,7 @@ from trimtab.log import say
 _FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
 _NF4_BLOCK = 64  # weights that share a scale
+_OUTLIER = 6.0  # bnb-int8 multiplies columns with larger inputs in half precision; transformers' default
 _MAX_PADDING = 1.5  # times the size of a weight
 _INT4_GROUPS = (128, 64, 32)  # numbers of weights that can share a scale
 
@@ -156,7 +157,7 @@ class BitsAndBytesFormat(WeightFormat):
             # bitsandbytes quantizes when a weight is moved to its device
             copy.weight = nn.Params4bit(weight, requires_grad=False, **settings).to(weight.device)
         else:
-            copy = _empty_like(module, nn.Linear8bitLt, has_fp16_weights=False)
+            copy = _empty_like(module, nn.Linear8bitLt, has_fp16_weights=False, threshold=_OUTLIER)
             copy.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
         copy.bias = module.bias
         return copy.requires_grad_(False)  # type: ignore[no-any-return]
@@ -172,6 +173,7 @@ class BitsAndBytesFormat(WeightFormat):
         config = config_class(
             load_in_4bit=self.bits == 4,
             load_in_8bit=self.bits == 8,
+            llm_int8_threshold=_OUTLIER,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=model.dtype,
