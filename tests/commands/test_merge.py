@@ -91,7 +91,7 @@ def test_a_classifier_keeps_its_labels_and_facts(own_folder, tiny, data):
     assert facts["max_length"] == 32
     assert not {"base", "adapter", "head", "kind"} & set(facts)
     assert {path.name for path in Path("merged").iterdir()} == {
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "trimtab.json"),
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "trimtab.json", "README.md"),
     }
 
 
