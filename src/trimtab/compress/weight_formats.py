@@ -266,7 +266,7 @@ def check_stored_formats(source: str, settings: Any, device: torch.device) -> No
 def _overflows(settings: Any, device: torch.device) -> bool:
     """Whether int8 products of the full range are computed on a CPU that adds pairs of them in 16 bits."""
     has_full_range = '"reduce_range": false' in json.dumps(settings, default=str)
-    return has_full_range and bool(import_module("torchao.utils").should_reduce_range(device))
+    return has_full_range and import_module("torchao.utils").should_reduce_range(device)
 
 
 def _types_in(settings: Any) -> Iterator[str]:
