@@ -87,7 +87,7 @@ def test_the_table_has_the_original_and_both_ways(own_folder, tiny, data):
     assert load(done.folder).task_name == "classify"
 
 
-@pytest.mark.parametrize("importance", ["activations", "gradients"])
+@pytest.mark.parametrize("importance", ["activations", pytest.param("gradients", marks=pytest.mark.slow)])
 def test_calibration_and_trained_palettes_come_closer(own_folder, tiny, data, importance):
     loaded = load(classifier(tiny))
     loaded.model.classifier.weight.data *= 50  # outputs of a random head hardly depend on the input
