@@ -183,7 +183,7 @@ def main():
     args = parser.parse_args()
     bench = Bench(args)
     results = bench.run()
-    where = machine(bench.loaded.device, torch.get_num_threads(), ["torch", "transformers", "bitsandbytes"])
+    where = machine(str(bench.loaded.device), torch.get_num_threads(), ["torch", "transformers", "bitsandbytes"])
     path = RESULTS / (args.save or "clustering")
     publish({"machine": where, "results": results}, table(results), "Clustered weights", path, bool(args.save))
 
