@@ -51,3 +51,9 @@ def test_table_and_plot(tmp_path):
 def test_a_loss_is_compared_by_its_increase():
     assert quality_loss({"loss": 2.0, "perplexity": 7.4}, {"loss": 2.1, "perplexity": 8.2}) == pytest.approx(0.05)
     assert quality_loss({"loss": 2.0, "accuracy": 0.9}, {"loss": 1.0, "accuracy": 0.8}) == pytest.approx(0.1)
+
+
+def test_rows_with_several_labels_are_compared_by_f1():
+    one = {"loss": 2.0, "accuracy": 0.5, "f1": 0.9}
+    assert quality_loss(one, one | {"f1": 0.8}) == pytest.approx(0.1)
+    assert quality_loss(one | {"mcc": 0.5}, one | {"f1": 0.8}) == 0.0

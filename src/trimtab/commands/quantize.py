@@ -17,7 +17,7 @@ import torch
 from trimtab.checkpoint.export import FACTS, export_model
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge_in_place
-from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix, quality_loss
+from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
@@ -26,6 +26,7 @@ from trimtab.inference.adapted import read_adapter_source
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.quality_loss import quality_loss
 from trimtab.log import say
 from trimtab.model.adapters import adapter_of
 from trimtab.model.hub import is_adapter
@@ -100,7 +101,7 @@ def quantize(
     gc.collect()  # the original has to be gone before the result is loaded
     again = load(target, device=where)
     figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
-    _check_bound(bound, figures, held_out.task.loss_kind, target)
+    _check_bound(bound, figures, target)
     return Quantized(target, names, num_left, figures)
 
 
@@ -117,12 +118,12 @@ def _write(
     return names, num_left
 
 
-def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], kind: str, target: Path) -> None:
+def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: Path) -> None:
     """Check the bound on the model as it loads; it was chosen in memory, where sizes of files are estimates."""
     if bound is None:
         return
     before, after = figures
-    lost = quality_loss(kind, before.quality, after.quality)
+    lost = quality_loss(before.quality, after.quality)
     if bound.max_loss is not None and not lost <= bound.max_loss:
         raise ModelError(f"{target} loses {lost:.2%}, more than {bound.max_loss:.2%}", "a smaller --max-loss")
     if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:

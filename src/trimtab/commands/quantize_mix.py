@@ -20,13 +20,12 @@ from trimtab.engine.placement import to_device
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.held_out import HeldOut, quality_of
 from trimtab.inference.load import LoadedModel
+from trimtab.inference.quality_loss import quality_loss
 from trimtab.log import say
 
 CALIBRATION_ROWS = 128  # whose inputs rounding is adapted to
 _SENSITIVITY_ROWS = 64  # of them, that the sensitivity of a layer is measured on
 _SECONDS_BETWEEN_LINES = 10
-# What a bound on quality applies to, by kind of loss. Tokens have none that is between 0 and 1: their loss is used.
-_MAIN_METRICS = {"cross-entropy": "accuracy", "binary-cross-entropy": "f1", "mse": "pearson"}
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,6 @@ class Bound:
     def __post_init__(self) -> None:
         if (self.max_loss is None) == (self.max_bytes is None):
             raise RecipeError("a bound is either --max-loss or --size", "give one of them")
-
-
-def quality_loss(kind: str, before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the quality that was lost: the drop of the main metric, or the relative rise of the loss of tokens.
-
-    Args:
-        kind: Kind of loss of the task.
-        before: Metrics of the original.
-        after: Metrics of the quantized model.
-    """
-    metric = _MAIN_METRICS.get(kind)
-    return (after["loss"] - before["loss"]) / before["loss"] if metric is None else before[metric] - after[metric]
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ class Judge:
     def loss(self) -> float:
         """Return the quality that the model has lost in its current form."""
         after = quality_of(self.loaded, self.held_out)
-        return quality_loss(self.held_out.task.loss_kind, self.quality, after)
+        return quality_loss(self.quality, after)
 
 
 def choose_mix(

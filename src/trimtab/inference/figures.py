@@ -93,7 +93,11 @@ def memory_bytes(model: torch.nn.Module) -> int:
 
 
 def _plain_tensors(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that a tensor subclass (torchao's) is made of, or the tensor itself."""
+    """Return the tensors that a tensor is made of: those of torchao's subclasses, the scales of bitsandbytes' ones."""
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        parts = [*vars(state).values(), *vars(state.state2 or state).values()]
+        return [tensor, *(part for part in parts if isinstance(part, torch.Tensor))]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping
 
-_HIGHER_IS_BETTER = ("accuracy", "pearson")  # the first that a task has; else the loss
-
 
 def main_metric(quality: Mapping[str, float]) -> str:
-    """Return the metric that bounds refer to: accuracy, Pearson's correlation, or the loss of a language model."""
-    return next((name for name in _HIGHER_IS_BETTER if name in quality), "loss")
+    """Return the metric that bounds refer to.
+
+    Accuracy, F1 if rows have several labels (MCC does not exist then), Pearson's correlation, or the loss of a language
+    model.
+    """
+    if "accuracy" in quality and ("mcc" in quality or "f1" not in quality):
+        return "accuracy"
+    return next((name for name in ("f1", "pearson") if name in quality), "loss")
 
 
 def quality_loss(original: Mapping[str, float], smaller: Mapping[str, float]) -> float:
     """Return how much worse the second model is; negative if it is better.
 
-    For accuracy and correlation the difference, so 1% is one point; for a loss the relative increase.
+    For accuracy, F1 and correlation the difference, so 1% is one point; for a loss the relative increase.
 
     Args:
         original: The metrics of the original model.
