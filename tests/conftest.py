@@ -35,6 +35,7 @@ SET_BY_TORCH = (
     *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"),
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
+SET_BY_MLFLOW = ("_MLFLOW_TELEMETRY_SESSION_ID",)  # when it is imported
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -78,7 +79,7 @@ def _reproducible_and_clean():
     log.setLevel(loudness[0])
     log.disabled, log.propagate, log.handlers[:] = loudness[1:]
     changed = {key for key in environment.keys() | os.environ.keys() if environment.get(key) != os.environ.get(key)}
-    assert changed <= {"PYTEST_CURRENT_TEST", *SET_BY_TORCH}, changed
+    assert changed <= {"PYTEST_CURRENT_TEST", *SET_BY_TORCH, *SET_BY_MLFLOW}, changed
     assert torch.get_default_dtype() is torch.float32
 
 

@@ -17,12 +17,13 @@ from trimtab.checkpoint.export import export_model, read_facts
 from trimtab.cli.main import app
 from trimtab.commands.merge import merge_in_place
 from trimtab.commands.quantize import quantize
-from trimtab.commands.quantize_mix import Bound, quality_loss
+from trimtab.commands.quantize_mix import Bound
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import FORMATS
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.figures import weight_bytes
 from trimtab.inference.load import load
+from trimtab.inference.quality_loss import quality_loss
 from trimtab.model.adapters import adapter_of
 from trimtab.model.load import load_model
 
@@ -172,7 +173,7 @@ def test_max_loss_leaves_the_fragile_layer_alone(place, int8, tmp_path):
     done = quantize(place / "model", tmp_path / "mix", ["int8"], bound=Bound(max_loss=0.005), **options)
     before, after = (one.quality for one in done.figures)
     assert before["accuracy"] == 1
-    assert quality_loss("cross-entropy", before, after) <= 0.005
+    assert quality_loss(before, after) <= 0.005
     assert FRAGILE not in done.formats
     assert len(done.formats) >= 10
     assert load(tmp_path / "mix", device="cpu").model.get_submodule(FRAGILE).weight.dtype is torch.float32

@@ -166,7 +166,13 @@ def test_adapters_in_bf16_round_like_the_plain_product():
 
 
 @pytest.mark.parametrize(
-    "backend", ["math", "cudnn", pytest.param("flash", marks=SLOW), pytest.param("efficient", marks=SLOW)]
+    "backend",
+    [
+        "cudnn",
+        pytest.param("math", marks=SLOW),
+        pytest.param("flash", marks=SLOW),
+        pytest.param("efficient", marks=SLOW),
+    ],
 )
 def test_the_choice_of_an_attention_kernel_is_traced(backend):
     model = tiny_model()

@@ -328,6 +328,7 @@ def test_graphs_on_a_cpu_are_reported(tiny, own_folder, compiler, caplog):
     assert sum("graphs needs an NVIDIA GPU" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_graphs_that_ran_out_of_memory_are_dropped(tiny, own_folder, compiler, monkeypatch):
     """Their pool would not be free for smaller micro-batches."""
     write_csv(own_folder / "rows.csv", rows())
