@@ -70,7 +70,7 @@ SURFACE = {
     "quantize": [
         *("--data", "--device", "--dtype", "--max-loss", "--rows", "--size", "--to", "FOLDER", "MODEL"),
     ],
-    "shrink": ["--data", "--device", "--max-loss", "--rows", "FOLDER", "MODEL"],
+    "shrink": ["--data", "--device", "--max-loss", "--rows", "--track", "FOLDER", "MODEL"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],

@@ -1,4 +1,4 @@
-"""`trimtab evaluate --track`: metrics and files of an evaluation are below the run of its model."""
+"""`--track` of evaluate and shrink: metrics and files are below the run of the model."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_logged_below_the_run(tiny, empty_store, trimtab_command):
+def test_evaluations_and_forms_are_logged_below_the_run(tiny, empty_store, trimtab_command):
     Path("runs").mkdir()
     uri = f"sqlite:///{Path(shutil.copy(empty_store, 'runs/mlflow.db')).absolute()}"
     data = write_csv(Path("reviews.csv"), reviews(40))
@@ -43,6 +43,16 @@ def test_an_evaluation_is_logged_below_the_run(tiny, empty_store, trimtab_comman
     assert {"test_loss", "test_f1/good", "test_f1/bad"} <= set(metrics)
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert names == {"evaluation.json", "confusion.png", "worst_rows.csv"}
+    code, out, err = trimtab_command("shrink", "runs/reviews/one", "small", "--track", "--max-loss", "100%")
+    assert code == 0, err
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    frontier = runs["shrink one"]
+    assert frontier.data.tags["mlflow.parentRunId"] == runs["one"].info.run_id
+    forms = {name for name, run in runs.items() if run.data.tags.get("mlflow.parentRunId") == frontier.info.run_id}
+    assert {"original", "fp16", "int8", "cluster-4"} <= forms
+    assert runs["fp16"].data.metrics["test_disk_bytes"] < runs["original"].data.metrics["test_disk_bytes"]
+    assert frontier.data.params["recommended"] in forms
+    assert "frontier.png" in {file.path for file in client.list_artifacts(frontier.info.run_id)}
     # an evaluation never becomes the best run of its experiment
     ranking = rank_runs("reviews", "accuracy", uri)
     assert ranking.winner.name == "one"

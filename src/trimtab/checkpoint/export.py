@@ -56,7 +56,7 @@ def export_model(
     bare = _unwrap(model)
     adapter = adapter_of(bare)
     about = {"trimtab": __version__, **card, **({} if adapter is None else _facts_of_adapter(bare, adapter))}
-    facts = json.dumps(_plain(about), indent=1, ensure_ascii=False, allow_nan=False)
+    facts = json.dumps(as_json(about), indent=1, ensure_ascii=False, allow_nan=False)
     with atomic_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
         if adapter is not None:
             adapter.save(place, weights)
@@ -299,14 +299,14 @@ def _mend_generation_config(model: Any) -> None:
         config.do_sample = True
 
 
-def _plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Convert a value to JSON types; numbers that are not finite and unknown objects become text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner) for inner in value]
+        return [as_json(inner) for inner in value]
     if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
+        return as_json(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)

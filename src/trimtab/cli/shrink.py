@@ -15,10 +15,12 @@ def shrink(
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     max_loss: Annotated[str, typer.Option(help="Most that accuracy may lose, or a loss may rise: 1% or 0.01.")] = "1%",
     rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
+    track: Annotated[bool, typer.Option("--track", help="Log all forms to MLflow.")] = False,
     device: Device = None,
 ) -> None:
     """Make a model small: try every form, and recommend one."""
     from trimtab.commands.shrink import shrink as shrink_model
+    from trimtab.commands.shrink import track_forms
     from trimtab.report.frontier import frontier_table
     from trimtab.units import parse_share
 
@@ -28,3 +30,5 @@ def shrink(
         typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
     else:
         typer.echo(f"recommended: {found.folder}, see {folder / 'frontier.png'}")
+    if track:
+        typer.echo(track_forms(found, folder))

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import export_model
+from trimtab.checkpoint.export import as_json, export_model
 from trimtab.commands.cluster import cluster
 from trimtab.commands.export import export
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.quantize import quantize
+from trimtab.commands.tracked_results import Results, track_results
 from trimtab.compress.clustering import ClusterSettings
 from trimtab.errors import RecipeError, TrimtabError
 from trimtab.hardware.inventory import find_device
@@ -44,6 +45,8 @@ class Shrunk:
         folder: Folder of that form; None if it is the original.
         max_loss: The bound.
         failed: Why a form could not be made, by name.
+        source: The model that was asked for.
+        facts: What trimtab.json says about it.
     """
 
     figures: list[ModelFigures]
@@ -51,6 +54,8 @@ class Shrunk:
     folder: Path | None
     max_loss: float
     failed: dict[str, str]
+    source: str
+    facts: Mapping[str, Any]
 
 
 def shrink(
@@ -98,9 +103,34 @@ def shrink(
         else:
             say(f"{name}: {_in_words(figures[-1])}")
     best = recommended(figures, max_loss)
-    found = Shrunk(figures, best, None if best is figures[0] else target / best.name, max_loss, failed)
+    chosen = None if best is figures[0] else target / best.name
+    found = Shrunk(figures, best, chosen, max_loss, failed, source, original.facts)
     _write_frontier(found, target)
     return found
+
+
+def track_forms(found: Shrunk, folder: Path) -> str:
+    """Log the forms to MLflow, each in a run below one for all, and return a line on where they are.
+
+    Args:
+        found: The forms.
+        folder: The folder with the frontier.
+    """
+    parts = [Results(one.name, {"form": one.name}, _tracked_metrics(one)) for one in found.figures]
+    params = {"model": found.source, "recommended": found.best.name, "max_loss": f"{found.max_loss:g}"}
+    files = [folder / name for name in ("frontier.json", "frontier.md", "frontier.png")]
+    results = Results(f"shrink {Path(found.source).name}", params, _tracked_metrics(found.best), files, parts)
+    return track_results(found.source, found.facts, results)
+
+
+def _tracked_metrics(one: ModelFigures) -> dict[str, float]:
+    values = {**one.quality, "memory_bytes": one.memory_bytes, "rows_per_s": one.rows_per_s}
+    values |= {"latency_1_s": one.latency_1_s, "latency_32_s": one.latency_32_s}
+    if one.disk_bytes is not None:
+        values["disk_bytes"] = one.disk_bytes
+    if one.divergence is not None:
+        values |= {"kl": one.divergence.kl_mean, "same_answer": one.divergence.agreement}
+    return values
 
 
 def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torch.device) -> dict[str, WriteForm]:
@@ -144,13 +174,13 @@ def _in_words(one: ModelFigures) -> str:
 
 
 def _write_frontier(found: Shrunk, folder: Path) -> None:
-    facts: dict[str, Any] = {
+    facts = {
         "recommended": found.best.name,
         "max_loss": found.max_loss,
         "forms": [asdict(one) for one in found.figures],
         "failed": found.failed,
     }
-    (folder / "frontier.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    (folder / "frontier.json").write_text(json.dumps(as_json(facts), indent=1), encoding="utf-8")
     lines = [markdown_table(*frontier_table(found.figures, found.max_loss)), *(_failures(found))]
     (folder / "frontier.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     draw_frontier(found.figures, found.max_loss, folder / "frontier.png")

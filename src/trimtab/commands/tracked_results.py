@@ -1,0 +1,99 @@
+"""Logs results about a model to MLflow: a run of its own in the experiment of the model's run, below that run."""
+
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.addresses import redact
+from trimtab.build.data import run_name
+from trimtab.errors import RecipeError, TrimtabError, UserError
+from trimtab.recipe.schema import Recipe
+from trimtab.runs.run_folder import find_run
+from trimtab.runs.tracking_file import Tracking
+from trimtab.tracking.mlflow.model_folder import quiet_mlflow
+from trimtab.tracking.mlflow.server import MlflowServer, Row, describe_failure, mlflow_environment
+from trimtab.tracking.mlflow.uri import default_uri, tracking_uri
+
+_PREFIX = "test_"  # so that no such metric ever selects the best model of an experiment
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one MLflow run contains.
+
+    Args:
+        name: Name of the run.
+        params: Its parameters.
+        metrics: Its metrics; those that are not finite are left out.
+        files: Files to upload.
+        parts: Results that become runs below this one.
+    """
+
+    name: str
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    files: Sequence[Path] = ()
+    parts: Sequence["Results"] = field(default=())
+
+
+def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str:
+    """Log results about a model.
+
+    Args:
+        model: The model that was asked for.
+        facts: What trimtab.json says about it.
+        results: The results.
+
+    Returns:
+        A line on where they are.
+
+    Raises:
+        RecipeError: If tracking is switched off.
+        TrimtabError: If the server cannot be reached or refuses.
+    """
+    uri, experiment, parent = _place(model, facts)
+    with mlflow_environment(), quiet_mlflow():
+        try:
+            server = MlflowServer(uri)
+            run_id = _log(server, server.experiment_id(experiment), results, parent)
+        except TrimtabError:
+            raise
+        except Exception as error:
+            trouble = describe_failure(error, uri)
+            raise (UserError(trouble.words, trouble.cure) if trouble.cure else TrimtabError(str(trouble))) from error
+    return f"tracked on {redact(uri)}: experiment {experiment}, run {run_id}"
+
+
+def _log(server: MlflowServer, experiment_id: str, results: Results, parent: str | None) -> str:
+    now = int(time.time() * 1000)
+    run_id = server.open_run(experiment_id, results.name, uuid.uuid4().hex, now, parent)
+    server.log_params(run_id, results.params)
+    finite = {name: value for name, value in results.metrics.items() if math.isfinite(value)}
+    server.log_rows(run_id, [Row(f"{_PREFIX}{name}", value, now, 0) for name, value in finite.items()])
+    for file in results.files:
+        server.log_file(run_id, file)
+    for part in results.parts:
+        _log(server, experiment_id, part, run_id)
+    server.set_status(run_id, "FINISHED")
+    return run_id
+
+
+def _place(model: str, facts: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    """Return the server, the experiment, and the MLflow run of the model's training if it is there."""
+    path = Path(model)
+    folder = next((place for place in (path, path.parent) if find_run(place) is not None), None)
+    settings = facts.get("recipe")
+    recipe = Recipe(**settings) if isinstance(settings, Mapping) else None
+    experiment = "evaluate" if recipe is None else run_name(recipe)
+    if folder is None:
+        return default_uri(), experiment, None
+    uri = tracking_uri("local" if recipe is None else recipe.track.uri, folder)
+    if uri is None:
+        raise RecipeError(f"tracking is switched off for {folder}", "unset TRIMTAB_TRACK, or set track.uri")
+    tracking = Tracking.read(folder)
+    states = [] if tracking is None else [state for state in tracking.servers if state.uri == redact(uri)]
+    return uri, states[0].experiment or experiment if states else experiment, states[0].run_id if states else None
