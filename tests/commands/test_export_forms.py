@@ -17,7 +17,7 @@ from tiny_runs import reviews, write_csv
 from trimtab.checkpoint.export import export_model, read_facts
 from trimtab.commands import export as command
 from trimtab.commands.export import export
-from trimtab.errors import CheckpointError, ModelError, RecipeError
+from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.load import load
 from trimtab.inference.onnx_model import OnnxModel
 from trimtab.inference.predict_text import predict_text
@@ -167,7 +167,7 @@ def test_foreign_files_are_not_replaced(tiny, texts):
     decoder(tiny)
     Path("photos").mkdir()
     Path("photos/cat.jpg").write_bytes(b"meow")
-    with pytest.raises(CheckpointError, match="contains other files"):
+    with pytest.raises(RecipeError, match="contains other files"):
         export("decoder", "photos", to="gguf")
     assert contents("photos") == {"cat.jpg": b"meow"}
 

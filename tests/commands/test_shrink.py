@@ -2,6 +2,8 @@
 
 import csv
 import json
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,11 @@ from typer.testing import CliRunner
 
 from tiny_models import config_of, tokenizer
 from trimtab.checkpoint.export import export_model
+from trimtab.commands.cluster import cluster
+from trimtab.commands.export import export
+from trimtab.commands.quantize import quantize
 from trimtab.commands.shrink import forms_of, shrink
+from trimtab.compress.clustering import ClusterSettings
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.held_out import read_held_out
 from trimtab.inference.load import load
@@ -66,6 +72,22 @@ def test_the_bound_decides_and_failures_are_told(classifier):
     assert (classifier / "small" / "frontier.png").stat().st_size > 1000
     with pytest.raises(RecipeError, match="is not empty"):
         shrink(place, classifier / "small", data=str(classifier / "rows.csv"), device="cpu")
+
+
+def test_what_holds_a_model_is_not_replaced(classifier, monkeypatch):
+    """Neither the model itself nor anything of a run, by any of the commands that write models."""
+    run = classifier / "run"
+    (run / "best").mkdir(parents=True)
+    shutil.copytree(classifier / "model", run / "best", dirs_exist_ok=True)
+    (run / "run.json").write_text(json.dumps({"id": "x", "step": 1, "path": "run", "state": "finished"}))
+    before = (run / "best" / "model.safetensors").read_bytes()
+    settings = ClusterSettings(bits=4)
+    writers = [partial(export, to="merged"), partial(cluster, settings=settings), partial(quantize, to=("int8",))]
+    for write in writers:
+        for source, target in [(run / "best", run / "best"), (classifier / "model", run / "best")]:
+            with pytest.raises(RecipeError, match=r"is the model itself|belongs to a run"):
+                write(str(source), target)
+    assert (run / "best" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ _PIPELINES = {
     "seq2seq-lm": "text2text-generation",
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FORMS = {"exported", "quantized", "half_precision"}  # facts of models that were made from the one that was judged
 _WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _PRIVATE = ("track", "out", "name", "checkpoint", "limits")  # parts of a recipe that do not change the model
 
@@ -64,15 +65,21 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
     base = subject.base or _base_in(recipe or {})
     header = yaml.safe_dump(_front_matter(subject, base), sort_keys=False, allow_unicode=True)
     parts = [f"---\n{header}---", f"# {_title(facts, base)}", *subject.notes, "## Use", _usage(facts, subject, base)]
-    if facts.get("metrics"):
+    if isinstance(facts.get("metrics"), Mapping) and facts["metrics"]:
         rows = [(name, _number(value)) for name, value in sorted(facts["metrics"].items())]
-        whose = "Of the original, on" if "exported" in facts else "On"
+        whose = "Of the original, on" if _FORMS & facts.keys() else "On"
         at = f" at step {facts['step']:,}" if isinstance(facts.get("step"), int) else ""
         parts += ["## Quality", f"{whose} the held-out rows{at}:", _table(("metric", "value"), rows)]
-    if facts.get("data"):
+    if isinstance(facts.get("data"), Mapping) and facts["data"]:
         sources = [
-            (part, public_text(str(of.get("name", ""))), f"{of.get('num_rows', 0):,}", f"`{of.get('fingerprint', '')}`")
+            (
+                part,
+                public_text(str(of.get("name", ""))),
+                f"{of.get('num_rows') or 0:,}",
+                f"`{of.get('fingerprint', '')}`",
+            )
             for part, of in facts["data"].items()
+            if isinstance(of, Mapping)
         ]
         parts += ["## Data", _table(("rows for", "name", "rows", "content (BLAKE2b)"), sources)]
     if recipe is not None:

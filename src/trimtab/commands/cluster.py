@@ -14,6 +14,7 @@ from trimtab import __version__
 from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.commands.held_out import held_out_of
+from trimtab.commands.target_folder import check_target
 from trimtab.compress.block_clustering import Weights, can_read_files, cluster_files, cluster_model
 from trimtab.compress.calibration import Batch
 from trimtab.compress.clustered_file import ClusteredWriter, is_clustered
@@ -59,7 +60,7 @@ def cluster(
     settings: ClusterSettings,
     *,
     data: Any = None,
-    calibration: str | Path | None = None,
+    calibration: Any = None,
     num_rows: int = 256,
     train_steps: int = 0,
     device: str | torch.device | None = None,
@@ -81,6 +82,7 @@ def cluster(
         ModelError: `model` is an adapter, is clustered already, or cannot be loaded.
     """
     source = resolve_source(local_source(str(model)), adapters=True)
+    check_target(source, Path(folder))
     _check(source, settings, calibration, train_steps)
     streamed = _open_files(source) if calibration is None else None
     compares = data is not None or _knows_rows(source)
@@ -172,14 +174,14 @@ def _open_files(source: str) -> tuple[list[Path], Any] | None:
 class _Calibration:
     """Calibration rows of a model; none if there is no file of them."""
 
-    def __init__(self, loaded: LoadedModel, source: str | Path | None, num_rows: int) -> None:
+    def __init__(self, loaded: LoadedModel, source: Any, num_rows: int) -> None:
         self._model = loaded.model
         self._rows = None if source is None else read_held_out(loaded, source, num_rows=num_rows)
         self.batches: list[Batch] = []
         if self._rows is not None:
             self._loss = build_loss(self._rows.task.loss_kind, shifts_labels=self._rows.task.shifts_labels)
             self.batches = [batch for _, batch in self._rows.batches(_BATCH_SIZE)]
-            say(f"calibrating on {len(self._rows)} rows of {source}")
+            say(f"calibrating on {len(self._rows)} rows of {self._rows.rows.origin}")
 
     def loss_of(self, model: Any, batch: Batch) -> torch.Tensor:
         """Return the loss of the task."""

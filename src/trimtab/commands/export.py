@@ -22,6 +22,7 @@ from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge
 from trimtab.commands.push import HubRepository
+from trimtab.commands.target_folder import check_target
 from trimtab.compress.gguf_file import TYPES, check_gguf, write_gguf
 from trimtab.compress.onnx_file import (
     MODEL_FILE,
@@ -115,6 +116,7 @@ def export(
     repository = None if push is None else HubRepository(push)  # before the work: fails without a connection
     target = Path(folder)
     source = resolve_source(local_source(str(model)), adapters=True)  # a server is asked once
+    check_target(source, target)
     original = load(source, device="cpu")
     _refuse_final_forms(original, source)
     held_out = _held_out(original, data, num_rows)
@@ -263,8 +265,6 @@ def _measure(
     has_own_weights = Path(source).exists() and not is_adapter(source)
     first = measure("original", original, held_out, folder=source if has_own_weights else None)
     second = measure(to, written.loaded, held_out, folder=place, comparison=held_out.compare_with(original))
-    if isinstance(written.loaded.model, OnnxModel):  # onnxruntime holds the weights, as they are in the file
-        second = replace(second, memory_bytes=second.disk_bytes or 0)
     return first, second
 
 

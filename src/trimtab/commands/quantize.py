@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import FACTS, export_model
+from trimtab.checkpoint.export import export_model
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge_in_place
 from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
+from trimtab.commands.target_folder import check_target
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
@@ -79,8 +80,7 @@ def quantize(
         device: Where to compute; None chooses.
 
     Raises:
-        ModelError: If the model or this machine cannot have that format, or the bound cannot be kept; nothing is
-            written then.
+        ModelError: If the model or this machine cannot have that format, or the bound cannot be kept.
     """
     target, where = Path(folder), find_device(device)
     formats = _known_formats(to, bound)
@@ -145,11 +145,7 @@ def _known_formats(names: Sequence[str], bound: Bound | None) -> list[WeightForm
 def _check_places(source: str | Path, target: Path) -> str:
     """Check that the result may be written, and return the resolved source."""
     origin = resolve_source(local_source(str(source)), adapters=True)
-    if target.resolve() == Path(origin).resolve():
-        raise RecipeError(f"{target} is the model itself, which the quantized one would replace", "pass a new folder")
-    is_ours = (target / FACTS).is_file()
-    if target.exists() and not is_ours and (not target.is_dir() or any(target.iterdir())):
-        raise RecipeError(f"{target} contains other files, which the model would replace", "pass a new folder")
+    check_target(origin, target)
     return origin
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trimtab.build.data import build_data
 from trimtab.checkpoint.export import as_json, export_model
 from trimtab.commands.cluster import cluster
 from trimtab.commands.export import export
@@ -16,13 +17,16 @@ from trimtab.commands.held_out import held_out_of
 from trimtab.commands.quantize import quantize
 from trimtab.commands.tracked_results import Results, track_results
 from trimtab.compress.clustering import ClusterSettings
-from trimtab.errors import RecipeError, TrimtabError
+from trimtab.data.rows import Rows
+from trimtab.errors import DataError, RecipeError, TrimtabError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
 from trimtab.log import say
+from trimtab.model.hub import is_adapter
 from trimtab.model.load import resolve_source
+from trimtab.recipe.schema import Recipe
 from trimtab.report.figures_table import figures_table
 from trimtab.report.frontier import draw_frontier, frontier_table, recommended
 from trimtab.report.tables import markdown_table
@@ -84,22 +88,25 @@ def shrink(
         raise RecipeError(f"{target} is not empty", "pass a new folder")
     where = find_device(device)
     place = resolve_source(local_source(source), adapters=True)
+    target.mkdir(parents=True, exist_ok=True)
+    if is_adapter(place):  # all forms have the weights of the base too
+        export(place, target / "merged", to="merged", data=data)
+        place = str(target / "merged")
     original = load(place, device=where)
     held_out = held_out_of(original, data, num_rows)
     comparison = held_out.compare_with(original)
     figures = [measure("original", original, held_out, folder=place if Path(place).exists() else None)]
     say(f"original: {_in_words(figures[0])}")
     ways = forms_of(original, place, held_out, where) if forms is None else forms
-    target.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     for name, write in ways.items():
         try:
             write(target / name)
             smaller = load(target / name, device=where)
             figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
-        except (TrimtabError, ImportError, NotImplementedError) as error:
-            failed[name] = str(error)
-            say(f"{name}: not made, {error}")
+        except Exception as error:  # of any type: other packages write and run these forms
+            failed[name] = str(error) if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
+            say(f"{name}: not made, {failed[name]}")
         else:
             say(f"{name}: {_in_words(figures[-1])}")
     best = recommended(figures, max_loss)
@@ -148,13 +155,13 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
         forms[name] = partial(quantize, source, to=(name,), data=few, device=device)
     if original.task_name in ("classify", "regress"):
         forms["onnx-int8"] = partial(export, source, to="onnx-int8")
-    calibration = original.facts.get("recipe", {}).get("data", {}).get("train")
+    calibration = _training_rows(original)
     for bits in _CLUSTER_BITS:
         settings = ClusterSettings(
             bits=bits,
             per="rows",
-            importance="activations" if calibration else "none",
-            compensate=bool(calibration),
+            importance="none" if calibration is None else "activations",
+            compensate=calibration is not None,
             rest_dtype=torch.float16,
         )
         forms[f"cluster-{bits}"] = partial(
@@ -163,9 +170,23 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
     return forms
 
 
+def _training_rows(original: LoadedModel) -> Rows | None:
+    """Return the rows that the model was trained on, without those that were held out; None if they are not there."""
+    recipe = original.facts.get("recipe")
+    if not isinstance(recipe, Mapping):
+        return None
+    try:
+        return build_data(Recipe(**recipe)).train
+    except (DataError, RecipeError) as error:
+        say(f"palettes are not calibrated: {error.problem}")
+        return None
+
+
 def _write_half(original: LoadedModel, source: str, folder: Path) -> None:
     model = load(source, device="cpu", dtype=torch.float16).model
-    export_model(folder, model, original.tokenizer, card={**original.facts, "task": original.task_name})
+    export_model(
+        folder, model, original.tokenizer, card={**original.facts, "task": original.task_name, "half_precision": "fp16"}
+    )
 
 
 def _in_words(one: ModelFigures) -> str:

@@ -3,10 +3,13 @@
 import atexit
 import contextlib
 import datetime
+import faulthandler
 import os
 import platform
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +61,8 @@ def init_world(
 
 
 def _connect(place: RankInfo, device: torch.device, timeout_s: float) -> None:
+    if not faulthandler.is_enabled() and sys.stderr is not None:
+        faulthandler.enable()  # a rank that is ended by native code shows where it was
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_device_backend(device)}"
@@ -132,6 +137,28 @@ def _leave() -> None:
     if dist.is_initialized():
         with contextlib.suppress(Exception):  # an error here must not change the exit code
             dist.destroy_process_group()
+        _wait_for_idle_gloo()
+
+
+def _wait_for_idle_gloo(timeout_s: float = 2.0) -> None:
+    """Wait until no thread of gloo is running any more.
+
+    With DDP these threads outlive the process group. Processes were seen to abort at their exit, "terminate called
+    without an active exception": as far as known, such a thread released its last tensors while Python finalized.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        time.sleep(0.02)  # without the interpreter's lock, which a thread that releases a tensor may be waiting for
+        if time.monotonic() > deadline or not any(map(_is_running_gloo, Path("/proc/self/task").glob("*"))):
+            return
+
+
+def _is_running_gloo(thread: Path) -> bool:
+    try:
+        name, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")[::2]
+    except OSError:  # it has ended
+        return False
+    return name.startswith("pt_gloo") and state.startswith(("R", "D"))
 
 
 def _versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ from trimtab.engine.placement import to_device
 from trimtab.inference.comparison import ModelComparison, OutputDivergence
 from trimtab.inference.held_out import HeldOut, quality_of
 from trimtab.inference.load import LoadedModel
+from trimtab.inference.onnx_model import OnnxModel
 
 _WEIGHT_FILES = (".safetensors", ".gguf", ".onnx", ".data", ".bin")
 _MAX_REPEATS = 20
@@ -84,6 +85,8 @@ def weight_bytes(folder: str | Path) -> int:
 
 def memory_bytes(model: torch.nn.Module) -> int:
     """Return the memory of all parameters and buffers; shared storage counts once."""
+    if isinstance(model, OnnxModel):  # onnxruntime holds the weights, as they are in the file
+        return model.file_bytes
     sizes: dict[int, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         for part in _plain_tensors(tensor):

@@ -10,10 +10,12 @@ import torch
 from trimtab.checkpoint.export import export_model, read_facts
 from trimtab.compress.clustered_file import is_clustered
 from trimtab.compress.clustered_model import load_clustered_model
+from trimtab.compress.clustered_modules import ClusteredModule
 from trimtab.compress.weight_formats import check_stored_formats
 from trimtab.errors import DataError, ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
 from trimtab.inference.onnx_model import OnnxModel, is_onnx
+from trimtab.model.adapters import adapter_of
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import (
     is_quantized_config,
@@ -58,7 +60,7 @@ class LoadedModel:
     @property
     def max_length(self) -> int | None:
         """Maximum number of input tokens: as in training, at most the model's positions; None if unlimited."""
-        settings = self.facts.get("recipe", {}).get("data", {})
+        settings = (self.facts.get("recipe") or {}).get("data") or {}
         limits = [self.facts.get("max_length") or settings.get("max_length"), max_positions(self.model)]
         return min((limit for limit in limits if limit), default=None)
 
@@ -154,6 +156,10 @@ class LoadedModel:
         Returns:
             The folder.
         """
+        has_clusters = any(isinstance(module, ClusteredModule) for module in self.model.modules())
+        is_quantized = is_quantized_model(self.model) and adapter_of(self.model) is None
+        if has_clusters or is_quantized or isinstance(self.model, OnnxModel):
+            raise ModelError("a clustered, quantized or ONNX model has one form", "copy its folder")
         facts = {name: value for name, value in self.facts.items() if name != "trimtab"}
         return export_model(folder, self.model, self.tokenizer, card=facts | {"task": self.task_name})
 

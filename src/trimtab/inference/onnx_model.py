@@ -31,6 +31,8 @@ class OnnxModel(torch.nn.Module):
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.config = load_config(str(folder))
+        files = [file for file in Path(folder).iterdir() if file.name.startswith(MODEL_FILE)]
+        self.file_bytes = sum(file.stat().st_size for file in files)
         self._session = open_session(Path(folder) / MODEL_FILE)
         self._inputs = {node.name for node in self._session.get_inputs()}
         # code that asks for the device of a model looks at a parameter

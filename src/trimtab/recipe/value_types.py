@@ -232,8 +232,9 @@ def _block_range(value: Any) -> list[int]:
 
 
 def _student(value: Any) -> dict[str, Any]:
-    """Parse {layers: half}, {layers: 3} or {layers: [0, 2, 5]}."""
-    if not isinstance(value, Mapping) or set(value) != {"layers"}:
+    """Parse {layers: half}, {layers: 3} or {layers: [0, 2, 5]}, or the layers alone."""
+    value = value if isinstance(value, Mapping) else {"layers": value}
+    if set(value) != {"layers"}:
         raise ValueError
     layers = value["layers"]
     if isinstance(layers, str) and _word(layers) == "half":

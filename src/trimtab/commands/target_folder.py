@@ -1,0 +1,23 @@
+"""Where a command may write a model."""
+
+from pathlib import Path
+
+from trimtab.checkpoint.export import FACTS
+from trimtab.errors import RecipeError
+from trimtab.runs.run_folder import find_run
+
+
+def check_target(source: str, target: Path) -> None:
+    """Refuse a folder whose content a new model would replace, unless it is a model that such a command wrote.
+
+    Args:
+        source: The model that is read, resolved.
+        target: The folder to write.
+    """
+    if target.resolve() == Path(source).resolve():
+        raise RecipeError(f"{target} is the model itself, which the new one would replace", "pass a new folder")
+    if target.exists() and (find_run(target) is not None or find_run(target.parent) is not None):
+        raise RecipeError(f"{target} belongs to a run, which the new model would damage", "pass a new folder")
+    is_ours = (target / FACTS).is_file()
+    if target.exists() and not is_ours and (not target.is_dir() or any(target.iterdir())):
+        raise RecipeError(f"{target} contains other files, which the model would replace", "pass a new folder")
