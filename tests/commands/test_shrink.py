@@ -98,3 +98,15 @@ def test_the_command(classifier):
     done = CliRunner().invoke(app, [*words, "--max-loss", "5%"])
     assert done.exit_code == 0, done.output
     assert "recommended: " in done.output
+
+
+def test_no_rows_judge_nothing(classifier):
+    with pytest.raises(RecipeError, match=r"0 rows judge nothing[\s\S]*--rows 1 or more"):
+        shrink(str(classifier / "model"), classifier / "small", data=str(classifier / "rows.csv"), num_rows=0)
+
+
+def test_settings_without_effect_are_refused(classifier):
+    with pytest.raises(RecipeError, match="--rows 4 has no effect with --per tensor"):
+        ClusterSettings(bits=4, per="tensor", rows=4)
+    with pytest.raises(ModelError, match="is for clustered models"):
+        load(classifier / "model", device="cpu", decode="on-use")

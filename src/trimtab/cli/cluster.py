@@ -18,7 +18,7 @@ def cluster(
     scale_block: Annotated[int, typer.Option(help="Columns that share a scale in fp16; 0 for no scales.")] = 64,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
     calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
-    calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows to use.")] = 256,
+    calibration_rows: Annotated[int | None, typer.Option(help="Calibration rows to use. Default: 256.")] = None,
     importance: Annotated[
         str | None, typer.Option(help="none, activations or gradients. Default: activations with --calibration.")
     ] = None,
@@ -40,6 +40,8 @@ def cluster(
     if rest not in ("fp16", "keep"):
         raise RecipeError(f"--rest {rest} is not known", "--rest fp16 or --rest keep")
     calibrated = calibration is not None
+    if calibration_rows is not None and not calibrated:
+        raise RecipeError("--calibration-rows has no effect without --calibration", "--calibration FILE")
     settings = ClusterSettings(
         bits=bits,
         per=per,
@@ -50,7 +52,7 @@ def cluster(
         embeddings=embeddings,
         rest_dtype=torch.float16 if rest == "fp16" else None,
     )
-    rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows}
+    rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows or 256}
     done = cluster_weights(model, folder, settings, **rows_of, train_steps=train_steps, device=device)
     if done.figures:
         show_table(*figures_table(done.figures))

@@ -33,6 +33,8 @@ def held_out_of(
         RecipeError: If no data was named, and the model has no run, or its run held out no rows.
         DataError: If the rows cannot be read, or do not fit the model.
     """
+    if num_rows is not None and num_rows < 1:
+        raise RecipeError(f"{num_rows} rows judge nothing", "--rows 1 or more")
     if data is not None:
         return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
     if text is not None or label is not None:

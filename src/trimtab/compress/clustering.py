@@ -60,6 +60,8 @@ class ClusterSettings:
             raise RecipeError(f"--per {self.per} is not known", f"one of {', '.join(PER)}")
         if self.importance not in IMPORTANCE:
             raise RecipeError(f"--importance {self.importance} is not known", f"one of {', '.join(IMPORTANCE)}")
+        if self.rows is not None and self.per != "rows":
+            raise RecipeError(f"--rows {self.rows} has no effect with --per {self.per}", "--per rows, or no --rows")
         if self.rows is not None and self.rows < 1:
             raise RecipeError(f"--rows {self.rows} is not a group", "--rows 1 or more")
         if self.scale_block < 0:
