@@ -128,7 +128,8 @@ def test_chunks(kernels_in_chunks, monkeypatch, dtype, bound, has_bias):
     assert int(hits) == int(wanted_hits)
     for ours, theirs in zip(gradients, wanted_gradients, strict=True):
         assert ours.dtype is theirs.dtype
-        assert relative(ours, theirs) <= 4 * torch.finfo(dtype).eps
+        # sums over 3,000 tokens in another order
+        assert relative(ours, theirs) <= 16 * torch.finfo(dtype).eps
 
 
 def peak_of(compute):

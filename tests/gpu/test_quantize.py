@@ -33,7 +33,7 @@ def logits_of(folder):
     loaded = load(folder, device="cuda")
     batch = {name: value.cuda() for name, value in batch_of(TEXTS, loaded.tokenizer).items()}
     with torch.no_grad():
-        return loaded.model(**batch).logits
+        return loaded.model(**batch).logits.float()
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

@@ -9,7 +9,7 @@ import torch
 from gpu_events import counts_of, new_profiler, num_graphs, num_kernels
 from tiny_models import config_of
 from trimtab import Recipe, fit
-from trimtab.data.packing import ROW_STARTS
+from trimtab.data.packing import ROW_STARTS, PackedCollate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,12 +67,10 @@ class Events:
     """A callback that watches some steps for syncs and profiles another one, without a sync of its own."""
 
     def __init__(self):
-        self._profiler, self._seen, self.counts = new_profiler(), [], {}
+        self._profiler, self.counts = new_profiler(), {}
 
     def on_step(self, state):
         following = state.step + 1
-        if state.step == 1:
-            state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         if following == PROFILED:
             self._profiler.start()
         elif state.step == PROFILED:
@@ -84,19 +82,9 @@ class Events:
     def on_end(self, state):
         torch.cuda.set_sync_debug_mode("default")
 
-    def _before_forward(self, model, args, kwargs):
-        if ROW_STARTS in kwargs:
-            self._seen.append(kwargs[ROW_STARTS])
-
-    @property
-    def num_filler_tokens(self):
-        """Of all steps but the first."""
-        assert len(self._seen) == NUM_STEPS - 1
-        return sum(int(starts[-1] - starts[-2]) for starts in self._seen)
-
 
 def run(folder, name, compiled, precision):
-    """The events of a run, the places of its host-device syncs, and its tokens without filler."""
+    """The events of a run, and the places of its host-device syncs."""
     events = Events()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -104,7 +92,7 @@ def run(folder, name, compiled, precision):
     assert result.fit.step == NUM_STEPS
     assert result.plan.padding == "none"
     syncs = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
-    return events, syncs, result.fit.num_tokens
+    return events, syncs
 
 
 @pytest.mark.parametrize(
@@ -114,7 +102,7 @@ def run(folder, name, compiled, precision):
 @pytest.mark.parametrize("name", CASES)
 def test_syncs_of_a_step(tmp_path, name, compiled, precision, num_syncs):
     """With fp16 the host reads whether gradients overflowed."""
-    _, syncs, _ = run(tmp_path, name, compiled, precision)
+    _, syncs = run(tmp_path, name, compiled, precision)
     assert len(syncs) == num_syncs * len(WATCHED), sorted(set(syncs))
 
 
@@ -128,10 +116,19 @@ def test_launches_of_a_step(tmp_path, name):
     assert [num_graphs(counts) for counts in found.values()] == [0, 0, 1], "one micro-batch"
 
 
+@pytest.mark.parametrize(("compiled", "is_rounded"), [("off", False), ("blocks", False), ("graphs", True)])
 @pytest.mark.parametrize("name", CASES)
-def test_filler_of_packed_batches(tmp_path, name):
-    """Compiled code is made for few sizes, so batches are rounded up; otherwise there is no filler at all."""
-    compiled, _, num_tokens = run(tmp_path / "blocks", name, "blocks", "bf16")
-    plain, _, _ = run(tmp_path / "off", name, "off", "bf16")
-    assert plain.num_filler_tokens == 0
-    assert 0 < compiled.num_filler_tokens <= MOST_FILLER * num_tokens
+def test_filler_of_packed_batches(tmp_path, monkeypatch, name, compiled, is_rounded):
+    """Graphs are captured for few sizes, so batches are rounded up; otherwise there is no filler at all."""
+    seen, collate = [], PackedCollate.__call__
+
+    def watched(self, *args, **kwargs):
+        batch = collate(self, *args, **kwargs)
+        seen.append(batch[ROW_STARTS])
+        return batch
+
+    monkeypatch.setattr(PackedCollate, "__call__", watched)
+    run(tmp_path, name, compiled, "bf16")
+    num_filler = sum(int(starts[-1] - starts[-2]) for starts in seen)
+    assert (num_filler > 0) == is_rounded
+    assert num_filler <= MOST_FILLER * sum(int(starts[-2]) for starts in seen)

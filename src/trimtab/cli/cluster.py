@@ -4,14 +4,14 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.options import Device, NewFolder
+from trimtab.cli.options import Device, FolderOfForm, folder_of_form
 from trimtab.cli.output import show_table
 from trimtab.errors import RecipeError
 
 
 def cluster(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
-    folder: NewFolder,
+    folder: FolderOfForm = None,
     bits: Annotated[int, typer.Option(help="Bits of a weight, 1 to 8.")] = 4,
     per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
     rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
@@ -53,7 +53,8 @@ def cluster(
         rest_dtype=torch.float16 if rest == "fp16" else None,
     )
     rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows or 256}
-    done = cluster_weights(model, folder, settings, **rows_of, train_steps=train_steps, device=device)
+    target = folder_of_form(model, f"cluster-{bits}", folder)
+    done = cluster_weights(model, target, settings, **rows_of, train_steps=train_steps, device=device)
     if done.figures:
         show_table(*figures_table(done.figures))
     typer.echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import Device, Json, Quiet, RecipeFile, Sets
+from trimtab.cli.options import Device, Fresh, Json, Quiet, RecipeFile, Resume, Sets
 from trimtab.cli.options import load as load_with_flags
 from trimtab.cli.output import set_verbosity, show_table
 from trimtab.cli.train import finish
@@ -14,8 +14,8 @@ def distill(
     recipe: RecipeFile = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/EXPERIMENT/NAME.")] = None,
     device: Device = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the run in the folder with a new one.")] = False,
+    resume: Resume = False,
+    fresh: Fresh = False,
     sets: Sets = None,
     quiet: Quiet = False,
     json_lines: Json = False,

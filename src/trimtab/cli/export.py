@@ -4,14 +4,14 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.options import NewFolder
+from trimtab.cli.options import FolderOfForm, folder_of_form
 from trimtab.cli.output import show_table
 
 
 def export(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
-    folder: NewFolder,
     to: Annotated[str, typer.Option(help="onnx, onnx-int8 (decoders: no key-value cache), gguf, or merged.")],
+    folder: FolderOfForm = None,
     data: Annotated[
         str | None, typer.Option(help="Rows to compare both models on. Default: held-out rows of the run.")
     ] = None,
@@ -25,7 +25,8 @@ def export(
     from trimtab.report.figures_table import figures_table
 
     options: dict[str, Any] = {"dtype": dtype, "push": push, "force": force}
-    exported = export_to(model, folder, to=to, data=data, num_rows=rows, **options)
+    target = folder_of_form(model, to, folder)
+    exported = export_to(model, target, to=to, data=data, num_rows=rows, **options)
     for note in exported.notes:
         typer.echo(note)
     if exported.figures:

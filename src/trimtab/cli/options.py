@@ -17,9 +17,21 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Set any recipe ke
 Device = Annotated[str | None, typer.Option(help="Device, such as cpu or cuda:1. Default: the best one available.")]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run, or its mirror.")]
 NewFolder = Annotated[Path, typer.Argument(help="New folder for the model.")]
+FolderOfForm = Annotated[Path | None, typer.Argument(help="New folder. Default: named after model and form, here.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Replace the run in the folder with a new one.")]
 Uri = Annotated[str | None, typer.Option(help="Tracking server. Default: MLFLOW_TRACKING_URI, or the store in runs.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+
+
+def folder_of_form(model: str, form: str, folder: Path | None) -> Path:
+    """Return the folder for another form of a model: `folder`, or such as first-int8 for runs/reviews/first."""
+    if folder is not None:
+        return folder
+    parts = [part for part in model.removeprefix("models:").partition("@")[0].replace(":", "/").split("/") if part]
+    names = [part for part in parts if part not in (".", "..", "best")]
+    return Path(f"{names[-1] if names else 'model'}-{form}")
 
 
 def load(recipe: Path | None, sets: list[str] | None, flags: dict[str, Any] | None = None) -> "LoadedRecipe":

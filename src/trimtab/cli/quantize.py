@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import Device, NewFolder
+from trimtab.cli.options import Device, FolderOfForm, folder_of_form
 from trimtab.cli.output import show_table
 
 _TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several with a bound: int8,int4."
@@ -14,7 +14,7 @@ _SIZE = "Quantize the least harmful layers until the files have this size, such 
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
-    folder: NewFolder,
+    folder: FolderOfForm = None,
     to: Annotated[str, typer.Option(help=_TO)] = "int8",
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
     rows: Annotated[int, typer.Option(help="Number of rows to use.")] = 512,
@@ -34,7 +34,8 @@ def quantize(
         share = None if max_loss is None else parse_share(max_loss)
         bound = Bound(share, None if size is None else parse_bytes(size))
     names = [name.strip() for name in to.split(",")]
-    done = quantize_model(model, folder, names, data=data, num_rows=rows, bound=bound, dtype=dtype, device=device)
+    target = folder_of_form(model, to.replace(",", "-"), folder)
+    done = quantize_model(model, target, names, data=data, num_rows=rows, bound=bound, dtype=dtype, device=device)
     show_table(*figures_table(done.figures))
     left = f", {done.num_left} left alone" if done.num_left else ""
     typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are as before")

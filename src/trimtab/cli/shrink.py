@@ -1,17 +1,16 @@
 """The command that tries all smaller forms of a model."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import Device
+from trimtab.cli.options import Device, FolderOfForm, folder_of_form
 from trimtab.cli.output import show_table
 
 
 def shrink(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the smaller forms and the frontier.")],
+    folder: FolderOfForm = None,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     max_loss: Annotated[str, typer.Option(help="Most that accuracy may lose, or a loss may rise: 1% or 0.01.")] = "1%",
     rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
@@ -24,11 +23,12 @@ def shrink(
     from trimtab.report.frontier import frontier_table
     from trimtab.units import parse_share
 
-    found = shrink_model(model, folder, data=data, max_loss=parse_share(max_loss), num_rows=rows, device=device)
+    target = folder_of_form(model, "small", folder)
+    found = shrink_model(model, target, data=data, max_loss=parse_share(max_loss), num_rows=rows, device=device)
     show_table(*frontier_table(found.figures, found.max_loss))
     if found.folder is None:
         typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
     else:
-        typer.echo(f"recommended: {found.folder}, see {folder / 'frontier.png'}")
+        typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
     if track:
-        typer.echo(track_forms(found, folder))
+        typer.echo(track_forms(found, target))

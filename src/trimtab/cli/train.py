@@ -6,7 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.options import DataSource, Device, EvalSource, Json, Model, Quiet, RecipeFile, RunFolder, Sets, Task
+from trimtab.cli.options import (
+    DataSource,
+    Device,
+    EvalSource,
+    Fresh,
+    Json,
+    Model,
+    Quiet,
+    RecipeFile,
+    Resume,
+    RunFolder,
+    Sets,
+    Task,
+)
 from trimtab.cli.options import load as load_with_flags
 from trimtab.cli.output import set_verbosity, show_demo, show_result, show_table
 
@@ -39,8 +52,8 @@ def train(
     limit_train: Annotated[str | None, typer.Option(help="Training batches per epoch: 100, or 10%.")] = None,
     limit_eval: Annotated[str | None, typer.Option(help="Batches per evaluation: 100, or 10%.")] = None,
     device: Device = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the run in the folder with a new one.")] = False,
+    resume: Resume = False,
+    fresh: Fresh = False,
     sets: Sets = None,
     quiet: Quiet = False,
     json_lines: Json = False,

@@ -158,7 +158,8 @@ class BitsAndBytesFormat(WeightFormat):
             copy.weight = nn.Params4bit(weight, requires_grad=False, **settings).to(weight.device)
         else:
             copy = _empty_like(module, nn.Linear8bitLt, has_fp16_weights=False, threshold=_OUTLIER)
-            copy.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
+            # bitsandbytes quantizes only what is moved from a CPU
+            copy.weight = nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(weight.device)
         copy.bias = module.bias
         return copy.requires_grad_(False)  # type: ignore[no-any-return]
 

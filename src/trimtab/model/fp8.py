@@ -156,10 +156,18 @@ def _multiplied(
         return functional.linear(rows.to(dtype), _dequantized(weight, weight_scales, dtype), bias)
     codes, scales = quantized_rows(rows)
     if not _has_units(rows.device):
-        product = (codes.float() @ weight.float().t()).mul_(scales).mul_(weight_scales.t())
-        return (product if bias is None else product.add_(bias)).to(dtype)
+        product = (codes.float() @ weight.float().t()) * scales * weight_scales.t()
+        return _cast(product if bias is None else product + bias, dtype)
     bias = None if bias is None else bias.to(torch.bfloat16)
-    return _scaled_product(codes, weight.t(), scales, weight_scales.t(), bias).to(dtype)
+    return _cast(_scaled_product(codes, weight.t(), scales, weight_scales.t(), bias), dtype)
+
+
+def _cast(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast, without a call that returns its argument: torch 2.11 compiles that to a gradient of zero.
+
+    In an autograd function its compiler then takes the product for a second result (pytorch issue 180642).
+    """
+    return product if product.dtype is dtype else product.to(dtype)
 
 
 def _input_gradient(
@@ -224,7 +232,7 @@ def quantized_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tupl
     Returns:
         The values divided by the scales, contiguous, and the scales as (rows, 1).
     """
-    x = x.contiguous()
+    x = x if x.is_contiguous() else x.contiguous()
     kernels = None if torch.compiler.is_compiling() else _kernels_for(x.device)
     if kernels is not None and x.shape[-1] <= kernels.WIDEST and x.numel():
         quantized: tuple[torch.Tensor, torch.Tensor] = kernels.quantize_rows(x, factors)
