@@ -208,7 +208,6 @@ def test_other_devices_are_refused():
 
 @pytest.fixture
 def kernels_in_chunks(torch_kernels, monkeypatch):
-    monkeypatch.setattr(token_cross_entropy, "KERNELS_BY_DEFAULT", True)
     monkeypatch.setattr(linear_cross_entropy, "_MIN_CHUNK_TOKENS", 7)
     monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 1024)
     return torch_kernels
@@ -241,12 +240,6 @@ def test_chunks_with_kernels(kernels_in_chunks, smoothing, bound, has_bias, dtyp
     assert set(kernels_in_chunks.overwritten) == {bound is None}
     for ours, theirs in zip(torch.autograd.grad(total * 3, inputs), wanted_gradients, strict=True):
         assert float((ours - theirs).norm()) <= 16 * torch.finfo(dtype).eps * float(theirs.norm())
-
-
-def test_chunks_use_no_kernels_by_default(torch_kernels):
-    hidden, weight, labels = head_and_labels()
-    chunked_cross_entropy(hidden, weight, None, labels, Job())
-    assert not torch_kernels.dtypes
 
 
 def test_sizes_of_chunks():

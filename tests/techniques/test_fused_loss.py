@@ -5,7 +5,7 @@ import torch
 
 from trimtab import predict_step_memory
 from trimtab.errors import RecipeError
-from trimtab.model import token_cross_entropy
+from trimtab.model import linear_cross_entropy
 from trimtab.model.linear_cross_entropy import chunk_rows
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import chunked_loss
@@ -38,11 +38,6 @@ def values(loss, accelerator=HOPPER, **more):
     return ChunkedLoss().values(case)
 
 
-@pytest.fixture
-def by_default(monkeypatch):
-    monkeypatch.setattr(token_cross_entropy, "KERNELS_BY_DEFAULT", True)
-
-
 def test_where_it_is_possible(monkeypatch):
     assert values("fused") == ("fused",)
     for accelerator, why in (
@@ -56,12 +51,7 @@ def test_where_it_is_possible(monkeypatch):
         values("fused", Accelerator("cuda", (9, 0)))
 
 
-def test_auto_does_not_choose_it_yet():
-    assert values("auto", num_targets=4096) == ("plain", "chunked")
-    assert not ChunkedLoss().loads_kernels("chunked")
-
-
-def test_auto_by_default(by_default):
+def test_auto():
     assert values("auto", num_targets=4096) == ("fused", "chunked")
     assert values("auto", num_targets=4096, find_head_problem=lambda how: "an odd head") == ("fused",)
     assert values("auto", Accelerator("cpu"), num_targets=4096) == ("plain", "chunked")
@@ -100,9 +90,9 @@ def test_the_trace_counts_what_the_kernels_read_and_write():
     assert wide == ["aten.mm"], "the output of the head"
 
 
-def test_larger_chunks_with_kernels_take_no_more_memory(by_default, monkeypatch):
+def test_larger_chunks_with_kernels_take_no_more_memory(monkeypatch):
     with_kernels = predicted("chunked").allocated
     smaller, larger = (chunk_rows(ROWS * LENGTH, VOCAB, bytes_per_logit) for bytes_per_logit in (8, 2))
     assert larger > 3 * smaller
-    monkeypatch.setattr(token_cross_entropy, "KERNELS_BY_DEFAULT", False)
+    monkeypatch.setattr(linear_cross_entropy, "kernels_of_chunks", lambda dtype, device: None)
     assert with_kernels <= 1.01 * predicted("chunked").allocated

@@ -22,6 +22,7 @@ from trimtab.log import say
 
 _FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
+_SMALLEST_INPUT = 1e-12  # what the largest input of a row counts as at least: torchao divides by it
 _NF4_BLOCK = 64  # weights that share a scale
 _OUTLIER = 6.0  # bnb-int8 multiplies columns with larger inputs in half precision; transformers' default
 _MAX_PADDING = 1.5  # times the size of a weight
@@ -199,7 +200,11 @@ def _int4(ao: Any, module: torch.nn.Linear) -> Any:
 def _fp8_dynamic(ao: Any, module: torch.nn.Linear) -> Any:
     per_row = module.weight.dtype is torch.bfloat16  # torchao has scales of rows for bf16 only
     granularity = ao.PerRow() if per_row else ao.PerTensor()
-    return ao.Float8DynamicActivationFloat8WeightConfig(granularity=granularity, set_inductor_config=False)
+    return ao.Float8DynamicActivationFloat8WeightConfig(
+        granularity=granularity,
+        activation_value_lb=_SMALLEST_INPUT,
+        set_inductor_config=False,
+    )
 
 
 _IN_AO = "torchao"

@@ -50,6 +50,8 @@ class CompiledBlocks:
             return self._attempt(self._function_of(inputs), own, args, kwargs)
         if _is_capturing():  # the compiler waits for the device, which a capture in a CUDA graph forbids
             return own(*args, **kwargs)
+        if not self._known:
+            say("compiling blocks; what is not cached takes up to a minute")
         with _compiling():
             result = self._attempt(self._function_of(inputs), own, args, kwargs)
         self._known.add(size)

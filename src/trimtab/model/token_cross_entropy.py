@@ -17,9 +17,6 @@ from trimtab.errors import LossError
 from trimtab.hardware.extras import has_package
 from trimtab.log import log_info_once
 
-# Whether the chunked loss uses these kernels, and `memory.loss: auto` the fused loss. Off: neither their speed nor the
-# predicted memory was compared with a GPU yet.
-KERNELS_BY_DEFAULT = False
 MIN_CAPABILITY = (8, 0)  # of NVIDIA GPUs: what Triton supports in full
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,7 +61,7 @@ def kernels_for(device: torch.device) -> Any:
 
 def kernels_of_chunks(dtype: torch.dtype, device: torch.device) -> Any:
     """The kernels for the chunked loss; None to use torch's operations."""
-    return kernels_for(device) if KERNELS_BY_DEFAULT and dtype in _DTYPES else None
+    return kernels_for(device) if dtype in _DTYPES else None
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

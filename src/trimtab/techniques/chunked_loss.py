@@ -59,8 +59,7 @@ class ChunkedLoss(Technique):
         return (asked,)
 
     def _values_for_auto(self, case: Case) -> tuple[str, ...]:
-        is_fused = token_cross_entropy.KERNELS_BY_DEFAULT and self._problem("fused", case) is None
-        whole = "fused" if is_fused else "plain"
+        whole = "plain" if self._problem("fused", case) else "fused"
         return (whole,) if self._problem("chunked", case) else (whole, "chunked")
 
     def without_plan(self, case: Case) -> str:
@@ -111,8 +110,8 @@ class ChunkedLoss(Technique):
         return value not in ("plain", "fused")
 
     def loads_kernels(self, value: str) -> bool:
-        """The fused kernels are Triton's."""
-        return value == "fused" or (value == "chunked" and token_cross_entropy.KERNELS_BY_DEFAULT)
+        """The kernels of both are Triton's."""
+        return value in ("fused", "chunked")
 
 
 def _kernel_problem(accelerator: Accelerator) -> str | None:

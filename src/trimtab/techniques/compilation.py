@@ -97,7 +97,6 @@ class Compilation(Technique):
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
         if blocks is None or (blocks.failure is not None and captured is None):
             return
-        say("compiling blocks; what is not cached takes up to a minute")
         largest, *others = find_trials()
         largest.run()
         if captured is not None and not captured.can_capture(next(model.parameters()).device):
