@@ -288,7 +288,8 @@ def build_model(folder: Path, work: Work, seed: int, device: str) -> Any:
     torch.manual_seed(seed)
     if work.adapter == "qlora":
         # bitsandbytes' modules, filled block by block: transformers quantizes only what it reads from files
-        from trimtab.model.nf4 import Nf4, build_quantized
+        from trimtab.model.nf4 import Nf4
+        from trimtab.model.quantization import build_quantized
 
         model = build_quantized(auto, config, dtype, Nf4(compute_dtype=half), torch.device(device))
     else:
