@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import export_model
+from trimtab.checkpoint.export import FACTS, export_model
+from trimtab.checkpoint.folder import atomic_folder
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge_in_place
 from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
@@ -28,7 +29,7 @@ from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import LoadedModel, load
 from trimtab.inference.quality_loss import quality_loss
-from trimtab.log import say
+from trimtab.log import muted, say
 from trimtab.model.adapters import adapter_of
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import is_quantized_config, load_config, resolve_source
@@ -72,8 +73,7 @@ def quantize(
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
         data: Rows to judge the models on: file, folder, glob or hub name, or rows; by default those that the run held
-            out. Up to 128 others of them, at most
-            a quarter, are calibrated on.
+            out. Up to 128 others of them, at most a quarter, are calibrated on.
         num_rows: Number of rows to judge on, chosen at random.
         bound: What the result has to keep; None quantizes every layer.
         dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
@@ -96,26 +96,24 @@ def quantize(
     is_whole = Path(origin).exists() and not is_adapter(origin)
     original = measure("original", loaded, held_out, folder=origin if is_whole else None)
     loaded.model.to(rest)
-    names, num_left = _write(target, Judge(loaded, held_out, calibration, original.quality), formats, bound)
-    del loaded
-    gc.collect()  # the original has to be gone before the result is loaded
-    again = load(target, device=where)
-    figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
-    _check_bound(bound, figures, target)
+    names, num_left = _quantize_layers(Judge(loaded, held_out, calibration, original.quality), formats, bound)
+    with atomic_folder(target, marker=FACTS, what="model") as place:
+        export_model(place, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left))
+        del loaded
+        gc.collect()  # the original has to be gone before the result is loaded
+        with muted():  # the folder has a temporary name
+            again = load(place, device=where)
+        figures = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
+        _check_bound(bound, figures, target)
     return Quantized(target, names, num_left, figures)
 
 
-def _write(
-    target: Path, judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None
-) -> tuple[dict[str, str], int]:
-    """Choose, quantize and write; returns the format of each layer, and the number of layers that have none."""
-    loaded = judge.loaded
-    layers = QuantizedLayers(loaded.model)
+def _quantize_layers(judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None) -> tuple[dict[str, str], int]:
+    """Choose and quantize; returns the format of each layer, and the number of layers that have none."""
+    layers = QuantizedLayers(judge.loaded.model)
     mix = choose_mix(layers, formats, judge, bound)
     layers.finish(mix)
-    names, num_left = {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
-    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left))
-    return names, num_left
+    return {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
 
 
 def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: Path) -> None:
@@ -123,11 +121,15 @@ def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: P
     if bound is None:
         return
     before, after = figures
-    lost = quality_loss(before.quality, after.quality)
+    lost, kept = quality_loss(before.quality, after.quality), f"so {target} was not written"
     if bound.max_loss is not None and not lost <= bound.max_loss:
-        raise ModelError(f"{target} loses {lost:.2%}, more than {bound.max_loss:.2%}", "a smaller --max-loss")
+        raise ModelError(
+            f"as it loads, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}", "a smaller --max-loss"
+        )
     if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:
-        raise ModelError(f"{target} has {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}", "a smaller --size")
+        raise ModelError(
+            f"the files have {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}, {kept}", "a smaller --size"
+        )
 
 
 def _known_formats(names: Sequence[str], bound: Bound | None) -> list[WeightFormat]:
