@@ -83,6 +83,10 @@ class WeightFormat(ABC):
         """Return a quantized copy of a module, on its device; the module itself is not changed."""
 
     @abstractmethod
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return tensors of a state_dict as a safetensors file contains them, and what its header says about them."""
+
+    @abstractmethod
     def describe(self, model: Any, formats: Mapping[str, "WeightFormat"]) -> Any:
         """Return transformers' quantizer of a model whose modules `formats` names have been quantized."""
 
@@ -115,6 +119,12 @@ class TorchaoFormat(WeightFormat):
             ao = _torchao()
             ao.quantize_(copy, self.settings(ao, module), filter_fn=lambda *_: True)
         return copy.requires_grad_(False)
+
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the parts of torchao's tensors; the header describes every tensor."""
+        support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
+        parts, metadata = support.flatten_tensor_state_dict(dict(tensors))
+        return parts, {name: about for name, about in metadata.items() if name in tensors}
 
     def describe(self, model: Any, formats: Mapping[str, WeightFormat]) -> Any:
         """Return a quantizer with the config of each module, by name."""
@@ -162,6 +172,10 @@ class BitsAndBytesFormat(WeightFormat):
             copy.weight = nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(weight.device)
         copy.bias = module.bias
         return copy.requires_grad_(False)  # type: ignore[no-any-return]
+
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the tensors: bitsandbytes has names for all parts, and needs no header."""
+        return dict(tensors), {}
 
     def describe(self, model: Any, formats: Mapping[str, WeightFormat]) -> Any:
         """Return a quantizer that names the linear modules which are not quantized."""
