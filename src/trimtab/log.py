@@ -72,6 +72,11 @@ def muted() -> Iterator[None]:
         _muted.now = before
 
 
+def is_muted() -> bool:
+    """Whether log output of this thread is suppressed."""
+    return _muted.now
+
+
 @contextmanager
 def unmuted() -> Iterator[None]:
     """Show log output inside `muted`, for a message of a trial run that concerns its result."""

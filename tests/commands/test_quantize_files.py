@@ -196,3 +196,5 @@ def test_command_without_rows(tmp_path):
     assert done.exit_code == 0, done.output
     assert "14 linear layers quantized" in done.output
     assert load(tmp_path / "out", device="cpu").task_name == "causal-lm"
+    done = CliRunner().invoke(app, [*arguments, "--quiet"])
+    assert (done.exit_code, done.output) == (0, "")

@@ -16,8 +16,8 @@ from trimtab.compress.calibration import Batch, input_moments, squared_gradients
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.clustering import ClusterSettings, cluster_weight, clusterable, is_transposed
 from trimtab.compress.weight_files import converted, model_tensors, stored_tensors
-from trimtab.log import say
 from trimtab.model.blocks import blocks_of
+from trimtab.training.work_progress import tracked, working
 
 Weights = Iterator[tuple[str, ClusteredWeight | Tensor]]
 LossOf = Callable[[Any, Batch], Tensor]
@@ -38,15 +38,16 @@ def cluster_model(
     """
     targets = clusterable(model, settings)
     parts = _parts(model, targets)
-    for number, names in enumerate(parts, 1):
-        measured = _Measured.of(model, {name: targets[name] for name in names}, settings, batches, loss_of)
-        for name in names:
-            module = model.get_submodule(targets[name])
-            weight = _clustered(model.get_parameter(name), module, name, settings, measured)
-            with torch.no_grad():
-                model.get_parameter(name).copy_(weight.decoded(torch.float32))
-            yield name, weight
-        say(f"clustered {len(names)} weights, part {number} of {len(parts)}")
+    with working("cluster weights", len(targets)) as work:
+        for names in parts:
+            measured = _Measured.of(model, {name: targets[name] for name in names}, settings, batches, loss_of)
+            for name in names:
+                module = model.get_submodule(targets[name])
+                weight = _clustered(model.get_parameter(name), module, name, settings, measured)
+                with torch.no_grad():
+                    model.get_parameter(name).copy_(weight.decoded(torch.float32))
+                yield name, weight
+                work.advance()
     rest = ((name, tensor) for name, tensor in model_tensors(model) if name not in targets)
     yield from ((name, converted(tensor, settings.rest_dtype)) for name, tensor in rest)
 
@@ -60,7 +61,8 @@ def cluster_files(files: Sequence[Path], skeleton: Any, settings: ClusterSetting
         settings: How; without calibration.
     """
     targets = clusterable(skeleton, settings)
-    for name, tensor in stored_tensors(files, skeleton):
+    total = len(list(model_tensors(skeleton)))
+    for name, tensor in tracked(stored_tensors(files, skeleton), "cluster weights", total):
         if name in targets:
             module = skeleton.get_submodule(targets[name])
             yield name, _clustered(tensor, module, name, settings, _Measured({}, {}))

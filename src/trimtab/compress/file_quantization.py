@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from trimtab.compress.quantized_layers import QuantizedLayers
-from trimtab.compress.weight_files import WeightShards, converted, stored_tensors
+from trimtab.compress.weight_files import WeightShards, converted, model_tensors, stored_tensors
 from trimtab.compress.weight_formats import WeightFormat
 from trimtab.errors import ModelError
+from trimtab.training.work_progress import tracked
 
 
 class FileQuantization:
@@ -43,7 +44,8 @@ class FileQuantization:
     def write_weights(self, shards: WeightShards) -> None:
         """Quantize and write the weights."""
         modules = {f"{name}.weight": name for name in self.names}
-        for name, tensor in stored_tensors(self._files, self._skeleton):
+        total = len(list(model_tensors(self._skeleton)))
+        for name, tensor in tracked(stored_tensors(self._files, self._skeleton), "quantize weights", total):
             values = converted(tensor, self._skeleton.dtype)
             if name in modules:
                 parts = self._quantized(values, modules[name])

@@ -18,6 +18,7 @@ from trimtab.errors import DataError
 from trimtab.inference.comparison import ModelComparison
 from trimtab.inference.load import LoadedModel
 from trimtab.model.losses import build_loss
+from trimtab.training.work_progress import working
 
 _MAX_LENGTH = 512  # of models without a limit
 _MAX_LOGITS = 2**25  # of a batch: 128 MiB in fp32
@@ -180,10 +181,12 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
     model.eval()
     outputs_per_token = num_outputs(loaded, task) if task.loss_kind == "token-cross-entropy" else 0
-    for _, batch in held_out.batches(batch_size, outputs_per_token):
-        moved = to_device(batch, loaded.device)
-        step = loss(model, moved)
-        metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
+    with working("judge rows, the longest first", len(held_out)) as work:
+        for indices, batch in held_out.batches(batch_size, outputs_per_token):
+            moved = to_device(batch, loaded.device)
+            step = loss(model, moved)
+            metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
+            work.advance(len(indices))
     return metrics.compute()
 
 
