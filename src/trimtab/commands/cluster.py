@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from trimtab import __version__
-from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
+from trimtab.checkpoint.export import FACTS, kind_of, read_facts, weight_checksums
 from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.model_files import open_files, save_settings
 from trimtab.commands.target_folder import check_target
@@ -205,4 +206,13 @@ def _write(folder: Path, weights: Weights, origin: _Origin, settings: ClusterSet
             "clustered": about,
         }
         (place / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+        (place / CARD).write_text(model_card(facts, _card_subject(origin, about)), encoding="utf-8")
     return 8 * num_bytes / num_entries
+
+
+def _card_subject(origin: _Origin, about: dict[str, Any]) -> CardSubject:
+    note = (
+        f"Weights are indices of {about['bits']} bits into palettes of values, {about['bits_per_weight']:.2f} bits a "
+        "weight with palettes and scales. `from_pretrained` does not read this format."
+    )
+    return CardSubject(kind_of(origin.model), "clustered", notes=(note,))
