@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,24 @@ def unmuted() -> Iterator[None]:
         yield
     finally:
         _muted.now = before
+
+
+@contextmanager
+def quiet_package(name: str) -> Iterator[None]:
+    """Suppress Python's warnings, and messages of a package below ERROR, for calls whose warnings users cannot act on.
+
+    Args:
+        name: Name of the package's logger.
+    """
+    theirs = logging.getLogger(name)
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.setLevel(level)
 
 
 def log_to_file_only(rank: int) -> None:

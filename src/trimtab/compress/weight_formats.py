@@ -5,11 +5,8 @@ A format turns one linear module into a quantized one, and describes a quantized
 """
 
 import json
-import logging
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 
 from trimtab.errors import MissingDependency, ModelError
 from trimtab.hardware.extras import has_package, require_extra
-from trimtab.log import say
+from trimtab.log import quiet_package, say
 
 _FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
@@ -115,7 +112,7 @@ class TorchaoFormat(WeightFormat):
         """Return a linear module whose weight is a tensor of torchao."""
         copy: torch.nn.Linear = _empty_like(module, torch.nn.Linear)
         copy.weight, copy.bias = module.weight, module.bias
-        with _quiet():
+        with quiet_package("torchao"):  # it warns of kernels for other machines
             ao = _torchao()
             ao.quantize_(copy, self.settings(ao, module), filter_fn=lambda *_: True)
         return copy.requires_grad_(False)
@@ -307,17 +304,3 @@ def _empty_like(module: torch.nn.Linear, kind: Any, **settings: Any) -> Any:
 
 def _torchao() -> Any:
     return import_module("torchao.quantization")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress torchao's warnings about kernels for other machines."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
