@@ -36,7 +36,7 @@ def quantize(
         share = None if max_loss is None else parse_share(max_loss)
         bound = Bound(share, None if size is None else parse_bytes(size))
     names = [name.strip() for name in to.split(",")]
-    target = folder_of_form(model, to.replace(",", "-"), folder)
+    target = folder_of_form(model, "-".join(names), folder)
     options: dict[str, Any] = {"data": data, "num_rows": rows, "bound": bound, "dtype": dtype, "device": device}
     with shown(quiet) as prints:
         done = quantize_model(model, target, names, **options)

@@ -149,7 +149,7 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
 
 
 def _knows_rows(source: str) -> bool:
-    return Path(source).is_dir() and "recipe" in read_facts(source)
+    return Path(source).is_dir() and read_facts(source).get("recipe") is not None
 
 
 class _Calibration:
