@@ -52,7 +52,7 @@ class Work:
         self.num_done += num
         if is_muted() or _mode.get() in ("json", "quiet"):
             return
-        if draws_bars(_mode.get()):
+        if _board.is_open or draws_bars(_mode.get()):  # an open screen replaces standard output, which is asked else
             _board.draw_if_old()
         elif self.num_done < self.total and self.num_done * _NUM_LINES >= self._next_line * self.total:
             self._next_line = self.num_done * _NUM_LINES // self.total + 1
@@ -107,6 +107,10 @@ class _Board:
         self._works: list[Work] = []
         self._screen: Screen | None = None
         self._next_frame = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._screen is not None
 
     def add(self, work: Work) -> None:
         if not self._works:
