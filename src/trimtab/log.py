@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,11 @@ def muted() -> Iterator[None]:
         _muted.now = before
 
 
+def is_muted() -> bool:
+    """Whether log output of this thread is suppressed."""
+    return _muted.now
+
+
 @contextmanager
 def unmuted() -> Iterator[None]:
     """Show log output inside `muted`, for a message of a trial run that concerns its result."""
@@ -80,6 +86,24 @@ def unmuted() -> Iterator[None]:
         yield
     finally:
         _muted.now = before
+
+
+@contextmanager
+def quiet_package(name: str) -> Iterator[None]:
+    """Suppress Python's warnings, and messages of a package below ERROR, for calls whose warnings users cannot act on.
+
+    Args:
+        name: Name of the package's logger.
+    """
+    theirs = logging.getLogger(name)
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.setLevel(level)
 
 
 def log_to_file_only(rank: int) -> None:

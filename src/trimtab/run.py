@@ -23,6 +23,7 @@ from trimtab.training.evaluate import OwnMetric
 from trimtab.training.progress import build_progress
 from trimtab.training.resume import resume_trainer
 from trimtab.training.run_state import FitResult
+from trimtab.training.work_progress import work_shown_as
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def fit(
     start = engine.decide_on_main_process(lambda: find_start_point(loaded.recipe, resume, fresh))
     run = resolve_run(loaded.recipe, engine, start.path if start.is_resumed else None, loss)
     folder = open_folder(start, engine)
-    with released_on_failure(folder):
-        show = build_progress(progress if engine.is_main_process else "quiet")
+    mode = progress if engine.is_main_process else "quiet"
+    with released_on_failure(folder), work_shown_as(mode):
+        show = build_progress(mode)
         trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics)
         journal_position = resume_trainer(trainer, engine, start, run.recipe.train.lr)
     with failure_recorded(run, folder, show):

@@ -34,7 +34,7 @@ SURFACE = {
     "checkpoints": ["RUN"],
     "cluster": [
         *("--bits", "--calibration", "--calibration-rows", "--compensate", "--data", "--device", "--embeddings"),
-        *("--importance", "--per", "--rest", "--rows", "--scale-block", "--train-steps", "FOLDER", "MODEL"),
+        *("--importance", "--per", "--quiet", "--rest", "--rows", "--scale-block", "--train-steps", "FOLDER", "MODEL"),
     ],
     "compare": [
         *("--device", "--out", "--quiet", "--repeats", "--set", "--steps", "--study", "--timeout", "--variants"),
@@ -68,9 +68,9 @@ SURFACE = {
     ],
     "distill": ["--device", "--fresh", "--json", "--out", "--quiet", "--resume", "--set", "RECIPE"],
     "quantize": [
-        *("--data", "--device", "--dtype", "--max-loss", "--rows", "--size", "--to", "FOLDER", "MODEL"),
+        *("--data", "--device", "--dtype", "--max-loss", "--quiet", "--rows", "--size", "--to", "FOLDER", "MODEL"),
     ],
-    "shrink": ["--data", "--device", "--max-loss", "--rows", "--track", "FOLDER", "MODEL"],
+    "shrink": ["--data", "--device", "--max-loss", "--quiet", "--rows", "--track", "FOLDER", "MODEL"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],

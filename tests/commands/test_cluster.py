@@ -99,6 +99,21 @@ def test_calibration_and_trained_palettes_come_closer(own_folder, tiny, data, im
     assert trained.figures[1].divergence.kl_mean < 0.5 * plain.figures[1].divergence.kl_mean
 
 
+def test_the_card_says_how_to_load_it_and_whose_metrics_it_states(own_folder, tiny):
+    loaded = load(classifier(tiny))
+    facts = {"task": "classify", "metrics": {"accuracy": 0.875}}
+    source = export_model(own_folder / "source", loaded.model, loaded.tokenizer, card=facts)
+    card = (cluster(source, own_folder / "out", ClusterSettings(bits=3)).folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: trimtab\npipeline_tag: text-classification\n")
+    assert "indices of 3 bits into palettes" in card
+    assert 'load("FOLDER", decode="on-use")' in card
+    assert "AutoModel" not in card  # it would not load
+    assert card.count("```") % 2 == 0
+    assert "Of the original, on the held-out rows:" in card
+    assert "| accuracy | 0.875 |" in card
+    assert "| trimtab |" in card
+
+
 def test_shared_weights_are_stored_once_and_stay_shared(own_folder, tiny):
     done = cluster(tiny.folder("llama", **WIDTHS["llama"]), own_folder / "out", ClusterSettings())
     assert "lm_head.weight" not in dict(read_weights(done.folder))

@@ -7,7 +7,7 @@ from tiny_models import KINDS, config_of, tokenizer
 from tiny_runs import reviews, write_csv, write_jsonl
 from trimtab.commands.held_out import held_out_of
 from trimtab.data.rows import Rows
-from trimtab.errors import DataError, RecipeError
+from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.inference.held_out import quality_of, read_held_out
 from trimtab.inference.load import LoadedModel
 from trimtab.model.load import load_model
@@ -132,3 +132,15 @@ def test_no_rows_to_judge_on(own_folder):
         held_out_of(classifier("good", "bad", facts=run_facts(path, eval_share=0)))
     with pytest.raises(DataError, match="held-out rows of the run cannot be read"):
         held_out_of(classifier("good", "bad", facts=run_facts("gone.csv")))
+
+
+def test_an_empty_recipe_is_none_and_a_damaged_one_is_refused(own_folder):
+    path = write_csv(own_folder / "reviews.csv", reviews(8))
+    for facts in ({"recipe": None}, {"recipe": {"data": None}}, {"recipe": None, "columns": None}):
+        assert len(held_out_of(classifier("good", "bad", facts=facts), path)) == 8
+        assert len(held_out_of(loaded_of("masked-lm", facts=facts), path)) == 8
+    with pytest.raises(RecipeError, match="does not know its held-out rows"):
+        held_out_of(classifier("good", "bad", facts={"recipe": None}))
+    for facts in ({"recipe": ["data"]}, {"recipe": {"data": "reviews.csv"}}, {"columns": "text"}):
+        with pytest.raises(ModelError, match=r"trimtab.json of the model is damaged[\s\S]*restore"):
+            held_out_of(classifier("good", "bad", facts=facts), path)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 
@@ -203,6 +204,24 @@ def test_a_failed_write_leaves_the_old_folder(place, int8, texts, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         quantize(place / "model", place / "int8", ["fp8"], data=place / "rows.jsonl", device="cpu")
     assert {path.name: path.read_bytes() for path in (place / "int8").iterdir()} == before
+
+
+@pytest.mark.parametrize("bound", ["max_loss", "max_bytes"])
+def test_a_bound_that_the_written_model_breaks_leaves_the_old_folder(place, int8, tmp_path, monkeypatch, bound):
+    """The choice is made in memory, from estimates; here they promise too much."""
+    old = shutil.copytree(place / "int8", tmp_path / "old")
+    (old / "notes.txt").write_text("which a new model would remove")
+    before = {path.name: path.read_bytes() for path in old.iterdir()}
+    if bound == "max_loss":
+        monkeypatch.setattr("trimtab.commands.quantize_mix.Judge.loss", lambda judge: 0.0)
+        limit, message = Bound(max_loss=0.005), "more than 0.50%"
+    else:
+        monkeypatch.setattr("trimtab.commands.quantize_mix.within_size", lambda moves, *sizes: moves)
+        limit, message = Bound(max_bytes=1000), "more than 1,000"
+    with pytest.raises(ModelError, match=message):
+        quantize(place / "model", old, ["int8"], bound=limit, data=place / "rows.jsonl", device="cpu")
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from trimtab.inference.held_out import quality_of, read_held_out
 from trimtab.inference.load import LoadedModel
 from trimtab.inference.row_scores import RowScores
 from trimtab.model.load import load_model
+from trimtab.training.work_progress import work_shown_as
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 WORDS = ["the", "film", "was", "a", "very", "long", "story", "about", "this", "cast"]
@@ -127,13 +128,12 @@ def test_every_task_agrees_with_its_metrics_in_training(task, monkeypatch):
 
 
 def test_a_long_evaluation_reports_its_progress(monkeypatch, caplog):
-    monkeypatch.setattr("trimtab.inference.row_scores._REPORT_S", -1.0)
+    monkeypatch.setattr("trimtab.training.work_progress._SECONDS_BEFORE_LINES", 0.0)
     loaded = classifier("bad", "good")
-    with caplog.at_level(logging.INFO, "trimtab"):
+    with caplog.at_level(logging.INFO, "trimtab"), work_shown_as("plain"):
         evaluate(loaded, read_held_out(loaded, reviews(20)), batch_size=8)
-    found = [line for line in caplog.messages if line.startswith("predicted")]
-    assert found[0] == "predicted 8 of 20 rows, the longest first"
-    assert len(found) == 3
+    found = [line.rpartition(",")[0] for line in caplog.messages if line.startswith("predict")]
+    assert found == [f"predict rows, the longest first: {num} of 20" for num in (8, 16)]
 
 
 def test_worst_rows_name_text_and_labels():

@@ -17,11 +17,11 @@ from trimtab.build.data_report import report_data
 from trimtab.errors import ModelError, RecipeError
 from trimtab.inference.classify import classify_texts
 from trimtab.inference.load import load
+from trimtab.log import quiet_package
 from trimtab.model.hub import quiet_transformers
 from trimtab.run import resume
 from trimtab.runs.run_folder import read_status
 from trimtab.tracking.mlflow import ranking, registry
-from trimtab.tracking.mlflow.model_folder import quiet_mlflow
 from trimtab.tracking.mlflow.registry import fetch_model, find_model, local_source, pull_model, rank_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and its dependencies
@@ -203,7 +203,7 @@ def test_a_model_that_others_have_logged(models, best, tmp_path, monkeypatch):
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", models.uri)
     run_id = models.run("theirs", "first", [{"accuracy": 0.5}])
-    with quiet_mlflow(), quiet_transformers():
+    with quiet_package("mlflow"), quiet_transformers():
         theirs = pipeline("text-classification", str(best))
         with mlflow.start_run(run_id):
             mlflow.transformers.log_model(

@@ -15,6 +15,7 @@ import pytest
 
 from trimtab.errors import RecipeError
 from trimtab.training import progress_bar as module
+from trimtab.training import screen as screen_module
 from trimtab.training.progress import build_progress
 from trimtab.training.progress_bar import BarProgress
 from trimtab.training.progress_lines import JsonProgress, PlainProgress, QuietProgress
@@ -217,7 +218,7 @@ class FakeScreen:
 @pytest.fixture
 def screen(monkeypatch):
     fake = FakeScreen()
-    monkeypatch.setattr(module, "_TerminalScreen", lambda: fake)
+    monkeypatch.setattr(screen_module, "_TerminalScreen", lambda transient: fake)
     return fake
 
 

@@ -20,6 +20,7 @@ from trimtab.log import say
 from trimtab.model.distillation import PROBABILITIES, TOKENS, DistillTerms, run_teacher, soft_targets
 from trimtab.model.forward import IGNORED, Batch
 from trimtab.model.losses import next_tokens
+from trimtab.training.work_progress import tracked
 from trimtab.units import format_bytes
 
 _BATCH_SIZE = 16
@@ -126,7 +127,7 @@ def _compute(
     found: list[dict[str, torch.Tensor]] = [{} for _ in range(len(tokens.train))]
     lengths = tokens.train.lengths
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    for start in range(0, len(order), _BATCH_SIZE):
+    for start in tracked(range(0, len(order), _BATCH_SIZE), "outputs of the teacher"):
         rows = order[start : start + _BATCH_SIZE]
         batch = to_device(data.task.collate([tokens.train[row] for row in rows]), device)
         logits = run_teacher(teacher, batch, DistillTerms()).logits[..., :num_classes]

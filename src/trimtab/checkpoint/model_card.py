@@ -20,6 +20,7 @@ _PACKAGES = {
     "peft": ("peft", "transformers", "torch"),
     "onnx": ("onnxruntime", "onnx", "transformers", "torch"),
     "gguf": ("gguf", "transformers", "torch"),
+    "clustered": ("transformers", "torch"),
 }
 _PIPELINES = {
     "sequence-classification": "text-classification",
@@ -28,7 +29,12 @@ _PIPELINES = {
     "seq2seq-lm": "text2text-generation",
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_FORMS = {"exported", "quantized", "half_precision"}  # facts of models that were made from the one that was judged
+_FORMS = {
+    "exported",
+    "quantized",
+    "clustered",
+    "half_precision",
+}  # facts of models that were made from the one that was judged
 _WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _PRIVATE = ("track", "out", "name", "checkpoint", "limits")  # parts of a recipe that do not change the model
 
@@ -39,7 +45,7 @@ class CardSubject:
 
     Args:
         kind: Kind of the model, as in `load_model`.
-        form: "transformers", "peft", "onnx" or "gguf".
+        form: "transformers", "peft", "onnx", "gguf" or "clustered".
         base: The model that was trained further: a Hub name or a path; None if it is not known.
         file: Name of the file with the weights, for forms that are one file.
         notes: Sentences about this export, such as its closeness to the original.
@@ -112,7 +118,8 @@ def _last_part(parts: Sequence[str]) -> str:
 
 
 def _front_matter(subject: CardSubject, base: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"library_name": subject.form, "pipeline_tag": _PIPELINES[subject.kind]}
+    library = "trimtab" if subject.form == "clustered" else subject.form
+    found: dict[str, Any] = {"library_name": library, "pipeline_tag": _PIPELINES[subject.kind]}
     if base is not None and _HUB_NAME.fullmatch(base):  # the Hub accepts only names of its own
         found["base_model"] = base
     return found | {"tags": ["trimtab", *([] if subject.form == "transformers" else [subject.form])]}
@@ -149,7 +156,11 @@ def _public(value: Any) -> Any:
 def _usage(facts: Mapping[str, Any], subject: CardSubject, base: str | None) -> str:
     auto, file = AUTO_CLASSES[subject.kind], subject.file
     place = f'"FOLDER/{file}"' if subject.form == "gguf" else '"FOLDER"'
-    lines = ["from trimtab import load", "", f"loaded = load({place})  # .model and .tokenizer", "```", ""]
+    lines = ["from trimtab import load", "", f"loaded = load({place})  # .model and .tokenizer"]
+    if subject.form == "clustered":  # no other library reads this format
+        lines += ['small = load("FOLDER", decode="on-use")  # decodes a weight at a time: less memory, slower', "```"]
+        return "\n".join(["```python", *lines])
+    lines += ["```", ""]
     if subject.form == "onnx":
         lines += ["With onnxruntime alone; inputs are int64 arrays of shape (rows, tokens):", "", "```python"]
         lines += ["import onnxruntime", "from transformers import AutoTokenizer", ""]

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.options import Device, FolderOfForm, folder_of_form
-from trimtab.cli.output import show_table
+from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
+from trimtab.cli.output import show_table, shown
 from trimtab.errors import RecipeError
 
 
@@ -29,6 +29,7 @@ def cluster(
     embeddings: Annotated[bool, typer.Option(help="Cluster embeddings and the output layer too.")] = True,
     rest: Annotated[str, typer.Option(help="Dtype of weights that are not clustered: fp16, or keep.")] = "keep",
     device: Device = None,
+    quiet: Quiet = False,
 ) -> None:
     """Cluster the weights of a model to palettes of 1 to 8 bits."""
     import torch
@@ -54,7 +55,10 @@ def cluster(
     )
     rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows or 256}
     target = folder_of_form(model, f"cluster-{bits}", folder)
-    done = cluster_weights(model, target, settings, **rows_of, train_steps=train_steps, device=device)
+    with shown(quiet) as prints:
+        done = cluster_weights(model, target, settings, **rows_of, train_steps=train_steps, device=device)
+    if not prints:
+        return
     if done.figures:
         show_table(*figures_table(done.figures))
     typer.echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")

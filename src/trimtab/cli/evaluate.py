@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.options import Device, Json
-from trimtab.cli.output import show_table
+from trimtab.cli.output import show_table, shown
 from trimtab.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def evaluate(
 
     columns = {"text": _one_or_list(text), "label": _one_or_list(label)}
     try:
-        judged = judge(model, data, against=against, num_rows=rows, num_worst=worst, device=device, **columns)
+        with shown(quiet=False, json_lines=as_json):
+            judged = judge(model, data, against=against, num_rows=rows, num_worst=worst, device=device, **columns)
     except DataError as error:
         raise DataError(error.problem, _with_options(error.cure)) from error
     _show(judged, as_json)

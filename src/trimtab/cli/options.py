@@ -29,8 +29,10 @@ def folder_of_form(model: str, form: str, folder: Path | None) -> Path:
     """Return the folder for another form of a model: `folder`, or such as first-int8 for runs/reviews/first."""
     if folder is not None:
         return folder
-    parts = [part for part in model.removeprefix("models:").partition("@")[0].replace(":", "/").split("/") if part]
-    names = [part for part in parts if part not in (".", "..", "best")]
+    if model.startswith("models:/"):  # a version or an alias follows the name
+        model = model.removeprefix("models:/").partition("/")[0].partition("@")[0]
+    parts = model.removesuffix(".gguf").partition("@")[0].replace(":", "/").split("/")
+    names = [part for part in parts if part not in ("", ".", "..", "best")]
     return Path(f"{names[-1] if names else 'model'}-{form}")
 
 

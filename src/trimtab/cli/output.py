@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,16 @@ def set_verbosity(quiet: bool, json_lines: bool) -> str:
         logger.addHandler(logging.NullHandler())  # without a handler, the first message would install a visible one
         logger.setLevel(logging.ERROR)
     return "quiet" if quiet else "json" if json_lines else "auto"
+
+
+@contextlib.contextmanager
+def shown(quiet: bool, json_lines: bool = False) -> Iterator[bool]:
+    """Let a command show its work as the flags ask for; yields whether it prints tables."""
+    from trimtab.training.work_progress import work_shown_as
+
+    mode = set_verbosity(quiet, json_lines)
+    with work_shown_as(mode):
+        yield mode == "auto"
 
 
 def flush_streams() -> None:

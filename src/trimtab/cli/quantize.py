@@ -1,13 +1,14 @@
 """The command that stores a model in fewer bits."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.options import Device, FolderOfForm, folder_of_form
-from trimtab.cli.output import show_table
+from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
+from trimtab.cli.output import show_table, shown
 
 _TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several with a bound: int8,int4."
+_ROWS = "Number of rows to judge on. 0: none, and weight by weight, for a model larger than memory."
 _LOSS = "Quantize as many layers as this loss of quality allows, such as 0.5%."
 _SIZE = "Quantize the least harmful layers until the files have this size, such as 40MB."
 
@@ -17,11 +18,12 @@ def quantize(
     folder: FolderOfForm = None,
     to: Annotated[str, typer.Option(help=_TO)] = "int8",
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
-    rows: Annotated[int, typer.Option(help="Number of rows to use.")] = 512,
+    rows: Annotated[int, typer.Option(help=_ROWS)] = 512,
     max_loss: Annotated[str | None, typer.Option(help=_LOSS)] = None,
     size: Annotated[str | None, typer.Option(help=_SIZE)] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of all other weights: auto, fp32, bf16, fp16.")] = "auto",
     device: Device = None,
+    quiet: Quiet = False,
 ) -> None:
     """Store the linear layers of a model in 8 or 4 bits; compare."""
     from trimtab.commands.quantize import quantize as quantize_model
@@ -34,8 +36,13 @@ def quantize(
         share = None if max_loss is None else parse_share(max_loss)
         bound = Bound(share, None if size is None else parse_bytes(size))
     names = [name.strip() for name in to.split(",")]
-    target = folder_of_form(model, to.replace(",", "-"), folder)
-    done = quantize_model(model, target, names, data=data, num_rows=rows, bound=bound, dtype=dtype, device=device)
-    show_table(*figures_table(done.figures))
+    target = folder_of_form(model, "-".join(names), folder)
+    options: dict[str, Any] = {"data": data, "num_rows": rows, "bound": bound, "dtype": dtype, "device": device}
+    with shown(quiet) as prints:
+        done = quantize_model(model, target, names, **options)
+    if not prints:
+        return
+    if done.figures:
+        show_table(*figures_table(done.figures))
     left = f", {done.num_left} left alone" if done.num_left else ""
     typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are as before")

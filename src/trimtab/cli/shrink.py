@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import Device, FolderOfForm, folder_of_form
-from trimtab.cli.output import show_table
+from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
+from trimtab.cli.output import show_table, shown
 
 
 def shrink(
@@ -16,6 +16,7 @@ def shrink(
     rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
     track: Annotated[bool, typer.Option("--track", help="Log all forms to MLflow.")] = False,
     device: Device = None,
+    quiet: Quiet = False,
 ) -> None:
     """Make a model small: try every form, and recommend one."""
     from trimtab.commands.shrink import shrink as shrink_model
@@ -24,11 +25,16 @@ def shrink(
     from trimtab.units import parse_share
 
     target = folder_of_form(model, "small", folder)
-    found = shrink_model(model, target, data=data, max_loss=parse_share(max_loss), num_rows=rows, device=device)
+    share = parse_share(max_loss)
+    with shown(quiet) as prints:
+        found = shrink_model(model, target, data=data, max_loss=share, num_rows=rows, device=device)
+        tracked = track_forms(found, target) if track else ""
+    if not prints:
+        return
     show_table(*frontier_table(found.figures, found.max_loss))
     if found.folder is None:
         typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
     else:
         typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
-    if track:
-        typer.echo(track_forms(found, target))
+    if tracked:
+        typer.echo(tracked)

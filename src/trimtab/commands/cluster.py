@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from trimtab import __version__
-from trimtab.checkpoint.export import FACTS, read_facts, weight_checksums
+from trimtab.checkpoint.export import FACTS, kind_of, read_facts, weight_checksums
 from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.held_out import held_out_of
+from trimtab.commands.model_files import open_files, save_settings
 from trimtab.commands.target_folder import check_target
-from trimtab.compress.block_clustering import Weights, can_read_files, cluster_files, cluster_model
+from trimtab.compress.block_clustering import Weights, cluster_files, cluster_model
 from trimtab.compress.calibration import Batch
 from trimtab.compress.clustered_file import ClusteredWriter, is_clustered
 from trimtab.compress.clustered_model import clustered_weights
@@ -24,19 +25,17 @@ from trimtab.compress.clustering import ClusterSettings, storable
 from trimtab.compress.palette_training import train_palettes, use_clustered
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
-from trimtab.inference.adapted import model_kind
 from trimtab.inference.figures import ModelFigures, measure, weight_bytes
 from trimtab.inference.held_out import HeldOut, read_held_out
 from trimtab.inference.load import LoadedModel, load
 from trimtab.log import say
 from trimtab.model.hub import is_adapter, quiet_transformers
-from trimtab.model.load import load_config, load_skeleton, load_tokenizer, resolve_source
+from trimtab.model.load import load_tokenizer, resolve_source
 from trimtab.model.losses import build_loss
 from trimtab.tracking.mlflow.registry import local_source
 
 _BATCH_SIZE = 8  # small: squared gradients are of the mean over a batch
 _TRAIN_BATCH_SIZE = 16
-_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,14 @@ def cluster(
     source = resolve_source(local_source(str(model)), adapters=True)
     check_target(source, Path(folder))
     _check(source, settings, calibration, train_steps)
-    streamed = _open_files(source) if calibration is None else None
+    streamed = open_files(source) if calibration is None else None
     compares = data is not None or _knows_rows(source)
     original = None if streamed is not None and not compares else load(model, device=find_device(device))
     held_out = held_out_of(original, data) if compares and original is not None else None
     judge = _Judge(original, held_out)
     if streamed is not None:
-        weights, bare, tokenizer = cluster_files(*streamed, settings), streamed[1], load_tokenizer(source)
+        bare, tokenizer = streamed.skeleton, load_tokenizer(source)
+        weights = cluster_files(streamed.paths, bare, settings)
     else:
         assert original is not None
         rows = _Calibration(original, calibration, num_rows)
@@ -110,15 +110,6 @@ class _Origin:
     source: str
     model: Any
     tokenizer: Any
-
-    def save_settings(self, folder: Path) -> dict[str, Any]:
-        """Write everything but weights; returns the facts about the model."""
-        source = Path(self.source)
-        self.model.config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        if (source / _GENERATION).is_file():
-            shutil.copyfile(source / _GENERATION, folder / _GENERATION)
-        return read_facts(source) if source.is_dir() else {}
 
 
 class _Judge:
@@ -158,17 +149,7 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
 
 
 def _knows_rows(source: str) -> bool:
-    return Path(source).is_dir() and "recipe" in read_facts(source)
-
-
-def _open_files(source: str) -> tuple[list[Path], Any] | None:
-    """Return the files of a model and its skeleton, if weights can be read from the files one at a time."""
-    files = sorted(Path(source).glob("model*.safetensors")) if Path(source).is_dir() else []
-    if not files:
-        return None
-    config = load_config(source)
-    skeleton = load_skeleton(source, model_kind(source, config), {}, None)
-    return (files, skeleton) if can_read_files(files, skeleton) else None
+    return Path(source).is_dir() and read_facts(source).get("recipe") is not None
 
 
 class _Calibration:
@@ -219,6 +200,19 @@ def _write(folder: Path, weights: Weights, origin: _Origin, settings: ClusterSet
             raise ModelError(f"{origin.source} has no weight to cluster", "choose a model with linear modules")
         about = {name: value for name, value in vars(settings).items() if not isinstance(value, torch.dtype)}
         about |= {"files": weight_checksums(place), "bits_per_weight": 8 * num_bytes / num_entries}
-        facts = {"trimtab": __version__, **origin.save_settings(place), "clustered": about}
+        facts = {
+            "trimtab": __version__,
+            **save_settings(origin.source, origin.model.config, origin.tokenizer, place),
+            "clustered": about,
+        }
         (place / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+        (place / CARD).write_text(model_card(facts, _card_subject(origin, about)), encoding="utf-8")
     return 8 * num_bytes / num_entries
+
+
+def _card_subject(origin: _Origin, about: dict[str, Any]) -> CardSubject:
+    note = (
+        f"Weights are indices of {about['bits']} bits into palettes of values, {about['bits_per_weight']:.2f} bits a "
+        "weight with palettes and scales. `from_pretrained` does not read this format."
+    )
+    return CardSubject(kind_of(origin.model), "clustered", notes=(note,))

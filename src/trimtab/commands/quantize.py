@@ -5,6 +5,7 @@ size is kept by measuring how much each layer alone changes the outputs, and by 
 """
 
 import gc
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,24 +15,30 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import export_model
+from trimtab import __version__
+from trimtab.checkpoint.export import FACTS, export_model
+from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge_in_place
+from trimtab.commands.model_files import open_files, save_settings
 from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
 from trimtab.commands.target_folder import check_target
+from trimtab.compress.file_quantization import FileQuantization
 from trimtab.compress.quantized_layers import QuantizedLayers
+from trimtab.compress.weight_files import WeightShards
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import read_adapter_source
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
-from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.load import LoadedModel, load, task_name_of
 from trimtab.inference.quality_loss import quality_loss
-from trimtab.log import say
+from trimtab.log import muted, say
 from trimtab.model.adapters import adapter_of
-from trimtab.model.hub import is_adapter
-from trimtab.model.load import is_quantized_config, load_config, resolve_source
+from trimtab.model.hub import is_adapter, quiet_transformers
+from trimtab.model.load import is_quantized_config, load_config, load_tokenizer, resolve_source
 from trimtab.tracking.mlflow.registry import local_source
 
 _ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # do not apply to a merged model
@@ -45,7 +52,7 @@ class Quantized:
         folder: Its folder.
         formats: Format of each layer that is quantized.
         num_left: Number of linear layers of the base that are not quantized.
-        figures: Of the original model, then of the quantized one as it loads from its folder.
+        figures: Of the original model, then of the quantized one as it loads from its folder; empty without rows.
     """
 
     folder: Path
@@ -72,9 +79,11 @@ def quantize(
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
         data: Rows to judge the models on: file, folder, glob or hub name, or rows; by default those that the run held
-            out. Up to 128 others of them, at most
-            a quarter, are calibrated on.
-        num_rows: Number of rows to judge on, chosen at random.
+            out. Up to 128 others of them, at most a quarter, are calibrated on.
+        num_rows: Number of rows to judge on, chosen at random. 0 judges nothing: weights are read from the files of the
+            model, quantized and written one at a time, for a model that is larger than memory. This is for one format
+            without a bound, and for a folder of safetensors files, not for adapters, GGUF files and hub names; nf4 is
+            not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
         bound: What the result has to keep; None quantizes every layer.
         dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
         device: Where to compute; None chooses.
@@ -87,6 +96,9 @@ def quantize(
     for one in formats:
         one.check_device(where)
     origin = _check_places(source, target)
+    if num_rows == 0:
+        _check_no_rows(data, bound)
+        return _quantize_files(origin, target, formats[0], dtype, where)
     loaded = _load_original(str(source), origin, where)
     rest = _rest_dtype(dtype, loaded.model.dtype, formats)
     for one in formats:
@@ -96,26 +108,57 @@ def quantize(
     is_whole = Path(origin).exists() and not is_adapter(origin)
     original = measure("original", loaded, held_out, folder=origin if is_whole else None)
     loaded.model.to(rest)
-    names, num_left = _write(target, Judge(loaded, held_out, calibration, original.quality), formats, bound)
-    del loaded
-    gc.collect()  # the original has to be gone before the result is loaded
-    again = load(target, device=where)
-    figures = [original, measure(_words(names), again, held_out, folder=target, comparison=comparison)]
-    _check_bound(bound, figures, target)
+    names, num_left = _quantize_layers(Judge(loaded, held_out, calibration, original.quality), formats, bound)
+    with atomic_folder(target, marker=FACTS, what="model") as place:
+        facts = {**loaded.facts, "task": loaded.task_name, "quantized": _about(names, num_left, rest)}
+        export_model(place, loaded.model, loaded.tokenizer, card=facts)
+        del loaded
+        gc.collect()  # the original has to be gone before the result is loaded
+        with muted():  # the folder has a temporary name
+            again = load(place, device=where)
+        figures = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
+        _check_bound(bound, figures, target)
     return Quantized(target, names, num_left, figures)
 
 
-def _write(
-    target: Path, judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None
-) -> tuple[dict[str, str], int]:
-    """Choose, quantize and write; returns the format of each layer, and the number of layers that have none."""
-    loaded = judge.loaded
-    layers = QuantizedLayers(loaded.model)
+def _check_no_rows(data: Any, bound: Bound | None) -> None:
+    if bound is not None:
+        raise RecipeError("--rows 0 judges nothing, and a bound has to be judged", "--rows 512, or leave out the bound")
+    if data is not None:
+        raise RecipeError("--rows 0 judges nothing, so --data has no effect", "--rows 512, or leave out --data")
+
+
+def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str, device: torch.device) -> Quantized:
+    """Quantize a model weight by weight, without loading it."""
+    if is_adapter(source):
+        raise ModelError(f"{source} is an adapter", f"trimtab merge {source} MERGED; trimtab quantize MERGED --rows 0")
+    _refuse_quantized(source, source)
+    rest = _rest_dtype(dtype, _stored_dtype(source), [format])
+    format.check(device, rest)
+    files = open_files(source, rest)
+    if files is None:
+        raise ModelError(
+            f"{source} has no safetensors files whose weights can be read one at a time",
+            "name a folder with such files (hf download NAME --local-dir DIR), or load the model: --rows 512",
+        )
+    work, tokenizer = FileQuantization(files.paths, files.skeleton, format, device), load_tokenizer(source)
+    names = dict.fromkeys(work.names, format.name)
+    with atomic_folder(target, marker=FACTS, what="model") as place, quiet_transformers():
+        work.write_weights(WeightShards(place))
+        facts = save_settings(source, work.describe(), tokenizer, place)
+        facts |= {"task": facts.get("task", task_name_of(files.kind, files.skeleton.config, tokenizer))}
+        facts |= {"trimtab": __version__, "quantized": _about(names, work.num_left, rest)}
+        (place / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+        (place / CARD).write_text(model_card(facts, CardSubject(files.kind)), encoding="utf-8")
+    return Quantized(target, names, work.num_left, [])
+
+
+def _quantize_layers(judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None) -> tuple[dict[str, str], int]:
+    """Choose and quantize; returns the format of each layer, and the number of layers that have none."""
+    layers = QuantizedLayers(judge.loaded.model)
     mix = choose_mix(layers, formats, judge, bound)
     layers.finish(mix)
-    names, num_left = {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
-    export_model(target, loaded.model, loaded.tokenizer, card=_facts(loaded, names, num_left))
-    return names, num_left
+    return {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
 
 
 def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: Path) -> None:
@@ -123,11 +166,15 @@ def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: P
     if bound is None:
         return
     before, after = figures
-    lost = quality_loss(before.quality, after.quality)
+    lost, kept = quality_loss(before.quality, after.quality), f"so {target} was not written"
     if bound.max_loss is not None and not lost <= bound.max_loss:
-        raise ModelError(f"{target} loses {lost:.2%}, more than {bound.max_loss:.2%}", "a smaller --max-loss")
+        raise ModelError(
+            f"as it loads, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}", "a smaller --max-loss"
+        )
     if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:
-        raise ModelError(f"{target} has {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}", "a smaller --size")
+        raise ModelError(
+            f"the files have {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}, {kept}", "a smaller --size"
+        )
 
 
 def _known_formats(names: Sequence[str], bound: Bound | None) -> list[WeightFormat]:
@@ -164,9 +211,13 @@ def _load_original(source: str, origin: str, device: torch.device) -> LoadedMode
         merge_in_place(loaded.model, attached, _stored_dtype(adapter.base))
         facts = {key: value for key, value in loaded.facts.items() if key not in _ADAPTER_FACTS}
         return LoadedModel(loaded.model, loaded.tokenizer, loaded.task_name, facts)
+    _refuse_quantized(source, origin)
+    return load(source, device=device, dtype=_stored_dtype(origin))
+
+
+def _refuse_quantized(source: str, origin: str) -> None:
     if not origin.endswith(".gguf") and is_quantized_config(load_config(origin)):
         raise ModelError(f"{source} is quantized already", "name the model that it was made from")
-    return load(source, device=device, dtype=_stored_dtype(origin))
 
 
 def _stored_dtype(source: str) -> torch.dtype:
@@ -185,7 +236,7 @@ def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -
 def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldOut]:
     """Return rows to judge the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
-        raise RecipeError(f"--rows {num_rows} judges nothing", "--rows 1 or more")
+        raise RecipeError(f"--rows {num_rows} is no number of rows", "--rows 0 or more")
     found = held_out_of(loaded, data, num_rows + CALIBRATION_ROWS)
     num_calibration = min(CALIBRATION_ROWS, len(found.rows) // 4)
     if num_calibration == 0:
@@ -196,18 +247,18 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
     return judged, calibration
 
 
-def _facts(loaded: LoadedModel, formats: dict[str, str], num_left: int) -> dict[str, Any]:
-    rest = str(loaded.model.dtype).removeprefix("torch.")
+def _about(formats: dict[str, str], num_left: int, rest_dtype: torch.dtype) -> dict[str, Any]:
+    """Return what trimtab.json says about the quantization, and log it."""
+    rest = str(rest_dtype).removeprefix("torch.")
     packages = sorted({FORMATS[name].package for name in formats.values()})
-    about = {
+    say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
+    return {
         "formats": dict(Counter(formats.values())),
         "packages": {name: version(name) for name in packages},
         "layers": formats,
         "num_layers_left": num_left,
         "dtype_of_the_rest": rest,
     }
-    say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
-    return {**loaded.facts, "task": loaded.task_name, "quantized": about}
 
 
 def _words(formats: dict[str, str]) -> str:

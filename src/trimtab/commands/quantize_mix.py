@@ -1,6 +1,5 @@
 """Which layers `trimtab quantize` quantizes: all, or the mix that keeps a bound on quality or size."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +21,10 @@ from trimtab.inference.held_out import HeldOut, quality_of
 from trimtab.inference.load import LoadedModel
 from trimtab.inference.quality_loss import quality_loss
 from trimtab.log import say
+from trimtab.training.work_progress import tracked
 
 CALIBRATION_ROWS = 128  # whose inputs rounding is adapted to
 _SENSITIVITY_ROWS = 64  # of them, that the sensitivity of a layer is measured on
-_SECONDS_BETWEEN_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -124,15 +123,11 @@ def _measure_layers(
     comparison = judge.calibration.compare_with(judge.loaded, _SENSITIVITY_ROWS)
     forms = {name: [LayerForm(None, layers.num_bytes(name, None), 0.0)] for name in layers.names}
     todo = [(name, one) for one in formats for name in layers.suited(one)]
-    said = time.monotonic()
-    for done, (name, one) in enumerate(todo, start=1):
+    for name, one in tracked(todo, "sensitivity of layers"):
         layers.apply({name: one})
         divergence = comparison.compare(judge.loaded.model).kl_mean
         divergence = divergence if divergence == divergence else float("inf")  # NaN: never this form
         forms[name].append(LayerForm(one.name, layers.num_bytes(name, one), divergence))
-        if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            say(f"sensitivity of layers: {done} of {len(todo)}")
     layers.apply({})
     worst = max((form.divergence, name, form.format) for name, found in forms.items() for form in found[1:])
     say(f"sensitivity of {len(forms)} layers measured; the largest: {worst[1]} in {worst[2]}, KL {worst[0]:.2g}")

@@ -31,6 +31,7 @@ from trimtab.report.figures_table import figures_table
 from trimtab.report.frontier import draw_frontier, frontier_table, recommended
 from trimtab.report.tables import markdown_table
 from trimtab.tracking.mlflow.registry import local_source
+from trimtab.training.work_progress import tracked
 
 # Writes one form of the model into a new folder.
 WriteForm = Callable[[Path], object]
@@ -99,7 +100,7 @@ def shrink(
     say(f"original: {_in_words(figures[0])}")
     ways = forms_of(original, place, held_out, where) if forms is None else forms
     failed: dict[str, str] = {}
-    for name, write in ways.items():
+    for name, write in tracked(ways.items(), "forms"):
         try:
             write(target / name)
             smaller = load(target / name, device=where)

@@ -11,10 +11,10 @@ from typing import Any
 from trimtab.addresses import redact
 from trimtab.build.data import run_name
 from trimtab.errors import RecipeError, TrimtabError, UserError
+from trimtab.log import quiet_package
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.run_folder import find_run
 from trimtab.runs.tracking_file import Tracking
-from trimtab.tracking.mlflow.model_folder import quiet_mlflow
 from trimtab.tracking.mlflow.server import MlflowServer, Row, describe_failure, mlflow_environment
 from trimtab.tracking.mlflow.uri import default_uri, tracking_uri
 
@@ -56,7 +56,7 @@ def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str
         TrimtabError: If the server cannot be reached or refuses.
     """
     uri, experiment, parent = _place(model, facts)
-    with mlflow_environment(), quiet_mlflow():
+    with mlflow_environment(), quiet_package("mlflow"):
         try:
             server = MlflowServer(uri)
             run_id = _log(server, server.experiment_id(experiment), results, parent)

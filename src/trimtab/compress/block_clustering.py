@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from trimtab.compress.calibration import Batch, input_moments, squared_gradients
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.clustering import ClusterSettings, cluster_weight, clusterable, is_transposed
-from trimtab.log import say
+from trimtab.compress.weight_files import converted, model_tensors, stored_tensors
 from trimtab.model.blocks import blocks_of
+from trimtab.training.work_progress import tracked, working
 
 Weights = Iterator[tuple[str, ClusteredWeight | Tensor]]
 LossOf = Callable[[Any, Batch], Tensor]
@@ -37,16 +38,18 @@ def cluster_model(
     """
     targets = clusterable(model, settings)
     parts = _parts(model, targets)
-    for number, names in enumerate(parts, 1):
-        measured = _Measured.of(model, {name: targets[name] for name in names}, settings, batches, loss_of)
-        for name in names:
-            module = model.get_submodule(targets[name])
-            weight = _clustered(model.get_parameter(name), module, name, settings, measured)
-            with torch.no_grad():
-                model.get_parameter(name).copy_(weight.decoded(torch.float32))
-            yield name, weight
-        say(f"clustered {len(names)} weights, part {number} of {len(parts)}")
-    yield from ((name, _rest(tensor, settings)) for name, tensor in _state(model) if name not in targets)
+    with working("cluster weights", len(targets)) as work:
+        for names in parts:
+            measured = _Measured.of(model, {name: targets[name] for name in names}, settings, batches, loss_of)
+            for name in names:
+                module = model.get_submodule(targets[name])
+                weight = _clustered(model.get_parameter(name), module, name, settings, measured)
+                with torch.no_grad():
+                    model.get_parameter(name).copy_(weight.decoded(torch.float32))
+                yield name, weight
+                work.advance()
+    rest = ((name, tensor) for name, tensor in model_tensors(model) if name not in targets)
+    yield from ((name, converted(tensor, settings.rest_dtype)) for name, tensor in rest)
 
 
 def cluster_files(files: Sequence[Path], skeleton: Any, settings: ClusterSettings) -> Weights:
@@ -57,29 +60,14 @@ def cluster_files(files: Sequence[Path], skeleton: Any, settings: ClusterSetting
         skeleton: The model on the meta device.
         settings: How; without calibration.
     """
-    from safetensors import safe_open
-
-    targets, known = clusterable(skeleton, settings), {name for name, _ in _state(skeleton)}
-    for number, path in enumerate(files, 1):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name in targets:
-                    module = skeleton.get_submodule(targets[name])
-                    yield name, _clustered(file.get_tensor(name), module, name, settings, _Measured({}, {}))
-                elif name in known:  # a second name of a shared weight is stored once
-                    yield name, _rest(file.get_tensor(name), settings)
-        say(f"clustered file {number} of {len(files)}")
-
-
-def can_read_files(files: Sequence[Path], skeleton: Any) -> bool:
-    """Whether files contain all parameters of a model under their names in the model."""
-    from safetensors import safe_open
-
-    found: set[str] = set()
-    for path in files:
-        with safe_open(path, "pt") as file:
-            found |= set(file.keys())
-    return bool(files) and {name for name, _ in skeleton.named_parameters()} <= found
+    targets = clusterable(skeleton, settings)
+    total = len(list(model_tensors(skeleton)))
+    for name, tensor in tracked(stored_tensors(files, skeleton), "cluster weights", total):
+        if name in targets:
+            module = skeleton.get_submodule(targets[name])
+            yield name, _clustered(tensor, module, name, settings, _Measured({}, {}))
+        else:
+            yield name, converted(tensor, settings.rest_dtype)
 
 
 class _Measured:
@@ -133,15 +121,3 @@ def _parts(model: nn.Module, targets: Mapping[str, str]) -> list[list[str]]:
 
 def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, shared ones once, and the buffers that a state_dict contains."""
-    yield from model.named_parameters()
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-
-
-def _rest(tensor: Tensor, settings: ClusterSettings) -> Tensor:
-    is_converted = settings.rest_dtype is not None and tensor.is_floating_point()
-    return tensor.detach().to(settings.rest_dtype) if is_converted else tensor.detach()

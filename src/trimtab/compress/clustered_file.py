@@ -26,11 +26,11 @@ from torch import Tensor
 
 from trimtab.checkpoint.export import FACTS, find_export_problem, read_facts
 from trimtab.compress.clustered_weight import ClusteredWeight, find_layout_problem
-from trimtab.errors import CheckpointError, ModelError
+from trimtab.compress.weight_files import SHARD_BYTES, save_tensors
+from trimtab.errors import ModelError
 
 VERSION = 1
 _KEY = "trimtab_clustered"
-_FILE_BYTES = 2**30
 _PARTS = {False: ("indices", "palettes"), True: ("indices", "palettes", "scales")}  # with and without scales
 _CURE = "cluster or download the model again"
 
@@ -48,7 +48,7 @@ class ClusteredWriter:
         file_bytes: A new file is begun after this size.
     """
 
-    def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
+    def __init__(self, folder: Path, file_bytes: int = SHARD_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes
         self._tensors: dict[str, Tensor] = {}
         self._layouts: dict[str, Any] = {}
@@ -68,18 +68,11 @@ class ClusteredWriter:
 
     def flush(self) -> None:
         """Write what has been added since the last file."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         if not self._tensors:
             return
         self._num_files += 1
         about = json.dumps({"version": VERSION, "tensors": self._layouts})
-        path = self._folder / f"clustered-{self._num_files:05d}.safetensors"
-        try:
-            save_file(self._tensors, path, metadata={"format": "pt", _KEY: about})
-        except SafetensorError as error:
-            raise CheckpointError(f"{path.name} could not be written: {error}", "free space on that disk") from error
+        save_tensors(self._tensors, self._folder / f"clustered-{self._num_files:05d}.safetensors", {_KEY: about})
         self._tensors, self._layouts = {}, {}
 
 

@@ -16,10 +16,10 @@ from trimtab.engine.engine import Engine
 from trimtab.errors import LossNotFinite
 from trimtab.log import say
 from trimtab.model.forward import IGNORED, logits_of, run_model
+from trimtab.training.work_progress import tracked
 
 _LEARNING_RATE = 3e-3  # of the root mean square of a palette: Adam's steps are of the size of the learning rate
 _MAX_NORM = 1.0
-_NUM_REPORTS = 5
 
 
 def train_palettes(
@@ -57,7 +57,7 @@ def train_palettes(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
     student, optimizer, loader, schedule = engine.prepare(student, optimizer, loader, schedule)
     losses: list[float] = []
-    for batch in _repeated(loader, num_steps):
+    for batch in tracked(_repeated(loader, num_steps), "train palettes", num_steps):
         with torch.no_grad():
             wanted = _outputs(teacher.eval(), batch)
         loss = divergence(_outputs(student.eval(), batch), wanted, batch, kind)
@@ -67,8 +67,7 @@ def train_palettes(
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if len(losses) % max(1, num_steps // _NUM_REPORTS) == 0:
-            say(f"palettes: step {len(losses)} of {num_steps}, divergence from the original {losses[-1]:.4g}")
+    say(f"palettes: {num_steps} steps, divergence from the original {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
     for palette in palettes.values():
         palette.requires_grad_(False)
     if not all(bool(palette.isfinite().all()) for palette in palettes.values()):

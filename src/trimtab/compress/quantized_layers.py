@@ -11,6 +11,7 @@ from trimtab.compress.compensated_nf4 import compensate, in_groups, recorded_inp
 from trimtab.compress.weight_formats import WeightFormat
 from trimtab.errors import ModelError
 from trimtab.model.quantization import quantizable
+from trimtab.training.work_progress import working
 
 _ENTRY_BYTES = 110  # dtype, shape and offsets of a tensor in the header of a file, without its name
 
@@ -70,14 +71,16 @@ class QuantizedLayers:
             return 0
         self.apply({})
         layers, num_better = {name: self._originals[name] for name in self.suited(format)}, 0
-        for group in in_groups(layers):
-            masks: list[torch.Tensor] = []
-            with recorded_inputs({name: layers[name] for name in group}, masks) as hessians:
-                run(masks)
-            for name in group:
-                module = format.quantized(layers[name])
-                num_better += compensate(module, layers[name].weight.detach(), hessians.pop(name))
-                self._made[name, format.name] = module
+        with working("error compensation of layers", len(layers)) as work:
+            for group in in_groups(layers):
+                masks: list[torch.Tensor] = []
+                with recorded_inputs({name: layers[name] for name in group}, masks) as hessians:
+                    run(masks)
+                for name in group:
+                    module = format.quantized(layers[name])
+                    num_better += compensate(module, layers[name].weight.detach(), hessians.pop(name))
+                    self._made[name, format.name] = module
+                    work.advance()
         return num_better
 
     def _quantized(self, name: str, format: WeightFormat) -> torch.nn.Module:

@@ -5,11 +5,8 @@ A format turns one linear module into a quantized one, and describes a quantized
 """
 
 import json
-import logging
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 
 from trimtab.errors import MissingDependency, ModelError
 from trimtab.hardware.extras import has_package, require_extra
-from trimtab.log import say
+from trimtab.log import quiet_package, say
 
 _FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
@@ -84,6 +81,10 @@ class WeightFormat(ABC):
         """Return a quantized copy of a module, on its device; the module itself is not changed."""
 
     @abstractmethod
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return tensors of a state_dict as a safetensors file contains them, and what its header says about them."""
+
+    @abstractmethod
     def describe(self, model: Any, formats: Mapping[str, "WeightFormat"]) -> Any:
         """Return transformers' quantizer of a model whose modules `formats` names have been quantized."""
 
@@ -112,10 +113,16 @@ class TorchaoFormat(WeightFormat):
         """Return a linear module whose weight is a tensor of torchao."""
         copy: torch.nn.Linear = _empty_like(module, torch.nn.Linear)
         copy.weight, copy.bias = module.weight, module.bias
-        with _quiet():
+        with quiet_package("torchao"):  # it warns of kernels for other machines
             ao = _torchao()
             ao.quantize_(copy, self.settings(ao, module), filter_fn=lambda *_: True)
         return copy.requires_grad_(False)
+
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the parts of torchao's tensors; the header describes every tensor."""
+        support: Any = import_module("torchao.prototype.safetensors.safetensors_support")
+        parts, metadata = support.flatten_tensor_state_dict(dict(tensors))
+        return parts, {name: about for name, about in metadata.items() if name in tensors}
 
     def describe(self, model: Any, formats: Mapping[str, WeightFormat]) -> Any:
         """Return a quantizer with the config of each module, by name."""
@@ -163,6 +170,10 @@ class BitsAndBytesFormat(WeightFormat):
             copy.weight = nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(weight.device)
         copy.bias = module.bias
         return copy.requires_grad_(False)  # type: ignore[no-any-return]
+
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the tensors: bitsandbytes has names for all parts, and needs no header."""
+        return dict(tensors), {}
 
     def describe(self, model: Any, formats: Mapping[str, WeightFormat]) -> Any:
         """Return a quantizer that names the linear modules which are not quantized."""
@@ -298,17 +309,3 @@ def _empty_like(module: torch.nn.Linear, kind: Any, **settings: Any) -> Any:
 
 def _torchao() -> Any:
     return import_module("torchao.quantization")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress torchao's warnings about kernels for other machines."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from trimtab.data.tasks.base import Task
 from trimtab.engine.placement import to_device
 from trimtab.model.forward import IGNORED, logits_of, run_model
+from trimtab.training.work_progress import tracked
 
 _KEPT_BYTES = 512 * 2**20  # all outputs of the reference model, on the host
 _BATCH_BYTES = 128 * 2**20  # logits of one batch
@@ -95,7 +96,7 @@ class ModelComparison:
     def _outputs(self, model: torch.nn.Module) -> Iterator[torch.Tensor]:
         model.eval()
         with _moved(model, self._device), computed_in_fp32(model, self._device):
-            for batch in self._batches:
+            for batch in tracked(self._batches, "compare outputs"):
                 moved = to_device(batch, self._device)
                 logits = logits_of(run_model(model, moved))
                 assert logits is not None  # the model of a task has a head

@@ -1,6 +1,6 @@
 """Labelled rows to judge models on: tokenized for a model once, and evaluated with the metrics of its task."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from trimtab.data.tasks.base import Batch, Task
 from trimtab.data.tasks.build import build_task, build_task_of_classifier
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.engine.placement import to_device
-from trimtab.errors import DataError
+from trimtab.errors import DataError, ModelError
 from trimtab.inference.comparison import ModelComparison
 from trimtab.inference.load import LoadedModel
 from trimtab.model.losses import build_loss
+from trimtab.training.work_progress import working
 
 _MAX_LENGTH = 512  # of models without a limit
 _MAX_LOGITS = 2**25  # of a batch: 128 MiB in fp32
@@ -113,7 +114,7 @@ def _read(
         rows = _spell_out_labels(rows, names)
         task = build_task_of_classifier(rows, names, several=several, **columns)
     else:
-        seed = loaded.facts.get("recipe", {}).get("seed", 0)
+        seed = _section(loaded.facts, "recipe").get("seed", 0)
         task = build_task(loaded.task_name, rows, seed=seed, **columns)
     return task, task.usable(rows)
 
@@ -122,7 +123,7 @@ def _columns(
     loaded: LoadedModel, rows: Rows, text: str | Sequence[str] | None, label: str | Sequence[str] | None
 ) -> dict[str, Any]:
     """Return the columns by role: those named, else those of the training rows that exist."""
-    settings, guessed = loaded.facts.get("recipe", {}).get("data", {}), loaded.facts.get("columns", {})
+    settings, guessed = _section(_section(loaded.facts, "recipe"), "data"), _section(loaded.facts, "columns")
     roles = _ROLES.get(loaded.task_name, ("text",))
     trained = {role: settings.get(role) or guessed.get(role) for role in roles}
     if not isinstance(trained.get("prompt", ""), str | None):
@@ -136,6 +137,19 @@ def _columns(
             given = {"messages": given["prompt"]}
             columns = {}
     return columns | given
+
+
+def _section(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of trimtab.json; empty if it is missing or null, as of a model that was trained elsewhere."""
+    found = facts.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ModelError(
+            f"trimtab.json of the model is damaged: {name} is {str(found)[:40]!r}, not a mapping",
+            "restore the file, or delete it: then task and columns are guessed",
+        )
+    return found
 
 
 def _has_columns(rows: Rows, value: str | Sequence[str]) -> bool:
@@ -180,10 +194,12 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
     model.eval()
     outputs_per_token = num_outputs(loaded, task) if task.loss_kind == "token-cross-entropy" else 0
-    for _, batch in held_out.batches(batch_size, outputs_per_token):
-        moved = to_device(batch, loaded.device)
-        step = loss(model, moved)
-        metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
+    with working("judge rows, the longest first", len(held_out)) as work:
+        for indices, batch in held_out.batches(batch_size, outputs_per_token):
+            moved = to_device(batch, loaded.device)
+            step = loss(model, moved)
+            metrics.update(step.logits, moved, step.item_loss_sum(), step.weight, step.hits)
+            work.advance(len(indices))
     return metrics.compute()
 
 

@@ -246,7 +246,7 @@ def _load_adapter(request: _Request) -> _Found:
     tokenizer = load_adapter_tokenizer(adapter, **trusted)
     model: Any = load_adapted_model(adapter, tokenizer, request.device, dtype=request.dtype, **trusted)
     model.to(request.device)
-    return model, tokenizer, _task_name(adapter.kind, model.config, tokenizer)
+    return model, tokenizer, task_name_of(adapter.kind, model.config, tokenizer)
 
 
 def _load_clustered(request: _Request) -> _Found:
@@ -259,18 +259,18 @@ def _load_clustered(request: _Request) -> _Found:
         decode=request.decode,
         trust_remote_code=request.trust_remote_code,
     )
-    return model.to(request.device), tokenizer, _task_name(kind, config, tokenizer)
+    return model.to(request.device), tokenizer, task_name_of(kind, config, tokenizer)
 
 
 def _load_onnx(request: _Request) -> _Found:
     model, tokenizer = OnnxModel(request.folder), request.tokenizer
-    return model, tokenizer, _task_name(model_kind(request.name, model.config), model.config, tokenizer)
+    return model, tokenizer, task_name_of(model_kind(request.name, model.config), model.config, tokenizer)
 
 
 def _load_whole(request: _Request) -> _Found:
     name, config, tokenizer = request.name, request.config, request.tokenizer
     kind = model_kind(name, config)
-    task_name = _task_name(kind, config, tokenizer)
+    task_name = task_name_of(kind, config, tokenizer)
     form: dict[str, Any] = {"dtype": request.dtype or torch.float32}
     if is_quantized_config(config) and not name.endswith(".gguf"):
         if request.dtype is not None:
@@ -298,7 +298,8 @@ _FORMS: tuple[tuple[Callable[[str], bool], Callable[[_Request], _Found]], ...] =
 )
 
 
-def _task_name(kind: str, config: Any, tokenizer: Any) -> str:
+def task_name_of(kind: str, config: Any, tokenizer: Any) -> str:
+    """Return the task of a model that no run tells: by its kind, as in `load_model`, its head and its chat template."""
     if kind == "causal-lm":
         return "chat" if tokenizer.chat_template else "causal-lm"
     if kind == "sequence-classification":

@@ -3,7 +3,6 @@
 Shapes: N rows, K labels or numbers of a row, R weightings, B rows of a batch, L positions, V tokens.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,8 @@ from trimtab.engine.placement import to_device
 from trimtab.errors import LossError
 from trimtab.inference.held_out import HeldOut, num_outputs
 from trimtab.inference.load import LoadedModel
-from trimtab.log import say
 from trimtab.model.forward import IGNORED, logits_of, run_model
-
-_REPORT_S = 10.0  # between two lines about progress
+from trimtab.training.work_progress import working
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,21 +125,20 @@ def score_rows(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     is_token_task = kind == "token-cross-entropy"
     parts = []
     order: list[int] = []
-    reported = time.monotonic()
     loaded.model.eval()
-    for indices, batch in held_out.batches(batch_size, num_outputs(loaded, task) if is_token_task else 0):
-        moved = to_device(batch, loaded.device)
-        logits = logits_of(run_model(loaded.model, moved))
-        if logits is None:
-            raise LossError(f"{type(loaded.model).__name__} returns no logits", "use a model with a head for its task")
-        order += indices
-        if is_token_task:
-            parts.append(_score_tokens(logits, moved["labels"], task.shifts_labels))
-        else:
-            parts.append(_score_labels(kind, logits.float(), moved["labels"]))
-        if time.monotonic() - reported > _REPORT_S:
-            reported = time.monotonic()
-            say(f"predicted {len(order):,} of {len(held_out):,} rows, the longest first")
+    with working("predict rows, the longest first", len(held_out)) as work:
+        for indices, batch in held_out.batches(batch_size, num_outputs(loaded, task) if is_token_task else 0):
+            moved = to_device(batch, loaded.device)
+            logits = logits_of(run_model(loaded.model, moved))
+            if logits is None:
+                name = type(loaded.model).__name__
+                raise LossError(f"{name} returns no logits", "use a model with a head for its task")
+            order += indices
+            if is_token_task:
+                parts.append(_score_tokens(logits, moved["labels"], task.shifts_labels))
+            else:
+                parts.append(_score_labels(kind, logits.float(), moved["labels"]))
+            work.advance(len(indices))
     back = torch.tensor(order).argsort()
     return RowScores(kind, *(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 

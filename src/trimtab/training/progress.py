@@ -8,8 +8,9 @@ import os
 import sys
 
 from trimtab.errors import RecipeError
-from trimtab.training.progress_bar import BarProgress, is_notebook
+from trimtab.training.progress_bar import BarProgress
 from trimtab.training.progress_lines import JsonProgress, PlainProgress, Progress, QuietProgress
+from trimtab.training.screen import is_notebook
 
 MODES = ("auto", "bar", "plain", "json", "quiet")
 
@@ -25,11 +26,16 @@ def build_progress(mode: str) -> Progress:
         near = difflib.get_close_matches(mode.lower(), MODES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise RecipeError(f"progress={mode!r} is not known{meant}", f"one of {', '.join(MODES)}")
-    if mode == "bar" or (mode == "auto" and (_is_terminal() or is_notebook())):
+    if draws_bars(mode):
         return BarProgress()
     if mode == "json":
         return JsonProgress()
     return QuietProgress() if mode == "quiet" else PlainProgress()
+
+
+def draws_bars(mode: str) -> bool:
+    """Whether progress is shown as bars."""
+    return mode == "bar" or (mode == "auto" and (_is_terminal() or is_notebook()))
 
 
 def _is_terminal() -> bool:

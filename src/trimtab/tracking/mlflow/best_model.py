@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.export import read_facts
 from trimtab.errors import UserError
-from trimtab.log import say
+from trimtab.log import quiet_package, say
 from trimtab.model.hub import is_adapter
 from trimtab.tracking.mlflow.model_folder import (
     fingerprint,
     inspect_model,
-    quiet_mlflow,
     write_mlflow_folder,
     write_plain_folder,
 )
@@ -71,7 +70,7 @@ def log_best_model(
     }
     step_tags = {METRICS: json.dumps(facts.get("metrics") or {})[:_MAX_TAG], STEP: str(facts.get("step", ""))}
     mark = fingerprint(folder)
-    with quiet_mlflow():
+    with quiet_package("mlflow"):
         run = client.get_run(run_id)
         model = _find_logged(client, run, mark)
         if model is None:

@@ -7,12 +7,9 @@ trimtab, and a note says so. Weights are symlinked, so that they are read once, 
 
 import hashlib
 import json
-import logging
 import os
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 from trimtab.checkpoint.export import FACTS, read_facts, read_quantization
 from trimtab.errors import ModelError, UserError
+from trimtab.log import quiet_package
 from trimtab.model.hub import is_adapter, quiet_transformers
 from trimtab.model.load import load_config, load_tokenizer, max_positions
 from trimtab.model.quantization import Quantization
@@ -108,7 +106,7 @@ def write_mlflow_folder(source: SourceModel, target: Path, **ids: Any) -> str | 
     from mlflow.models import Model
 
     mlflow_model = Model(**ids)
-    with quiet_mlflow(), quiet_transformers():
+    with quiet_package("mlflow"), quiet_transformers():
         if source.obstacle is None and source.base is None:
             _write_pipeline(source, target, mlflow_model)
         else:
@@ -130,20 +128,6 @@ def write_plain_folder(folder: Path, target: Path, **ids: Any) -> None:
     target.mkdir()
     _link_files(folder, target / MODEL, None)
     Model(**ids).save(str(target / "MLmodel"))
-
-
-@contextmanager
-def quiet_mlflow() -> Iterator[None]:
-    """Suppress warnings and log messages below ERROR, which address code that calls MLflow directly."""
-    logger = logging.getLogger("mlflow")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _task_of(name: str) -> str:

@@ -18,10 +18,10 @@ from urllib.request import url2pathname
 from trimtab.addresses import redact
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.errors import ModelError, RecipeError
-from trimtab.log import say
+from trimtab.log import quiet_package, say
 from trimtab.model.hub import is_adapter
 from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, model_id_of
-from trimtab.tracking.mlflow.model_folder import MODEL, quiet_mlflow
+from trimtab.tracking.mlflow.model_folder import MODEL
 from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
 from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
 from trimtab.tracking.mlflow.uri import default_uri, sqlite_file
@@ -158,7 +158,7 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
             f"there is no tracking store {path}",
             "train something first; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server",
         )
-    with mlflow_environment(), quiet_mlflow():
+    with mlflow_environment(), quiet_package("mlflow"):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
