@@ -56,7 +56,7 @@ def test_auto():
     assert values("auto", num_targets=4096, find_head_problem=lambda how: "an odd head") == ("fused",)
     assert values("auto", Accelerator("cpu"), num_targets=4096) == ("plain", "chunked")
     assert values("auto", num_targets=4) == ("plain",)
-    assert ChunkedLoss().loads_kernels("chunked")
+    assert ChunkedLoss().loads_kernels("fused")
 
 
 def test_tasks_without_tokens_are_refused():
