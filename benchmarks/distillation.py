@@ -164,16 +164,20 @@ def mean_and_spread(values):
     return statistics.mean(values), spread
 
 
+def terms_text(settings):
+    return f"`alpha: {settings['alpha']:g}, temperature: {settings['temperature']:g}, hidden: {settings['hidden']:g}`"
+
+
 def classifier_text(report):
     settings, seeds = report["settings"], report["seeds"]
     rows, first = seeds[0]["rows"], seeds[0]
     accuracy = {kind: [seed["accuracy"][kind] for seed in seeds] for kind in first["accuracy"]}
+    layers = ", ".join(map(str, first["layers"]))
     lines = [
         f"{Path(settings['model']).name} as a classifier: the teacher trains {settings['teacher_epochs']:g} epochs on "
         f"{rows['train']:,} rows (learning rate {settings['teacher_lr']:g}). The student is cut out of it (layers "
-        f"{', '.join(map(str, first['layers']))}, counted from 0) and trains {settings['epochs']:g} epochs on the same "
-        f"rows (learning rate {settings['lr']:g}), with labels alone, or with the teacher too (`alpha: "
-        f"{settings['alpha']:g}, temperature: {settings['temperature']:g}, hidden: {settings['hidden']:g}`). Batches of "
+        f"{layers}, counted from 0) and trains {settings['epochs']:g} epochs on the same rows (learning rate "
+        f"{settings['lr']:g}), with labels alone, or with the teacher too ({terms_text(settings)}). Batches of "
         f"{settings['batch_size']} rows of at most {settings['max_length']} tokens. Accuracy on {rows['test']:,} test "
         f"rows, mean and standard deviation over {len(seeds)} seeds, each with a teacher of its own.\n",
         "| model | accuracy | share of its teacher's |",
@@ -185,32 +189,39 @@ def classifier_text(report):
         mean, spread = mean_and_spread(found)
         name = names.get(kind, f"student, {kind}")
         lines.append(f"| {name} | {mean:.4f} ± {spread:.4f} | {share[0]:.2%} ± {share[1]:.2%} |")
-    gains = [with_it - alone for with_it, alone in zip(accuracy[TEACHER], accuracy[LABELS], strict=True)]
+    return "\n".join([*lines, "", gain_text(accuracy), speed_text(seeds)])
+
+
+def gain_text(accuracy):
+    gains = [(ours - alone) * 100 for ours, alone in zip(accuracy[TEACHER], accuracy[LABELS], strict=True)]
     mean, spread = mean_and_spread(gains)
-    faster = {rows: mean_and_spread([seed[f"speed_{rows}"] for seed in seeds]) for rows in (1, 32)}
-    lines.append(
-        f"\nThe teacher adds {mean * 100:+.2f} ± {spread * 100 / len(gains) ** 0.5:.2f} points of accuracy (mean and "
-        f"standard error of the paired difference; smallest {min(gains) * 100:+.2f}, largest {max(gains) * 100:+.2f}). "
-        f"The student is {faster[1][0]:.2f} ± {faster[1][1]:.2f} times as fast as its teacher with 1 row, "
-        f"{faster[32][0]:.2f} ± {faster[32][1]:.2f} times with 32 rows (CPU time of a forward pass on one thread, rows "
-        f"of {first['tokens']} tokens)."
+    return (
+        f"The teacher adds {mean:+.2f} ± {spread / len(gains) ** 0.5:.2f} points of accuracy (mean and standard error "
+        f"of the paired difference; smallest {min(gains):+.2f}, largest {max(gains):+.2f})."
     )
-    return "\n".join(lines)
+
+
+def speed_text(seeds):
+    one, many = (mean_and_spread([seed[f"speed_{rows}"] for seed in seeds]) for rows in (1, 32))
+    return (
+        f"The student is {one[0]:.2f} ± {one[1]:.2f} times as fast as its teacher with 1 row, {many[0]:.2f} ± "
+        f"{many[1]:.2f} times with 32 rows (CPU time of a forward pass on one thread, rows of {seeds[0]['tokens']} "
+        "tokens)."
+    )
 
 
 def language_model_text(report):
     settings, found = report["settings"], report["perplexity"]
     lines = [
         f"{settings['name']}: {report['num_layers']} layers, and a student with half of them. Students train "
-        f"{settings['steps']} steps of {settings['batch_size']} rows of {settings['max_length']} tokens (learning rate "
-        f"{settings['lr']:g}), with the text alone, or with the teacher too (`alpha: {settings['alpha']:g}, temperature: "
-        f"{settings['temperature']:g}, hidden: {settings['hidden']:g}`). Perplexity per token on {report['num_tokens']:,} "
-        f"tokens of test text, seed {settings['seed']}.\n",
+        f"{settings['steps']} steps of {settings['batch_size']} rows of {settings['max_length']} tokens (learning "
+        f"rate {settings['lr']:g}), with the text alone, or with the teacher too ({terms_text(settings)}). Perplexity "
+        f"per token on {report['num_tokens']:,} tokens of test text, seed {settings['seed']}.\n",
         "| model | perplexity |",
         "|---|---|",
         *(f"| {name} | {value:,.1f} |" for name, value in found.items()),
-        f"\nThe student is {report['speed']:.2f} times as fast as its teacher (CPU time of a forward pass of one row of "
-        f"{settings['max_length']} tokens on one thread).",
+        f"\nThe student is {report['speed']:.2f} times as fast as its teacher (CPU time of a forward pass of one row "
+        f"of {settings['max_length']} tokens on one thread).",
     ]
     return "\n".join(lines)
 
@@ -230,7 +241,9 @@ def summarize(files, save):
     if classifiers:
         classifiers[0]["seeds"].sort(key=lambda seed: seed["seed"])
         found["classifier"] = classifiers[0]
-    found.update({"language model": report for report in reports if "perplexity" in report})
+    for report in reports:
+        if "perplexity" in report:
+            found["language model"] = report
     texts = {
         "classifier": ("A classifier", classifier_text),
         "language model": ("A language model", language_model_text),
