@@ -1,6 +1,7 @@
 """`trimtab shrink`: write a model in every smaller form, measure each, and recommend one."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from trimtab.hardware.inventory import find_device
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
-from trimtab.log import say
+from trimtab.log import muted, say
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import resolve_source
 from trimtab.recipe.schema import Recipe
@@ -31,6 +32,7 @@ from trimtab.report.figures_table import figures_table
 from trimtab.report.frontier import draw_frontier, frontier_table, recommended
 from trimtab.report.tables import markdown_table
 from trimtab.tracking.mlflow.registry import local_source
+from trimtab.units import format_seconds
 
 # Writes one form of the model into a new folder.
 WriteForm = Callable[[Path], object]
@@ -99,16 +101,19 @@ def shrink(
     say(f"original: {_in_words(figures[0])}")
     ways = forms_of(original, place, held_out, where) if forms is None else forms
     failed: dict[str, str] = {}
-    for name, write in ways.items():
+    for number, (name, write) in enumerate(ways.items(), 1):
+        say(f"{name}: form {number} of {len(ways)}")
+        started = time.perf_counter()
         try:
             write(target / name)
-            smaller = load(target / name, device=where)
-            figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
+            with muted():  # what there is to say about a model was said when it was written
+                smaller = load(target / name, device=where)
+                figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
         except Exception as error:  # of any type: other packages write and run these forms
             failed[name] = str(error) if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
             say(f"{name}: not made, {failed[name]}")
         else:
-            say(f"{name}: {_in_words(figures[-1])}")
+            say(f"{name}: {_in_words(figures[-1])}; took {format_seconds(time.perf_counter() - started)}")
     best = recommended(figures, max_loss)
     chosen = None if best is figures[0] else target / best.name
     found = Shrunk(figures, best, chosen, max_loss, failed, source, original.facts)
