@@ -16,11 +16,13 @@ def example_inputs(held_out, num_rows):
 
 @torch.inference_mode()
 def interleaved(models, inputs, repeats):
-    """Median CPU seconds of a forward pass of each model, by name.
+    """Median CPU seconds of a forward pass of each model on one thread, by name.
 
-    The models take turns: a change of the clock or of the load meets all of them. Threads that spin while they wait
-    count as work, so models should run on one thread.
+    The models take turns: a change of the clock or of the load meets all of them. On several threads, those that spin
+    while they wait would count as work.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     times = {name: [] for name in models}
     for turn in range(repeats + 2):
         for name, model in models.items():
@@ -28,4 +30,5 @@ def interleaved(models, inputs, repeats):
             model(**inputs)
             if turn >= 2:  # the first calls allocate memory and prepare kernels
                 times[name].append(time.process_time() - started)
+    torch.set_num_threads(num_threads)
     return {name: statistics.median(found) for name, found in times.items()}

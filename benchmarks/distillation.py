@@ -109,7 +109,6 @@ def judge(folder, args, test):
 
 def speed(teacher, student, test):
     """How many times as fast as the teacher the student is, with 1 and with 32 rows."""
-    torch.set_num_threads(1)
     loaded = {"teacher": load(teacher, device="cpu"), "student": load(student, device="cpu")}
     held_out = read_held_out(loaded["teacher"], test, text="text", label="label", num_rows=200)
     models = {name: each.model.eval() for name, each in loaded.items()}

@@ -94,7 +94,6 @@ def judge(folder, args, test):
 
 
 def speed(teacher, student, args, test):
-    torch.set_num_threads(1)
     loaded = {name: read_model(folder, args, "cpu") for name, folder in (("teacher", teacher), ("student", student))}
     held_out = read_held_out(loaded["teacher"], test, text="text", num_rows=20)
     models = {name: each.model.eval() for name, each in loaded.items()}
