@@ -215,7 +215,8 @@ def language_model_text(report):
         f"{settings['name']}: {report['num_layers']} layers, and a student with half of them. Students train "
         f"{settings['steps']} steps of {settings['batch_size']} rows of {settings['max_length']} tokens (learning "
         f"rate {settings['lr']:g}), with the text alone, or with the teacher too ({terms_text(settings)}). Perplexity "
-        f"per token on {report['num_tokens']:,} tokens of test text, seed {settings['seed']}.\n",
+        f"per token on {report['num_tokens']:,} tokens of test text, seed {settings['seed']}. The original was not trained on this kind of text, the students "
+        "were: compare students with each other.\n",
         "| model | perplexity |",
         "|---|---|",
         *(f"| {name} | {value:,.1f} |" for name, value in found.items()),

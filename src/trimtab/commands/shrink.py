@@ -39,6 +39,7 @@ WriteForm = Callable[[Path], object]
 
 _CLUSTER_BITS = (6, 4, 3)
 _NUM_FEW = 8
+_NUM_NF4 = 384  # rows to judge nf4 on; a third as many are calibrated on
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,14 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
     """
     few = held_out.rows.select(list(range(min(_NUM_FEW, len(held_out.rows)))))
     forms: dict[str, WriteForm] = {"fp16": lambda folder: _write_half(original, source, folder)}
-    for name in ("int8-dynamic", "int8", "nf4"):
+    calibration = _training_rows(original)
+    for name in ("int8-dynamic", "int8"):
         forms[name] = partial(quantize, source, to=(name,), data=few, device=device)
+    # its rounding depends on activations: with the few rows of the others it would fit those rows alone
+    rows = held_out.rows if calibration is None else calibration
+    forms["nf4"] = partial(quantize, source, to=("nf4",), data=rows, num_rows=_NUM_NF4, device=device)
     if original.task_name in ("classify", "regress"):
         forms["onnx-int8"] = partial(export, source, to="onnx-int8")
-    calibration = _training_rows(original)
     for bits in _CLUSTER_BITS:
         settings = ClusterSettings(
             bits=bits,
