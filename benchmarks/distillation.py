@@ -215,12 +215,12 @@ def language_model_text(report):
         f"{settings['name']}: {report['num_layers']} layers, and a student with half of them. Students train "
         f"{settings['steps']} steps of {settings['batch_size']} rows of {settings['max_length']} tokens (learning "
         f"rate {settings['lr']:g}), with the text alone, or with the teacher too ({terms_text(settings)}). Perplexity "
-        f"per token on {report['num_tokens']:,} tokens of test text, seed {settings['seed']}. The original was not trained on this kind of text, the students "
-        "were: compare students with each other.\n",
+        f"per token on {report['num_tokens']:,} tokens of test text, seed {settings['seed']}.\n",
         "| model | perplexity |",
         "|---|---|",
         *(f"| {name} | {value:,.1f} |" for name, value in found.items()),
-        f"\nThe student is {report['speed']:.2f} times as fast as its teacher (CPU time of a forward pass of one row "
+        "\nThe original was not trained on this kind of text, the students were: compare students with each other.",
+        f"The student is {report['speed']:.2f} times as fast as its teacher (CPU time of a forward pass of one row "
         f"of {settings['max_length']} tokens on one thread).",
     ]
     return "\n".join(lines)
