@@ -74,6 +74,16 @@ def test_the_bound_decides_and_failures_are_told(classifier):
         shrink(place, classifier / "small", data=str(classifier / "rows.csv"), device="cpu")
 
 
+def test_nf4_is_calibrated_on_all_rows(classifier):
+    """Rounding that depends on activations would fit the few rows that other forms are measured on."""
+    place = str(classifier / "model")
+    loaded = load(place, device="cpu")
+    held_out = read_held_out(loaded, classifier / "rows.csv")
+    forms = forms_of(loaded, place, held_out, torch.device("cpu"))
+    assert len(forms["int8"].keywords["data"]) == 8
+    assert len(forms["nf4"].keywords["data"]) == len(held_out) == 16
+
+
 def test_what_holds_a_model_is_not_replaced(classifier, monkeypatch):
     """Neither the model itself nor anything of a run, by any of the commands that write models."""
     run = classifier / "run"

@@ -44,7 +44,7 @@ def test_table_and_plot(tmp_path):
     assert all(len(row) == len(header) for row in rows)
     assert [row[-1] for row in rows] == ["beaten", "", "recommended", "beaten", ""]
     assert rows[2][-2] == "0.50%"
-    draw_frontier(FORMS, 0.01, tmp_path / "frontier.png")
+    draw_frontier([*FORMS, form("broken", 1, 1.0, math.nan)], 0.01, tmp_path / "frontier.png")
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 

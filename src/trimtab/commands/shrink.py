@@ -1,6 +1,7 @@
 """`trimtab shrink`: write a model in every smaller form, measure each, and recommend one."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from trimtab.hardware.inventory import find_device
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
-from trimtab.log import say
+from trimtab.log import muted, say
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import resolve_source
 from trimtab.recipe.schema import Recipe
@@ -32,12 +33,14 @@ from trimtab.report.frontier import draw_frontier, frontier_table, recommended
 from trimtab.report.tables import markdown_table
 from trimtab.tracking.mlflow.registry import local_source
 from trimtab.training.work_progress import tracked
+from trimtab.units import format_seconds
 
 # Writes one form of the model into a new folder.
 WriteForm = Callable[[Path], object]
 
 _CLUSTER_BITS = (6, 4, 3)
 _NUM_FEW = 8
+_NUM_NF4 = 384  # rows to judge nf4 on; a third as many are calibrated on
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,19 @@ def shrink(
     say(f"original: {_in_words(figures[0])}")
     ways = forms_of(original, place, held_out, where) if forms is None else forms
     failed: dict[str, str] = {}
-    for name, write in tracked(ways.items(), "forms"):
+    for number, (name, write) in enumerate(tracked(ways.items(), "forms"), 1):
+        say(f"{name}: form {number} of {len(ways)}")
+        started = time.perf_counter()
         try:
             write(target / name)
-            smaller = load(target / name, device=where)
-            figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
+            with muted():  # what there is to say about a model was said when it was written
+                smaller = load(target / name, device=where)
+                figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
         except Exception as error:  # of any type: other packages write and run these forms
             failed[name] = str(error) if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
             say(f"{name}: not made, {failed[name]}")
         else:
-            say(f"{name}: {_in_words(figures[-1])}")
+            say(f"{name}: {_in_words(figures[-1])}; took {format_seconds(time.perf_counter() - started)}")
     best = recommended(figures, max_loss)
     chosen = None if best is figures[0] else target / best.name
     found = Shrunk(figures, best, chosen, max_loss, failed, source, original.facts)
@@ -152,11 +158,14 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
     """
     few = held_out.rows.select(list(range(min(_NUM_FEW, len(held_out.rows)))))
     forms: dict[str, WriteForm] = {"fp16": lambda folder: _write_half(original, source, folder)}
-    for name in ("int8-dynamic", "int8", "nf4"):
+    calibration = _training_rows(original)
+    for name in ("int8-dynamic", "int8"):
         forms[name] = partial(quantize, source, to=(name,), data=few, device=device)
+    # its rounding depends on activations: with the few rows of the others it would fit those rows alone
+    rows = held_out.rows if calibration is None else calibration
+    forms["nf4"] = partial(quantize, source, to=("nf4",), data=rows, num_rows=_NUM_NF4, device=device)
     if original.task_name in ("classify", "regress"):
         forms["onnx-int8"] = partial(export, source, to="onnx-int8")
-    calibration = _training_rows(original)
     for bits in _CLUSTER_BITS:
         settings = ClusterSettings(
             bits=bits,

@@ -99,7 +99,8 @@ def _plain_tensors(tensor: Any) -> list[torch.Tensor]:
     """Return the tensors that a tensor is made of: those of torchao's subclasses, the scales of bitsandbytes' ones."""
     state = getattr(tensor, "quant_state", None)
     if state is not None:
-        parts = [*vars(state).values(), *vars(state.state2 or state).values()]
+        of_scales = getattr(state, "state2", None)  # without double quantization there are none
+        parts = [*vars(state).values(), *(vars(of_scales).values() if of_scales is not None else ())]
         return [tensor, *(part for part in parts if isinstance(part, torch.Tensor))]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]

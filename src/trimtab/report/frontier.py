@@ -10,6 +10,8 @@ from trimtab.inference.quality_loss import main_metric, quality_loss
 from trimtab.report.figures_table import figures_table
 from trimtab.report.tables import Table
 
+_NAME_WIDTH, _NAME_HEIGHT = 0.15, 0.04  # of a name in the plot, as shares of the axes
+
 
 def losses_of(figures: Sequence[ModelFigures]) -> list[float]:
     """Return the loss of quality of each form against the first, the original."""
@@ -49,30 +51,50 @@ def frontier_table(figures: Sequence[ModelFigures], max_loss: float) -> Table:
 
 
 def draw_frontier(figures: Sequence[ModelFigures], max_loss: float, file: Path) -> None:
-    """Write a plot of quality against size and against latency."""
+    """Write a plot of quality against size and against latency.
+
+    Forms that another one beats in everything are hollow, the recommended one is red; a line shows the bound.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    metric, chosen = main_metric(figures[0].quality), recommended(figures, max_loss)
-    sizes = [(one.disk_bytes or 0) / 1e6 for one in figures]
-    _draw_points(left, figures, sizes, metric, chosen)
-    _draw_points(right, figures, [one.latency_1_s * 1e3 for one in figures], metric, chosen)
+    metric = main_metric(figures[0].quality)
+    original = figures[0].quality[metric]
+    bound = original - max_loss if metric != "loss" else original + max_loss * abs(original)
+    for axes, places in (
+        (left, [(one.disk_bytes or 0) / 1e6 for one in figures]),
+        (right, [one.latency_1_s * 1e3 for one in figures]),
+    ):
+        axes.axhline(bound, color="#7f8c8d", linestyle="--", linewidth=1, label=f"bound: {max_loss:.2%} lost")
+        _draw_points(axes, figures, places, [one.quality[metric] for one in figures], recommended(figures, max_loss))
     left.set(xlabel="weights on disk, MB", ylabel=metric)
     right.set(xlabel="latency of one row, ms")
+    left.legend(loc="best", fontsize=8, frameon=False)
     FigureCanvasAgg(figure).print_png(str(file))  # type: ignore[no-untyped-call]
 
 
 def _draw_points(
-    axes: Any, figures: Sequence[ModelFigures], places: Sequence[float], metric: str, chosen: ModelFigures
+    axes: Any,
+    figures: Sequence[ModelFigures],
+    places: Sequence[float],
+    heights: Sequence[float],
+    chosen: ModelFigures,
 ) -> None:
-    for one, place in zip(figures, places, strict=True):
+    best, right = frontier(figures), max([place for place in places if math.isfinite(place)], default=0.0) or 1.0
+    spread = (max(heights) - min(heights)) or 1.0
+    named: list[tuple[float, float]] = []
+    for one, place, height in zip(figures, places, heights, strict=True):
         color = "#c0392b" if one is chosen else "#1f4e79"
-        axes.plot(place, one.quality[metric], "o", color=color)
-        axes.annotate(one.name, (place, one.quality[metric]), xytext=(5, 4), textcoords="offset points", fontsize=8)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.15)
+        axes.plot(place, height, "o", color=color, markerfacecolor=color if one in best or one is chosen else "white")
+        x, y = place / right, (height - min(heights)) / spread
+        # a name is about a sixth of the width; names of points at one place stand below each other
+        num_near = sum(abs(x - other) < _NAME_WIDTH and abs(y - level) < _NAME_HEIGHT for other, level in named)
+        named.append((x, y))
+        axes.annotate(one.name, (place, height), xytext=(6, 4 - 11 * num_near), textcoords="offset points", fontsize=8)
+    axes.set_xlim(0, right * 1.2)
+    axes.margins(y=0.12)
     axes.grid(alpha=0.3)
 
 
