@@ -193,15 +193,18 @@ class _Calibration:
         every = dict(weights)
         clustered = {name: weight for name, weight in every.items() if isinstance(weight, ClusteredWeight)}
         use_clustered(self._model, clustered)
-        task, order = self._rows.task, torch.Generator().manual_seed(0)
-        examples: Any = [self._rows.tokens[row] for row in range(len(self._rows))]
-        loader: Any = DataLoader(
-            examples, _TRAIN_BATCH_SIZE, shuffle=True, collate_fn=task.collate, generator=order, drop_last=False
-        )
+        task, loader = self._rows.task, palette_loader(self._rows)
         train_palettes(self._model, teacher, loader, kind=task.loss_kind, num_steps=num_steps)
         for name, now in clustered_weights(self._model).items():
             every[name] = clustered[name].with_palettes(storable(now.palettes_GK, settings.palette_dtype))
         yield from ((name, weight) for name, weight in every.items())
+
+
+def palette_loader(rows: HeldOut) -> DataLoader[Any]:
+    """Return batches of rows to train palettes on, in a random but fixed order."""
+    examples: Any = [rows.tokens[row] for row in range(len(rows))]
+    order = torch.Generator().manual_seed(0)
+    return DataLoader(examples, _TRAIN_BATCH_SIZE, shuffle=True, collate_fn=rows.task.collate, generator=order)
 
 
 def _write(folder: Path, weights: Weights, origin: _Origin, settings: ClusterSettings) -> float:
