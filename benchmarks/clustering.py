@@ -23,7 +23,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from record import keep, machine
 
-from trimtab.commands.cluster import palette_loader
 from trimtab.compress.block_clustering import cluster_model
 from trimtab.compress.block_scales import BlockScales
 from trimtab.compress.clustered_weight import ClusteredWeight
@@ -141,8 +140,9 @@ class Bench:
         self.record(name, total_bits, started)
         if trains:
             use_clustered(model, weights)
-            kind, steps = self.rows.task.loss_kind, self.args.train_steps
-            train_palettes(model, load(self.args.model).model, palette_loader(self.rows), kind=kind, num_steps=steps)
+            teacher, task, tokens = load(self.args.model).model, self.rows.task, self.rows.tokens
+            options = {"kind": task.loss_kind, "num_steps": self.args.train_steps}
+            train_palettes(model, teacher, tokens, task.collate, **options)
             for module in filter(is_clustered_module, model.modules()):
                 module.palettes.data = storable(module.palettes.data, settings.palette_dtype).float()
             self.record(f"{name}, trained", total_bits, started)
