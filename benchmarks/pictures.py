@@ -94,6 +94,50 @@ def draw_speed(report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+SERIES = {  # a part of the variant's name, in the order of the legend: label, color, marker
+    "calibrated, trained": ("palettes, calibrated and trained", "#8250df", "*"),
+    "calibrated": ("palettes, calibrated", OURS, "^"),
+    "palettes": ("palettes", "#54aeff", "v"),
+    "nf4": ("nf4, nf4 double", PLAIN, "s"),
+    "int8": ("int8", "#1a7f37", "D"),
+    "round to nearest": ("round to nearest", MUTED, "o"),
+    "min and max": ("round, min and max", "#d0d7de", "o"),
+}
+
+
+def draw_clustering(path: Path) -> None:
+    """Bits a weight against the divergence from the original, a panel for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams |= {"font.size": 9, "axes.edgecolor": MUTED, "text.color": TEXT}
+    models = json.loads((RESULTS / "clustering.json").read_text())["models"]
+    width = 4.2 * len(models)
+    figure, panels = pyplot.subplots(1, len(models), figsize=(width, 3.9), facecolor="white", squeeze=False)
+    for axes, (title, model) in zip(panels[0], models.items(), strict=True):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in model["results"]:
+            if "kl" in row:
+                name = next(name for name in SERIES if name in row["name"])
+                series.setdefault(name, []).append((row["bits"], row["kl"]))
+        for name in (name for name in SERIES if name in series):
+            label, color, marker = SERIES[name]
+            bits, divergence = zip(*sorted(series[name]), strict=True)
+            line = "none" if name == "nf4" else "-"
+            axes.plot(bits, divergence, label=label, color=color, marker=marker, linestyle=line, linewidth=1)
+        axes.set_yscale("log")
+        axes.set_xlabel("bits a weight, palettes and scales included")
+        axes.set_title(title.partition(", ")[0], fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("mean KL divergence from the original")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def _speed_title(report: dict[str, Any]) -> str:
     num_rounds = max(row.get("num_runs", 0) for row in report["summary"]["tools"].values())
     hardware = report["setting"]["hardware"].partition(";")[0].partition(",")[0]
@@ -107,3 +151,4 @@ if __name__ == "__main__":
             draw_speed(found, IMAGES / f"speed-{found['work']}.svg")
     else:
         draw_accuracy(IMAGES / "predicted-against-measured.svg")
+        draw_clustering(IMAGES / "clustering.png")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tiny_models import batch_of
@@ -141,6 +142,29 @@ def test_many_files(tmp_path):
     assert {name: weight[0].item() for name, weight in read_weights(tmp_path)} == {f"weight{n}": n for n in range(5)}
 
 
+def test_files_of_version_1_are_read(own_folder, tiny):
+    """Their scales are in fp16."""
+    done = cluster(classifier(tiny), own_folder / "out", ClusterSettings())
+    wanted = logits_of(load(done.folder))
+
+    def to_version_1(tensors):
+        for name in [name for name in tensors if name.endswith(".scales")]:
+            of = name.removesuffix("scales")
+            tensors[name] = (tensors[name].float() / 128).half()  # exact, as a product with a power of 2 is
+            tensors[f"{of}palettes"] = tensors[f"{of}palettes"].float() * 128
+
+    with safe_open(done.folder / "clustered-00001.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["trimtab_clustered"])
+    assert about["version"] == 2
+    metadata = {"format": "pt", "trimtab_clustered": json.dumps(about | {"version": 1})}
+    _rewrite(done.folder, metadata=metadata, change=to_version_1)
+    assert {
+        weight.scales_OS.dtype for _, weight in read_weights(done.folder) if isinstance(weight, ClusteredWeight)
+    } == {torch.float16}
+    for decode in ("once", "on-use"):
+        assert torch.equal(logits_of(load(done.folder, decode=decode)), wanted)
+
+
 def test_transformers_refuses_the_folder(own_folder, tiny):
     """Instead of a model with random weights."""
     from transformers import AutoModelForSequenceClassification
@@ -154,8 +178,6 @@ def test_transformers_refuses_the_folder(own_folder, tiny):
 def _rewrite(folder, *, metadata=None, change=None):
     """Change the file of weights, and its checksum."""
     path = folder / "clustered-00001.safetensors"
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         about = file.metadata()
     tensors = load_file(path)

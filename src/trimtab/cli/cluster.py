@@ -15,7 +15,7 @@ def cluster(
     bits: Annotated[int, typer.Option(help="Bits of a weight, 1 to 8.")] = 4,
     per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
     rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
-    scale_block: Annotated[int, typer.Option(help="Columns that share a scale in fp16; 0 for no scales.")] = 64,
+    scale_block: Annotated[int, typer.Option(help="Columns that share a scale of 8 bits; 0 for no scales.")] = 64,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
     calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
     calibration_rows: Annotated[int | None, typer.Option(help="Calibration rows to use. Default: 256.")] = None,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from trimtab import __version__
 from trimtab.checkpoint.export import FACTS, kind_of, read_facts, weight_checksums
@@ -35,7 +34,6 @@ from trimtab.model.losses import build_loss
 from trimtab.tracking.mlflow.registry import local_source
 
 _BATCH_SIZE = 8  # small: squared gradients are of the mean over a batch
-_TRAIN_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,9 @@ class _Calibration:
         every = dict(weights)
         clustered = {name: weight for name, weight in every.items() if isinstance(weight, ClusteredWeight)}
         use_clustered(self._model, clustered)
-        task, order = self._rows.task, torch.Generator().manual_seed(0)
-        examples: Any = [self._rows.tokens[row] for row in range(len(self._rows))]
-        loader: Any = DataLoader(
-            examples, _TRAIN_BATCH_SIZE, shuffle=True, collate_fn=task.collate, generator=order, drop_last=False
-        )
-        train_palettes(self._model, teacher, loader, kind=task.loss_kind, num_steps=num_steps)
+        task = self._rows.task
+        options: dict[str, Any] = {"kind": task.loss_kind, "num_steps": num_steps}
+        train_palettes(self._model, teacher, self._rows.tokens, task.collate, **options)
         for name, now in clustered_weights(self._model).items():
             every[name] = clustered[name].with_palettes(storable(now.palettes_GK, settings.palette_dtype))
         yield from ((name, weight) for name, weight in every.items())

@@ -2,19 +2,21 @@
 
 A folder has config.json, the tokenizer, trimtab.json and one or more files `clustered-NNNNN.safetensors`. The name is
 not `model.safetensors` on purpose: `from_pretrained` would find that file, miss the weights and start from random ones;
-so it stops with an error. A clustered weight NAME is two or three
-tensors:
+so it stops with an error. A clustered weight NAME is two or three tensors:
 
 - `NAME.indices`: uint8 of (O, ceil(I · bits / 8)), rows of packed indices (layout: `packed_indices`);
 - `NAME.palettes`: fp16 or fp32 of (ceil(O / rows), 2**bits); row o uses palette o // rows;
-- `NAME.scales`, if its scale_block is not 0: fp16 or fp32 of (O, ceil(I / scale_block)).
+- `NAME.scales`, if its scale_block is not 0: int8 of (O, ceil(I / scale_block)); fp16 or fp32 in version 1.
 
-Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]] * scales[o, i // scale_block]`. Other tensors are
-stored as they are, under their names. A weight that several modules share is stored once, under its first name. The
-metadata of each file has the key "trimtab_clustered", a JSON object: {"version": 1, "tensors": {NAME: {"shape": [O, I],
-"bits": …, "rows": …, "scale_block": …, "transposed": …}}}. With "transposed" the module stores the transpose of the
-matrix (transformers' Conv1D).
+Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]] * scales[o, i // scale_block]`, computed in fp32.
+Other tensors are stored as they are, under their names. A weight that several modules share is stored once, under its
+first name. The metadata of each file has the key "trimtab_clustered", a JSON object: {"version": 2, "tensors": {NAME:
+{"shape": [O, I], "bits": …, "rows": …, "scale_block": …, "transposed": …}}}. With "transposed" the module stores the
+transpose of the matrix (transformers' Conv1D).
 trimtab.json has {"clustered": {"files": {FILE: CHECKSUM, …}, …}}.
+
+Version 2 stores scales in 8 bits instead of 16; their unit is part of the palettes. Nothing else changed, and files of
+version 1 are read.
 """
 
 import json
@@ -29,7 +31,8 @@ from trimtab.compress.clustered_weight import ClusteredWeight, find_layout_probl
 from trimtab.compress.weight_files import SHARD_BYTES, save_tensors
 from trimtab.errors import ModelError
 
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)
 _KEY = "trimtab_clustered"
 _PARTS = {False: ("indices", "palettes"), True: ("indices", "palettes", "scales")}  # with and without scales
 _CURE = "cluster or download the model again"
@@ -130,7 +133,7 @@ def _read_layouts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             raise TypeError
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} has no description of clustered weights", _CURE) from error
-    if version != VERSION:
+    if version not in _READABLE:
         raise ModelError(
             f"{path} is of version {version} of the format of clustered weights; {VERSION} is known", "update trimtab"
         )

@@ -33,7 +33,9 @@ class ClusteredModule(nn.Module):
         super().__init__()
         self._layout = replace(weight, packed_OB=_NOTHING, palettes_GK=_NOTHING, scales_OS=None)
         self.register_buffer("indices", weight.packed_OB)
-        self.register_buffer("scales", None if weight.scales_OS is None else weight.scales_OS.to(dtype))
+        scales = weight.scales_OS
+        is_float = scales is not None and scales.is_floating_point()  # codes of 8 bits stay: the kernel reads them too
+        self.register_buffer("scales", scales.to(dtype) if scales is not None and is_float else scales)
         self.palettes = nn.Parameter(weight.palettes_GK.to(dtype), requires_grad=False)
 
     @property

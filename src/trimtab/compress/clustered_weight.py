@@ -22,7 +22,7 @@ class ClusteredWeight:
         rows: Rows of a group.
         num_columns: I.
         scales_OS: Factors of the palette's values, one for each block of `scale_block` columns of a row; the last block
-            can be smaller. None for palettes of the weights themselves.
+            can be smaller. In int8; fp16 or fp32 in old files. None for palettes of the weights themselves.
         scale_block: Columns of a block; 0 without scales.
         transposed: Whether the module stores the matrix as (I, O), as transformers' Conv1D does.
     """
@@ -111,7 +111,8 @@ def find_layout_problem(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]
     if scales is not None:
         wanted.append((scales, "scales", (num_rows, -(-num_columns // max(1, block)))))
     for tensor, name, shape in wanted:
-        if not tensor.is_floating_point() or tuple(tensor.shape) != shape:
+        is_number = tensor.is_floating_point() or (name == "scales" and tensor.dtype == torch.int8)
+        if not is_number or tuple(tensor.shape) != shape:
             return f"its {name} are {tensor.dtype} {list(tensor.shape)}, which do not belong to its indices"
         if not bool(tensor.isfinite().all()):
             return f"its {name} contain NaN or infinite values"

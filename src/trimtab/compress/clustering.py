@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from trimtab.compress.clustered_weight import ClusteredWeight, spread
+from trimtab.compress.block_scales import BlockScales
+from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.error_compensation import compensated, output_error
 from trimtab.compress.palettes import find_palettes, look_up, nearest, rows_of_group
 from trimtab.errors import RecipeError
@@ -20,6 +20,13 @@ PER = ("tensor", "rows", "channel")
 IMPORTANCE = ("none", "activations", "gradients")
 _MIN_ENTRIES = 2048  # smaller weights stay as they are: they save nothing that matters
 _NUM_REFITS = 2
+_NUM_SEARCHES = 2  # of scales
+# Without scales, small groups matter: palettes may add a quarter of a bit to a weight. With scales, which adapt to much
+# smaller blocks, they add a 512th.
+_WEIGHTS_PER_BIT = {False: 4, True: 512}
+# Largest value of a palette in fp16. The spacing of its small values is then at most a 2048th of the largest one, a
+# sixteenth of the mean distance of 256 values.
+_SMALLEST_FP16 = 2**-13
 _RIDGE = 1e-3  # pulls palette values that few entries use to where they were
 
 
@@ -30,10 +37,9 @@ class ClusterSettings:
     Args:
         bits: Bits of an index, 1 to 8.
         per: What shares a palette: a "tensor", a group of "rows", or a "channel" (one row).
-        rows: Rows of a group, for per="rows"; None chooses by size, so that palettes add at most 1/32 bit a weight, or
-            a quarter of a bit without scales.
-        scale_block: Columns of a row that share a scale in fp16; 0 for none. A scale is the entry of the largest
-            magnitude, with its sign: every block then has an entry 1, which the palette represents well.
+        rows: Rows of a group, for per="rows"; None chooses by size, so that palettes add at most a 512th of a bit to a
+            weight, or a quarter of a bit without scales.
+        scale_block: Columns of a row that share a scale of 8 bits (see `block_scales`); 0 for none.
         importance: Weights of squared errors: "none", "activations" (mean square of the input that an entry is
             multiplied with) or "gradients" (mean squared gradient of the entry).
         compensate: Spread the error of each column over later columns.
@@ -120,98 +126,82 @@ def cluster_weight(
         transposed: Whether the module stores the transpose.
     """
     weight_OI = weight_OI.float()
-    num_rows, num_columns = weight_OI.shape
-    sharing = 32 if settings.scale_block else 4
-    rows = rows_of_group((num_rows, num_columns), settings.bits, settings.per, settings.rows, sharing)
+    sharing = _WEIGHTS_PER_BIT[bool(settings.scale_block)]
+    rows = rows_of_group((len(weight_OI), weight_OI.shape[1]), settings.bits, settings.per, settings.rows, sharing)
     importance = gradients_OI if settings.importance == "gradients" else None
     if settings.importance == "activations" and hessian_II is not None:
         importance = hessian_II.diagonal()
-    scaling = _Scaling(weight_OI, settings)
-    palettes_GK = find_palettes(scaling.divided(weight_OI), settings.bits, rows, scaling.importance(importance))
+    scales, palettes_GK = _fit_scales(weight_OI, settings, rows, importance)
     palettes_GK = storable(palettes_GK, settings.palette_dtype)
-    indices_OI = nearest(scaling.divided(weight_OI), palettes_GK, rows)
+    indices_OI = nearest(scales.divided(weight_OI), palettes_GK, rows)
     if settings.compensate and hessian_II is not None:
-        palettes_GK, indices_OI = _compensate(weight_OI, palettes_GK, indices_OI, hessian_II, rows, scaling)
-    others = {"scales_OS": scaling.scales_OS, "scale_block": settings.scale_block, "transposed": transposed}
+        palettes_GK, indices_OI = _compensate(weight_OI, palettes_GK, indices_OI, hessian_II, rows, scales)
+    others = {"scales_OS": scales.codes_OS, "scale_block": settings.scale_block, "transposed": transposed}
     return ClusteredWeight.from_indices(indices_OI, palettes_GK, rows, **others)
 
 
-class _Scaling:
-    """Scales of blocks of columns; does nothing without scales."""
-
-    def __init__(self, weight_OI: Tensor, settings: ClusterSettings) -> None:
-        self.scales_OS: Tensor | None = None
-        self._factors_OI: Tensor | None = None
-        block, num_columns = settings.scale_block, weight_OI.shape[1]
-        if block:
-            padded = functional.pad(weight_OI, (0, -num_columns % block)).view(len(weight_OI), -1, block)
-            largest = padded.gather(2, padded.abs().argmax(2, keepdim=True)).squeeze(2)
-            self.scales_OS = storable(largest, settings.palette_dtype)
-            factors = spread(self.scales_OS.float(), block, num_columns)
-            self._factors_OI = torch.where(factors == 0, torch.ones_like(factors), factors)
-
-    def factors(self, columns: slice = slice(None)) -> Tensor | float:
-        """Return the scales of columns."""
-        return 1.0 if self._factors_OI is None else self._factors_OI[:, columns]
-
-    def divided(self, weight_OI: Tensor) -> Tensor:
-        """Return the weight as multiples of its scales, which palettes are made of."""
-        return weight_OI / self.factors()
-
-    def importance(self, importance: Tensor | None) -> Tensor | None:
-        """Return the importance of errors of the divided weight."""
-        if self._factors_OI is None:
-            return importance
-        return self._factors_OI.square() * (1.0 if importance is None else importance)
+def _fit_scales(
+    weight_OI: Tensor, settings: ClusterSettings, rows: int, importance: Tensor | None
+) -> tuple[BlockScales, Tensor]:
+    """Find scales and palettes in turns; each turn lowers the error."""
+    scales = BlockScales.of(weight_OI, settings.scale_block, rows)
+    palettes_GK = find_palettes(scales.divided(weight_OI), settings.bits, rows, scales.importance(importance))
+    for _ in range(_NUM_SEARCHES if settings.scale_block else 0):
+        scales = scales.searched(weight_OI, palettes_GK, rows, importance)
+        weights = scales.importance(importance)
+        palettes_GK = find_palettes(scales.divided(weight_OI), settings.bits, rows, weights, palettes_GK)
+    return scales, palettes_GK
 
 
 def storable(palettes_GK: Tensor, dtype: torch.dtype) -> Tensor:
     """Round palettes to their stored dtype; values outside of the range in which fp16 is precise stay in fp32."""
-    largest = palettes_GK.abs().max().item()
-    return palettes_GK.to(dtype) if 1e-3 <= largest < 6e4 else palettes_GK
+    largest_G = palettes_GK.abs().amax(1)
+    least, largest = largest_G[largest_G > 0], largest_G.max().item()
+    fits = not len(least) or _SMALLEST_FP16 <= least.min().item() <= largest < 6e4
+    return palettes_GK.to(dtype) if fits else palettes_GK
 
 
 def _compensate(
-    weight_OI: Tensor, palettes_GK: Tensor, indices_OI: Tensor, hessian_II: Tensor, rows: int, scaling: _Scaling
+    weight_OI: Tensor, palettes_GK: Tensor, indices_OI: Tensor, hessian_II: Tensor, rows: int, scales: BlockScales
 ) -> tuple[Tensor, Tensor]:
     """Round with compensation, fit palettes to the outcome, and repeat; returns the best palettes and indices."""
     hessian_II = hessian_II.float()
     best, least = (palettes_GK, indices_OI), torch.inf
     for _ in range(_NUM_REFITS + 1):
-        for candidate in (palettes_GK, _refit(weight_OI, indices_OI, palettes_GK, hessian_II, rows, scaling)):
+        for candidate in (palettes_GK, _refit(weight_OI, indices_OI, palettes_GK, hessian_II, rows, scales)):
             palettes_GK, order_GK = candidate.sort(1)
             indices_OI = look_up(indices_OI, order_GK.argsort(1), rows).to(torch.uint8)
-            rounded_OI = look_up(indices_OI, palettes_GK, rows).float() * scaling.factors()
+            rounded_OI = look_up(indices_OI, palettes_GK, rows).float() * scales.factors()
             error = output_error(weight_OI, rounded_OI, hessian_II)
             if error < least:
                 best, least = (palettes_GK, indices_OI), error
-        indices_OI = _compensated_indices(weight_OI, palettes_GK.float(), hessian_II, rows, scaling)
-    rounded_OI = look_up(indices_OI, palettes_GK, rows).float() * scaling.factors()
+        indices_OI = _compensated_indices(weight_OI, palettes_GK.float(), hessian_II, rows, scales)
+    rounded_OI = look_up(indices_OI, palettes_GK, rows).float() * scales.factors()
     is_better = output_error(weight_OI, rounded_OI, hessian_II) < least
     return (palettes_GK, indices_OI) if is_better else best
 
 
 def _compensated_indices(
-    weight_OI: Tensor, palettes_GK: Tensor, hessian_II: Tensor, rows: int, scaling: _Scaling
+    weight_OI: Tensor, palettes_GK: Tensor, hessian_II: Tensor, rows: int, scales: BlockScales
 ) -> Tensor:
     indices_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
 
     def to_palette(values_O1: Tensor, column: int) -> Tensor:
-        factors_O1 = scaling.factors(slice(column, column + 1))
-        found_O1 = nearest(values_O1 / factors_O1, palettes_GK, rows)
+        at = slice(column, column + 1)
+        found_O1 = nearest(scales.divided(values_O1, at), palettes_GK, rows)
         indices_OI[:, column] = found_O1[:, 0]
-        return look_up(found_O1, palettes_GK, rows) * factors_O1
+        return look_up(found_O1, palettes_GK, rows) * scales.factors(at)
 
     compensated(weight_OI, hessian_II, to_palette)
     return indices_OI
 
 
 def _refit(
-    weight_OI: Tensor, indices_OI: Tensor, palettes_GK: Tensor, hessian_II: Tensor, rows: int, scaling: _Scaling
+    weight_OI: Tensor, indices_OI: Tensor, palettes_GK: Tensor, hessian_II: Tensor, rows: int, scales: BlockScales
 ) -> Tensor:
     """Return the palettes that minimize the error of the outputs for fixed indices: least squares for each group."""
     num_groups, num_values = palettes_GK.shape
-    factors_OI = torch.ones_like(weight_OI) * scaling.factors()
+    factors_OI = torch.ones_like(weight_OI) * scales.factors()
     products_OI = weight_OI @ hessian_II * factors_OI
     matrix_GKK = torch.zeros(num_groups, num_values, num_values, device=weight_OI.device)
     target_GK = torch.zeros(num_groups, num_values, device=weight_OI.device)

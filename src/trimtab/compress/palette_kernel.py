@@ -48,7 +48,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             if SCALE_BLOCK:
                 place = row.to(tl.int64)[:, None] * num_scales + (column // SCALE_BLOCK)[None, :]
                 is_scaled = mask & (column < num_columns)[None, :]
-                value *= tl.load(scales + place, mask=is_scaled, other=0.0).to(tl.float32)
+                value *= tl.load(scales + place, mask=is_scaled, other=0).to(tl.float32)
             total += tl.sum(value * factor[None, :], axis=1)
     tl.store(y + row, total.to(y.dtype.element_ty), mask=is_row)
 

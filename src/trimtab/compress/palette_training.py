@@ -1,6 +1,10 @@
-"""Train the palettes of a clustered model, with fixed indices, to answer as the original model does."""
+"""Train the palettes of a clustered model, with fixed indices, to answer as the original model does.
 
-from collections.abc import Iterator
+The training loop is that of every run (`training.loop`): accumulation is exact, micro-batches shrink when memory
+runs out, steps that are not finite end it, a signal stops it. Nothing is saved on the way.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,67 +16,152 @@ from trimtab.compress.calibration import Batch
 from trimtab.compress.clustered_model import replace_modules
 from trimtab.compress.clustered_modules import ClusteredModule
 from trimtab.compress.clustered_weight import ClusteredWeight
+from trimtab.data.batching import LengthGroupedBatches
+from trimtab.data.tokens import TokenDataset
 from trimtab.engine.engine import Engine
-from trimtab.errors import LossNotFinite
-from trimtab.log import say
+from trimtab.errors import LossNotFinite, TrimtabError
+from trimtab.hardware.memory import MemoryCap
 from trimtab.model.forward import IGNORED, logits_of, run_model
-from trimtab.training.work_progress import tracked
+from trimtab.model.freeze import Freezing
+from trimtab.model.losses import StepLoss
+from trimtab.optim.schedules import build_schedule
+from trimtab.training.checkpoints import NoCheckpoints
+from trimtab.training.loop import Trainer
+from trimtab.training.memory_guard import MemoryGuard
+from trimtab.training.progress import build_progress
+from trimtab.training.run_state import FitResult
+from trimtab.training.stopping import Best
+from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutputs, TrainingParts
+from trimtab.units import Every
 
 _LEARNING_RATE = 3e-3  # of the root mean square of a palette: Adam's steps are of the size of the learning rate
+_BATCH_SIZE = 16
 _MAX_NORM = 1.0
+_NUM_REPORTS = 5
 
 
 def train_palettes(
     student: Any,
     teacher: Any,
-    loader: DataLoader[Any],
+    rows: TokenDataset,
+    collate: Callable[..., Any],
     *,
     kind: str,
     num_steps: int,
     learning_rate: float = _LEARNING_RATE,
-) -> list[float]:
+) -> FitResult:
     """Train all palettes of a model; nothing else of it changes.
-
-    Both models stay in eval mode: dropout would add noise to a goal that is exact.
 
     Args:
         student: A model with clustered modules.
         teacher: The original model, on the same device.
-        loader: Batches of rows with labels; positions of tokens without a label do not count.
+        rows: Rows with labels; positions of tokens without a label do not count.
+        collate: Makes a batch of rows.
         kind: Kind of the loss of the task.
-        num_steps: Steps of the optimizer.
+        num_steps: Steps of the optimizer, each on 16 rows.
         learning_rate: As a fraction of the root mean square of each palette; it falls linearly to 0.
 
-    Returns:
-        The loss of each step: the divergence from the teacher's outputs.
+    Raises:
+        LossNotFinite: A step gave values that are not finite.
+        TrimtabError: A signal stopped the training.
     """
-    engine = Engine(device=student.device)
     student.requires_grad_(False)
     palettes = {id(module.palettes): module.palettes for module in student.modules() if is_clustered_module(module)}
     groups = []
     for palette in palettes.values():
         palette.requires_grad_(True)
         groups.append({"params": [palette], "lr": learning_rate * palette.detach().square().mean().sqrt().item()})
-    optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
-    student, optimizer, loader, schedule = engine.prepare(student, optimizer, loader, schedule)
-    losses: list[float] = []
-    for batch in tracked(_repeated(loader, num_steps), "train palettes", num_steps):
+    trainer = _build_trainer(student, torch.optim.Adam(groups), _Divergence(teacher, kind), rows, collate, num_steps)
+    try:
+        result = trainer.fit()
+    except LossNotFinite as error:
+        raise LossNotFinite("training palettes gave values that are not finite; leave --train-steps out") from error
+    if result.interruption:
+        raise TrimtabError(f"{result.interruption}: stopped at step {result.step} of the palettes; nothing is written")
+    student.requires_grad_(False).eval()
+    return result
+
+
+def _build_trainer(
+    student: Any,
+    optimizer: torch.optim.Optimizer,
+    loss: "_Divergence",
+    rows: TokenDataset,
+    collate: Callable[..., Any],
+    num_steps: int,
+) -> Trainer:
+    engine = Engine(device=student.device)
+    batch_size = min(_BATCH_SIZE, len(rows))
+    schedule = build_schedule("linear", optimizer, num_steps=num_steps, warmup_steps=0)
+    batches = LengthGroupedBatches(rows.lengths, batch_size, batch_size, seed=0, group_by_length=False)
+    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=batches, collate_fn=collate)
+    freezing = Freezing(student, {})
+    model, optimizer, schedule, loader = engine.prepare(student, optimizer, schedule, loader)
+    parts = TrainingParts(engine, model, optimizer, schedule, loader, loss)
+    cap = MemoryCap(engine.device)
+    guard = MemoryGuard(
+        parts,
+        evaluator=None,
+        released_later=[],
+        max_grad_norm=_MAX_NORM,
+        cap=cap,
+        rehearses=False,
+        predicted_peak_bytes=None,
+    )
+    settings = LoopSettings(
+        num_steps,
+        steps_per_epoch=-(-len(rows) // batch_size),
+        evaluate_every=Every(steps=num_steps),
+        log_every=max(1, num_steps // _NUM_REPORTS),
+        keeps_best=False,
+        max_grad_norm=_MAX_NORM,
+    )
+    outputs = RunOutputs(_NoRunFolder(), NoCheckpoints(), build_progress("auto"), [])
+    selection = ModelSelection(None, Best("loss", higher_is_better=False), None)
+    return Trainer(parts, settings, selection, outputs, freezing=freezing, memory_guard=guard)
+
+
+class _Divergence:
+    """The loss of palettes. Both models are in eval mode: dropout would add noise to a goal that is exact."""
+
+    def __init__(self, teacher: Any, kind: str) -> None:
+        self._teacher, self._kind = teacher.eval(), kind
+
+    def __call__(self, model: nn.Module, batch: Batch) -> StepLoss:
+        """Compute the divergence of a batch from the teacher's outputs."""
         with torch.no_grad():
-            wanted = _outputs(teacher.eval(), batch)
-        loss = divergence(_outputs(student.eval(), batch), wanted, batch, kind)
-        engine.backward(loss)
-        engine.clip_grad_norm_(list(palettes.values()), _MAX_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    say(f"palettes: {num_steps} steps, divergence from the original {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
-    for palette in palettes.values():
-        palette.requires_grad_(False)
-    if not all(bool(palette.isfinite().all()) for palette in palettes.values()):
-        raise LossNotFinite("training palettes gave values that are not finite; use a smaller learning rate")
-    return losses
+            wanted = _outputs(self._teacher, batch)
+        logits = _outputs(model.eval(), batch)
+        value, num_items = divergence(logits, wanted, batch, self._kind)
+        return StepLoss(value, num_items, logits.detach())
+
+
+class _NoRunFolder:
+    """Writes nothing: the trained model is the result."""
+
+    problem = None
+
+    def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
+        """Do nothing."""
+        return None
+
+    def write_pending(self) -> str | None:
+        """Do nothing."""
+        return None
+
+    def record(self, values: dict[str, Any], step: int) -> None:
+        """Do nothing."""
+
+    def position(self) -> int:
+        """Return 0."""
+        return 0
+
+    def write_bad_rows(self, step: int, rows: list[int]) -> str:
+        """Return the numbers of the rows."""
+        return f"the calibration rows {', '.join(map(str, rows))}"
+
+    def forget_best(self) -> None:
+        """Do nothing."""
 
 
 def is_clustered_module(module: nn.Module) -> bool:
@@ -91,34 +180,27 @@ def use_clustered(model: Any, weights: dict[str, ClusteredWeight]) -> None:
         replace_modules(model, places[id(model.get_parameter(name))], weight, torch.float32)
 
 
-def divergence(logits: Tensor, wanted: Tensor, batch: Batch, kind: str) -> Tensor:
-    """Return the mean divergence of outputs from those of the original: KL, or the squared difference of numbers."""
+def divergence(logits: Tensor, wanted: Tensor, batch: Batch, kind: str) -> tuple[Tensor, int]:
+    """Return the mean divergence of outputs from those of the original, and the number of items (rows or tokens).
+
+    It is the KL divergence, or the squared difference of numbers.
+    """
     if kind == "mse":
-        return functional.mse_loss(logits, wanted)
+        return functional.mse_loss(logits, wanted), len(logits)
     if kind == "binary-cross-entropy":
         by_wanted = functional.binary_cross_entropy_with_logits(wanted, wanted.sigmoid())
-        return functional.binary_cross_entropy_with_logits(logits, wanted.sigmoid()) - by_wanted
+        return functional.binary_cross_entropy_with_logits(logits, wanted.sigmoid()) - by_wanted, len(logits)
     if logits.dim() == 3 and batch["labels"].shape == logits.shape[:2]:
         # All tokens of the row count, for shifted labels too: the outputs before a label are those that predict it.
         mask = batch.get("attention_mask")
         is_used = (batch["labels"] != IGNORED) if mask is None or mask.shape != logits.shape[:2] else mask.bool()
         logits, wanted = logits[is_used], wanted[is_used]
     log_p, log_q = wanted.log_softmax(-1), logits.log_softmax(-1)
-    return functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
+    apart = functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    return apart.mean(), apart.numel()
 
 
 def _outputs(model: Any, batch: Batch) -> Tensor:
     logits = logits_of(run_model(model, batch))
     assert logits is not None  # the model of a task has a head
     return logits.float()
-
-
-def _repeated(loader: Any, num_batches: int) -> Iterator[Any]:
-    """Yield batches, in as many epochs as needed."""
-    done = 0
-    while done < num_batches:
-        for batch in loader:
-            yield batch
-            done += 1
-            if done == num_batches:
-                return

@@ -36,7 +36,9 @@ def rows_of_group(
     return {"tensor": num_rows, "rows": min(wanted, num_rows), "channel": 1}[per]
 
 
-def find_palettes(weight_OI: Tensor, bits: int, rows: int, importance: Tensor | None = None) -> Tensor:
+def find_palettes(
+    weight_OI: Tensor, bits: int, rows: int, importance: Tensor | None = None, start_GK: Tensor | None = None
+) -> Tensor:
     """Return a palette for every group of rows, sorted, in fp32.
 
     Args:
@@ -44,6 +46,7 @@ def find_palettes(weight_OI: Tensor, bits: int, rows: int, importance: Tensor | 
         bits: A palette has 2**bits values.
         rows: Rows of a group.
         importance: Weight of the squared error of each entry, not negative; broadcast to the shape of the weight.
+        start_GK: Sorted palettes to improve; the result is never worse. None starts anew.
 
     Returns:
         Palettes as (G, K).
@@ -59,14 +62,18 @@ def find_palettes(weight_OI: Tensor, bits: int, rows: int, importance: Tensor | 
     for start, end in zip(edges, edges[1:], strict=False):
         of = slice(start * rows, end * rows)
         weights = None if importance is None else importance[of].reshape(end - start, -1)
-        palettes.append(cluster(weight_OI[of].reshape(end - start, -1), 2**bits, weights))
+        first = None if start_GK is None else start_GK[start:end]
+        palettes.append(cluster(weight_OI[of].reshape(end - start, -1), 2**bits, weights, first))
     if num_rows % rows:  # a shorter last group
         rest = None if importance is None else importance[num_whole * rows :].reshape(1, -1)
-        palettes.append(cluster(weight_OI[num_whole * rows :].reshape(1, -1), 2**bits, rest))
+        first = None if start_GK is None else start_GK[num_whole:]
+        palettes.append(cluster(weight_OI[num_whole * rows :].reshape(1, -1), 2**bits, rest, first))
     return torch.cat(palettes)
 
 
-def cluster(values_GN: Tensor, num_values: int, weights_GN: Tensor | None = None) -> Tensor:
+def cluster(
+    values_GN: Tensor, num_values: int, weights_GN: Tensor | None = None, start_GK: Tensor | None = None
+) -> Tensor:
     """Return the best palette found for each group, sorted, as (G, K) in fp32.
 
     Args:
@@ -74,6 +81,7 @@ def cluster(values_GN: Tensor, num_values: int, weights_GN: Tensor | None = None
         num_values: K.
         weights_GN: Weight of each value's squared error; None for equal weights. A group whose weights are all 0 is
             clustered with equal weights.
+        start_GK: The only palettes to start from, sorted; None for all starts.
     """
     sorted_GN, order_GN = values_GN.sort(1)
     sorted_GN = sorted_GN.double()
@@ -83,6 +91,8 @@ def cluster(values_GN: Tensor, num_values: int, weights_GN: Tensor | None = None
         weights_GN = weights_GN.gather(1, order_GN).double()
         weights_GN = torch.where(weights_GN.sum(1, keepdim=True) > 0, weights_GN, torch.ones_like(weights_GN))
     sums = _PrefixSums(sorted_GN, weights_GN)
+    if start_GK is not None:
+        return _lloyd(sorted_GN, sums, start_GK.double())[0].float()
     best_GK, best_G = None, None
     for start in _STARTS:
         palette_GK, error_G = _lloyd(sorted_GN, sums, _start(start, sorted_GN, weights_GN, num_values))
