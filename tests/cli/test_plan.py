@@ -49,7 +49,7 @@ def test_a_ladder_for_a_gpu_that_is_not_here(plan):
 
 
 def test_everything_as_json(plan):
-    code, out, _ = plan("recipe.yaml", "--gpu", "rtx-4090", "--length", 512, "--json", "--memory", "1.5GiB")
+    code, out, _ = plan("recipe.yaml", "--gpu", "rtx-4090", "--length", 512, "--json", "--memory", "1.35GiB")
     assert code == 0
     found = json.loads(out)
     assert found["device"] == "rtx-4090"
