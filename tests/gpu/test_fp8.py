@@ -142,6 +142,12 @@ def test_a_compiler_makes_one_graph_for_all_sizes():
             for found, expected in zip(*results, strict=True):
                 # fused kernels keep more digits, so that a value may be rounded to the next code
                 assert (found - expected).float().norm() < STEP * expected.float().norm()
+            exact = x.detach().double().requires_grad_()
+            hidden = torch.nn.functional.linear(exact, model[0].dequantized(torch.float64), model[0].bias.double())
+            result = torch.nn.functional.gelu(hidden) @ model[2].dequantized(torch.float64).t()
+            wanted = (result.detach(), *torch.autograd.grad(result, exact, grad.double()))
+            for found, expected, value in zip(*results, wanted, strict=True):
+                assert (found - value).norm() <= 1.1 * (expected - value).norm(), "compiling adds no error"
     torch._dynamo.reset()
 
 
