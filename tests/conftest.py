@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,10 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# A job in the background of a shell without job control ignores interrupts; the tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples everywhere, and none is too slow: how long one takes is a matter of the machine.
 settings.register_profile(
