@@ -6,6 +6,7 @@ import pytest
 
 from tiny_models import TEXTS
 from trimtab.cli.options import folder_of_form
+from trimtab.errors import RecipeError
 from trimtab.inference.load import load
 
 
@@ -44,3 +45,9 @@ def test_quantize_without_a_folder_writes_here(own_folder, tiny, trimtab):
     assert f"{target.name}: " in out
     assert load(target, device="cpu").task_name == "causal-lm"
     assert sorted(path.name for path in source.parent.iterdir()) == before
+
+
+def test_a_folder_that_nobody_named_is_not_replaced(own_folder):
+    (own_folder / "first-int8").mkdir()
+    with pytest.raises(RecipeError, match="first-int8 exists already"):
+        folder_of_form("runs/other/first", "int8", None)

@@ -1,6 +1,8 @@
 """`trimtab cluster`: what is written loads as the model it says, in both ways; files that are wrong are refused."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +243,53 @@ def test_wrong_requests_are_refused(own_folder, tiny, data):
         cluster(done.folder, own_folder / "again", ClusterSettings())
     with pytest.raises(RecipeError, match="decode='never'"):
         load(done.folder, decode="never")
+
+
+def test_steps_of_training_are_no_negative_number(own_folder, tiny, data):
+    with pytest.raises(RecipeError, match="--train-steps -5 is not a number"):
+        cluster(classifier(tiny), own_folder / "out", ClusterSettings(), calibration=str(data), train_steps=-5)
+
+
+def test_quantized_weights_are_refused(own_folder, tiny):
+    """Their integers would be clustered without their scales."""
+    source = tiny.folder("llama", **WIDE)
+    config = json.loads((Path(source) / "config.json").read_text())
+    shutil.copytree(source, own_folder / "quantized")
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (own_folder / "quantized" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="is quantized already"):
+        cluster(own_folder / "quantized", own_folder / "out", ClusterSettings())
+    assert not (own_folder / "out").exists()
+
+
+def test_only_files_of_the_model_are_read(own_folder, tiny):
+    source = tiny.folder("llama", **WIDE)
+    shutil.copytree(source, own_folder / "mixed")
+    stale = {name: torch.full_like(value, 7) for name, value in load_file(Path(source) / "model.safetensors").items()}
+    save_file(stale, own_folder / "mixed" / "model_old.safetensors")
+    found = [
+        cluster(place, own_folder / f"of-{number}", ClusterSettings())
+        for number, place in enumerate((source, own_folder / "mixed"))
+    ]
+    assert torch.equal(*(logits_of(load(done.folder)) for done in found))
+
+
+def test_values_that_are_not_finite_are_refused(own_folder, tiny):
+    source = tiny.folder("llama", **WIDE)
+    shutil.copytree(source, own_folder / "broken")
+    path = own_folder / "broken" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="q_proj.weight contains values that are not finite"):
+        cluster(own_folder / "broken", own_folder / "out", ClusterSettings())
+
+
+def test_a_folder_that_contains_the_model_is_not_replaced(own_folder, tiny):
+    outer = own_folder / "outer"
+    shutil.copytree(tiny.folder("llama", **WIDE), outer / "inner")
+    (outer / FACTS).write_text("{}")
+    with pytest.raises(RecipeError, match="contains the model"):
+        cluster(outer / "inner", outer, ClusterSettings())
+    assert (outer / "inner" / "model.safetensors").is_file()

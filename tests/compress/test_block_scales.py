@@ -69,3 +69,15 @@ def test_four_bits_cost_no_more_than_nf4_with_double_quantization():
     found = cluster_weight(weight, ClusterSettings(bits=4))
     assert found.scales_OS.dtype == torch.int8
     assert 8 * found.num_bytes / weight.numel() <= 4 + 8 / 64 + 32 / (64 * 256)
+
+
+def test_rows_far_smaller_than_others_keep_their_precision():
+    """Scales of 8 bits would be coarser than such rows; they are stored in fp16 then."""
+    weight = normal(64, 128)
+    weight[5] *= 1e-4
+    weight[9] *= 100
+    clustered = cluster_weight(weight, ClusterSettings(bits=4))
+    assert clustered.scales_OS.dtype == torch.float16
+    errors = (clustered.decoded(torch.float32) - weight).norm(dim=1) / weight.norm(dim=1)
+    assert errors.max() < 0.2
+    assert cluster_weight(normal(64, 128), ClusterSettings(bits=4)).scales_OS.dtype == torch.int8

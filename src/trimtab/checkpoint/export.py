@@ -237,7 +237,7 @@ def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, 
     if not place.is_dir():
         return f"{place} is missing"
     names = {path.name for path in place.glob(f"*{_WEIGHTS}")}
-    expected = set(checksums or ()) | _shards_of(place) or names or {f"model{_WEIGHTS}"}
+    expected = set(checksums or ()) | shards_of(place) or names or {f"model{_WEIGHTS}"}
     for name in sorted(expected):
         path = place / name
         if name not in names:
@@ -252,7 +252,7 @@ def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, 
     return ""
 
 
-def _shards_of(folder: Path) -> set[str]:
+def shards_of(folder: Path) -> set[str]:
     """Return the names of the weight files of a sharded model according to its index; empty without an index."""
     try:
         index = json.loads((folder / f"model{_WEIGHTS}.index.json").read_text(encoding="utf-8"))

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.errors import RecipeError
+
 if TYPE_CHECKING:
     from trimtab.recipe.load import LoadedRecipe
 
@@ -33,7 +35,10 @@ def folder_of_form(model: str, form: str, folder: Path | None) -> Path:
         model = model.removeprefix("models:/").partition("/")[0].partition("@")[0]
     parts = model.removesuffix(".gguf").partition("@")[0].replace(":", "/").split("/")
     names = [part for part in parts if part not in ("", ".", "..", "best")]
-    return Path(f"{names[-1] if names else 'model'}-{form}")
+    target = Path(f"{names[-1] if names else 'model'}-{form}")
+    if target.exists():  # perhaps of another model with the same last name
+        raise RecipeError(f"{target} exists already", f"name a folder, or {target} to replace it")
+    return target
 
 
 def load(recipe: Path | None, sets: list[str] | None, flags: dict[str, Any] | None = None) -> "LoadedRecipe":

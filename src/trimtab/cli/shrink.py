@@ -28,13 +28,14 @@ def shrink(
     share = parse_share(max_loss)
     with shown(quiet) as prints:
         found = shrink_model(model, target, data=data, max_loss=share, num_rows=rows, device=device)
-        tracked = track_forms(found, target) if track else ""
-    if not prints:
-        return
-    show_table(*frontier_table(found.figures, found.max_loss))
-    if found.folder is None:
-        typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
-    else:
-        typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
-    if tracked:
-        typer.echo(tracked)
+    if prints:
+        show_table(*frontier_table(found.figures, found.max_loss))
+        if found.folder is None:
+            typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
+        else:
+            typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
+    if track:  # last: a server that does not answer must not hide what was found
+        with shown(quiet):
+            line = track_forms(found, target)
+        if prints:
+            typer.echo(line)

@@ -29,7 +29,7 @@ from trimtab.inference.held_out import HeldOut, read_held_out
 from trimtab.inference.load import LoadedModel, load
 from trimtab.log import say
 from trimtab.model.hub import is_adapter, quiet_transformers
-from trimtab.model.load import load_tokenizer, resolve_source
+from trimtab.model.load import is_quantized_config, load_config, load_tokenizer, resolve_source
 from trimtab.model.losses import build_loss
 from trimtab.tracking.mlflow.registry import local_source
 
@@ -139,6 +139,10 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
         raise ModelError(f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {source} DIR")
     if Path(source).is_dir() and is_clustered(source):
         raise ModelError(f"{source} is clustered already", "name the original model")
+    if not source.endswith(".gguf") and is_quantized_config(load_config(source)):
+        raise ModelError(f"{source} is quantized already", "name the model that it was made from")
+    if train_steps < 0:
+        raise RecipeError(f"--train-steps {train_steps} is not a number of steps", "--train-steps 0, or more")
     if settings.needs_calibration and calibration is None:
         what = "--compensate" if settings.compensate else f"--importance {settings.importance}"
         raise RecipeError(f"{what} needs rows of data", "--calibration FILE, such as the rows of training")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import read_facts
+from trimtab.checkpoint.export import read_facts, shards_of
 from trimtab.compress.weight_files import can_read_files
 from trimtab.inference.adapted import model_kind
 from trimtab.model.load import load_config, load_skeleton
@@ -39,12 +39,18 @@ def open_files(source: str, dtype: torch.dtype = torch.float32) -> ModelFiles | 
         source: A folder; other sources have no files that can be read so.
         dtype: Dtype of the skeleton.
     """
-    paths = sorted(Path(source).glob("model*.safetensors")) if Path(source).is_dir() else []
+    paths = _weight_files(Path(source))
     if not paths:
         return None
     kind = model_kind(source, load_config(source))
     skeleton = load_skeleton(source, kind, {}, None, dtype=dtype)
     return ModelFiles(source, kind, paths, skeleton) if can_read_files(paths, skeleton) else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that `from_pretrained` reads: the single one, else those of the index."""
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else [folder / name for name in sorted(shards_of(folder))]
 
 
 def save_settings(source: str, config: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:

@@ -16,6 +16,8 @@ def check_target(source: str, target: Path) -> None:
     """
     if target.resolve() == Path(source).resolve():
         raise RecipeError(f"{target} is the model itself, which the new one would replace", "pass a new folder")
+    if target.resolve() in Path(source).resolve().parents and (target / FACTS).is_file():
+        raise RecipeError(f"{target} contains the model {source}, which would be removed", "pass a new folder")
     if target.exists() and (find_run(target) is not None or find_run(target.parent) is not None):
         raise RecipeError(f"{target} belongs to a run, which the new model would damage", "pass a new folder")
     is_ours = (target / FACTS).is_file()

@@ -16,6 +16,7 @@ from trimtab.compress.calibration import Batch, input_moments, squared_gradients
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.clustering import ClusterSettings, cluster_weight, clusterable, is_transposed
 from trimtab.compress.weight_files import converted, model_tensors, stored_tensors
+from trimtab.errors import ModelError
 from trimtab.model.blocks import blocks_of
 from trimtab.training.work_progress import tracked, working
 
@@ -98,6 +99,8 @@ class _Measured:
 def _clustered(
     parameter: Tensor, module: nn.Module, name: str, settings: ClusterSettings, measured: _Measured
 ) -> ClusteredWeight:
+    if not bool(parameter.isfinite().all()):
+        raise ModelError(f"{name} contains values that are not finite", "choose another checkpoint of the model")
     transposed = is_transposed(module)
     gradients = measured.gradients.get(name)
     return cluster_weight(

@@ -19,6 +19,7 @@ from trimtab.compress.clustered_weight import spread
 from trimtab.compress.palettes import look_up, nearest
 
 _LARGEST = 127
+_LEAST = 3.5  # largest code of a row: below it, codes of 8 bits are too coarse
 _FACTORS = (1.0, 0.8, 0.87, 0.94, 1.07)  # of a code, tried with both signs
 _MAX_VALUES = 2**20  # entries searched at a time
 
@@ -30,7 +31,8 @@ class BlockScales:
     Args:
         block: Columns of a block; the last block of a row can be smaller.
         num_columns: I.
-        codes_OS: The scales in int8; 0 only for blocks of zeros. None for no scales.
+        codes_OS: The scales in int8, or in fp16 if a row is far smaller than the largest of its group; 0 only for
+            blocks of zeros. None for no scales.
     """
 
     block: int
@@ -54,7 +56,10 @@ class BlockScales:
         grouped = functional.pad(largest_OS, (0, 0, 0, -num_rows % rows)).reshape(-(-num_rows // rows), -1)
         units_G = (grouped.abs().amax(1) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
         codes_OS = largest_OS / units_G.repeat_interleave(rows)[:num_rows, None]
-        return cls(block, weight_OI.shape[1], _rounded(codes_OS, largest_OS).to(torch.int8))
+        largest_O = codes_OS.abs().amax(1)
+        is_coarse = bool((largest_O[largest_O > 0] < _LEAST).any())
+        dtype = torch.float16 if is_coarse else torch.int8
+        return cls(block, weight_OI.shape[1], _rounded(codes_OS, largest_OS, dtype))
 
     def factors(self, columns: slice = slice(None)) -> Tensor | float:
         """Return the scale of every entry of columns, in fp32."""
@@ -88,9 +93,8 @@ class BlockScales:
         codes_OS = self.codes_OS.clone()
         for part, palettes, rows_of_part in _parts(weight_OI, palettes_GK, rows):
             codes = self.codes_OS[part].float()
-            codes_OS[part] = _best_codes(weight_OI[part], codes, self.block, palettes, rows_of_part, weights[part]).to(
-                torch.int8
-            )
+            searched = _Searched(weight_OI[part], codes, self.block, codes_OS.dtype)
+            codes_OS[part] = searched.best(palettes, rows_of_part, weights[part]).to(codes_OS.dtype)
         return replace(self, codes_OS=codes_OS)
 
     def _spread(self, columns: slice = slice(None)) -> Tensor:
@@ -106,30 +110,46 @@ def _blocks(values_OI: Tensor, block: int) -> Tensor:
     return functional.pad(values_OI, (0, -values_OI.shape[1] % block)).view(len(values_OI), -1, block)
 
 
-def _rounded(codes_OS: Tensor, signs_OS: Tensor) -> Tensor:
+def _rounded(codes_OS: Tensor, signs_OS: Tensor, dtype: torch.dtype) -> Tensor:
     """Round codes; only blocks of zeros, which have no sign, get 0."""
+    if dtype is not torch.int8:
+        return codes_OS.to(dtype)
     rounded_OS = codes_OS.round().clamp(-_LARGEST, _LARGEST)
-    return torch.where(rounded_OS == 0, signs_OS.sign(), rounded_OS)
+    return torch.where(rounded_OS == 0, signs_OS.sign(), rounded_OS).to(dtype)
 
 
 def _divided(values: Tensor, factors: Tensor) -> Tensor:
     return values / torch.where(factors == 0, torch.ones_like(factors), factors)
 
 
-def _best_codes(
-    weight_OI: Tensor, codes_OS: Tensor, block: int, palettes_GK: Tensor, rows: int, importance_OI: Tensor
-) -> Tensor:
-    """Return the codes near the given ones, or near their negatives, with the least error."""
-    best_OS, least_OS = codes_OS, torch.full_like(codes_OS, torch.inf)
-    for factor in (sign * factor for sign in (1, -1) for factor in _FACTORS):
-        tried_OS = _rounded(codes_OS * factor, codes_OS * factor)
-        factors_OI = spread(tried_OS, block, weight_OI.shape[1])
-        indices_OI = nearest(_divided(weight_OI, factors_OI), palettes_GK, rows)
-        change_OI = weight_OI - look_up(indices_OI, palettes_GK, rows) * factors_OI
-        error_OS = _blocks(change_OI.square_().mul_(importance_OI), block).sum(2)
-        best_OS = torch.where(error_OS < least_OS, tried_OS, best_OS)
-        least_OS = torch.minimum(least_OS, error_OS)
-    return best_OS
+@dataclass(frozen=True)
+class _Searched:
+    """Rows of a weight whose codes are searched.
+
+    Args:
+        weight_OI: The rows.
+        codes_OS: Their codes, in fp32.
+        block: Columns of a block.
+        dtype: What codes are rounded to.
+    """
+
+    weight_OI: Tensor
+    codes_OS: Tensor
+    block: int
+    dtype: torch.dtype
+
+    def best(self, palettes_GK: Tensor, rows: int, importance_OI: Tensor) -> Tensor:
+        """Return the codes near the present ones, or near their negatives, with the least error."""
+        best_OS, least_OS = self.codes_OS, torch.full_like(self.codes_OS, torch.inf)
+        for factor in (sign * factor for sign in (1, -1) for factor in _FACTORS):
+            tried_OS = _rounded(self.codes_OS * factor, self.codes_OS * factor, self.dtype).float()
+            factors_OI = spread(tried_OS, self.block, self.weight_OI.shape[1])
+            indices_OI = nearest(_divided(self.weight_OI, factors_OI), palettes_GK, rows)
+            change_OI = self.weight_OI - look_up(indices_OI, palettes_GK, rows) * factors_OI
+            error_OS = _blocks(change_OI.square_().mul_(importance_OI), self.block).sum(2)
+            best_OS = torch.where(error_OS < least_OS, tried_OS, best_OS)
+            least_OS = torch.minimum(least_OS, error_OS)
+        return best_OS
 
 
 def _parts(weight_OI: Tensor, palettes_GK: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, int]]:

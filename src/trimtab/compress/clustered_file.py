@@ -6,7 +6,8 @@ so it stops with an error. A clustered weight NAME is two or three tensors:
 
 - `NAME.indices`: uint8 of (O, ceil(I · bits / 8)), rows of packed indices (layout: `packed_indices`);
 - `NAME.palettes`: fp16 or fp32 of (ceil(O / rows), 2**bits); row o uses palette o // rows;
-- `NAME.scales`, if its scale_block is not 0: int8 of (O, ceil(I / scale_block)); fp16 or fp32 in version 1.
+- `NAME.scales`, if its scale_block is not 0: int8 of (O, ceil(I / scale_block)); fp16 or fp32 in version 1,
+  fp16 in version 2 for weights with rows far smaller than others.
 
 Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]] * scales[o, i // scale_block]`, computed in fp32.
 Other tensors are stored as they are, under their names. A weight that several modules share is stored once, under its

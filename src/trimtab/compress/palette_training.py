@@ -29,9 +29,11 @@ from trimtab.training.checkpoints import NoCheckpoints
 from trimtab.training.loop import Trainer
 from trimtab.training.memory_guard import MemoryGuard
 from trimtab.training.progress import build_progress
+from trimtab.training.progress_lines import Progress
 from trimtab.training.run_state import FitResult
 from trimtab.training.stopping import Best
 from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutputs, TrainingParts
+from trimtab.training.work_progress import work_mode
 from trimtab.units import Every
 
 _LEARNING_RATE = 3e-3  # of the root mean square of a palette: Adam's steps are of the size of the learning rate
@@ -71,13 +73,21 @@ def train_palettes(
     for palette in palettes.values():
         palette.requires_grad_(True)
         groups.append({"params": [palette], "lr": learning_rate * palette.detach().square().mean().sqrt().item()})
-    trainer = _build_trainer(student, torch.optim.Adam(groups), _Divergence(teacher, kind), rows, collate, num_steps)
+    shown = build_progress(work_mode())
+    trainer = _build_trainer(
+        student, torch.optim.Adam(groups), _Divergence(teacher, kind), rows, collate, num_steps, shown
+    )
     try:
         result = trainer.fit()
     except LossNotFinite as error:
         raise LossNotFinite("training palettes gave values that are not finite; leave --train-steps out") from error
+    finally:
+        shown.close()
     if result.interruption:
-        raise TrimtabError(f"{result.interruption}: stopped at step {result.step} of the palettes; nothing is written")
+        raise TrimtabError(
+            f"{result.interruption}: stopped at step {result.step} of the palettes; nothing is written; run the "
+            "command again, with fewer --train-steps to end sooner"
+        )
     student.requires_grad_(False).eval()
     return result
 
@@ -89,6 +99,7 @@ def _build_trainer(
     rows: TokenDataset,
     collate: Callable[..., Any],
     num_steps: int,
+    shown: Progress,
 ) -> Trainer:
     engine = Engine(device=student.device)
     batch_size = min(_BATCH_SIZE, len(rows))
@@ -116,7 +127,7 @@ def _build_trainer(
         keeps_best=False,
         max_grad_norm=_MAX_NORM,
     )
-    outputs = RunOutputs(_NoRunFolder(), NoCheckpoints(), build_progress("auto"), [])
+    outputs = RunOutputs(_NoRunFolder(), NoCheckpoints(), shown, [])
     selection = ModelSelection(None, Best("loss", higher_is_better=False), None)
     return Trainer(parts, settings, selection, outputs, freezing=freezing, memory_guard=guard)
 

@@ -67,7 +67,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, FileNotFoundError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "download or save the model again") from error
 
 

@@ -25,13 +25,13 @@ class BarProgress(Progress):
 
     def start(self, num_steps: int, start_step: int = 0) -> None:
         """Open the bar."""
-        self._close()
+        self.close()
         super().start(num_steps)
         self._start_step = start_step
         self._line = self._num_evaluated = None
         self._screen = build_screen()
         self._screen.open(self._frame())
-        atexit.register(self._close)  # restores the cursor of the terminal if the process dies
+        atexit.register(self.close)  # restores the cursor of the terminal if the process dies
         self._next_frame = time.monotonic() + SECONDS_BETWEEN_FRAMES
 
     def step(self, line: StepLine) -> None:
@@ -56,14 +56,15 @@ class BarProgress(Progress):
 
     def finish(self, summary: str, failed: bool = False) -> None:
         """Draw the last frame, close the bar and write the summary below it."""
-        self._close()
+        self.close()
         LineWriter().write(summary)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Draw the last frame and close the bar."""
         self._num_evaluated = None
         self._screen.close(self._frame)
         self._screen = Screen()
-        atexit.unregister(self._close)
+        atexit.unregister(self.close)
 
     def _draw_if_old(self) -> None:
         if time.monotonic() >= self._next_frame:

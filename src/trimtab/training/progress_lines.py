@@ -68,6 +68,9 @@ class Progress:
     def eval_progress(self, num_done: int) -> None:
         """Show how many batches of an evaluation are done."""
 
+    def close(self) -> None:
+        """Give the terminal back, without a summary."""
+
     def finish(self, summary: str, failed: bool = False) -> None:
         """End the run; `failed` if it ended with an error. May be called twice."""
 

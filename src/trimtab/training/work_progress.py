@@ -34,6 +34,11 @@ def work_shown_as(mode: str) -> Iterator[None]:
         _mode.reset(before)
 
 
+def work_mode() -> str:
+    """How work is shown now, as of `build_progress`."""
+    return "quiet" if is_muted() else _mode.get()
+
+
 class Work:
     """A piece of work that is being done.
 
