@@ -21,9 +21,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# A job in the background of a shell without job control ignores interrupts; the tests send some.
+# A job in the background of a shell ignores interrupts, one of nohup the end of a terminal; the tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples everywhere, and none is too slow: how long one takes is a matter of the machine.
 settings.register_profile(

@@ -95,8 +95,8 @@ def test_calibration_and_trained_palettes_come_closer(own_folder, tiny, data, im
     loaded = load(classifier(tiny))
     loaded.model.classifier.weight.data *= 50  # outputs of a random head hardly depend on the input
     source = export_model(own_folder / "source", loaded.model, loaded.tokenizer, card={})
-    plain = cluster(source, own_folder / "plain", ClusterSettings(bits=2), data=data)
-    settings = ClusterSettings(bits=2, importance=importance, compensate=True)
+    plain = cluster(source, own_folder / "plain", ClusterSettings(bits=3), data=data)
+    settings = ClusterSettings(bits=3, importance=importance, compensate=True)
     trained = cluster(source, own_folder / "trained", settings, data=data, calibration=data, train_steps=30)
     assert trained.bits == plain.bits
     assert trained.figures[1].divergence.kl_mean < 0.5 * plain.figures[1].divergence.kl_mean

@@ -38,7 +38,9 @@ def test_every_run_held_its_budget():
 @pytest.mark.parametrize(
     "number", [pytest.param(at, marks=[] if at in FAST else [pytest.mark.slow]) for at in range(len(RUNS))]
 )
-def test_steps_and_evaluations_take_what_is_predicted(number, hold):
+def test_steps_and_evaluations_take_what_is_predicted(number, hold, monkeypatch):
+    # the runs were measured before the chunked loss had kernels
+    monkeypatch.setattr("trimtab.model.linear_cross_entropy.kernels_of_chunks", lambda dtype, device: None)
     run = RUNS[number]
     step, evaluation = hold.predicted(run)
     assert -0.01 <= max(step, evaluation) / run["measured"]["peak_memory_bytes"] - 1 <= 0.02
