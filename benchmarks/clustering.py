@@ -101,7 +101,10 @@ class Bench:
         self.targets = clusterable(model, ClusterSettings())
         self.num_weights = sum(model.get_parameter(name).numel() for name in self.targets)
         self.num_others = sum(parameter.numel() for parameter in model.parameters()) - self.num_weights
-        self.rows = calibration and read_held_out(self.loaded, calibration, num_rows=args.calibration_rows)
+        self.rows = {
+            num_rows: read_held_out(self.loaded, calibration, num_rows=num_rows)
+            for num_rows in (args.calibration_rows if calibration else ())
+        }
         self.results = []
 
     def record(self, name, total_bits, started):
@@ -128,24 +131,25 @@ class Bench:
             total += bits
         self.record(name, total, started)
 
-    def clustered(self, name, settings, trains=False):
-        """Judge palettes; afterwards, also with trained palettes."""
+    def clustered(self, name, settings, rows=None, num_steps=()):
+        """Judge palettes; afterwards, also with palettes that were trained for numbers of steps."""
         started = time.process_time()
         model = self.loaded.model
         model.load_state_dict(self.state)
-        batches = [batch for _, batch in self.rows.batches(8)] if settings.needs_calibration else []
+        batches = [batch for _, batch in rows.batches(8)] if rows else []
         found = dict(cluster_model(model, settings, batches))
         weights = {target: found[target] for target in found if isinstance(found[target], ClusteredWeight)}
         total_bits = sum(8 * weight.num_bytes for weight in weights.values())
         self.record(name, total_bits, started)
-        if trains:
-            use_clustered(model, weights)
-            teacher, task, tokens = load(self.args.model).model, self.rows.task, self.rows.tokens
-            options = {"kind": task.loss_kind, "num_steps": self.args.train_steps}
-            train_palettes(model, teacher, tokens, task.collate, **options)
-            for module in filter(is_clustered_module, model.modules()):
+        for steps in num_steps:
+            self.loaded = load(self.args.model)
+            use_clustered(self.loaded.model, weights)
+            teacher, task, tokens = load(self.args.model).model, rows.task, rows.tokens
+            train_palettes(self.loaded.model, teacher, tokens, task.collate, kind=task.loss_kind, num_steps=steps)
+            for module in filter(is_clustered_module, self.loaded.model.modules()):
                 module.palettes.data = storable(module.palettes.data, settings.palette_dtype).float()
-            self.record(f"{name}, trained", total_bits, started)
+            of_steps = f" for {steps} steps" if len(num_steps) > 1 else ""
+            self.record(f"{name}, trained{of_steps}", total_bits, started)
             self.loaded = load(self.args.model)
 
     def run(self):
@@ -153,10 +157,11 @@ class Bench:
         self.record("original", 32 * self.num_weights, time.process_time())
         for bits in self.args.bits:
             self.clustered(f"{bits} bits: palettes", ClusterSettings(bits=bits))
-            if self.rows and bits in self.args.calibrated_bits:
+            for num_rows, rows in self.rows.items() if bits in self.args.calibrated_bits else ():
                 settings = ClusterSettings(bits=bits, importance="activations", compensate=True)
-                trains = self.args.train_steps > 0 and bits in self.args.trained_bits
-                self.clustered(f"{bits} bits: palettes, calibrated", settings, trains)
+                num_steps = [steps for steps in self.args.train_steps if steps and bits in self.args.trained_bits]
+                of_rows = f" on {num_rows:,} rows" if len(self.rows) > 1 else ""
+                self.clustered(f"{bits} bits: palettes, calibrated{of_rows}", settings, rows, num_steps)
             self.rounded(f"{bits} bits: round to nearest", lambda weight, bits=bits: round_to_nearest(weight, bits))
             self.rounded(f"{bits} bits: round, min and max", lambda weight, bits=bits: min_and_max(weight, bits))
             if bits == 4:
@@ -207,8 +212,8 @@ def main():
     parser.add_argument("--trained-bits", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--rows", type=int, default=None, help="rows to judge on")
     parser.add_argument("--compared-rows", type=int, default=600)
-    parser.add_argument("--calibration-rows", type=int, default=256)
-    parser.add_argument("--train-steps", type=int, default=60)
+    parser.add_argument("--calibration-rows", type=int, nargs="+", default=[256], help="each number is a variant")
+    parser.add_argument("--train-steps", type=int, nargs="+", default=[60], help="each number is a variant")
     parser.add_argument("--title", default="a model")
     parser.add_argument("--about", default="", help="a sentence for the table")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/clustering.json and .md")

@@ -3,17 +3,16 @@
 For every seed a teacher is fine-tuned on labelled rows, and some of its layers are the student. Both kinds of students
 start from the same weights and train on the same rows, in the same order and with the same settings; one of them also
 learns from the teacher. All are judged on test rows whose texts do not stand among the training rows; the weights after
-the last step count. Times are CPU times of forward passes on one thread, teacher and student in turns.
+the last step count. Times are those of forward passes of the last seed's models, teacher and student in turns, when
+no seed is training any more: CPU time on one thread, and on a GPU also the time until its result is there.
 
-One process for all seeds, or one for each, side by side on one GPU:
+    python benchmarks/distillation.py --work imdb --model FOLDER --data FOLDER --out imdb.json
+    python benchmarks/distillation.py --work imdb --model FOLDER --data FOLDER --out imdb.json --parallel 5
+    python benchmarks/distillation.py --summary imdb.json --save
 
-    for seed in 0 1 2 3 4; do
-        python benchmarks/distillation.py --model FOLDER --train TRAIN.parquet --test TEST.parquet --device cuda \\
-            --max-length 256 --batch-size 32 --layers 3 --seed $seed --work work/$seed --out seed-$seed.json &
-    done; wait
-    python benchmarks/distillation.py --summary seed-*.json --save
-
-It needs no network and no tracking. `--summary` also takes the files of benchmarks/distillation_lm.py; `--save` writes
+`--data` is a folder with one file of training rows and one of test rows. `--parallel 5` trains five seeds at a time, in
+processes that share one GPU: accuracies stay what they are, times of training do not. It needs no network and no
+tracking. `--summary` also takes the files of benchmarks/distillation_lm.py; `--save` writes
 benchmarks/results/distillation.md, with the numbers in a .json beside it.
 """
 
@@ -23,6 +22,8 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def train(model, rows, folder, args, *, epochs, lr, seed, distill=None):
                 "batch_size": args.batch_size,
                 "warmup": "6%",
                 "weight_decay": 0.01,
+                "precision": args.precision,
                 "compile": "off",
             },
             checkpoint={"best": False, "every": None},
@@ -107,19 +109,22 @@ def judge(folder, args, test):
     return quality_of(loaded, read_held_out(loaded, test, text="text", label="label"), batch_size=64)["accuracy"]
 
 
-def speed(teacher, student, test):
-    """How many times as fast as the teacher the student is, with 1 and with 32 rows."""
+def speed(teacher, student, test, device):
+    """Seconds of teacher and student, with 1 and with 32 rows: on the CPU, and where there is one on a GPU in bf16."""
     loaded = {"teacher": load(teacher, device="cpu"), "student": load(student, device="cpu")}
     held_out = read_held_out(loaded["teacher"], test, text="text", label="label", num_rows=200)
     models = {name: each.model.eval() for name, each in loaded.items()}
-    found = {}
-    for num_rows, repeats in ((1, 40), (32, 8)):
-        inputs = example_inputs(held_out, num_rows)
-        seconds = interleaved(models, inputs, repeats)
-        found[f"ms_{num_rows}"] = {name: each * 1e3 for name, each in seconds.items()}
-        found[f"speed_{num_rows}"] = seconds["teacher"] / seconds["student"]
-        found["tokens"] = inputs["input_ids"].shape[1]
+    inputs = {num_rows: example_inputs(held_out, num_rows) for num_rows in (1, 32)}
+    found = {"tokens": inputs[1]["input_ids"].shape[1]}
+    found["cpu"] = {rows: interleaved(models, inputs[rows], repeats) for rows, repeats in ((1, 40), (32, 8))}
+    if device.startswith("cuda"):
+        models = {name: model.to(device, torch.bfloat16) for name, model in models.items()}
+        found[device] = {rows: interleaved(models, move(batch, device), 100) for rows, batch in inputs.items()}
     return found
+
+
+def move(batch, device):
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def run_seed(args, seed, work):
@@ -142,7 +147,8 @@ def run_seed(args, seed, work):
         )
         found["accuracy"][kind] = judge(student, args, files["test"])
         print(seed, kind, found["accuracy"], flush=True)
-    return found | speed(teacher, student, files["test"])
+    found["folders"] = {"teacher": str(teacher), "student": str(student), "test": files["test"]}
+    return found
 
 
 def judge_start(start, teacher, args, test):
@@ -153,6 +159,45 @@ def judge_start(start, teacher, args, test):
     accuracy = judge(start, args, test)
     (start / "trimtab.json").unlink(missing_ok=True)  # the start is a plain folder to train from
     return accuracy
+
+
+# ---------------------------------------------------------------------- several seeds
+
+
+def run_seeds(args):
+    """Run all seeds, one after the other or in parallel processes; returns what was found, seed by seed."""
+    if args.parallel == 1:
+        return [run_seed(args, seed, args.work / str(seed)) for seed in args.seeds]
+    waiting, running, failed = list(args.seeds), {}, []
+    try:
+        while waiting or running:
+            while waiting and len(running) < args.parallel:
+                seed = waiting.pop(0)
+                running[seed] = start_seed(args, seed)
+            for seed in [seed for seed, process in running.items() if process.poll() is not None]:
+                failed += [seed] * (running.pop(seed).returncode != 0)
+            time.sleep(0.2)
+    finally:
+        for process in running.values():
+            process.kill()
+    for seed in failed:
+        print(f"seed {seed} failed:", (args.work / f"{seed}.log").read_text()[-2000:], sep="\n", flush=True)
+    done = [args.work / f"{seed}.json" for seed in args.seeds if seed not in failed]
+    return [found for path in done for found in json.loads(path.read_text())["seeds"]]
+
+
+def start_seed(args, seed):
+    """Start a process for one seed with the same arguments; it shares the cores with the others."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    out = args.work / f"{seed}.json"
+    changes = ["--parallel", "1", "--seeds", str(seed), "--out", str(out), "--no-speed"]
+    threads = str(max(1, (os.cpu_count() or 1) // args.parallel))
+    with (args.work / f"{seed}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, *sys.argv, *changes],
+            stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": threads, "RAYON_NUM_THREADS": threads},
+        )
 
 
 # ---------------------------------------------------------------------- summary
@@ -177,7 +222,8 @@ def classifier_text(report):
         f"{rows['train']:,} rows (learning rate {settings['teacher_lr']:g}). The student is cut out of it (layers "
         f"{layers}, counted from 0) and trains {settings['epochs']:g} epochs on the same rows (learning rate "
         f"{settings['lr']:g}), with labels alone, or with the teacher too ({terms_text(settings)}). Batches of "
-        f"{settings['batch_size']} rows of at most {settings['max_length']} tokens. Accuracy on {rows['test']:,} test "
+        f"{settings['batch_size']} rows of at most {settings['max_length']} tokens, `train.precision: "
+        f"{settings['precision']}`. Accuracy on {rows['test']:,} test "
         f"rows, mean and standard deviation over {len(seeds)} seeds, each with a teacher of its own.\n",
         "| model | accuracy | share of its teacher's |",
         "|---|---|---|",
@@ -188,7 +234,7 @@ def classifier_text(report):
         mean, spread = mean_and_spread(found)
         name = names.get(kind, f"student, {kind}")
         lines.append(f"| {name} | {mean:.4f} ± {spread:.4f} | {share[0]:.2%} ± {share[1]:.2%} |")
-    return "\n".join([*lines, "", gain_text(accuracy), speed_text(seeds)])
+    return "\n".join([*lines, "", gain_text(accuracy), *speed_lines(report)])
 
 
 def gain_text(accuracy):
@@ -200,13 +246,16 @@ def gain_text(accuracy):
     )
 
 
-def speed_text(seeds):
-    one, many = (mean_and_spread([seed[f"speed_{rows}"] for seed in seeds]) for rows in (1, 32))
-    return (
-        f"The student is {one[0]:.2f} ± {one[1]:.2f} times as fast as its teacher with 1 row, {many[0]:.2f} ± "
-        f"{many[1]:.2f} times with 32 rows (CPU time of a forward pass on one thread, rows of {seeds[0]['tokens']} "
-        "tokens)."
-    )
+def speed_lines(report):
+    found = report.get("speed") or {}
+    kinds = {name: times for name, times in found.items() if name != "tokens"}
+    how = {"cpu": "CPU time of a forward pass on one thread in fp32"}
+    for name, times in kinds.items():
+        one, many = (times[rows]["teacher"] / times[rows]["student"] for rows in ("1", "32"))
+        yield (
+            f"The student is {one:.2f} times as fast as its teacher with 1 row, {many:.2f} times with 32 rows "
+            f"({how.get(name, 'forward pass on the GPU in bf16, not compiled')}; rows of {found['tokens']} tokens)."
+        )
 
 
 def language_model_text(report):
@@ -260,44 +309,60 @@ def summarize(files, save):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="pretrained model that the teacher is trained from")
-    parser.add_argument("--train", type=Path, help="training rows: parquet, jsonl, csv")
-    parser.add_argument("--test", type=Path, help="test rows")
+    parser.add_argument("--data", type=Path, help="folder with one *train* and one *test* file: parquet, jsonl, csv")
+    parser.add_argument("--train", type=Path, help="training rows, instead of --data")
+    parser.add_argument("--test", type=Path, help="test rows, instead of --data")
     parser.add_argument("--text", default="text", help="column of the text")
     parser.add_argument("--label", default="label", help="column of the label")
     parser.add_argument("--out", type=Path, help="file for the numbers")
-    parser.add_argument("--work", type=Path, help="folder for runs, which are replaced; one for each process")
+    parser.add_argument("--work", type=Path, help="folder for runs, which are replaced")
     parser.add_argument("--rows", type=int, help="number of training rows; all by default")
-    parser.add_argument("--test-rows", type=int, default=5000)
+    parser.add_argument("--test-rows", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--seed", type=int, help="one seed instead of --seeds")
+    parser.add_argument("--parallel", type=int, default=1, help="seeds at a time, each in a process")
     parser.add_argument("--layers", type=int, nargs="+", default=[3], help="a number, or the layers themselves from 0")
     parser.add_argument("--epochs", type=float, default=3, help="of the students")
     parser.add_argument("--lr", type=float, default=1e-4, help="of the students")
     parser.add_argument("--teacher-epochs", type=float, default=2)
     parser.add_argument("--teacher-lr", type=float, default=1e-4)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=256)
+    parser.add_argument("--precision", default="auto", help="of training; auto is bf16 on a GPU that has it")
     parser.add_argument("--alpha", type=float, default=0.5)
     parser.add_argument("--temperature", type=float, default=2.0)
     parser.add_argument("--hidden", type=float, default=1.0, help="weight of the distance between hidden states")
     parser.add_argument("--device", help="where to train; found by default")
+    parser.add_argument("--no-speed", action="store_true", help="train and judge only")
     parser.add_argument("--summary", type=Path, nargs="+", help="print the tables of these --out files instead")
-    parser.add_argument("--save", action="store_true", help="with --summary: write benchmarks/results/distillation.md")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/distillation.md")
     args = parser.parse_args()
     if args.summary:
         return summarize(args.summary, args.save)
+    if args.data:
+        args.train, args.test = (find_rows(args.data, part) for part in ("train", "test"))
     missing = [name for name in ("model", "train", "test", "out", "work") if getattr(args, name) is None]
     if missing:
         parser.error("missing: " + ", ".join(f"--{name}" for name in missing))
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = machine(device, torch.get_num_threads(), ["torch", "transformers"])
-    report = {"machine": where, "settings": settings, "seeds": []}
-    for seed in args.seeds if args.seed is None else [args.seed]:
-        report["seeds"].append(run_seed(args, seed, args.work))
-        args.out.write_text(json.dumps(report) + "\n")  # after every seed: a process that ends early leaves its seeds
-    return print(classifier_text(report))
+    report = {
+        "machine": machine(device, torch.get_num_threads(), ["torch", "transformers"]),
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "seeds": run_seeds(args),
+    }
+    if not args.no_speed and report["seeds"]:
+        report["speed"] = speed(*report["seeds"][-1]["folders"].values(), device)
+    args.out.write_text(json.dumps(report) + "\n")
+    if not args.no_speed:
+        summarize([args.out], args.save)
+    return len(report["seeds"]) < len(args.seeds)  # as an exit status: 1 if a seed failed
+
+
+def find_rows(folder, part):
+    found = sorted(path for path in folder.iterdir() if part in path.name)
+    if len(found) != 1:
+        raise SystemExit(f"{folder}: one file with {part!r} in its name is needed, found {len(found)}")
+    return found[0]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

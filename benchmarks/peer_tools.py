@@ -6,6 +6,7 @@ A tool is a name with options: `hf-trainer+liger+group`. Every tool runs in a pr
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import resource
@@ -92,6 +93,7 @@ class Clock:
         self._started, self._synchronize = started, synchronize
         self._marks: list[tuple[int, float, float]] = []  # steps done, seconds, CPU seconds
         self.first_step_s = math.nan
+        self.loaded_s = math.nan  # when the model was loaded; known of trimtab alone
 
     def step(self) -> None:
         """An optimizer step was launched."""
@@ -362,6 +364,13 @@ def trimtab(job: Job, clock: Clock) -> None:
             if state.step == clock.num_steps and not job.work.is_whole_run:
                 raise EnoughError
 
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if " parameters in " in record.getMessage() and math.isnan(clock.loaded_s):
+                clock.loaded_s = time.monotonic() - job.started
+
+    logging.getLogger("trimtab").addHandler(Watch())
+    logging.getLogger("trimtab").setLevel(logging.INFO)
     path = job.place / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_of(job)))
     loaded = load_recipe(path, {}, [], job.options)
@@ -468,6 +477,8 @@ def run_tool(name: str, job: Job) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"failure": "out of memory"}
     found = {"wall_s": time.monotonic() - job.started, "first_step_s": clock.first_step_s, **peaks(job)}
+    if not math.isnan(clock.loaded_s):
+        found["loaded_to_first_step_s"] = clock.first_step_s - clock.loaded_s
     num_tokens = sum(job.step_tokens[: clock.num_steps])
     assert num_tokens == sum(job.lengths), f"{num_tokens:,} tokens were trained on, not {sum(job.lengths):,}"
     found |= clock.speeds(job.step_tokens) | {"num_tokens": num_tokens}

@@ -114,6 +114,7 @@ def draw_clustering(path: Path) -> None:
 
     pyplot.rcParams |= {"font.size": 9, "axes.edgecolor": MUTED, "text.color": TEXT}
     models = json.loads((RESULTS / "clustering.json").read_text())["models"]
+    models = {title: model for title, model in models.items() if _num_widths(model["results"]) > 1}
     width = 4.2 * len(models)
     figure, panels = pyplot.subplots(1, len(models), figsize=(width, 3.9), facecolor="white", squeeze=False)
     for axes, (title, model) in zip(panels[0], models.items(), strict=True):
@@ -136,6 +137,11 @@ def draw_clustering(path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _num_widths(results: list[dict[str, Any]]) -> int:
+    """How many numbers of bits were measured; of one, there is no line to draw."""
+    return len({round(row["bits"]) for row in results if "kl" in row})
 
 
 def _speed_title(report: dict[str, Any]) -> str:

@@ -44,6 +44,8 @@ SET_BY_TORCH = (
 )
 SET_BY_MLFLOW = ("_MLFLOW_TELEMETRY_SESSION_ID",)  # when it is imported
 
+REPOSITORY = Path(__file__).parent.parent
+
 
 def pytest_collection_modifyitems(items) -> None:
     folder = {item: item.path.parent.name for item in items}
@@ -72,14 +74,24 @@ def set_aside() -> None:
     gc.freeze()
 
 
+IGNORED = ("runs", "mlruns", "build", "dist", "__pycache__")  # by git: never committed by accident
+
+
+def folders_of_repository() -> set[str]:
+    found = {entry.name for entry in os.scandir(REPOSITORY) if entry.is_dir() and not entry.name.startswith(".")}
+    return found.difference(IGNORED)
+
+
 @pytest.fixture(autouse=True)
 def _reproducible_and_clean():
     """Every test starts from one seed; what it does to the environment or the default dtype is an error.
 
+    So is a folder that it leaves at the root of the repository, where tests start: they write to `tmp_path`.
+
     The command line, called in this process, sets for good how loud the log is: that is taken back.
     """
     torch.manual_seed(0)
-    environment = dict(os.environ)
+    environment, folders = dict(os.environ), folders_of_repository()
     log = logging.getLogger("trimtab")
     loudness = (log.level, log.disabled, log.propagate, log.handlers[:])
     yield
@@ -88,6 +100,7 @@ def _reproducible_and_clean():
     changed = {key for key in environment.keys() | os.environ.keys() if environment.get(key) != os.environ.get(key)}
     assert changed <= {"PYTEST_CURRENT_TEST", *SET_BY_TORCH, *SET_BY_MLFLOW}, changed
     assert torch.get_default_dtype() is torch.float32
+    assert folders_of_repository() <= folders, "a test writes to the current folder: use own_folder"
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ TrimtabError                  1   base class of all of them
 _MAX_LINE_LENGTH = 200  # messages of other libraries can be several pages long
 
 
-def summarize_error(error: Exception) -> str:
+def summarize_error(error: BaseException) -> str:
     """Summarize an exception as its class name and the first line of its message."""
     lines = str(error).strip().splitlines()
     if not lines:

@@ -83,7 +83,7 @@ def fit(
     with released_on_failure(folder), work_shown_as(mode):
         show = build_progress(mode)
         trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics)
-        journal_position = resume_trainer(trainer, engine, start, run.recipe.train.lr)
+        journal_position = resume_trainer(trainer, engine, start)
     with failure_recorded(run, folder, show):
         record_start(run, loaded.origins, trainer, folder, journal_position)
         result = trainer.fit()

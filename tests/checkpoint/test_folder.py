@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from trimtab.checkpoint import folder as folder_module
-from trimtab.checkpoint.folder import atomic_folder, clear_leftovers, remove_folder, restore_interrupted
+from trimtab.checkpoint.folder import (
+    atomic_folder,
+    clear_leftovers,
+    folder_beside,
+    remove_folder,
+    restore_interrupted,
+)
 from trimtab.errors import CheckpointError
 
 
@@ -135,6 +141,34 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
     finally:
         living.communicate(b"\n")
     assert clear_leftovers(tmp_path) == [stays[0]]
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
+    dead = dead_pid()
+    for state in ("writing", "removing"):
+        left(tmp_path, f".t.{state}-{dead}")
+    (tmp_path / f".t.writing-{dead + 1}").write_text("half of a file of predictions")
+    stays = left(tmp_path, f".other.writing-{dead}")  # nobody writes that one now
+    write(tmp_path / "t", "x")
+    assert names(tmp_path) == {"t", stays.name}
+
+
+def test_a_folder_beside_is_gone_afterwards_and_so_is_that_of_a_killed_process(tmp_path):
+    left(tmp_path, f".t.merged.writing-{dead_pid()}")
+    with folder_beside(tmp_path / "t", "merged") as place:
+        assert names(tmp_path) == {place.name}
+        (place / "x").touch()
+    assert not names(tmp_path)
+
+
+def test_two_writers_at_a_time_leave_each_other_alone(tmp_path):
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        other = left(tmp_path, f".t.writing-{living.pid}")
+        write(tmp_path / "t", "x")
+        assert names(tmp_path) == {"t", other.name}
+    finally:
+        living.communicate(b"\n")
 
 
 def test_a_number_that_was_given_again_is_no_owner(tmp_path, monkeypatch):

@@ -34,7 +34,8 @@ SURFACE = {
     "checkpoints": ["RUN"],
     "cluster": [
         *("--bits", "--calibration", "--calibration-rows", "--compensate", "--data", "--device", "--embeddings"),
-        *("--importance", "--per", "--quiet", "--rest", "--rows", "--scale-block", "--train-steps", "FOLDER", "MODEL"),
+        *("--group-rows", "--importance", "--per", "--quiet", "--rest", "--rows", "--scale-block", "--train-steps"),
+        *("FOLDER", "MODEL"),
     ],
     "compare": [
         *("--device", "--out", "--quiet", "--repeats", "--set", "--steps", "--study", "--timeout", "--variants"),

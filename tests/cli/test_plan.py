@@ -67,6 +67,8 @@ def test_everything_as_json(plan):
 
 def test_it_cannot_fit(plan):
     sets = ("--set", "memory.gradient_checkpointing=all", "--set", "memory.loss=chunked")
+    sets = (*sets, "--set", "memory.offload_activations=none", "--set", "memory.tile_tokens=none")
+    sets += ("--set", "memory.update=device")
     code, out, err = plan("recipe.yaml", "--gpu", "t4", "--length", 1024, "--memory", "1.3GiB", *sets)
     assert code == 3
     assert "too large" in out
@@ -94,6 +96,7 @@ def test_the_largest_batch_and_the_longest_rows(plan):
     sets = ("--set", "memory.gradient_checkpointing=none", "--set", "memory.loss=plain", "--set", "adapter=lora")
     asked = ("recipe.yaml", "--gpu", "t4", "--length", 256, "--memory", "2GiB", *sets, "--set", "memory.offload=none")
     asked = (*asked, "--set", "train.batch_size=2", "--set", "memory.micro_batch=2")
+    asked = (*asked, "--set", "memory.offload_activations=none", "--set", "memory.tile_tokens=none")
     code, out, _ = plan(*asked, "--json", "--max-batch", "--longest")
     assert code == 0
     (row,) = (row for row in json.loads(out)["ladder"] if row["chosen"])

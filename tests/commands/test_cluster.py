@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from allocated_bytes import peak_bytes
 from tiny_models import batch_of
 from tiny_runs import reviews, write_jsonl
 from trimtab.checkpoint.export import FACTS, export_model, read_facts, weight_checksums
@@ -78,6 +80,76 @@ def test_files_and_a_model_in_memory_give_the_same_weights(own_folder, tiny, dat
             assert torch.equal(weight.palettes_GK, other[name].palettes_GK)
         else:
             assert torch.equal(weight, other[name])
+
+
+def run_of_classifier(tiny, folder, data, **settings):
+    """The best model of a run, which knows its held-out rows."""
+    loaded = load(tiny.folder("bert", kind="sequence-classification", head=HEAD, **WIDE | settings), device="cpu")
+    recipe = {"model": "bert", "task": "classify", "data": {"train": str(data)}}
+    return export_model(folder, loaded.model, loaded.tokenizer, card={"task": "classify", "recipe": recipe})
+
+
+def test_without_rows_a_run_is_clustered_weight_by_weight(own_folder, tiny, data, monkeypatch):
+    source = run_of_classifier(tiny, own_folder / "best", data)
+    judged = cluster(source, own_folder / "judged", ClusterSettings(), num_rows=8)
+    assert judged.figures[0].quality
+    assert cluster(source, own_folder / "fewer", ClusterSettings(), num_rows=2).figures[1].divergence.num_rows == 2
+    cluster(source, own_folder / "memory", ClusterSettings(), calibration=data)  # of which nothing is used
+
+    def refuse(*args, **options):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("trimtab.commands.cluster.load", refuse)
+    done = cluster(source, own_folder / "files", ClusterSettings(), num_rows=0)
+    assert done.figures == []
+    assert done.bits == judged.bits
+    assert read_facts(done.folder)["recipe"] == read_facts(source)["recipe"]
+    for other in ("judged", "memory"):
+        one, two = (stored_tensors(own_folder / name) for name in ("files", other))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def stored_tensors(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(own_folder, tiny, data, monkeypatch):
+    """It is that of an output file and of some copies of a weight, whatever the number of layers."""
+    monkeypatch.setattr("trimtab.commands.cluster.ClusteredWriter", partial(ClusteredWriter, file_bytes=2**16))
+    settings = ClusterSettings(bits=1, per="tensor", scale_block=0)
+    peaks, sizes = [], []
+    for num_layers in (2, 12):
+        size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": num_layers}
+        source = run_of_classifier(tiny, own_folder / f"{num_layers}", data, **size)
+        files = list(source.glob("*.safetensors"))
+        sizes.append(sum(path.stat().st_size for path in files))
+        out = own_folder / f"out-{num_layers}"
+        peaks.append(peak_bytes(lambda: cluster(source, out, settings, num_rows=0), files))  # noqa: B023
+    assert sizes[1] > 4 * sizes[0]
+    assert peaks[1] <= 1.1 * peaks[0] < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_rows": 0, "data": "rows.csv"}, "--data has no effect"),
+        ({"num_rows": 0, "calibration": "rows.csv"}, "needs the whole model in memory"),
+        ({"num_rows": 5}, "--rows 5 has no effect"),
+    ],
+)
+def test_rows_that_have_no_effect_are_refused(own_folder, tiny, options, words):
+    with pytest.raises(RecipeError, match=words):
+        cluster(classifier(tiny), own_folder / "out", ClusterSettings(), **options)
+    assert not (own_folder / "out").exists()
+
+
+def test_a_model_without_such_files_cannot_be_read_weight_by_weight(own_folder, tiny):
+    source = Path(shutil.copytree(classifier(tiny), own_folder / "source"))
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    with pytest.raises(ModelError, match="no safetensors files"):
+        cluster(source, own_folder / "out", ClusterSettings(), num_rows=0)
 
 
 def test_the_table_has_the_original_and_both_ways(own_folder, tiny, data):

@@ -134,7 +134,7 @@ def test_on_a_disk_that_is_full(tiny, own_folder):
         assert not list(Path("disk").iterdir())
 
 
-def test_a_difference_refuses_and_writes_nothing(tiny, monkeypatch):
+def test_a_difference_refuses_and_writes_nothing(tiny, own_folder, monkeypatch):
     decoder(tiny)
 
     def refuse(*args):
@@ -220,6 +220,9 @@ command.export("decoder", "gguf", to="gguf", dtype="q8_0")
     written = logits(load("decoder", device="cpu"))
     torch.testing.assert_close(found["gguf"][..., : written.shape[-1]], written, rtol=1e-4, atol=1e-6)
     assert contents("gguf") == before, "killed while it wrote"
+    assert list(Path().glob(".gguf.writing-*")), "which it leaves"
+    export("decoder", "gguf", to="gguf", dtype="q8_0")
+    assert not list(Path().glob(".gguf.writing-*")), "and the next one removes"
 
 
 @pytest.mark.slow
@@ -240,12 +243,34 @@ def test_an_onnx_folder_predicts_and_is_described(tiny, data):
 
 
 @pytest.mark.slow
-def test_an_onnx_decoder_does_not_generate(tiny, texts):
+@pytest.mark.parametrize("to", ["onnx", "onnx-int8"])
+def test_an_onnx_decoder_generates_and_is_measured(tiny, texts, to):
     decoder(tiny)
-    done = export("decoder", "out", to="onnx", data=texts)
-    assert done.figures[1].divergence.agreement == 1.0
-    with pytest.raises(ModelError, match="does not generate text"):
-        predict_text(load("out"), "the film", max_new_tokens=5)
+    done = export("decoder", "out", to=to, data=texts)
+    if to == "onnx":
+        assert done.figures[1].divergence.agreement == 1.0
+        loaded = load("decoder", device="cpu")
+        assert predict_text(load("out"), "the film", max_new_tokens=5) == predict_text(
+            loaded, "the film", max_new_tokens=5
+        )
+    assert done.figures[1].quality["perplexity"] == pytest.approx(done.figures[0].quality["perplexity"], rel=0.05)
+    assert done.figures[1].memory_bytes == Path("out/model.onnx").stat().st_size
+    assert len(load("out").generate(["the film", "a"], max_new_tokens=5)) == 2
+
+
+@pytest.mark.slow
+def test_an_onnx_encoder_decoder_is_measured(tiny, own_folder):
+    rows = [{"text": row["text"], "target": row["label"]} for row in reviews(20)]
+    export_model(
+        "pair", load_model(tiny.folder("t5"), "seq2seq-lm", {}, None), load_tokenizer(tiny.folder("t5")), card={}
+    )
+    done = export("pair", "out", to="onnx", data=write_csv(own_folder / "rows.csv", rows))
+    original, exported = done.figures
+    assert exported.divergence.agreement == 1.0
+    assert exported.divergence.kl_mean < 1e-9
+    assert exported.quality["perplexity"] == pytest.approx(original.quality["perplexity"], rel=1e-4)
+    files = [Path("out/encoder_model.onnx"), Path("out/decoder_model.onnx")]
+    assert exported.memory_bytes == exported.disk_bytes == sum(file.stat().st_size for file in files)
 
 
 def test_what_has_no_other_form(tiny, data, monkeypatch):

@@ -1,6 +1,5 @@
 """`trimtab quantize --rows 0`: weights go through memory one at a time, and the result is that of the whole model."""
 
-import gc
 import json
 from functools import partial
 
@@ -8,10 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from allocated_bytes import peak_bytes
 from tiny_adapters import LABELS, adapted, export_run
 from tiny_models import KINDS, TEXTS, config_of, tokenizer
 from trimtab.checkpoint.export import export_model, find_export_problem, read_facts
@@ -102,21 +101,6 @@ def test_files_of_bounded_size_load_with_an_index(tmp_path, monkeypatch, name):
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (done.folder, whole))
     with torch.no_grad():
         assert torch.equal(ours(**batch).logits, theirs(**batch).logits)
-
-
-def peak_bytes(call, mapped=()):
-    """Return the largest size of all tensors that a call allocated and had not freed yet, without mapped files."""
-    gc.collect()  # what older objects free would be subtracted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    mappings = {path.stat().st_size for path in mapped}  # torch reports a mapping as one allocation
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if abs(event.nbytes()) not in mappings:
-            total += event.nbytes()
-            peak = max(peak, total)
-    return peak
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4"])

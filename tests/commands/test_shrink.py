@@ -116,7 +116,7 @@ def test_no_rows_judge_nothing(classifier):
 
 
 def test_settings_without_effect_are_refused(classifier):
-    with pytest.raises(RecipeError, match="--rows 4 has no effect with --per tensor"):
+    with pytest.raises(RecipeError, match="--group-rows 4 has no effect with --per tensor"):
         ClusterSettings(bits=4, per="tensor", rows=4)
     with pytest.raises(ModelError, match="is for clustered models"):
         load(classifier / "model", device="cpu", decode="on-use")

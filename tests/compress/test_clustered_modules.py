@@ -31,6 +31,32 @@ def test_linear_and_embedding_use_the_decoded_weight(bits, scale_block):
     assert linear.weight.shape == (10, 21)
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-2, 1.0, 100.0])
+@pytest.mark.parametrize("scale_block", [0, 8])
+def test_small_weights_are_as_precise_in_fp16_as_decoded_at_once(size, scale_block):
+    """The palette and the product with its scale are rounded, so by two units in the last place at most."""
+    weight = cluster_weight(normal(10, 21) * size, ClusterSettings(bits=6, rows=4, scale_block=scale_block))
+    exact = weight.decoded(torch.float32)
+    unit = torch.finfo(torch.float16).eps * exact.abs() + torch.finfo(torch.float16).smallest_normal * 2**-10
+    assert bool(((weight.decoded(torch.float16).float() - exact).abs() <= unit / 2).all())
+    for found in (
+        ClusteredLinear(weight, dtype=torch.float16).weight,
+        ClusteredEmbedding(weight, torch.float16)(torch.arange(10)),
+    ):
+        assert found.dtype is torch.float16
+        assert bool(((found.float() - exact).abs() <= unit).all())
+
+
+def test_scales_that_are_no_whole_numbers_are_kept_in_fp16():
+    values = normal(8, 64)
+    values[4:] *= 1e-3  # far smaller than the rest of their group: codes of 8 bits would be too coarse
+    weight = cluster_weight(values, ClusterSettings(bits=6, rows=8, scale_block=32))
+    assert weight.scales_OS.dtype is torch.float16
+    exact, found = weight.decoded(torch.float32), ClusteredLinear(weight, dtype=torch.float16).weight.float()
+    unit = torch.finfo(torch.float16).eps * exact.abs() + torch.finfo(torch.float16).smallest_normal * 2**-10
+    assert bool(((found - exact).abs() <= 1.5 * unit).all())  # here scales are rounded too
+
+
 def test_a_transposed_weight_is_decoded_as_it_was_stored():
     weight = clustered()
     turned = ClusteredWeight.from_indices(weight.indices(), weight.palettes_GK, 4, transposed=True)

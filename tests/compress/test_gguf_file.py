@@ -1,5 +1,9 @@
 """GGUF files: what is written is what gguf and transformers read back, and what has no form in GGUF is refused."""
 
+import json
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, trainers
@@ -9,9 +13,14 @@ from trimtab.compress.gguf_file import check_gguf, gguf_tensors, write_gguf
 from trimtab.compress.gguf_tokenizer import check_tokens
 from trimtab.errors import ModelError
 from trimtab.inference.load import load
+from trimtab.model.config import load_config
 from trimtab.model.load import load_model
 
 pytest.importorskip("gguf")
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, **BANDS}
 
 
 def llama(model_type="llama", **changes):
@@ -88,9 +97,90 @@ def test_the_chat_template_goes_along(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "rope", "keys"),
+    [
+        ("llama", {"rope_type": "linear", "factor": 2.5}, {"type": "linear", "factor": 2.5}),
+        ("qwen2", {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        ("llama", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}),
+        ("qwen3", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}),
+        # llama.cpp multiplies by 0.1 ln(4) + 1 itself
+        ("llama", YARN | {"attention_factor": 1.5}, {"type": "yarn", "attn_factor": 1.5 / (0.1 * math.log(4) + 1)}),
+        ("llama", YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, {"type": "yarn"}),
+        ("llama", LLAMA3, {}),
+        ("mistral", LLAMA3, {}),
+    ],
+)
+def test_scaled_rotary_embeddings(tmp_path, name, rope, keys):
+    import gguf
+
+    changes = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 128}}.get(name, {})
+    model, path = llama(name, rope_parameters={"rope_theta": 1e4, **rope}, **changes), tmp_path / "model.gguf"
+    plain = llama(name, **changes)
+    assert not torch.allclose(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq, rtol=0.1), "is scaled"
+    write_gguf(model, tokenizer(), path, "f32")
+    check = check_gguf(path, model, tokenizer(), "f32")
+    assert check.max_difference <= 1e-5 * check.max_logit
+    reader = gguf.GGUFReader(path)
+    arch = reader.get_field("general.architecture").contents()
+    for key, value in keys.items():
+        found = reader.get_field(f"{arch}.rope.scaling.{key}").contents()
+        assert found == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6)), key
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    if rope is LLAMA3:
+        factors = torch.from_numpy(tensors["rope_freqs.weight"].copy())
+        assert factors[0] == 1.0  # short waves
+        assert factors[-1] == LLAMA3["factor"]  # long waves
+        assert ((factors > 1) & (factors < LLAMA3["factor"])).any()
+    else:
+        assert "rope_freqs.weight" not in tensors
+    loaded = load(path, device="cpu").model
+    assert loaded.config.rope_parameters == model.config.rope_parameters
+    assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.5},
+        YARN | {"attention_factor": 1.5},
+        {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192} | BANDS,  # Llama 3.2
+    ],
+)
+def test_files_of_other_programs_have_no_key_of_ours(tmp_path, monkeypatch, rope):
+    monkeypatch.setattr("trimtab.model.gguf_rope._OWN_KEY", "some.other_key")
+    model, path = llama(rope_parameters={"rope_theta": 5e5, **rope}), tmp_path / "model.gguf"
+    write_gguf(model, tokenizer(), path, "f32")
+    monkeypatch.undo()
+    rotary = load(path, device="cpu").model.model.rotary_emb
+    torch.testing.assert_close(rotary.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
+    assert rotary.attention_scaling == pytest.approx(model.model.rotary_emb.attention_scaling, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"llama3"'])
+def test_a_damaged_key_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("trimtab.model.gguf_rope.json", SimpleNamespace(dumps=lambda value: text, loads=json.loads))
+    write_gguf(llama(rope_parameters={"rope_theta": 1e4, **YARN}), tokenizer(), tmp_path / "model.gguf", "f32")
+    with pytest.raises(ModelError, match="is no mapping in JSON"):
+        load_config(str(tmp_path / "model.gguf"))
+
+
+def test_divisors_that_are_not_known_are_reported(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("trimtab.model.gguf_rope._OWN_KEY", "some.other_key")
+    model, path = llama(rope_parameters={"rope_theta": 1e4, **LLAMA3}), tmp_path / "model.gguf"
+    write_gguf(model, tokenizer(), path, "f32")
+    monkeypatch.undo()
+    with caplog.at_level("INFO", "trimtab"):
+        assert load_config(str(path)).rope_parameters["rope_type"] == "default"
+    assert "are not those of Llama 3" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
+        ("qwen2", {"rope_parameters": {"rope_theta": 1e4, **LLAMA3}}, "for llama alone, not for qwen2"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, **YARN, "beta_fast": 16}}, "beta_slow 16 and 1; llama.cpp"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, **YARN, "truncate": False}}, "truncate: false"),
         ("mistral", {"sliding_window": 8}, "sliding window of 8"),
     ],
 )
@@ -117,11 +207,21 @@ def test_wrong_weights_are_found(tmp_path):
 
 def test_a_wrong_header_is_found(tmp_path):
     model = llama()
-    theta = model.config.rope_parameters["rope_theta"]
-    model.config.rope_parameters["rope_theta"] = 7.0  # the file says so, the module has its table already
+    eps, model.config.rms_norm_eps = model.config.rms_norm_eps, 7.0  # the file says so, the modules have theirs already
     write_gguf(model, tokenizer(), tmp_path / "model.gguf", "f32")
-    model.config.rope_parameters["rope_theta"] = theta
+    model.config.rms_norm_eps = eps
     with pytest.raises(ModelError, match="logits differ by up to"):
+        check_gguf(tmp_path / "model.gguf", model, tokenizer(), "f32")
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 7.0}, {"factor": 8.0}, {"original_max_position_embeddings": 4096}])
+def test_other_rotary_embeddings_are_found(tmp_path, change):
+    model = llama(rope_parameters={"rope_theta": 1e4, **YARN})
+    before = dict(model.config.rope_parameters)
+    model.config.rope_parameters |= change
+    write_gguf(model, tokenizer(), tmp_path / "model.gguf", "f32")
+    model.config.rope_parameters = before
+    with pytest.raises(ModelError, match="rotary embeddings of the GGUF file differ"):
         check_gguf(tmp_path / "model.gguf", model, tokenizer(), "f32")
 
 

@@ -1,6 +1,7 @@
 """Palettes are trained by the loop of every run, with the steps of a plain loop."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.clustering import ClusterSettings
 from trimtab.compress.palette_training import divergence, train_palettes, use_clustered
 from trimtab.data.batching import LengthGroupedBatches
-from trimtab.errors import LossNotFinite
+from trimtab.errors import LossNotFinite, TrimtabError
 from trimtab.inference.held_out import read_held_out
 from trimtab.inference.load import load
 
@@ -82,3 +83,20 @@ def test_outputs_that_are_not_finite_end_it(models):
     teacher.classifier.bias.data[0] = torch.nan
     with pytest.raises(LossNotFinite, match="leave --train-steps out"):
         train_palettes(student, teacher, rows.tokens, rows.task.collate, kind=KIND, num_steps=2)
+
+
+def test_an_interrupt_says_that_nothing_is_saved(models, monkeypatch, caplog):
+    student, teacher, rows = models
+
+    def interrupt(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        return divergence(*arguments, **options)
+
+    monkeypatch.setattr("trimtab.compress.palette_training.divergence", interrupt)
+    with (
+        caplog.at_level("INFO", "trimtab"),
+        pytest.raises(TrimtabError, match="SIGINT: stopped at step 1 .*nothing is"),
+    ):
+        train_palettes(student, teacher, rows.tokens, rows.task.collate, kind=KIND, num_steps=NUM_STEPS)
+    assert "SIGINT: stopping after this step (Ctrl-C again: at once)" in caplog.text
+    assert "and saving" not in caplog.text

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from trimtab.data.batching import Batching, LengthGroupedBatches, split_batch
 from trimtab.data.packing import (
     MAX_LENGTH,
+    MAX_ROW_LENGTH,
+    ROW_LENGTH,
     ROW_STARTS,
     PackedCollate,
     RoundedCollate,
@@ -200,7 +202,7 @@ def test_tokens_are_those_of_the_rows(lengths, num_filler):
     batch, total = padded(lengths), sum(lengths)
     packed = pack_batch(batch, total + num_filler, PAD, shifts_labels=False)
     is_token = batch["attention_mask"].bool()
-    assert set(packed) == {"input_ids", "labels", "position_ids", ROW_STARTS, MAX_LENGTH}
+    assert set(packed) == {"input_ids", "labels", "position_ids", ROW_STARTS, MAX_LENGTH, MAX_ROW_LENGTH}
     assert packed["input_ids"].tolist() == [batch["input_ids"][is_token].tolist() + [PAD] * num_filler]
     assert packed["labels"].tolist() == [batch["labels"][is_token].tolist() + [IGNORED] * num_filler]
     assert packed["position_ids"].tolist() == [[at for n in lengths for at in range(n)] + [0] * num_filler]
@@ -208,6 +210,7 @@ def test_tokens_are_those_of_the_rows(lengths, num_filler):
     assert starts.dtype is torch.int32
     assert starts.diff().tolist() == [*lengths, num_filler]
     assert packed[MAX_LENGTH] == max(*lengths, num_filler)
+    assert packed[MAX_ROW_LENGTH] == max(lengths)
     assert count_rows(packed) == count_rows(batch) == len(lengths)
     assert int(count_tokens(packed)) == int(count_tokens(batch)) == total
 
@@ -280,6 +283,7 @@ def test_inputs_of_compiled_code_repeat(labels_of_tokens):
     for lengths in ([3, 4], [9], [1, 2, 3, 4, 5, 1]):
         batch = collate(lengths)
         assert batch[MAX_LENGTH] == max(9, 16 - sum(lengths))
+        assert batch[MAX_ROW_LENGTH] == 9
         assert int(count_tokens(batch)) == sum(lengths)
         assert int(count_filled_rows(batch)) == len(lengths)
         found = batch[ROW_STARTS].diff().tolist()
@@ -351,3 +355,17 @@ def test_a_run_has_few_sizes(is_packed, tokens_per_row, num_processes):
     assert later.sizes == sizes
     batches.set_micro_batch_size(6)
     assert batches.sizes == LengthGroupedBatches(lengths, 24, 6, seed=0, **made).sizes
+
+
+def test_rows_of_one_length_are_marked_where_nothing_else_is_in_the_batch():
+    collate = PackedCollate(padded, False, PAD, lambda: (8, 16), marks_equal_rows=True)
+    assert collate([4, 4])[ROW_LENGTH] == 4
+    assert collate([8])[ROW_LENGTH] == 8
+    assert ROW_LENGTH not in collate([5, 3]), "other lengths"
+    assert ROW_LENGTH not in collate([3, 3]), "filler"
+    assert ROW_LENGTH not in PackedCollate(padded, False, PAD)([4, 4]), "not asked for"
+    pieces = split_batch(collate([4, 4, 4, 4]), 3)
+    assert [(piece[ROW_LENGTH], count_rows(piece), piece["input_ids"].shape[1]) for piece in pieces] == [
+        (4, 3, 12),
+        (4, 1, 4),
+    ]

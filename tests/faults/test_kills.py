@@ -61,3 +61,18 @@ def test_the_time_limit(stage):
     assert assert_went_on(recipe["out"], said) == result["step"]
     assert "train.max_time" in said
     assert_same_end(recipe["out"], stage.whole())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["in-backward", "host"])
+def test_killed_with_weights_that_are_updated_elsewhere(stage, update):
+    """A real SIGKILL after a step behind the last checkpoint; the run ends as an undisturbed one."""
+    in_backward = {"train": {"max_grad_norm": None}, "memory": {"update": update, "micro_batch": "auto"}}
+    changes = in_backward if update == "in-backward" else {"memory": {"update": update}}
+    recipe = stage.recipe(**changes)
+    child = stage.train(recipe, at={"17": "die"})
+    assert child.wait() == -signal.SIGKILL, child.said[-3000:]
+    assert saved_steps(recipe["out"])[-1] in (10, 15)
+    said = stage.finish(recipe)
+    assert_went_on(recipe["out"], said)
+    assert_same_end(recipe["out"], stage.whole(**changes))

@@ -74,6 +74,48 @@ def test_kernels_equal_rows(kernel, dtype, is_causal, window, num_shared, width)
         pr.assert_close(one, other, bound, "gradient", at_least=1.0)
 
 
+@needs_flash
+@pytest.mark.parametrize("num_shared", [4, 2])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_rows_of_one_length(is_causal, num_shared, is_compiled):
+    """They are computed like padded rows, by cuDNN where it can; in a compiled block with symbolic sizes."""
+    lengths = (96,) * 5
+    tensors = inputs(torch.bfloat16, num_shared=num_shared, lengths=lengths)
+    exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    options = {"is_causal": is_causal, "window": None, "scale": 0.3, "dropout": 0.0}
+    compute = torch.compile(packed_attention, dynamic=True) if is_compiled else packed_attention
+    found = compute(*tensors, boundaries(lengths), 96, kernel=Kernel.FLASH, row_length=96, **options)
+    wanted = packed_attention(*exact, boundaries(lengths), 96, kernel=Kernel.ROWS, **options)
+    bound = 4 * torch.finfo(torch.bfloat16).eps
+    pr.assert_close(found, wanted, bound, "output")
+    weights = torch.randn_like(wanted)
+    gradients = [torch.autograd.grad((x * weights).sum(), y) for x, y in ((found, tensors), (wanted, exact))]
+    for one, other in zip(*gradients, strict=True):
+        pr.assert_close(one, other, 2 * bound, "gradient")
+
+
+@needs_flash
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_short_rows_with_filler(is_compiled):
+    """Filler is longer than any row, and neither changes rows nor gives anything but zeros."""
+    tensors = inputs(torch.bfloat16, lengths=(9, 0, 130, 77, 900))
+    starts = boundaries((9, 0, 130, 77, 900))
+    exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    options = {"is_causal": False, "window": None, "scale": 0.3, "dropout": 0.0}
+    compute = torch.compile(packed_attention, dynamic=True) if is_compiled else packed_attention
+    found = compute(*tensors, starts, 900, kernel=Kernel.FLASH, max_row_length=130, **options)
+    wanted = packed_attention(*exact, starts, 900, kernel=Kernel.ROWS, **options)
+    bound = 4 * torch.finfo(torch.bfloat16).eps
+    pr.assert_close(found[:, :216], wanted[:, :216], bound, "output")
+    assert not found[:, 216:].any()
+    weights = torch.randn_like(wanted)
+    weights[:, 216:] = 0
+    gradients = [torch.autograd.grad((x * weights).sum(), y) for x, y in ((found, tensors), (wanted, exact))]
+    for one, other in zip(*gradients, strict=True):
+        pr.assert_close(one, other, 2 * bound, "gradient")
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 @pytest.mark.parametrize("lengths", [(1, 0, 1), (0, 0, 7), (1,), (5, 0)])
 def test_rows_of_one_token_and_none(kernel, dtype, lengths):

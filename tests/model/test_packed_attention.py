@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -40,6 +41,31 @@ def plain_attention(query, key, value, lengths, is_causal, window, scale):
     scores = query @ key.transpose(-1, -2) * (scale or 1 / math.sqrt(query.shape[-1]))
     weights = scores.masked_fill(~allowed.to(scores.device), -math.inf).softmax(-1)
     return (weights @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("num_shared", [4, 1])
+@pytest.mark.parametrize("window", [None, 4, 7])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_rows_of_one_length_equal_plain_attention(is_causal, window, num_shared, monkeypatch):
+    lengths = (7, 7, 7)
+    tensors = inputs(num_shared=num_shared, lengths=lengths)
+    options = {"is_causal": is_causal, "window": window, "scale": 0.7}
+    shapes, compute = [], functional.scaled_dot_product_attention
+
+    def noted(query, *args, **kwargs):
+        shapes.append(tuple(query.shape))
+        return compute(query, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    found = packed_attention(*tensors, boundaries(lengths), 7, kernel=Kernel.ROWS, row_length=7, dropout=0.0, **options)
+    in_one_call = window is None or window >= 7
+    assert shapes == ([(3, 4, 7, 8)] if in_one_call else [(1, 4, 7, 8)] * 3)
+    wanted = plain_attention(*tensors, lengths, **options)
+    assert_close(found, wanted, 1e-5, "output")
+    weights = torch.randn_like(found)
+    gradients = (torch.autograd.grad((output * weights).sum(), tensors) for output in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, 1e-5, "gradient", at_least=1.0)
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])

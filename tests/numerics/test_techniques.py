@@ -15,12 +15,17 @@ from safetensors.torch import load_file
 from rounding import assert_same_up_to_rounding
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
+from trimtab.model import offloaded_blocks
 
 SGD = {"optimizer": "sgd", "lr": 0.3, "max_grad_norm": None}
 METHODS = {
     "full": {},
     "lora": {"adapter": {"kind": "lora", "rank": 4}},
     "qlora": {"adapter": {"kind": "qlora", "rank": 4}},
+    "dora": {"adapter": {"kind": "lora", "rank": 4, "dora": True}},
+    "ia3": {"adapter": "ia3"},
+    "pissa": {"adapter": {"kind": "lora", "rank": 4, "init": "pissa"}},
+    "side": {"adapter": {"kind": "side", "reduction": 4}},
     "upper half": {"train": {"freeze": {"*.layers.0": "always", "*.embed_tokens": "always"}}},
 }
 ROUNDED = {"fp8": {"adapter": {"kind": "lora", "base": "fp8", "rank": 4}}}  # other last bits can round to other codes
@@ -29,6 +34,9 @@ TECHNIQUES = {
     "ops": ("gradient_checkpointing", "ops"),
     "every 2": ("gradient_checkpointing", {"every": 2}),
     "last": ("gradient_checkpointing", {"layers": [-1]}),
+    "offload": ("offload_activations", "all"),
+    "offload every 2": ("offload_activations", {"every": 2}),
+    "tiles": ("tile_tokens", 50),
     "chunked": ("loss", "chunked"),
     "micro 2": ("micro_batch", 2),
     "micro 3": ("micro_batch", 3),
@@ -38,6 +46,7 @@ TECHNIQUES = {
 def compatible_pairs():
     """Return all pairs of techniques with different keys, in random order."""
     pairs = [pair for pair in itertools.combinations(TECHNIQUES, 2) if TECHNIQUES[pair[0]][0] != TECHNIQUES[pair[1]][0]]
+    pairs = [pair for pair in pairs if not ("ops" in pair and {"offload", "offload every 2", "tiles"} & set(pair))]
     return random.Random(6).sample(pairs, len(pairs))
 
 
@@ -72,7 +81,9 @@ def trained(tmp_path_factory, tiny):
                 **sections,
                 train=SGD | {"max_steps": 3, "batch_size": 12, "log_every": 1} | settings.get("train", {}),
             )
-            fit(recipe, progress="quiet")
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(offloaded_blocks, "MIN_BYTES", 256)
+                fit(recipe, progress="quiet")
             made[name] = weights_of(out), [line["loss"] for line in lines_of(out) if "loss" in line]
         return made[name]
 
@@ -80,7 +91,7 @@ def trained(tmp_path_factory, tiny):
 
 
 def weights_of(run: Path):
-    return load_file(next((run / "best").glob("*model.safetensors")))
+    return load_file(next((run / "best").glob("*.safetensors")))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def tracers():
                 {
                     "model": {"config": CONFIGS[name], "tokenizer": "train"},
                     "data": {"train": "text.jsonl"},
-                    "adapter": {"kind": "lora", "base": "fp8"} if adapter == "lora-fp8" else adapter,
+                    "adapter": SETTINGS.get(adapter, adapter),
                 }
             )
             made[name, adapter] = StepTracer(recipe, TASKS.get(name, CAUSAL), Gpu())
@@ -102,12 +102,24 @@ def assert_same(derived, traced):
     assert len(derived.gradients) == len(traced.gradients)
 
 
+SETTINGS = {
+    "lora-fp8": {"kind": "lora", "base": "fp8"},
+    "dora": {"kind": "lora", "dora": True},
+    "qdora": {"kind": "qlora", "dora": True},
+    "prompt": {"kind": "prompt", "tokens": 4},
+    "pissa": {"kind": "lora", "init": "pissa", "lr_ratio": 16},
+}
 EVERY, SOME = {"every": 2}, {"layers": [0, -1]}
 ADAPTED = [("lora", "none"), ("lora", "all"), ("qlora", "all"), ("lora-fp8", "all"), ("lora-fp8", "ops")]
+ADAPTED += [("dora", "none"), ("dora", "all"), ("qdora", "all"), ("ia3", "none"), ("ia3", "all"), ("pissa", "none")]
+ADAPTED += [("prompt", "none"), ("prompt", "all")]
+DECODERS = ("llama", "gpt2", "qwen3")
 CASES = [
     (name, *case)
     for name in CONFIGS
     for case in [*(("none", w) for w in ("none", "all", EVERY, SOME, "ops")), *ADAPTED]
+    if case[0] != "prompt" or name in DECODERS
+    if (name, case[0]) != ("modernbert", "ia3")  # PEFT does not know which modules those are
 ]
 # of each kind something, in every run of the tests; all of them in the slow one
 QUICK = [
@@ -118,6 +130,11 @@ QUICK = [
     ("bert", "qlora", "all"),
     ("llama", "lora-fp8", "all"),
     ("qwen3", "lora-fp8", "ops"),
+    ("llama", "dora", "none"),
+    ("bert", "qdora", "all"),
+    ("gpt2", "ia3", "none"),
+    ("llama", "pissa", "none"),
+    ("llama", "prompt", "all"),
     ("gpt2", "none", EVERY),
     ("t5", "none", "none"),
     ("qwen3", "none", "ops"),

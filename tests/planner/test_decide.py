@@ -57,10 +57,13 @@ def test_what_is_open():
     assert values_of(space) == {
         "adapter": ("none",),
         "gradient_checkpointing": ("none", "{every: 2}", "all"),
+        "offload_activations": ("none", "all"),
         "loss": ("plain", "chunked"),
         "optimizer": ("adamw",),
+        "update": ("device", "host"),  # gradients are clipped, so not in backward
         "offload": ("none",),  # embeddings that train stay on the device
         "kernels": ("plain",),
+        "tile_tokens": ("none", "4096", "1024"),
         "attention_backend": ("torch",),
         "padding": ("longest",),
         "compile": ("off",),
@@ -87,10 +90,13 @@ def test_what_is_fixed_is_kept():
     assert values_of(space) == {
         "adapter": ("lora",),
         "gradient_checkpointing": ("{layers: [0, -1]}",),
+        "offload_activations": ("none", "all"),
         "loss": ("plain",),
         "optimizer": ("adam", "adam8bit"),
+        "update": ("device",),
         "offload": ("none", "embeddings"),
         "kernels": ("plain",),
+        "tile_tokens": ("none", "4096", "1024"),
         "attention_backend": ("efficient",),
         "padding": ("longest",),
         "compile": ("off",),

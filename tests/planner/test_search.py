@@ -226,3 +226,16 @@ def test_the_largest_where_memory_is_quadratic_and_numbers_come_in_steps(room):
     assert measure(found)[1]
     assert not measure(found + 64)[1]
     assert len(asked) <= 14
+
+
+def test_values_between_two_ends_are_not_predicted_where_the_line_is_far_from_fitting():
+    """With 32 rows, half of the blocks recomputed need 2,800 by the line; only with fewer rows they are predicted."""
+    formula = Formula(1900)
+    found = search(space_of(loss=("chunked",)), formula, room=1900)
+    assert found.chosen is not None
+    halves = [spec.micro_batch for spec in formula.asked if spec["recomputed"] == "half"]
+    assert halves
+    assert 32 not in halves
+    every = search(space_of(loss=("chunked",)), Formula(1900), room=1900, thorough=True)
+    assert every.chosen == found.chosen
+    assert spec_of(32, recomputed="half", loss="chunked") in [row.spec for row in every.rows]

@@ -96,3 +96,12 @@ def test_cached_outputs_take_the_place_of_the_teacher(models):
     assert few.parts["weights"] == alone.parts["weights"] < both.parts["weights"]
     assert few.allocated < both.allocated
     assert every.parts != few.parts
+
+
+@pytest.mark.parametrize("attention", [0.0, 1.0])
+def test_a_teacher_keeps_cudnn_out_of_its_attention(models, attention):
+    """cuDNN would build a plan for every length of a padded batch; probabilities need plain products."""
+    found = planner(models[0], models[1], attention=attention)
+    teacher = found.tracer(plain_spec(4, "bf16")).teacher("bf16")
+    name = teacher.config._attn_implementation
+    assert name == "eager" if attention else name.startswith("trimtab_attention")

@@ -70,7 +70,11 @@ ACCEPTED = {
     "memory.micro_batch": [("auto", "auto"), ("4", 4)],
     "memory.gradient_checkpointing": [
         *((True, "all"), ("off", "none"), (None, "none")),
-        *(({"every": 2}, {"every": 2}), ({"layers": [0, -1]}, {"layers": [0, -1]})),
+        *(
+            ({"every": 2}, {"every": 2}),
+            ({"all_but_every": 4}, {"all_but_every": 4}),
+            ({"layers": [0, -1]}, {"layers": [0, -1]}),
+        ),
     ],
     "limits.fast_dev_run": [(True, True), ("yes", True), (5, 5), (0, False)],
     "limits.train": [(100, 100), ("10%", 0.1)],

@@ -21,6 +21,22 @@ CASES = {
         "train": {"precision": "bf16"},
         "memory": {"gradient_checkpointing": "ops", "loss": "chunked", "micro_batch": 5},
     },
+    "dora": {"adapter": {"kind": "lora", "rank": 4, "dora": True, "dropout": 0.1}, "memory": {"micro_batch": 5}},
+    "qdora": {"adapter": {"kind": "qlora", "rank": 4, "dora": True}},
+    "ia3": {"adapter": "ia3", "memory": {"gradient_checkpointing": "all", "micro_batch": 5}},
+    "pissa and lora+": {"adapter": {"kind": "lora", "rank": 4, "init": "pissa", "lr_ratio": 16}},
+    "pissa-fast in bf16": {
+        "adapter": {"kind": "lora", "rank": 4, "init": "pissa-fast"},
+        "train": {"precision": "bf16"},
+    },
+    "olora": {"adapter": {"kind": "lora", "rank": 4, "init": "olora"}, "memory": {"padding": "none"}},
+    "side": {"adapter": {"kind": "side", "reduction": 4, "dropout": 0.1}, "memory": {"micro_batch": 5}},
+    "side in bf16": {
+        "adapter": {"kind": "side", "every": 2, "trains": ["lm_head"]},
+        "train": {"precision": "bf16"},
+        "memory": {"padding": "none", "loss": "chunked", "gradient_checkpointing": "all"},
+    },
+    "prompt": {"adapter": {"kind": "prompt", "tokens": 4}, "memory": {"micro_batch": 5, "loss": "chunked"}},
     "lora in bf16": {"adapter": "lora", "train": {"precision": "bf16"}},
     "lora in fp16": {"adapter": "lora", "train": {"precision": "fp16"}},
     "all together": {
@@ -29,15 +45,45 @@ CASES = {
         "memory": {"gradient_checkpointing": "all", "micro_batch": 3},
     },
     "recomputed but products": {"memory": {"gradient_checkpointing": "ops"}},
+    "offloaded in tiles": {
+        "adapter": {"kind": "lora", "rank": 4, "dropout": 0.1},
+        "memory": {"gradient_checkpointing": {"every": 2}, "offload_activations": "all", "tile_tokens": 32}
+        | {"padding": "none", "loss": "chunked", "micro_batch": 5},
+    },
     "chunked loss": {"memory": {"loss": "chunked"}},
     "no padding": {"memory": {"padding": "none", "micro_batch_tokens": 40}},
     "bf16-pure": {"train": {"precision": "bf16-pure"}},
     "bf16-pure in 8 bits": {"train": {"precision": "bf16-pure", "optimizer": "adamw8bit"}},
+    "updated in backward": {
+        "train": {"max_grad_norm": None, "freeze": {"*.layers.0": "6 steps"}},
+        "memory": {"update": "in-backward", "gradient_checkpointing": "all"},
+    },
+    "updated in backward, bf16-pure in 8 bits": {
+        "train": {"max_grad_norm": None, "precision": "bf16-pure", "optimizer": "adamw8bit"},
+        "memory": {"update": "in-backward"},
+    },
+    "updated on the host": {
+        "train": {"precision": "bf16", "freeze": {"*.layers.0": "6 steps"}},
+        "memory": {"update": "host", "micro_batch": 5},
+    },
     "unfrozen later, 8 bits": {"train": {"optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}}},
 }
 
 
-QUICK = {"lora", "no padding", "all together", "bf16-pure in 8 bits", "unfrozen later, 8 bits"}
+QUICK = {
+    "lora",
+    "dora",
+    "ia3",
+    "side",
+    "pissa and lora+",
+    "no padding",
+    "offloaded in tiles",
+    "all together",
+    "bf16-pure in 8 bits",
+    "unfrozen later, 8 bits",
+    "updated in backward",
+    "updated on the host",
+}
 
 
 class Stops:

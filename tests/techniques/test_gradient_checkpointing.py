@@ -19,7 +19,7 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_model
 from trimtab.techniques.recomputation import checkpoint_layers
 
-KINDS = ["all", "ops", {"every": 2}, {"layers": [0, -1]}]
+KINDS = ["all", "ops", {"every": 2}, {"all_but_every": 2}, {"layers": [0, -1]}]
 TASKS = {"bert": "masked-lm", "roberta": "masked-lm", "gpt2": "causal-lm", "llama": "causal-lm"}
 _SMALL = {
     "hidden_size": 32,

@@ -17,7 +17,7 @@ from trimtab.techniques.base import Phase, Technique
 SOURCE = Path(trimtab.__file__).parent
 BY_KEY = {technique.key: technique for technique in TECHNIQUES}
 # words that code is full of, whatever they mean there
-ENGLISH = {"loss", "optimizer", "adapter", "kernels", "padding", "compile"}
+ENGLISH = {"loss", "optimizer", "adapter", "kernels", "padding", "compile", "update"}
 
 
 def files_with(pattern: str) -> list[str]:
@@ -57,13 +57,14 @@ def test_every_technique_has_a_file_of_its_own():
 SCHEMA = {"recipe/schema.py", "recipe/value_types.py", "recipe/consistency.py", "recipe/foreign_keys.py"}
 OWNED = {"loss": {"model/chunked_loss.py"}}  # the arithmetic of the technique, which knows its two forms
 VALUES = {
-    "adapter": {"lora", "qlora"},
+    "adapter": {"lora", "qlora", "ia3", "side"},
     "gradient_checkpointing": {"ops"},
     "loss": {"fused", "chunked", "liger"},
     "kernels": {"liger"},
     "offload": {"embeddings"},
     "attention_backend": {"cudnn", "efficient", "math"},
     "compile": {"blocks", "graphs"},
+    "update": {"in-backward"},
 }
 
 

@@ -56,7 +56,14 @@ def run(own_folder, tiny):
 
 @pytest.mark.parametrize(
     ("which", "wrapped"),
-    [("none", []), ("all", [0, 1, 2, 3]), ("ops", [0, 1, 2, 3]), ({"every": 2}, [0, 2]), ({"layers": [1, -1]}, [1, 3])],
+    [
+        ("none", []),
+        ("all", [0, 1, 2, 3]),
+        ("ops", [0, 1, 2, 3]),
+        ({"every": 2}, [0, 2]),
+        ({"all_but_every": 4}, [0, 1, 2]),
+        ({"layers": [1, -1]}, [1, 3]),
+    ],
 )
 def test_gradient_checkpointing(run, which, wrapped):
     look = run(memory={"gradient_checkpointing": which})

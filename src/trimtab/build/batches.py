@@ -86,8 +86,10 @@ def make_collate(
     task: Task, collate: Callable[..., Any], batching: Batching, batches: LengthGroupedBatches | None = None
 ) -> Callable[..., Any]:
     """The function that makes a batch of rows, of one of the sizes of `batches` if that is given."""
+    marks = batching.marks_equal_rows
     if not batching.has_few_sizes or batches is None:
-        return PackedCollate(collate, task.shifts_labels, task.pad_id) if batching.is_packed else collate
+        packed = PackedCollate(collate, task.shifts_labels, task.pad_id, marks_equal_rows=marks)
+        return packed if batching.is_packed else collate
 
     def find_sizes() -> Sequence[int]:
         return batches.sizes
@@ -96,7 +98,13 @@ def make_collate(
         return RoundedCollate(collate, task.pad_id, find_sizes)
     longest, num_starts = int(batches.lengths.max()), batches.batch_size + 2
     return PackedCollate(
-        collate, task.shifts_labels, task.pad_id, find_sizes, max_length=longest, num_starts=num_starts
+        collate,
+        task.shifts_labels,
+        task.pad_id,
+        find_sizes,
+        max_length=longest,
+        num_starts=num_starts,
+        marks_equal_rows=marks,
     )
 
 

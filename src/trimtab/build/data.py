@@ -12,6 +12,7 @@ from trimtab.data.tokens import TokenDataset, cached
 from trimtab.log import say
 from trimtab.model.load import max_positions
 from trimtab.recipe.schema import Recipe
+from trimtab.techniques.adapter import num_virtual_tokens
 
 
 def build_data(recipe: Recipe) -> Data:
@@ -48,9 +49,11 @@ def build_data(recipe: Recipe) -> Data:
 def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
     """Tokenize the rows, or read the tokens of an earlier run with the same rows, tokenizer and settings."""
     limit = max_positions(loaded.model)
+    if limit is not None:
+        limit -= num_virtual_tokens(recipe)
     max_length = recipe.data.max_length or limit or 512
     if limit is not None and max_length > limit:
-        say(f"data.max_length {max_length} exceeds the model's {limit} positions; {limit} is used")
+        say(f"data.max_length {max_length} exceeds the {limit} positions of the model; {limit} is used")
         max_length = limit
     task = data.task
     config: Any = loaded.model.config

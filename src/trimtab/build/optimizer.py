@@ -1,10 +1,14 @@
 """The optimizer of a recipe: the same for a run and for the trace that predicts its memory."""
 
+from typing import Any
+
 import torch
 
 from trimtab.optim.build import build_optimizer
-from trimtab.optim.groups import decay_groups
+from trimtab.optim.groups import decay_groups, split_by_rate
 from trimtab.recipe.schema import Recipe
+from trimtab.techniques.adapter import learning_rates
+from trimtab.techniques.apply import wrap_build
 from trimtab.techniques.base import StepSpec
 from trimtab.techniques.optimizer_state import OptimizerState
 
@@ -25,14 +29,19 @@ def optimizer_of(
     groups = decay_groups(
         model, settings.weight_decay, decay_embeddings=settings.decay_embeddings, include_frozen=unfreezes
     )
-    return build_optimizer(
-        spec[OptimizerState.key],
-        groups,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        momentum=settings.momentum,
-        device=device,
-        rounds_stochastically=spec.precision == "bf16-pure",
-        rounding_seed=recipe.seed,
-    )
+
+    def build(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+        return build_optimizer(
+            spec[OptimizerState.key],
+            groups,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            momentum=settings.momentum,
+            device=device,
+            rounds_stochastically=spec.precision == "bf16-pure",
+            rounding_seed=recipe.seed,
+        )
+
+    groups = split_by_rate(groups, learning_rates(recipe, model))
+    return wrap_build(build, spec, model)(groups, torch.device(device))

@@ -36,6 +36,7 @@ _FROM_HERE_ON = {
     "train.max_steps",
     "train.lr",
     "train.max_grad_norm",
+    "train.clip_by",
     "train.on_nan",
     "evaluate.every",
     "evaluate.at_start",

@@ -22,6 +22,7 @@ from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_skeleton, resolve_source
 from trimtab.model.losses import Loss
 from trimtab.recipe.schema import DistillSettings, ModelSettings, Recipe
+from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.base import LossRequest
 from trimtab.tracking.mlflow.registry import local_source
 
@@ -100,9 +101,15 @@ def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, e
 
 
 def prepare_teacher(model: Any, settings: DistillSettings) -> Any:
-    """Freeze a teacher, on a device or on `meta`."""
+    """Freeze a teacher, on a device or on `meta`.
+
+    Its batches are padded to many lengths: cuDNN, which torch prefers for masks on Hopper GPUs, would build a plan for
+    each of them, with workspaces that no trace shows.
+    """
     if settings.attention["weight"]:
         use_plain_attention(model)
+    else:
+        use_attention(model, "flash")
     return model.eval().requires_grad_(False)
 
 

@@ -25,6 +25,7 @@ from trimtab.model.fp8 import Fp8, Fp8Linear
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.nf4 import Nf4, is_nf4
 from trimtab.model.quantization import Quantization, is_quantized
+from trimtab.optim.host_update import masters_of
 
 FACTS = "trimtab.json"
 _WEIGHTS = ".safetensors"
@@ -41,7 +42,8 @@ def export_model(
 ) -> Path:
     """Write a model for `AutoModelFor….from_pretrained(folder)`; an older export in the folder is replaced.
 
-    For a model with an adapter only the adapter is written, for `PeftModel.from_pretrained(base, folder)`.
+    For a model with an adapter only the adapter is written, for `PeftModel.from_pretrained(base, folder)`; a side
+    network is written for `trimtab.load` alone.
 
     Args:
         folder: The folder to write.
@@ -62,6 +64,8 @@ def export_model(
             adapter.save(place, weights)
         else:
             _mend_generation_config(bare)
+            if weights is None and masters_of(bare):
+                weights = weights_to_export(bare)
             bare.save_pretrained(place, **({} if weights is None else {"state_dict": dict(weights)}))
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
@@ -72,14 +76,19 @@ def export_model(
 
 def _card_subject(model: Any, adapter: Adapter | None) -> CardSubject:
     kind = kind_of(model)
-    return CardSubject(kind) if adapter is None else CardSubject(kind, "peft", adapter.base.name or None)
+    if adapter is None:
+        return CardSubject(kind)
+    if not adapter.is_side_network:
+        return CardSubject(kind, "peft", adapter.base.name or None)
+    note = "A side network beside its frozen base. Only trimtab loads it; `from_pretrained` of transformers cannot."
+    return CardSubject(kind, "side-network", adapter.base.name or None, notes=(note,))
 
 
 def weights_to_export(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that an export of `model` writes, by name; they are not copied."""
     bare = _unwrap(model)
     adapter = adapter_of(bare)
-    weights: dict[str, torch.Tensor] = bare.state_dict() if adapter is None else adapter.tensors()
+    weights: dict[str, torch.Tensor] = adapter.tensors() if adapter else bare.state_dict() | masters_of(bare)
     return weights
 
 

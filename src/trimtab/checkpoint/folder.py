@@ -32,6 +32,7 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
     target = Path(folder).resolve()  # write through a symbolic link, do not replace the link
     restore_interrupted(target)
     _refuse_foreign(target, marker, what)
+    clear_leftovers(target.parent, target.name)
     temporary = _temporary(target, "writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -44,6 +45,24 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def folder_beside(target: Path, use: str) -> Iterator[Path]:
+    """Yield a new folder beside a target, which is removed on exit; so is what a killed process left of it before.
+
+    Args:
+        target: The folder that is to be written in the end.
+        use: A word for its name.
+    """
+    name = f"{target.name}.{use}"
+    clear_leftovers(target.parent, name)
+    temporary = _temporary(target.with_name(name), "writing")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
@@ -70,8 +89,12 @@ def restore_interrupted(target: Path) -> bool:
     return False
 
 
-def clear_leftovers(parent: Path) -> list[Path]:
+def clear_leftovers(parent: Path, name: str | None = None) -> list[Path]:
     """Remove the temporary folders of killed processes in `parent`; those of running local processes are kept.
+
+    Args:
+        parent: The folder that contains them.
+        name: Only those of the folder, or file, with this name; None for those of all folders.
 
     Returns:
         The folders that were removed.
@@ -79,12 +102,14 @@ def clear_leftovers(parent: Path) -> list[Path]:
     removed = []
     for path in sorted(parent.glob(".*-*")):
         match = _TEMPORARY.fullmatch(path.name)
-        if match is None or path.is_symlink() or not path.is_dir():
+        if match is None or path.is_symlink() or not (path.is_dir() or name is not None):
+            continue
+        if name is not None and match["name"] != name:
             continue
         with suppress(OSError):  # removed by another process meanwhile, or no permission
             if _is_in_use(path) or (match["state"] == "outdated" and restore_interrupted(parent / match["name"])):
                 continue
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
             removed.append(path)
     return removed
 

@@ -21,6 +21,7 @@ _PACKAGES = {
     "onnx": ("onnxruntime", "onnx", "transformers", "torch"),
     "gguf": ("gguf", "transformers", "torch"),
     "clustered": ("transformers", "torch"),
+    "side-network": ("transformers", "torch"),
 }
 _PIPELINES = {
     "sequence-classification": "text-classification",
@@ -35,6 +36,20 @@ _FORMS = {
     "clustered",
     "half_precision",
 }  # facts of models that were made from the one that was judged
+_PRESENT = "returns `logits` and `present.N.key` and `present.N.value`, those of all tokens so far"
+_ONNX_CACHE = {  # what the files of models that generate text take and return
+    "causal-lm": [
+        "`model.onnx` takes `input_ids` (rows, tokens), `attention_mask` (rows, tokens so far), for most models",
+        "`position_ids` (rows, tokens), and the keys and values of earlier tokens, `past_key_values.N.key` and",
+        f"`past_key_values.N.value` (rows, heads, earlier tokens, size of a head; at first no tokens). It {_PRESENT}.",
+    ],
+    "seq2seq-lm": [
+        "`encoder_model.onnx` takes `input_ids` and `attention_mask` (rows, tokens of the source) and returns",
+        "`cross.N.key` and `cross.N.value`, which the decoder reads. `decoder_model.onnx` takes these, `input_ids`",
+        "(rows, tokens of the target), the `attention_mask` of the source, and `past_key_values.N.key` and",
+        f"`past_key_values.N.value` (rows, heads, earlier tokens, size of a head; at first no tokens). It {_PRESENT}.",
+    ],
+}
 _WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _PRIVATE = ("track", "out", "name", "checkpoint", "limits")  # parts of a recipe that do not change the model
 
@@ -45,7 +60,7 @@ class CardSubject:
 
     Args:
         kind: Kind of the model, as in `load_model`.
-        form: "transformers", "peft", "onnx", "gguf" or "clustered".
+        form: "transformers", "peft", "onnx", "gguf", "clustered" or "side-network".
         base: The model that was trained further: a Hub name or a path; None if it is not known.
         file: Name of the file with the weights, for forms that are one file.
         notes: Sentences about this export, such as its closeness to the original.
@@ -118,7 +133,7 @@ def _last_part(parts: Sequence[str]) -> str:
 
 
 def _front_matter(subject: CardSubject, base: str | None) -> dict[str, Any]:
-    library = "trimtab" if subject.form == "clustered" else subject.form
+    library = "trimtab" if subject.form in ("clustered", "side-network") else subject.form
     found: dict[str, Any] = {"library_name": library, "pipeline_tag": _PIPELINES[subject.kind]}
     if base is not None and _HUB_NAME.fullmatch(base):  # the Hub accepts only names of its own
         found["base_model"] = base
@@ -160,6 +175,11 @@ def _usage(facts: Mapping[str, Any], subject: CardSubject, base: str | None) -> 
     if subject.form == "clustered":  # no other library reads this format
         lines += ['small = load("FOLDER", decode="on-use")  # decodes a weight at a time: less memory, slower', "```"]
         return "\n".join(["```python", *lines])
+    if subject.form == "onnx" and not file:  # generates text
+        lines += ['print(loaded.generate("..."))', "```", "", *_ONNX_CACHE[subject.kind]]
+        return "\n".join(["```python", *lines])
+    if subject.form == "side-network":
+        return "\n".join(["```python", *lines, "```"])
     lines += ["```", ""]
     if subject.form == "onnx":
         lines += ["With onnxruntime alone; inputs are int64 arrays of shape (rows, tokens):", "", "```python"]

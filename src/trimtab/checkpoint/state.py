@@ -16,6 +16,7 @@ from trimtab.checkpoint.codec import Encoded, Tree, decode, dtype_and_shape, enc
 from trimtab.checkpoint.frozen_base import FrozenBase, find_changed, frozen_parameters, unsaved_parameters
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.errors import CheckpointError
+from trimtab.optim.host_update import master_of, masters_of
 from trimtab.optim.quantized import allocate_state, sync_paged_state
 from trimtab.randomness import random_state, restore_random_state, seed_by_rank
 
@@ -67,18 +68,20 @@ class ModelPart:
     def capture(self) -> Any:
         """Return the state dict without unchanged frozen parameters, and their fingerprints."""
         unsaved = unsaved_parameters(self._model, self._also, self._base)
-        state: dict[str, Any] = {
-            key: value for key, value in self._model.state_dict().items() if not _belongs_to(key, unsaved)
-        }
+        state: dict[str, Any] = {key: value for key, value in self._state().items() if not _belongs_to(key, unsaved)}
         if unsaved:
             state[self._UNSAVED] = {name: fingerprint.as_list() for name, fingerprint in unsaved.items()}
         return state
+
+    def _state(self) -> dict[str, Any]:
+        """The state dict, with the masters of parameters that are updated on the host."""
+        return self._model.state_dict() | masters_of(self._model)
 
     def check(self, tree: Tree) -> None:
         """Names, shapes and dtypes must be equal, and the frozen base must be that of the checkpoint."""
         saved = dict(entries(tree))
         unsaved = entries(saved.pop(self._UNSAVED, {}))
-        current = self._model.state_dict()
+        current = self._state()
         missing = sorted(key for key in current.keys() - saved.keys() if not _belongs_to(key, unsaved))
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         unexpected = sorted((saved.keys() - current.keys()) | (unsaved.keys() - parameters))
@@ -126,13 +129,15 @@ class ModelPart:
     @torch.no_grad()
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Copy the saved tensors one by one into the model's."""
-        extra, trees = {}, entries(tree)
-        for key, value in self._model.state_dict().items():
+        extra, trees, parameters = {}, entries(tree), dict(self._model.named_parameters(remove_duplicate=False))
+        for key, value in self._state().items():
             if key not in trees:
                 continue  # frozen, with the same values
             saved = decode(trees[key], tensor)
             if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
                 value.copy_(saved)
+                if key in parameters and master_of(parameters[key]) is not parameters[key]:
+                    parameters[key].copy_(saved)
             else:
                 extra[key] = saved
         if extra:  # what modules return from get_extra_state
@@ -165,7 +170,8 @@ class OptimizerPart:
             names.update({id(p): f"group{index}.{position}" for position, p in enumerate(group["params"])})
         for index, model in enumerate(self._models):
             prefix = f"{index}:" if len(self._models) > 1 else ""
-            names.update({id(p): prefix + name for name, p in model.named_parameters() if id(p) in names})
+            held = ((name, id(master_of(p))) for name, p in model.named_parameters())
+            names.update({number: prefix + name for name, number in held if number in names})
         return names
 
     def capture(self) -> Any:

@@ -8,15 +8,18 @@ from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
 from trimtab.cli.output import show_table, shown
 from trimtab.errors import RecipeError
 
+_ROWS = "Number of rows to judge on. Default: all. 0: none, and weight by weight, for a model larger than memory."
+
 
 def cluster(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
     bits: Annotated[int, typer.Option(help="Bits of a weight, 1 to 8.")] = 4,
     per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
-    rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
+    group_rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
     scale_block: Annotated[int, typer.Option(help="Columns that share a scale of 8 bits; 0 for no scales.")] = 64,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
+    rows: Annotated[int | None, typer.Option(help=_ROWS)] = None,
     calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
     calibration_rows: Annotated[int | None, typer.Option(help="Calibration rows to use. Default: 256.")] = None,
     importance: Annotated[
@@ -46,14 +49,15 @@ def cluster(
     settings = ClusterSettings(
         bits=bits,
         per=per,
-        rows=rows,
+        rows=group_rows,
         scale_block=scale_block,
         importance=importance or ("activations" if calibrated else "none"),
         compensate=calibrated if compensate is None else compensate,
         embeddings=embeddings,
         rest_dtype=torch.float16 if rest == "fp16" else None,
     )
-    rows_of: dict[str, Any] = {"data": data, "calibration": calibration, "num_rows": calibration_rows or 256}
+    rows_of: dict[str, Any] = {"data": data, "num_rows": rows, "calibration": calibration}
+    rows_of["calibration_rows"] = calibration_rows or 256
     target = folder_of_form(model, f"cluster-{bits}", folder)
     with shown(quiet) as prints:
         done = cluster_weights(model, target, settings, **rows_of, train_steps=train_steps, device=device)

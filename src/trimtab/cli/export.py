@@ -10,7 +10,7 @@ from trimtab.cli.output import show_table
 
 def export(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
-    to: Annotated[str, typer.Option(help="onnx, onnx-int8 (decoders: no key-value cache), gguf, or merged.")],
+    to: Annotated[str, typer.Option(help="onnx, onnx-int8, gguf, or merged.")],
     folder: FolderOfForm = None,
     data: Annotated[
         str | None, typer.Option(help="Rows to compare both models on. Default: held-out rows of the run.")

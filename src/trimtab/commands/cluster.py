@@ -24,6 +24,7 @@ from trimtab.compress.clustering import ClusterSettings, storable
 from trimtab.compress.palette_training import train_palettes, use_clustered
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
+from trimtab.inference.adapted import refuse_unmergeable
 from trimtab.inference.figures import ModelFigures, measure, weight_bytes
 from trimtab.inference.held_out import HeldOut, read_held_out
 from trimtab.inference.load import LoadedModel, load
@@ -57,8 +58,9 @@ def cluster(
     settings: ClusterSettings,
     *,
     data: Any = None,
+    num_rows: int | None = None,
     calibration: Any = None,
-    num_rows: int = 256,
+    calibration_rows: int = 256,
     train_steps: int = 0,
     device: str | torch.device | None = None,
 ) -> Clustered:
@@ -70,8 +72,11 @@ def cluster(
         settings: How to cluster.
         data: Labelled rows to judge the original and the result on; by default those that the run held out. A model
             without a run is written without a comparison, weight by weight.
+        num_rows: Number of rows to judge on, chosen at random; None takes all. 0 judges nothing: weights are read from
+            the files of the model, clustered and written one at a time, for a model that is larger than memory. This is
+            for a folder of safetensors files, without calibration.
         calibration: Rows that importance and compensation are computed from; not those of `data`.
-        num_rows: Calibration rows that are used.
+        calibration_rows: Calibration rows that are used.
         train_steps: Steps to train palettes, on the calibration rows, to answer as the original does; indices stay.
         device: Where to compute; None chooses.
 
@@ -81,17 +86,26 @@ def cluster(
     source = resolve_source(local_source(str(model)), adapters=True)
     check_target(source, Path(folder))
     _check(source, settings, calibration, train_steps)
+    if num_rows == 0:
+        _check_no_rows(data, calibration)
     streamed = open_files(source) if calibration is None else None
-    compares = data is not None or _knows_rows(source)
+    if num_rows == 0 and streamed is None:
+        raise ModelError(
+            f"{source} has no safetensors files whose weights can be read one at a time",
+            "name a folder with such files (hf download NAME --local-dir DIR), or load the model: no --rows 0",
+        )
+    compares = num_rows != 0 and (data is not None or _knows_rows(source))
+    if num_rows and not compares:
+        raise RecipeError(f"--rows {num_rows} has no effect: {source} has no run with rows", "--data FILE")
     original = None if streamed is not None and not compares else load(model, device=find_device(device))
-    held_out = held_out_of(original, data) if compares and original is not None else None
+    held_out = held_out_of(original, data, num_rows) if compares and original is not None else None
     judge = _Judge(original, held_out)
     if streamed is not None:
         bare, tokenizer = streamed.skeleton, load_tokenizer(source)
         weights = cluster_files(streamed.paths, bare, settings)
     else:
         assert original is not None
-        rows = _Calibration(original, calibration, num_rows)
+        rows = _Calibration(original, calibration, calibration_rows)
         weights = cluster_model(original.model, settings, rows.batches, rows.loss_of)
         if train_steps:
             teacher = load(model, device=original.device)
@@ -136,6 +150,7 @@ class _Judge:
 
 def _check(source: str, settings: ClusterSettings, calibration: str | Path | None, train_steps: int) -> None:
     if is_adapter(source):
+        refuse_unmergeable(source)
         raise ModelError(f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {source} DIR")
     if Path(source).is_dir() and is_clustered(source):
         raise ModelError(f"{source} is clustered already", "name the original model")
@@ -148,6 +163,16 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
         raise RecipeError(f"{what} needs rows of data", "--calibration FILE, such as the rows of training")
     if train_steps and calibration is None:
         raise RecipeError("--train-steps needs rows of data", "--calibration FILE, such as the rows of training")
+
+
+def _check_no_rows(data: Any, calibration: Any) -> None:
+    if data is not None:
+        raise RecipeError("--rows 0 judges nothing, so --data has no effect", "leave out --rows 0, or --data")
+    if calibration is not None:
+        raise RecipeError(
+            "--rows 0 reads one weight at a time, and --calibration needs the whole model in memory",
+            "leave out --rows 0, or --calibration",
+        )
 
 
 def _knows_rows(source: str) -> bool:

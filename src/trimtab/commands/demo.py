@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.checkpoint.folder import clear_leftovers
 from trimtab.errors import DataError, MissingDependency
 from trimtab.log import say
 from trimtab.recipe.schema import Recipe
@@ -153,6 +154,7 @@ def run_language_model_demo(progress: str = "auto", out: str | None = None) -> R
 
 def _unpack(archive: Path, prefix: str, target: Path, suffix: str = "") -> None:
     """Extract the files below `prefix`, without folders, into `target`, which appears only when all are written."""
+    clear_leftovers(target.parent, target.name)
     partial = target.with_name(f".{target.name}.writing-{os.getpid()}")
     partial.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(archive) as files:

@@ -17,28 +17,21 @@ import torch
 
 from trimtab import __version__
 from trimtab.checkpoint.export import FACTS, export_model, kind_of
-from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.folder import atomic_folder, folder_beside
 from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge
 from trimtab.commands.push import HubRepository
 from trimtab.commands.target_folder import check_target
 from trimtab.compress.gguf_file import TYPES, check_gguf, write_gguf
-from trimtab.compress.onnx_file import (
-    MODEL_FILE,
-    OnnxCheck,
-    compare_onnx,
-    open_session,
-    quantize_onnx,
-    require_close,
-    require_onnx,
-    write_onnx,
-)
+from trimtab.compress.onnx_file import quantize_onnx, require_onnx, write_onnx
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.onnx_check import OnnxCheck, compare_onnx, require_close
+from trimtab.inference.onnx_generator import load_onnx_model
 from trimtab.inference.onnx_model import OnnxModel
 from trimtab.log import muted, say
 from trimtab.model.hub import is_adapter, quiet_transformers
@@ -100,7 +93,7 @@ def export(
     Args:
         model: A run, a folder, a `.gguf` file, a Hub name, or a model on a tracking server; an adapter is merged.
         folder: Where to write; an older export in it is replaced.
-        to: "onnx" or "onnx-int8" (from token ids to logits; decoders without a key-value cache), "gguf" or "merged"
+        to: "onnx" or "onnx-int8" (decoders with a key-value cache, encoder-decoders as two files), "gguf" or "merged"
             (a plain Hugging Face folder).
         data: Labelled rows to measure both models on; by default the held-out rows of the run.
         num_rows: Use a random choice of at most this number of rows.
@@ -168,13 +161,12 @@ def _whole(source: str, original: LoadedModel, target: Path, **options: Any) -> 
     if not is_adapter(source):
         yield _Whole(original, _stored_dtype(source), _name_of(source, original))
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
     onto = "dequantized" if _is_on_quantized_base(original) else "original"
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as temporary:
-        place = Path(temporary) / "merged"
-        merge(source, place, onto=onto, device="cpu", **options)
-        merged = load(place, device="cpu")
-        yield _Whole(merged, _stored_dtype(str(place)), original.facts.get("base"))
+    with folder_beside(target, "merged") as temporary:
+        folder = temporary / "merged"
+        merge(source, folder, onto=onto, device="cpu", **options)
+        merged = load(folder, device="cpu")
+        yield _Whole(merged, _stored_dtype(str(folder)), original.facts.get("base"))
 
 
 def _name_of(source: str, original: LoadedModel) -> str | None:
@@ -196,37 +188,49 @@ def _is_on_quantized_base(original: LoadedModel) -> bool:
 
 def _write_onnx(whole: _Whole, place: Path) -> _Written:
     model, tokenizer = whole.loaded.model, whole.loaded.tokenizer
-    write_onnx(model, tokenizer, place / MODEL_FILE)
-    check = compare_onnx(open_session(place / MODEL_FILE), model, tokenizer)
+    files = write_onnx(model, tokenizer, place)
+    _save_settings(whole, place)
+    exported = load_onnx_model(place)
+    check = compare_onnx(exported, model, tokenizer)
     require_close(check)
-    return _finish_onnx(whole, place, "ONNX in fp32", check)
+    return _finish_onnx(whole, exported, files, "ONNX in fp32", check)
 
 
 def _write_onnx_int8(whole: _Whole, place: Path) -> _Written:
     model, tokenizer = whole.loaded.model, whole.loaded.tokenizer
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=place.parent) as temporary:
-        exact = Path(temporary) / MODEL_FILE
-        write_onnx(model, tokenizer, exact)
-        require_close(compare_onnx(open_session(exact), model, tokenizer))
-        quantize_onnx(exact, place / MODEL_FILE)
-    check = compare_onnx(open_session(place / MODEL_FILE), model, tokenizer)
+    _save_settings(whole, place)
+    with tempfile.TemporaryDirectory(prefix=".exact-", dir=place) as temporary:
+        exact = Path(temporary)
+        files = write_onnx(model, tokenizer, exact)
+        _save_settings(whole, exact)
+        require_close(compare_onnx(load_onnx_model(exact), model, tokenizer))
+        for file in files:
+            quantize_onnx(exact / file, place / file)
+    exported = load_onnx_model(place)
+    check = compare_onnx(exported, model, tokenizer)
     if not math.isfinite(check.max_difference):
         raise ModelError("the ONNX file with 8-bit weights gives outputs that are no numbers", "--to onnx")
-    return _finish_onnx(whole, place, "ONNX with 8-bit weights and activations", check)
+    return _finish_onnx(whole, exported, files, "ONNX with 8-bit weights and activations", check)
 
 
-def _finish_onnx(whole: _Whole, place: Path, what: str, check: OnnxCheck) -> _Written:
-    loaded, config = whole.loaded, whole.loaded.model.config
-    config.architectures = config.architectures or [type(loaded.model).__name__]
+def _save_settings(whole: _Whole, place: Path) -> None:
+    model = whole.loaded.model
+    model.config.architectures = model.config.architectures or [type(model).__name__]
     with quiet_transformers():
-        config.save_pretrained(place)
-        loaded.tokenizer.save_pretrained(place)
+        model.config.save_pretrained(place)
+        whole.loaded.tokenizer.save_pretrained(place)
+        if model.can_generate():
+            model.generation_config.save_pretrained(place)
+
+
+def _finish_onnx(whole: _Whole, exported: OnnxModel, files: list[str], what: str, check: OnnxCheck) -> _Written:
     note = (
         f"{what}: on random tokens of {check.num_shapes} shapes its logits differ from those of the original by at "
         f"most {check.max_difference:.2g} (the largest logit is {check.max_logit:.3g})."
     )
-    subject = CardSubject(kind_of(loaded.model), "onnx", whole.base, MODEL_FILE, (note,))
-    return _Written(replace(loaded, model=OnnxModel(place)), subject)
+    file = files[0] if type(exported) is OnnxModel else ""  # a file that generates needs a cache too
+    subject = CardSubject(kind_of(whole.loaded.model), "onnx", whole.base, file, (note,))
+    return _Written(replace(whole.loaded, model=exported), subject)
 
 
 def _write_gguf(whole: _Whole, place: Path, dtype: str) -> _Written:

@@ -21,9 +21,16 @@ from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
-from trimtab.inference.adapted import AdapterSource, load_adapter_tokenizer, load_base, read_adapter_source
+from trimtab.inference.adapted import (
+    AdapterSource,
+    load_adapter_tokenizer,
+    load_base,
+    read_adapter_source,
+    refuse_unmergeable,
+)
 from trimtab.inference.comparison import ModelComparison, OutputDivergence
 from trimtab.log import say
+from trimtab.model.adapter_configs import is_small
 from trimtab.model.adapters import Adapter, load_adapter
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, max_positions, resolve_source
@@ -91,6 +98,7 @@ def merge(
         raise ModelError(f"there is no run or folder {run}", "pass the folder of a run with an adapter")
     if not is_adapter(place):
         raise ModelError(f"{run} is a whole model: there is no adapter to merge", "use it without merging")
+    refuse_unmergeable(place)
     source = read_adapter_source(place, trust_remote_code=trust_remote_code)
     if onto == "dequantized" and source.quantization is None:
         raise ModelError(f"the base of {run} was not quantized", "--onto original")
@@ -283,6 +291,6 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 name = key.removeprefix("base_model.model.")
-                if name in tensors and ".lora_" not in name:
+                if name in tensors and not is_small(name):
                     tensors[name].data = file.get_tensor(key)
     return adapter

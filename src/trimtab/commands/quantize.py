@@ -30,7 +30,7 @@ from trimtab.compress.weight_files import WeightShards
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
-from trimtab.inference.adapted import read_adapter_source
+from trimtab.inference.adapted import read_adapter_source, refuse_unmergeable
 from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import LoadedModel, load, task_name_of
@@ -199,6 +199,7 @@ def _check_places(source: str | Path, target: Path) -> str:
 def _load_original(source: str, origin: str, device: torch.device) -> LoadedModel:
     """Load the model that is quantized in the dtype of its files; an adapter is merged into its base."""
     if is_adapter(origin):
+        refuse_unmergeable(origin)
         adapter = read_adapter_source(origin)
         if adapter.quantization is not None:
             raise ModelError(

@@ -4,6 +4,7 @@ Palettes are parameters: trained, their gradient is the sum of the weight's grad
 Indices never change. Only the packed bytes are kept for backward, not the decoded weight's indices.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,8 @@ class ClusteredModule(nn.Module):
         super().__init__()
         self._layout = replace(weight, packed_OB=_NOTHING, palettes_GK=_NOTHING, scales_OS=None)
         self.register_buffer("indices", weight.packed_OB)
+        if dtype is torch.float16:
+            weight = _in_range_of_fp16(weight)
         scales = weight.scales_OS
         is_float = scales is not None and scales.is_floating_point()  # codes of 8 bits stay: the kernel reads them too
         self.register_buffer("scales", scales.to(dtype) if scales is not None and is_float else scales)
@@ -103,6 +106,21 @@ class ClusteredEmbedding(ClusteredModule):
         indices += (ids.unsqueeze(-1) // of.rows * 2**of.bits).int()
         values = self.palettes.reshape(-1).index_select(0, indices.reshape(-1)).view(indices.shape)
         return values if self.scales is None else values * spread(self.scales[ids], of.scale_block, of.num_columns)
+
+
+def _in_range_of_fp16(weight: ClusteredWeight) -> ClusteredWeight:
+    """Return a weight whose palettes are precise in fp16: larger by a power of two, and its scales smaller by it.
+
+    Scales are up to 127, so palettes are that much smaller than weights: of small weights they would be rounded to the
+    even spacing that fp16 has below 6e-5. With palettes up to 1, a scale that has this spacing is one of weights that
+    have it too; whole numbers divided by up to 2**24 are exact anyway.
+    """
+    largest = weight.palettes_GK.abs().max().item()
+    if weight.scales_OS is None or not largest > 0:
+        return weight
+    exponent = min(24, max(0, math.floor(-math.log2(largest))))
+    scales_OS = (weight.scales_OS.float() * 2.0**-exponent).half()
+    return replace(weight, palettes_GK=weight.palettes_GK.float() * 2.0**exponent, scales_OS=scales_OS)
 
 
 class _Decode(torch.autograd.Function):

@@ -67,9 +67,10 @@ class ClusterSettings:
         if self.importance not in IMPORTANCE:
             raise RecipeError(f"--importance {self.importance} is not known", f"one of {', '.join(IMPORTANCE)}")
         if self.rows is not None and self.per != "rows":
-            raise RecipeError(f"--rows {self.rows} has no effect with --per {self.per}", "--per rows, or no --rows")
+            what = f"--group-rows {self.rows} has no effect with --per {self.per}"
+            raise RecipeError(what, "--per rows, or no --group-rows")
         if self.rows is not None and self.rows < 1:
-            raise RecipeError(f"--rows {self.rows} is not a group", "--rows 1 or more")
+            raise RecipeError(f"--group-rows {self.rows} is not a group", "--group-rows 1 or more")
         if self.scale_block < 0:
             raise RecipeError(f"--scale-block {self.scale_block} is not a block", "--scale-block 64, or 0 for none")
 

@@ -15,6 +15,7 @@ import torch
 from trimtab.compress.gguf_tokenizer import add_tokenizer, check_tokens
 from trimtab.errors import ModelError, summarize_error
 from trimtab.hardware.extras import require_extra
+from trimtab.model.gguf_rope import FACTORS, add_rope, check_rope, check_written_rope, rope_factors
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer
 
@@ -79,6 +80,7 @@ def _write(gguf: Any, model: Any, tokenizer: Any, path: Path, dtype: str) -> Non
         writer.add_name(architecture)  # not mistral: transformers looks for that architecture then, and there is none
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
         _add_hyperparameters(writer, config)
+        add_rope(writer, model)
         add_tokenizer(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
         for name, tensor in gguf_tensors(model):
             kind = _type_of(tensor, dtype)
@@ -102,7 +104,6 @@ def _add_hyperparameters(writer: Any, config: Any) -> None:
     writer.add_value_length(head_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(head_size)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_vocab_size(config.vocab_size)
 
 
@@ -130,6 +131,8 @@ def gguf_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if permutes and (num_heads := heads.get(name.split(".")[-2])):
             values = _permuted(values, num_heads)
         yield found, values
+    if (factors := rope_factors(config)) is not None:
+        yield FACTORS, factors
 
 
 def _permuted(values: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -186,10 +189,12 @@ def check_gguf(path: Path, model: Any, tokenizer: Any, dtype: str) -> GgufCheck:
 
 
 def _check_tensors(path: Path, model: Any, dtype: str) -> int:
-    """Compare each tensor of the file with what was to be written; returns their number."""
+    """Compare rotary embeddings and each tensor of the file with what was to be written; returns their number."""
     import gguf
 
-    stored = {tensor.name: tensor for tensor in _open_gguf(path).tensors}
+    reader = _open_gguf(path)
+    check_written_rope(reader, model, _CURE)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
     written = dict(gguf_tensors(model))
     for name in written.keys() | stored.keys():
         found = stored.get(name)
@@ -238,9 +243,7 @@ def _refuse_others(model: Any) -> None:
     if config.model_type not in _ARCHITECTURES or not type(model).__name__.endswith("ForCausalLM"):
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(f"{type(model).__name__} cannot be written as GGUF (known: causal {known})", _CURE)
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope != "default":
-        raise ModelError(f"rotary embeddings of type {rope!r} are not written to GGUF", _CURE)
+    check_rope(config, _ARCHITECTURES[config.model_type][0], _CURE)
     window = getattr(config, "sliding_window", None)
     if config.model_type == "mistral" and window is not None and window < config.max_position_embeddings:
         raise ModelError(f"a sliding window of {window} tokens has no place in GGUF", _CURE)

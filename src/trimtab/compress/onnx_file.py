@@ -1,49 +1,20 @@
-"""Write a transformers model as an ONNX file, and check the file by running it in onnxruntime.
+"""Write a transformers model as ONNX files and open them in onnxruntime."""
 
-The graph has dynamic numbers of rows and tokens. Shapes: B rows, L tokens.
-"""
-
-import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trimtab.compress.onnx_graphs import Graph, flat, graphs_of
 from trimtab.errors import ModelError, summarize_error
 from trimtab.hardware.extras import require_extra
-from trimtab.model.config import max_positions
 from trimtab.model.hub import quiet_transformers
 
-MODEL_FILE = "model.onnx"
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _OPSET = 18
-# Sums of products in another order differ by some eps of the largest value, and layers amplify that: tiny models of
-# four families differ by 8 eps at most, MiniLM by 13. A wrong graph differs by 1e5 eps and more.
-_MAX_EPS = 1024
-
-
-@dataclass(frozen=True)
-class OnnxCheck:
-    """How far the outputs of an ONNX file are from those of its torch model.
-
-    Args:
-        max_difference: Largest difference of two logits.
-        max_logit: Largest magnitude of a logit of the torch model.
-        num_shapes: Number of shapes that were compared.
-    """
-
-    max_difference: float
-    max_logit: float
-    num_shapes: int
-
-    @property
-    def limit(self) -> float:
-        """The largest difference that rounding in fp32 explains."""
-        return _MAX_EPS * torch.finfo(torch.float32).eps * self.max_logit
 
 
 def require_onnx() -> None:
@@ -52,43 +23,59 @@ def require_onnx() -> None:
         require_extra(name, "an ONNX file")
 
 
-def write_onnx(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write a model as an ONNX file from token ids to logits; weights of more than 2 GB are written to a second file.
+def write_onnx(model: Any, tokenizer: Any, folder: Path) -> list[str]:
+    """Write a model as ONNX files (see `onnx_graphs`); weights of more than 2 GB are written to a second file.
 
     Args:
-        model: A classifier, masked or causal language model in fp32 on the CPU.
-        tokenizer: Its tokenizer, which decides whether the graph has an input for token types.
-        path: The file to write.
+        model: A model in fp32 on the CPU.
+        tokenizer: Its tokenizer, which decides whether a graph has an input for token types.
+        folder: Where to write.
+
+    Returns:
+        The names of the files.
 
     Raises:
         ModelError: The model cannot be expressed in ONNX.
         MissingDependency: A package is missing.
     """
     require_onnx()
-    _refuse_others(model)
-    inputs = example_inputs(model, tokenizer, 2, 8)
-    any_size = torch.export.Dim.DYNAMIC
     with muted_exporters(), torch.no_grad():
         try:
-            program = torch.onnx.export(
-                _Logits(model).eval(),
-                (),
-                kwargs=inputs,
-                input_names=list(inputs),
-                output_names=["logits"],
-                opset_version=_OPSET,
-                dynamic_shapes={name: {0: any_size, 1: any_size} for name in inputs},
-                dynamo=True,
-                verbose=False,
-            )
-            assert program is not None  # with dynamo=True
-            program.save(str(path))
+            graphs = graphs_of(model.eval(), tokenizer)
+            for graph in graphs:
+                _write_graph(graph, folder / graph.file)
         except OSError:
             raise
         except Exception as error:  # the exporter raises its own classes, and any that the traced model raises
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # the last one says what is missing, the first one how to report it
+                cause = cause.__cause__
             raise ModelError(
-                f"{type(model).__name__} cannot be exported to ONNX: {summarize_error(error)}", "--to merged"
+                f"{type(model).__name__} cannot be exported to ONNX: {summarize_error(cause)}", "--to merged"
             ) from error
+    return [graph.file for graph in graphs]
+
+
+def _write_graph(graph: Graph, path: Path) -> None:
+    any_size = torch.export.Dim.DYNAMIC
+    program = torch.onnx.export(
+        graph.module.eval(),
+        (),
+        kwargs=graph.example,
+        input_names=[name for name, _ in flat(graph.example)],
+        output_names=graph.outputs,
+        opset_version=_OPSET,
+        dynamic_shapes={  # rows and tokens: dimensions 0 and 1 of token ids, 0 and 2 of keys and values
+            name: {0: any_size, 1: any_size}
+            if isinstance(value, torch.Tensor)
+            else [{0: any_size, 2: any_size}] * len(value)
+            for name, value in graph.example.items()
+        },
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None  # with dynamo=True
+    program.save(str(path))
 
 
 def quantize_onnx(source: Path, target: Path) -> None:
@@ -138,88 +125,6 @@ def open_session(path: Path) -> Any:
         raise ModelError(
             f"{path} cannot be loaded by onnxruntime: {summarize_error(error)}", "export the model again"
         ) from error
-
-
-def run_session(session: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run an ONNX model; returns its logits."""
-    (logits,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    return torch.from_numpy(logits)
-
-
-@torch.no_grad()
-def compare_onnx(session: Any, model: Any, tokenizer: Any) -> OnnxCheck:
-    """Compare an ONNX model with its torch model on random tokens: one row and several, short and long, padded."""
-    longest = min(max_positions(model) or 48, 48)
-    shapes = [(1, 1), (1, longest // 2), (2, 8), (5, longest)]
-    difference = largest = 0.0
-    for num_rows, length in shapes:
-        inputs = example_inputs(model, tokenizer, num_rows, length)
-        expected = _Logits(model)(**inputs)
-        found = run_session(session, inputs)
-        if found.shape != expected.shape:
-            raise ModelError(
-                f"the ONNX file gives outputs of shape {tuple(found.shape)} where the model gives "
-                f"{tuple(expected.shape)}; nothing was written",
-                "--to merged",
-            )
-        gap = (found - expected).abs().max().item()
-        difference = gap if not gap <= difference else difference  # keeps NaN
-        largest = max(largest, expected.abs().max().item())
-    return OnnxCheck(difference, largest, len(shapes))
-
-
-def require_close(check: OnnxCheck) -> None:
-    """Raise an error if an ONNX model differs from its torch model by more than rounding explains; NaN always does."""
-    if not check.max_difference <= check.limit:
-        raise ModelError(
-            f"the ONNX file differs from the model: logits by up to {check.max_difference:.3g}, rounding explains "
-            f"{check.limit:.3g}; nothing was written",
-            "--to merged",
-        )
-
-
-def example_inputs(model: Any, tokenizer: Any, num_rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a batch of random tokens with the inputs of the graph; all rows but the first are padded."""
-    config, forward = model.config, inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(num_rows * 1000 + length)
-    num_tokens = getattr(config.get_text_config(), "vocab_size", len(tokenizer))
-    ids_BL = torch.randint(0, min(num_tokens, len(tokenizer)), (num_rows, length), generator=generator)
-    mask_BL = torch.ones_like(ids_BL)
-    if num_rows > 1 and length > 2:
-        mask_BL[1:, -length // 3 :] = 0
-        ids_BL = torch.where(mask_BL.bool(), ids_BL, torch.tensor(tokenizer.pad_token_id or 0))
-    inputs = {"input_ids": ids_BL, "attention_mask": mask_BL}
-    if "token_type_ids" in tokenizer.model_input_names and "token_type_ids" in forward:
-        inputs["token_type_ids"] = torch.zeros_like(ids_BL)
-    return inputs
-
-
-class _Logits(torch.nn.Module):
-    """A model that takes tensors alone and returns its logits."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._options = {"use_cache": False} if takes_cache else {}
-
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Compute the logits."""
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **types, **self._options)
-        logits: torch.Tensor = outputs.logits
-        return logits
-
-
-def _refuse_others(model: Any) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder: its two parts would be two ONNX files, which is not "
-            "supported",
-            "--to merged",
-        )
 
 
 @contextmanager

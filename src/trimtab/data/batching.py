@@ -31,10 +31,12 @@ class Batching:
     Attributes:
         is_packed: Whether batches are packed (`trimtab.data.packing`) and not padded.
         has_few_sizes: Whether micro-batches are rounded up to few sizes.
+        marks_equal_rows: Whether packed batches of equally long rows say so (`trimtab.data.packing.ROW_LENGTH`).
     """
 
     is_packed: bool = False
     has_few_sizes: bool = False
+    marks_equal_rows: bool = False
 
 
 def epoch_batches(

@@ -7,8 +7,10 @@ A packed batch has these entries:
 - `cu_seq_lens_q`: the first token of every row, then of the filler, then the number of all tokens (int32). The last row
   is always the filler: tokens that round the batch up to a size that repeats. It may be empty, and is never trained on.
 - `max_length_q`: an upper bound of the length of a row or of the filler, as an int.
+- `max_row_length`: an upper bound of the length of a row, without the filler, as an int.
+- `row_length`, if it was asked for, all rows are equally long and there is no filler: the length of a row, as an int.
 
-The last two have the names that transformers passes on to an attention function.
+The last four are arguments that transformers passes on to an attention function.
 """
 
 import math
@@ -24,6 +26,8 @@ from trimtab.data.tasks.padding import IGNORED
 Batch = dict[str, Any]
 ROW_STARTS = "cu_seq_lens_q"
 MAX_LENGTH = "max_length_q"
+MAX_ROW_LENGTH = "max_row_length"
+ROW_LENGTH = "row_length"
 
 
 # ---------------------------------------------------------------------- which rows share a micro-batch
@@ -176,6 +180,7 @@ class PackedCollate:
             sizes may be longer. None = each its own.
         num_starts: Entries of `cu_seq_lens_q` in batches with labels of tokens: empty rows are added before the filler.
             None = as many as there are rows, and two.
+        marks_equal_rows: Whether batches of equally long rows have a `row_length`.
     """
 
     def __init__(
@@ -187,6 +192,7 @@ class PackedCollate:
         *,
         max_length: int | None = None,
         num_starts: int | None = None,
+        marks_equal_rows: bool = False,
     ) -> None:
         self._collate = collate
         self._shifts_labels = shifts_labels
@@ -194,6 +200,7 @@ class PackedCollate:
         self._find_sizes = find_sizes
         self._max_length = max_length
         self._num_starts = num_starts
+        self._marks_equal_rows = marks_equal_rows
 
     def __call__(self, examples: list[dict[str, torch.Tensor]], num_tokens: int | None = None) -> Batch:
         """Rows as one batch, with filler up to `num_tokens` if that is given."""
@@ -202,9 +209,12 @@ class PackedCollate:
         sizes = self._find_sizes()
         size = rounded_up(total, sizes) if num_tokens is None else max(total, num_tokens)
         packed = pack_batch(batch, size, self._pad_id, self._shifts_labels)
+        if self._marks_equal_rows and batch["attention_mask"].numel() == size == total:
+            packed[ROW_LENGTH] = batch["attention_mask"].shape[1]
         if self._max_length is not None:
             gaps = (size - smaller for smaller, size in pairwise(sizes))
             packed[MAX_LENGTH] = max(packed[MAX_LENGTH], self._max_length, *gaps)
+            packed[MAX_ROW_LENGTH] = max(packed[MAX_ROW_LENGTH], self._max_length)
         if self._num_starts is not None and _is_of_tokens(packed["labels"], packed["input_ids"].shape):
             packed[ROW_STARTS] = _with_empty_rows(packed[ROW_STARTS], self._num_starts)
         return packed
@@ -281,7 +291,7 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
                 tokens[starts[:num_rows].long()] = IGNORED
             value = tokens[None]
         packed[name] = value
-    return packed | {ROW_STARTS: starts, MAX_LENGTH: max(longest, size - num_tokens)}
+    return packed | {ROW_STARTS: starts, MAX_LENGTH: max(longest, size - num_tokens), MAX_ROW_LENGTH: longest}
 
 
 # ---------------------------------------------------------------------- what is in a batch

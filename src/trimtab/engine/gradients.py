@@ -195,6 +195,8 @@ class Gradients:
         def undo() -> None:
             for model in self._models:
                 model.zero_grad(set_to_none=True)
+            for optimizer in self._optimizers:  # which may have masters of the parameters
+                optimizer.zero_grad(set_to_none=True)
             self._accumulation.load_state_dict(accumulation)
             self.load_state_dict(before)
             self._accumulation.num_steps, self.last_norm = num_steps, norm
@@ -266,6 +268,8 @@ def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
     """Multiply in place; products of bf16 gradients are computed in fp32 and rounded once."""
     if factor is None:
         return
+    if gradients and isinstance(factor, torch.Tensor) and factor.device != gradients[0].device:
+        factor = factor.to(gradients[0].device)  # gradients on the host, which waits for the device in any case
     one_by_one = [gradient for gradient in gradients if _foreach_rounds(factor, gradient)]
     for gradient in one_by_one:
         gradient.mul_(_as_operand(factor, gradient))

@@ -17,6 +17,7 @@ from trimtab.hardware.inventory import Inventory, find_device, take_inventory
 
 GIB = 2**30
 _HOST_OP_S = 6e-6  # to launch a small operation without autograd; 6 and 10 µs measured on the hosts of two H200s
+_HOST_LINK = 25e9  # bytes per second of PCIe 4 x16
 _EMULATED_BF16 = 0.1  # rate of emulated bf16, as a fraction of the fp16 rate; measured on a T4
 
 
@@ -38,6 +39,10 @@ class Device:
         host_op_s: Seconds to launch a small operation without autograd.
         is_measured: Whether the rates were measured instead of taken from a data sheet.
         num_multiprocessors: Workspaces of some kernels grow with it; 0 if unknown.
+        host_link: Bandwidth between host and device in bytes per second, in each direction, with pinned memory. 55 GB/s
+            were measured on an H200; the others are rules of thumb for their generation and width of PCIe.
+        host_bandwidth: Bytes per second, read plus written, of updates that the host computes. Rules of thumb: 100 GB/s
+            for servers, 40 GB/s for desktops.
     """
 
     name: str
@@ -53,6 +58,8 @@ class Device:
     host_op_s: float = _HOST_OP_S
     is_measured: bool = False
     num_multiprocessors: int = 0
+    host_link: float = _HOST_LINK
+    host_bandwidth: float = 40e9
 
     @property
     def threads_per_multiprocessor(self) -> int:
@@ -88,6 +95,7 @@ def _gpu(
     fp16: float,
     capability: tuple[int, int],
     num_multiprocessors: int,
+    host_gb_s: float = _HOST_LINK / 1e9,
 ) -> Device:
     """Make a device from the units of data sheets: GiB, GB/s and TFLOP/s. From Ampere on bf16 is as fast as fp16."""
     ampere = capability >= (8, 0)  # true for AMD, whose numbers start at 9
@@ -104,19 +112,26 @@ def _gpu(
         native_bf16=ampere,
         flash=ampere,
         num_multiprocessors=num_multiprocessors,
+        host_link=host_gb_s * 1e9,
+        host_bandwidth=100e9 if name.startswith(_OF_SERVERS) else 40e9,
     )
 
 
+_OF_SERVERS = ("a100", "h100", "h200", "mi300x")
+
+
 _ROWS = (
-    #    name          GiB    GB/s   fp32   tf32   fp16   capability   multiprocessors
-    _gpu("p100", 15.89, 732, 9.3, None, 9.3, (6, 0), 56),  # no tensor cores: with fp32 accumulation fp16 is no faster
-    _gpu("v100", 15.77, 900, 15.7, None, 125, (7, 0), 80),
-    _gpu("v100-32gb", 31.74, 900, 15.7, None, 125, (7, 0), 80),
-    _gpu("t4", 14.74, 320, 8.1, None, 65, (7, 5), 40),
-    _gpu("rtx-2060", 5.79, 336, 6.5, None, 25.8, (7, 5), 30),
-    _gpu("rtx-2070", 7.78, 448, 7.5, None, 29.9, (7, 5), 36),
-    _gpu("rtx-2080", 7.78, 448, 10.1, None, 40.3, (7, 5), 46),
-    _gpu("rtx-2080-ti", 10.76, 616, 13.4, None, 53.8, (7, 5), 68),
+    #    name          GiB    GB/s   fp32   tf32   fp16   capability   multiprocessors   GB/s to the host
+    _gpu(
+        "p100", 15.89, 732, 9.3, None, 9.3, (6, 0), 56, 12
+    ),  # no tensor cores: with fp32 accumulation fp16 is no faster
+    _gpu("v100", 15.77, 900, 15.7, None, 125, (7, 0), 80, 12),
+    _gpu("v100-32gb", 31.74, 900, 15.7, None, 125, (7, 0), 80, 12),
+    _gpu("t4", 14.74, 320, 8.1, None, 65, (7, 5), 40, 12),
+    _gpu("rtx-2060", 5.79, 336, 6.5, None, 25.8, (7, 5), 30, 12),
+    _gpu("rtx-2070", 7.78, 448, 7.5, None, 29.9, (7, 5), 36, 12),
+    _gpu("rtx-2080", 7.78, 448, 10.1, None, 40.3, (7, 5), 46, 12),
+    _gpu("rtx-2080-ti", 10.76, 616, 13.4, None, 53.8, (7, 5), 68, 12),
     _gpu("a100-40gb", 39.39, 1555, 19.5, 156, 312, (8, 0), 108),
     _gpu("a100", 79.15, 2039, 19.5, 156, 312, (8, 0), 108),
     _gpu("a10", 22.19, 600, 31.2, 62.5, 125, (8, 6), 72),
@@ -128,18 +143,18 @@ _ROWS = (
     _gpu("rtx-3090", 23.69, 936, 35.6, 35.6, 71.2, (8, 6), 82),
     _gpu("l4", 22.16, 300, 30.3, 60.5, 121, (8, 9), 58),
     _gpu("l40s", 44.40, 864, 91.6, 183, 362, (8, 9), 142),
-    _gpu("rtx-4060", 7.63, 272, 15.1, 15.1, 30.2, (8, 9), 24),
-    _gpu("rtx-4060-ti", 15.59, 288, 22.1, 22.1, 44.1, (8, 9), 34),
+    _gpu("rtx-4060", 7.63, 272, 15.1, 15.1, 30.2, (8, 9), 24, 12),
+    _gpu("rtx-4060-ti", 15.59, 288, 22.1, 22.1, 44.1, (8, 9), 34, 12),
     _gpu("rtx-4070", 11.72, 504, 29.1, 29.1, 58.3, (8, 9), 46),
     _gpu("rtx-4080", 15.70, 717, 48.7, 48.7, 97.5, (8, 9), 76),
     _gpu("rtx-4090", 23.64, 1008, 82.6, 82.6, 165.2, (8, 9), 128),
-    _gpu("h100-pcie", 79.11, 2039, 51.2, 378, 756, (9, 0), 114),
-    _gpu("h100", 79.11, 3350, 66.9, 495, 989, (9, 0), 132),
-    _gpu("h200", 139.81, 4800, 66.9, 495, 989, (9, 0), 132),
-    _gpu("rtx-5070-ti", 15.46, 896, 43.9, 43.9, 87.9, (12, 0), 70),
-    _gpu("rtx-5080", 15.46, 960, 56.3, 56.3, 112.6, (12, 0), 84),
-    _gpu("rtx-5090", 31.36, 1792, 104.8, 104.8, 209.5, (12, 0), 170),
-    _gpu("mi300x", 191.69, 5300, 163.4, 653.7, 1307.4, (9, 4), 304),
+    _gpu("h100-pcie", 79.11, 2039, 51.2, 378, 756, (9, 0), 114, 50),
+    _gpu("h100", 79.11, 3350, 66.9, 495, 989, (9, 0), 132, 50),
+    _gpu("h200", 139.81, 4800, 66.9, 495, 989, (9, 0), 132, 55),
+    _gpu("rtx-5070-ti", 15.46, 896, 43.9, 43.9, 87.9, (12, 0), 70, 50),
+    _gpu("rtx-5080", 15.46, 960, 56.3, 56.3, 112.6, (12, 0), 84, 50),
+    _gpu("rtx-5090", 31.36, 1792, 104.8, 104.8, 209.5, (12, 0), 170, 50),
+    _gpu("mi300x", 191.69, 5300, 163.4, 653.7, 1307.4, (9, 4), 304, 50),
     # a desktop CPU with eight cores and AVX2; bf16 and fp16 autocast were measured 12 to 16 times slower than fp32
     Device("cpu", 16 * GIB, 40e9, 0.6e12, None, 0.04e12, 0.04e12, None, native_bf16=False, flash=False),
 )
@@ -227,6 +242,8 @@ def measure_device(device: str | torch.device | None = None) -> Device:
             host_op_s=_host_op_seconds(device),
             is_measured=True,
             num_multiprocessors=known.num_multiprocessors if known is not None else 0,
+            host_link=known.host_link if known is not None else _HOST_LINK,
+            host_bandwidth=known.host_bandwidth if known is not None else 40e9,
         )
 
 

@@ -107,6 +107,17 @@ def total_memory(device: torch.device) -> int:
     return int(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else 0
 
 
+def free_host_memory() -> int:
+    """Host memory that this process can use without swapping, within the limit of its container."""
+    free = free_memory(torch.device("cpu"))
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            room = int(limit.read()) - int(used.read()) + memory_in_use(torch.device("cpu"))
+    except (OSError, ValueError):  # not Linux, another version of cgroups, or no limit ("max")
+        return free
+    return max(0, min(free, room))
+
+
 def free_memory(device: torch.device) -> int:
     """Memory that this process can use: what is free now plus what it already holds; 0 if unknown."""
     if device.type == "cpu":

@@ -11,7 +11,9 @@ import torch
 from trimtab.checkpoint.export import read_facts, read_quantization
 from trimtab.errors import ModelError, UserError
 from trimtab.log import say
+from trimtab.model.adapter_configs import is_small
 from trimtab.model.adapters import load_adapter
+from trimtab.model.hub import adapter_config_path, is_side_network
 from trimtab.model.load import load_config, load_model, load_tokenizer, newly_initialized, resolve_source
 from trimtab.model.quantization import Quantization
 
@@ -20,6 +22,9 @@ _KINDS = {
     "CAUSAL_LM": "causal-lm",
     "SEQ_2_SEQ_LM": "seq2seq-lm",
 }  # PEFT's task types
+
+
+_UNMERGED = "use it as it is: trimtab predict, trimtab evaluate, trimtab.load"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def read_adapter_source(folder: str | Path, *, trust_remote_code: bool = False) 
         ModelError: If the base does not exist or cannot be loaded.
     """
     folder = Path(folder)
-    path = folder / "adapter_config.json"
+    path = adapter_config_path(folder)
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
@@ -96,7 +101,7 @@ def _load_base_config(folder: Path, base: str, trust_remote_code: bool) -> Any:
     except UserError as error:
         raise ModelError(
             f"{folder} is an adapter for {base}, which does not exist any more",
-            f"restore it, or set base_model_name_or_path in {folder / 'adapter_config.json'} to its new path",
+            f"restore it, or set base_model_name_or_path in {adapter_config_path(folder)} to its new path",
         ) from error
     try:
         return load_config(base, trust_remote_code=trust_remote_code)
@@ -104,6 +109,24 @@ def _load_base_config(folder: Path, base: str, trust_remote_code: bool) -> Any:
         raise ModelError(
             f"{folder} is an adapter for {base}, which cannot be loaded: {error.problem}", error.cure
         ) from error
+
+
+def refuse_unmergeable(folder: str | Path) -> None:
+    """Refuse an adapter that cannot become part of the weights of its base.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    if is_side_network(folder):
+        raise ModelError(
+            f"{folder} is a side network: it computes beside the base, so no weights of the base could replace it",
+            f"{_UNMERGED}; or train a LoRA adapter to merge it",
+        )
+    if "PROMPT_TUNING" in adapter_config_path(folder).read_text(encoding="utf-8", errors="replace"):
+        raise ModelError(
+            f"{folder} holds virtual tokens, which are put before each row: no weights of the base could replace them",
+            f"{_UNMERGED}; or train a LoRA adapter to merge it",
+        )
 
 
 def load_adapter_tokenizer(source: AdapterSource, *, trust_remote_code: bool = False) -> Any:
@@ -121,7 +144,7 @@ def _read_head(folder: Path) -> dict[str, int]:
         return {}
     try:
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if ".lora_" not in name and name.endswith(".weight")]  # noqa: SIM118
+            names = [name for name in file.keys() if not is_small(name) and name.endswith(".weight")]  # noqa: SIM118
             sizes = [file.get_slice(name).get_shape() for name in names]
     except SafetensorError as error:
         raise ModelError(f"{path} cannot be read: {error}", "export or download it again") from error
@@ -169,7 +192,8 @@ def load_adapted_model(
             "train it first, or set base_model_name_or_path to the base that it was trained on",
         )
     whole = ", ".join(adapter.trains[:3]) + (" …" if len(adapter.trains) > 3 else "")
-    say(f"{source.folder}: adapter on {len(adapter.targets)} modules" + (f"; replaces {whole}" if whole else ""))
+    what = "side network" if adapter.is_side_network else f"adapter on {len(adapter.targets)} modules"
+    say(f"{source.folder}: {what}" + (f"; replaces {whole}" if whole else ""))
     return model.eval()
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from trimtab.data.tasks.base import Task
 from trimtab.engine.placement import to_device
+from trimtab.model.adapters import has_peft_adapter
 from trimtab.model.forward import IGNORED, logits_of, run_model
 from trimtab.training.work_progress import tracked
 
@@ -201,7 +202,7 @@ def computed_in_fp32(model: torch.nn.Module, device: torch.device) -> Iterator[N
 def _fp32_hooks(module: torch.nn.Module, device: torch.device) -> list[Any]:
     """Register hooks that replace the weights by fp32 copies before a call, and restore them after it."""
     originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    has_adapter = hasattr(module, "lora_A")
+    has_adapter = has_peft_adapter(module)
 
     def replace(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         own = _dtype_of_torchao(module)
@@ -232,7 +233,7 @@ def _units(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         if id(module) in inside:
             continue
-        if hasattr(module, "lora_A"):
+        if has_peft_adapter(module):
             inside |= {id(inner) for inner in module.modules()}
             yield module
         elif any(True for _ in module.parameters(recurse=False)):

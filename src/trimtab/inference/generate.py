@@ -13,6 +13,7 @@ from trimtab.inference.load import LoadedModel
 from trimtab.log import say
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import max_positions
+from trimtab.model.virtual_tokens import num_virtual_tokens_of
 from trimtab.randomness import random_state, restore_random_state, set_seed
 
 Prompt = str | Sequence[dict[str, str]] | Mapping[str, Any]
@@ -114,6 +115,8 @@ def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tok
     if max_new_tokens < 1:
         raise RecipeError(f"max_new_tokens is {max_new_tokens}", "use 1 or more")
     limit = max_positions(loaded.model)
+    if limit is not None:
+        limit -= num_virtual_tokens_of(loaded.model)
     continues_prompt = loaded.task_name != "seq2seq"
     if limit is not None and max_new_tokens >= limit:
         raise RecipeError(

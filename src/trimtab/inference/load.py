@@ -14,6 +14,7 @@ from trimtab.compress.clustered_modules import ClusteredModule
 from trimtab.compress.weight_formats import check_stored_formats
 from trimtab.errors import DataError, ModelError
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
+from trimtab.inference.onnx_generator import load_onnx_model
 from trimtab.inference.onnx_model import OnnxModel, is_onnx
 from trimtab.model.adapters import adapter_of
 from trimtab.model.hub import is_adapter
@@ -263,7 +264,7 @@ def _load_clustered(request: _Request) -> _Found:
 
 
 def _load_onnx(request: _Request) -> _Found:
-    model, tokenizer = OnnxModel(request.folder), request.tokenizer
+    model, tokenizer = load_onnx_model(request.folder), request.tokenizer
     return model, tokenizer, task_name_of(model_kind(request.name, model.config), model.config, tokenizer)
 
 

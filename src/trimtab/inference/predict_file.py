@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error, is_disk_full
+from trimtab.checkpoint.folder import clear_leftovers
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
 from trimtab.data.rows import RowLocations, Rows
@@ -151,6 +152,7 @@ def _unused_name(name: str, taken: Sequence[str]) -> str:
 
 
 def _write(target: Path, columns: dict[str, list[Any]]) -> None:
+    clear_leftovers(target.parent, target.name)
     temporary = target.with_name(f".{target.name}.writing-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

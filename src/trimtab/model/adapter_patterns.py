@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"(?:[\w-]|\\?\.|\\-)*")  # names and dots only, which canno
 
 
 def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> Any:
-    """Copy PEFT's LoRA config, with module names of this model in place of regular expressions.
+    """Copy PEFT's config of an adapter, with module names of this model in place of regular expressions.
 
     Args:
         config: The config that adapter_config.json contains.
@@ -34,15 +34,16 @@ def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
     """
     names = [name for name, _ in model.named_modules() if name]
     plain = copy.deepcopy(config)
-    for key in ("target_modules", "exclude_modules"):
+    for key in ("target_modules", "exclude_modules", "feedforward_modules"):
         pattern = getattr(config, key, None)
         if isinstance(pattern, str) and pattern != "all-linear" and not _PLAIN.fullmatch(pattern):
             found = list(_matching(pattern, names, f"{place}: {key}"))
             # without a match PEFT gets the pattern and reports that nothing matches
             setattr(plain, key, shorten_names(found, model) if found else [pattern])
     for key in ("rank_pattern", "alpha_pattern"):
-        setattr(plain, key, _by_name(getattr(config, key) or {}, names, f"{place}: {key}"))
-    layers = config.layers_pattern or []
+        if hasattr(config, key):  # of LoRA
+            setattr(plain, key, _by_name(getattr(config, key) or {}, names, f"{place}: {key}"))
+    layers = getattr(config, "layers_pattern", None) or []
     for pattern in [layers] if isinstance(layers, str) else layers:
         if not _PLAIN.fullmatch(pattern):
             raise ModelError(

@@ -90,6 +90,51 @@ def select_full_modules(model: Any, patterns: Sequence[str]) -> list[str]:
     return kept
 
 
+def select_scaled_modules(
+    model: Any, patterns: str | Sequence[str] | None, layers: tuple[int, int] | None, kept: Sequence[str]
+) -> dict[str, torch.nn.Module]:
+    """Select the linear modules whose outputs or inputs IA3 scales; arguments as for `select_targets`.
+
+    Without patterns these are the modules that PEFT chooses for the type of the model.
+
+    Raises:
+        RecipeError: PEFT does not know the type of the model, or a pattern matches nothing.
+    """
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING as KNOWN_TARGETS  # noqa: N811
+
+    if patterns is not None:
+        return select_targets(model, patterns, layers, kept)
+    kind = str(model.config.model_type)
+    if kind not in KNOWN_TARGETS:
+        raise RecipeError(
+            f"adapter.targets: PEFT does not know which modules of {kind} models IA3 scales",
+            "name the keys, the values and the second layer of the MLP, such as [k_proj, v_proj, down_proj]",
+        )
+    linear = select_targets(model, ALL_LINEAR, layers, kept)
+    return {name: module for name, module in linear.items() if _ends_with(name, KNOWN_TARGETS[kind])}
+
+
+def select_scaled_inputs(model: Any, targets: Sequence[str]) -> list[str]:
+    """Select those of IA3's modules whose inputs are scaled: the second layers of MLPs; of others the outputs are."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING as KNOWN_INPUTS  # noqa: N811
+
+    endings = KNOWN_INPUTS.get(str(model.config.model_type))
+    if endings is not None:
+        return [name for name in targets if _ends_with(name, endings)]
+    return [name for name in targets if _narrows(model.get_submodule(name))]
+
+
+def _ends_with(name: str, endings: Sequence[str]) -> bool:
+    """Whether the last parts of a module name are one of these, as PEFT matches them."""
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
+def _narrows(module: Any) -> bool:
+    """Whether a linear module has fewer outputs than inputs."""
+    num_out, num_in = module.weight.shape if isinstance(module, torch.nn.Linear) else reversed(module.weight.shape)
+    return bool(num_out < num_in)
+
+
 def match_values(names: Sequence[str], values: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Map each module name that matches a pattern to the value of the last such pattern."""
     found: dict[str, Any] = {}

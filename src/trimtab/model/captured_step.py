@@ -7,6 +7,10 @@ tensors, too. What an optimizer or a clipper sees is the same as without graphs,
 sizes of micro-batches use: its gradient is zero where it would be None. Hooks of a model are called while it is
 captured, not in replays.
 
+The only micro-batch of a step writes its gradients, by one kernel for all parameters; one of several adds them. In
+mixed precision, linear layers compute with copies of their weights (`half_weights.py`), also in micro-batches that are
+not captured, so that blocks are compiled once.
+
 A micro-batch of a size that is met for the first time runs without a graph, which loads its kernels; the second one is
 captured. Where a capture fails, for example because a model synchronizes with the host, nothing is captured any more.
 """
@@ -21,6 +25,7 @@ from trimtab.errors import RecipeError, summarize_error
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.forward import bare_model
+from trimtab.model.half_weights import HalfWeights
 from trimtab.model.losses import Loss
 
 MOST_GRAPHS = 32
@@ -97,6 +102,8 @@ class CapturedMicroBatch:
         weight: The weight of a batch: a tensor if it depends on the rows, else the number itself.
         owners: The parameters that get gradients, with the tensors that these are accumulated in.
         device: The device of the model.
+        half_weights: Copies of weights that the model computes with.
+        writes: Whether gradients are written, not added to those of earlier micro-batches.
     """
 
     def __init__(
@@ -105,9 +112,14 @@ class CapturedMicroBatch:
         weight: torch.Tensor | float,
         owners: Mapping[torch.nn.Parameter, torch.Tensor],
         device: torch.device,
+        half_weights: HalfWeights,
+        *,
+        writes: bool,
     ) -> None:
         self._inputs = {name: value.clone() if _is_tensor(value) else value for name, value in inputs.items()}
         self._owners = owners
+        self._half_weights = half_weights
+        self._writes = writes
         self.device = device
         self.usual_weight = weight
         self._loss_sum = torch.zeros((), device=device)
@@ -120,8 +132,32 @@ class CapturedMicroBatch:
 
     def capture(self, recorder: Recorder, model: torch.nn.Module, loss: Loss) -> None:
         """Record forward, loss and backward."""
-        bind_gradients(self._owners)
-        self._replay = recorder.record(lambda: self._compute(model, loss))
+        bind_gradients(self._owners, with_values=not self._writes)
+        self._replay = recorder.record(lambda: (self._write if self._writes else self._add)(model, loss))
+
+    def _add(self, model: torch.nn.Module, loss: Loss) -> None:
+        with self._half_weights.in_use():
+            self._compute(model, loss)
+
+    def _write(self, model: torch.nn.Module, loss: Loss) -> None:
+        """Let autograd make new gradients, and copy all of them at once."""
+        for parameter in self._owners:
+            parameter.grad = None
+        with self._half_weights.in_use(keeps_gradients=True):
+            self._compute(model, loss)
+        halves = dict(self._half_weights.take_gradients())
+        found = [(buffer, halves.get(p, p.grad)) for p, buffer in self._owners.items()]
+        for dtype in {gradient.dtype for _, gradient in found if gradient is not None}:
+            targets, sources = [], []
+            for buffer, gradient in found:
+                if gradient is not None and gradient.dtype == dtype:
+                    targets.append(buffer)
+                    sources.append(gradient)
+            torch._foreach_copy_(targets, sources)
+        missing = [buffer for buffer, gradient in found if gradient is None]
+        if missing:
+            torch._foreach_zero_(missing)
+        bind_gradients(self._owners, with_values=False)
 
     def _compute(self, model: torch.nn.Module, loss: Loss) -> None:
         step = loss(model, self._inputs)
@@ -149,7 +185,7 @@ class CapturedMicroBatch:
             scale: The loss scale.
         """
         assert self._replay is not None
-        bind_gradients(self._owners)
+        bind_gradients(self._owners, with_values=not self._writes)
         self._is_alone.fill_(expected is None)
         if expected is not None:
             _set(self._expected, expected)
@@ -169,8 +205,12 @@ class CapturedMicroBatch:
         return self._loss_sum.clone()
 
 
-def bind_gradients(owners: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-    """Let `.grad` be the given tensors, with the values that it has: zero if it is None."""
+def bind_gradients(owners: Mapping[torch.nn.Parameter, torch.Tensor], *, with_values: bool = True) -> None:
+    """Let `.grad` be the given tensors, with the values that it has (zero if it is None) or with any."""
+    if not with_values:
+        for parameter, buffer in owners.items():
+            parameter.grad = buffer
+        return
     zeroed, targets, sources = [], [], []
     for parameter, buffer in owners.items():
         gradient = parameter.grad
@@ -204,12 +244,13 @@ class CapturedMicroBatches:
         self._graphs: dict[Any, CapturedMicroBatch] = {}
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
         self._parameters: list[torch.nn.Parameter] = []
+        self._half_weights: HalfWeights | None = None
         self._weights: tuple[tuple[bool, int], ...] = ()  # whether each is trainable, and its address
 
     @property
     def num_graphs(self) -> int:
         """The number of sizes that are captured."""
-        return len(self._graphs)
+        return len({size for size, _ in self._graphs})
 
     def can_capture(self, device: torch.device) -> bool:
         """Whether work on a device can be captured."""
@@ -225,18 +266,25 @@ class CapturedMicroBatches:
         if self.failure is not None or not self.can_capture(engine.device):
             return compute_plainly(engine, model, loss, batch)
         self._forget_if_changed(model)
+        if self._half_weights is None:
+            self._half_weights = HalfWeights(model, engine.compute_dtype)
         size = _size_of(batch)
-        graph = self._graphs.get(size)
+        # what is in .grad already has to stay, also where another loop accumulates by itself
+        writes = engine.gradient_accumulation_steps == 1 and all(p.grad is None for p in self._parameters)
+        graph = self._graphs.get((size, writes)) or self._graphs.get((size, False))  # adding is right for all
         if graph is None and size in self._seen and len(self._graphs) < MOST_GRAPHS:
-            graph = self._capture(size, engine, model, loss, batch)
+            graph = self._capture(size, writes, engine, model, loss, batch)
         if graph is not None:
             graph.load(batch)
             engine.replay(graph)
             for watch in self.watchers:
                 watch(batch)
             return graph.loss_sum, graph.weight
+        if self.failure is not None:
+            return compute_plainly(engine, model, loss, batch)
         self._keep_gradients()
-        result = compute_plainly(engine, model, loss, batch)
+        with self._half_weights.in_use():
+            result = compute_plainly(engine, model, loss, batch)
         if size not in self._seen:
             weight = result[1]
             self._seen[size] = weight.clone() if isinstance(weight, torch.Tensor) else weight
@@ -253,11 +301,13 @@ class CapturedMicroBatches:
         bind_gradients(self._buffers)
 
     def _capture(
-        self, size: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
+        self, size: Any, writes: bool, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
     ) -> CapturedMicroBatch | None:
+        assert self._half_weights is not None
+        parts = self._buffers, engine.device, self._half_weights
         try:
             self._keep_gradients()
-            graph = CapturedMicroBatch(batch, self._seen[size], self._buffers, engine.device)
+            graph = CapturedMicroBatch(batch, self._seen[size], *parts, writes=writes)
             graph.capture(self._recorder, model, loss)
         except Exception as error:  # a capture forbids much of what a model may do
             if is_out_of_memory(error):
@@ -265,7 +315,7 @@ class CapturedMicroBatches:
                 raise
             self.failure = summarize_error(error)
         else:
-            self._graphs[size] = graph
+            self._graphs[size, writes] = graph
             return graph
         self.forget()
         release_cached_memory(engine.device)
@@ -285,6 +335,7 @@ class CapturedMicroBatches:
         """Drop all graphs and their memory: every size is captured again when it is met for the second time."""
         for known in (self._graphs, self._seen, self._owners, self._buffers):
             known.clear()
+        self._half_weights = None
         self._recorder.forget()
 
     def state_dict(self) -> dict[str, Any]:

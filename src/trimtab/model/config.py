@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from trimtab.data.tasks.decoder_start import starts_with_last_token
 from trimtab.errors import RecipeError
+from trimtab.model.gguf_rope import set_rope
 from trimtab.model.hub import Source, as_source, explained, quiet_transformers
 
 LOAD_FAILURES = (
@@ -45,9 +46,12 @@ def read_config(source: str, place: Source, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(place.name, trust_remote_code=trust_remote_code, **place.arguments)
+        config = AutoConfig.from_pretrained(place.name, trust_remote_code=trust_remote_code, **place.arguments)
     except LOAD_FAILURES as error:
         raise explained(source, error) from error
+    if place.gguf_file is not None:
+        set_rope(config, Path(place.name) / place.gguf_file)
+    return config
 
 
 def check_config(settings: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ from trimtab.errors import MissingDependency, ModelError, UserError
 from trimtab.hardware.extras import require_extra
 
 _ON_A_SERVER = ("models:/", "best:")
-_ADAPTER = "adapter_config.json"
+PEFT_CONFIG = "adapter_config.json"
+SIDE_CONFIG = "side_network.json"
 _MAX_REASON = 600  # characters of an error message of transformers
 _RUN_FILES = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
@@ -63,10 +64,21 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder contains an adapter without the weights of its base model."""
+    """Whether a folder contains an adapter, PEFT's or a side network, without the weights of its base model."""
     found = Path(folder)
     whole = ("model*.safetensors", "pytorch_model*.bin")
-    return (found / _ADAPTER).is_file() and not any(path for pattern in whole for path in found.glob(pattern))
+    has_config = (found / PEFT_CONFIG).is_file() or is_side_network(found)
+    return has_config and not any(path for pattern in whole for path in found.glob(pattern))
+
+
+def is_side_network(folder: str | Path) -> bool:
+    """Whether a folder contains a side network."""
+    return (Path(folder) / SIDE_CONFIG).is_file()
+
+
+def adapter_config_path(folder: str | Path) -> Path:
+    """The file of an adapter that names its base model."""
+    return Path(folder) / (SIDE_CONFIG if is_side_network(folder) else PEFT_CONFIG)
 
 
 def _model_folder(folder: Path, adapters: bool) -> Path:
@@ -74,7 +86,9 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
     for place in (folder, folder / "best", *outdated):
         if is_adapter(place):
             if not adapters:
-                raise ModelError(f"{place} holds an adapter only", f"merge it first: trimtab merge {folder} DIR")
+                merge = f"merge it first: trimtab merge {folder} DIR"
+                cure = "train its base again, or merge a LoRA adapter" if is_side_network(place) else merge
+                raise ModelError(f"{place} holds an adapter only", cure)
             return place
         if (place / "config.json").is_file():
             return place

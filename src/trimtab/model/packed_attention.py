@@ -8,16 +8,25 @@ Two kernels are torch's, called below `scaled_dot_product_attention` because onl
 (the flash kernel) dropout; they run without a host-device sync. On CPUs, each row is one call of
 `scaled_dot_product_attention`.
 
-Shapes: T tokens of all rows, H heads, D numbers in a head.
+Short rows of encoders are computed by kernels of our own (`short_attention.py`).
+
+Rows that are known to be equally long (`row_length`) are computed like a padded batch, by cuDNN where it can: 1.20 ms
+instead of 1.98 for a layer of a Llama of 8 B parameters, 4 x 2,048 tokens, forward and backward on an H200.
+
+Shapes: T tokens of all rows, R rows, L tokens of each, H heads, D numbers in a head.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trimtab.model.short_attention import can_compute, short_attention
 
 _FLASH_CAPABILITY = (8, 0)
 _HALF = (torch.float16, torch.bfloat16)
@@ -25,6 +34,12 @@ _NAME = "trimtab_packed"
 # Arguments of transformers that change scores; no kernel here knows them.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _NO_MASK, _CAUSAL = 0, 1  # `custom_mask_type` of torch's efficient kernel
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 aten = torch.ops.aten
 
 
@@ -105,6 +120,8 @@ def _attention_function(kernel: Kernel, previous: Callable[..., Any]) -> Callabl
             kwargs["cu_seq_lens_q"],
             kwargs["max_length_q"],
             kernel=kernel,
+            row_length=kwargs.get("row_length"),
+            max_row_length=kwargs.get("max_row_length"),
             is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
             window=kwargs.get("sliding_window"),
             scale=kwargs.get("scaling"),
@@ -140,6 +157,8 @@ def packed_attention(
     max_length: int,
     *,
     kernel: Kernel,
+    row_length: int | None = None,
+    max_row_length: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Compute attention inside each row of a packed batch.
@@ -152,18 +171,71 @@ def packed_attention(
         max_length: At least the length of the longest row, filler included: the output of tokens beyond it would be
             undefined on a GPU.
         kernel: What computes it.
+        row_length: The length of every row, if all are equally long and nothing else is in the batch.
+        max_row_length: If the last row is filler, a bound of the length of the others: what is computed for filler is
+            any finite number then.
         **options: `is_causal`; `window`, the number of tokens that a token attends to in one direction, itself
             included, or None; `scale` of the scores, or None for 1/√D; `dropout`, a probability.
 
     Returns:
         The output as (1, T, H, D).
     """
+    if row_length is not None and _is_plain(row_length, **options):
+        return _equal_rows(query_1HTD, key_1HTD, value_1HTD, row_length, kernel, **options)
     if kernel is Kernel.ROWS:
         rows: torch.Tensor = _rows(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
         return rows
     is_half = query_1HTD.dtype in _HALF
+    if kernel is Kernel.FLASH and is_half and _is_plain_encoder(max_row_length or max_length, **options):
+        # not x[0], whose backward fills a tensor of zeros
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
+        if can_compute(query, key, max_row_length or max_length):
+            longest, has_filler = max_row_length or max_length, max_row_length is not None
+            used = {name: options[name] for name in ("scale", "dropout")}
+            return short_attention(query, key, value, boundaries, longest, has_filler, **used)[None]
     compute = _flash if kernel is Kernel.FLASH and is_half else _efficient
     return compute(query_1HTD, key_1HTD, value_1HTD, boundaries, max_length, **options)
+
+
+# ---------------------------------------------------------------------- rows of one length
+
+
+def _is_plain(row_length: int, *, window: int | None, dropout: float, **_: Any) -> bool:
+    """Whether a kernel for padded rows computes it without a mask; with dropout, flash for packed rows is faster."""
+    return not dropout and (window is None or window >= row_length)
+
+
+def _is_plain_encoder(max_length: int, *, is_causal: bool, window: int | None, **_: Any) -> bool:
+    return not is_causal and (window is None or window >= max_length)
+
+
+def _equal_rows(
+    query_1HTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    row_length: int,
+    kernel: Kernel,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    **_: Any,
+) -> torch.Tensor:
+    is_grouped = key_1HTD.shape[1] != query_1HTD.shape[1]
+    if is_grouped and kernel is not Kernel.FLASH:  # other kernels know no groups
+        key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
+        is_grouped = False
+    query, key, value = (
+        torch.unflatten(x.squeeze(0), 1, (-1, row_length)).transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)
+    )
+    prefer_cudnn: AbstractContextManager[Any] = nullcontext()
+    if kernel is Kernel.FLASH:
+        prefer_cudnn = sdpa_kernel(_CUDNN_FIRST, set_priority=True)
+    with prefer_cudnn:
+        output_RHLD = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
+        )
+    num_heads, num_tokens, size = query_1HTD.shape[1:]
+    return output_RHLD.transpose(1, 2).reshape(1, num_tokens, num_heads, size)
 
 
 # ---------------------------------------------------------------------- kernels of a GPU

@@ -16,6 +16,7 @@ import torch
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
+from trimtab.model.half_weights import is_rounded
 
 _DTYPES = {"no": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 _OWN_FORWARD = "_trimtab_forward"
@@ -59,7 +60,8 @@ class Precision:
         if self.is_pure:
             _convert([p for p in model.parameters() if p.is_floating_point()], self.compute_dtype)
         else:
-            convert_to_fp32([p for p in model.parameters() if p.requires_grad], model_name=type(model).__name__)
+            trained = [p for p in model.parameters() if p.requires_grad and not is_rounded(p)]
+            convert_to_fp32(trained, model_name=type(model).__name__)
         precision = self
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

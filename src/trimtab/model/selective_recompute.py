@@ -28,6 +28,7 @@ _ATTENTION = frozenset(
         *(f"aten::_scaled_dot_product_{name}" for name in ("flash_attention", "flash_attention_for_cpu")),
         *(f"aten::_scaled_dot_product_{name}_attention" for name in ("efficient", "cudnn")),
         *(f"aten::_{name}_attention_forward" for name in ("flash", "efficient", "cudnn")),
+        "trimtab::short_attention_forward",
         *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
     )
 )

@@ -4,7 +4,7 @@ Norms and embeddings are recognized by the type of their module, because names d
 `final_layer_norm`) and are arbitrary in custom models.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,26 @@ def decay_groups(
         )
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def split_by_rate(groups: list[dict[str, Any]], rates: Mapping[int, float]) -> list[dict[str, Any]]:
+    """Split parameter groups so that some parameters have learning rates of their own.
+
+    Args:
+        groups: Parameter groups.
+        rates: Learning rates by the id of the parameter.
+
+    Returns:
+        The groups without these parameters, each followed by one group for each of its other rates.
+    """
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        by_rate: dict[float | None, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_rate.setdefault(rates.get(id(parameter)), []).append(parameter)
+        for rate in sorted(by_rate, key=lambda rate: -1.0 if rate is None else rate):
+            split.append({**group, "params": by_rate[rate], **({} if rate is None else {"lr": rate})})
+    return split
 
 
 def _without_decay(model: nn.Module, decay_embeddings: bool) -> Iterator[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from trimtab.optim.quantized import allocate_state
 
 
 @torch.no_grad()
-def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Allocate the state of parameters that have none yet. The results of later steps are bit for bit the same.
 
     Args:

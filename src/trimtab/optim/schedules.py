@@ -182,24 +182,24 @@ def copy_shapes(scheduler: LambdaLR) -> list[Shape]:
     return shapes
 
 
-def reshape(scheduler: LambdaLR, shapes: list[Shape], lr: float) -> str | None:
-    """Apply the shapes and learning rate of the current recipe to a schedule whose state was loaded.
+def reshape(scheduler: LambdaLR, shapes: list[Shape], rates: list[float]) -> str | None:
+    """Apply the shapes and learning rates of the current recipe to a schedule whose state was loaded.
 
     Args:
         scheduler: The schedule, at some step.
         shapes: The result of `copy_shapes` before the state was loaded.
-        lr: The learning rate that the factors multiply from now on.
+        rates: The learning rate of each parameter group, which the factors multiply from now on.
 
     Returns:
         A message about the change of the learning rate; None if it is unchanged.
     """
     stretched = shapes != list(scheduler.lr_lambdas)
-    if not stretched and scheduler.base_lrs == [lr] * len(shapes):
+    if not stretched and scheduler.base_lrs == rates:
         return None
     before = scheduler.optimizer.param_groups[0]["lr"]
     scheduler.lr_lambdas = list(shapes)
-    scheduler.base_lrs = [lr] * len(shapes)
-    for group, shape in zip(scheduler.optimizer.param_groups, shapes, strict=True):
+    scheduler.base_lrs = list(rates)
+    for group, shape, lr in zip(scheduler.optimizer.param_groups, shapes, rates, strict=True):
         group["initial_lr"], group["lr"] = lr, lr * shape(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
     now = scheduler.optimizer.param_groups[0]["lr"]

@@ -40,6 +40,7 @@ class Rung:
         is_alternative: Whether it is another method, which is never chosen.
         most_rows: With `--max-batch`, the largest batch that fits as one micro-batch with these techniques.
         longest: With `--longest`, the longest rows that fit with these techniques and the smallest micro-batch.
+        longest_host_bytes: The host memory that those rows need.
     """
 
     spec: StepSpec
@@ -52,6 +53,7 @@ class Rung:
     is_alternative: bool = False
     most_rows: int | None = None
     longest: int | None = None
+    longest_host_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -119,9 +121,11 @@ def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tupl
     has_run = any(one.run_s is not None for one in rungs)
     asked = [(name, key) for name, key in (("largest batch", "most_rows"), ("longest rows", "longest"))]
     asked = [(name, key) for name, key in asked if any(getattr(one, key) is not None for one in rungs)]
+    has_host = len({one.longest_host_bytes for one in rungs}) > 1
     unit, unit_name = unit_of([one.total_bytes for one in rungs])
     bars = "memory (| is the budget)"
-    header = ["", "plan", bars, unit_name, "tokens/s", *(["run"] if has_run else []), *(name for name, _ in asked), ""]
+    header = ["", "plan", bars, unit_name, "tokens/s", *(["run"] if has_run else []), *(name for name, _ in asked)]
+    header += ["host memory", ""] if has_host else [""]
     whole = max([budget_bytes, *(one.total_bytes for one in rungs)])
     if budget_bytes > 4 * max(one.total_bytes for one in rungs):  # else the bars would be too short to read
         whole = max(one.total_bytes for one in rungs)
@@ -131,6 +135,8 @@ def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tupl
         cells += [bar(one.parts, budget_bytes, whole), f"{one.total_bytes / unit:,.2f}", f"{one.tokens_s:,.0f}"]
         cells += [format_seconds(one.run_s) if one.run_s is not None else ""] if has_run else []
         cells += [f"{getattr(one, key):,}" if getattr(one, key) is not None else "none" for _, key in asked]
+        if has_host:
+            cells += ["" if one.longest_host_bytes is None else format_bytes(one.longest_host_bytes)]
         rows.append([*cells, "" if one.fits else "too large"])
     return header, rows
 
@@ -239,4 +245,5 @@ def as_dict(one: Rung) -> dict[str, object]:
         "run_s": one.run_s,
         **({"largest_batch": one.most_rows} if one.most_rows is not None else {}),
         **({"longest": one.longest} if one.longest is not None else {}),
+        **({"longest_host_bytes": one.longest_host_bytes} if one.longest_host_bytes is not None else {}),
     }

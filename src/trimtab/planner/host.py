@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab.planner.trace.recorder import Trace
-from trimtab.techniques.base import HostUse
+from trimtab.techniques.base import TO_HOST, HostUse
 
 GIB = 2**30
 # Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured on H200 hosts.
@@ -19,7 +19,7 @@ class HostPrediction:
     Attributes:
         process: The process before it loads a model.
         loading: The weights until they are on the device.
-        kept: Tensors that techniques keep on the host: embeddings, paged optimizer state.
+        kept: Tensors that techniques keep on the host: embeddings, optimizer state, weights, gradients, activations.
         snapshot: The copy of the state that a background save writes from.
         checkpoint: One checkpoint on disk.
         model: The exported model or adapter.
@@ -46,7 +46,9 @@ class HostPrediction:
         return self.num_checkpoints * self.checkpoint + 2 * self.model
 
 
-def predict_host(trace: Trace, *, loaded_bytes: int, use: HostUse, num_kept: int = 2) -> HostPrediction:
+def predict_host(
+    trace: Trace, *, loaded_bytes: int, use: HostUse, num_kept: int = 2, trained_bytes: int | None = None
+) -> HostPrediction:
     """Predict host memory and disk space from the trainable parameters and optimizer state in a trace.
 
     Args:
@@ -54,17 +56,38 @@ def predict_host(trace: Trace, *, loaded_bytes: int, use: HostUse, num_kept: int
         loaded_bytes: Bytes of the weights in the dtype that they are loaded in.
         use: What techniques change.
         num_kept: Number of checkpoints to keep; 0 if none is written.
+        trained_bytes: Bytes of the trainable parameters in the dtype that they are updated in; None = as they are on
+            the device.
     """
-    trained = sum(trace.births[storage].size for storage in trace.gradients)
+    trained = trained_bytes
+    if trained is None:
+        trained = sum(trace.births[storage].size for storage in trace.gradients)
     state = sum(birth.size for birth in trace.births.values() if birth.part == "state")
     paged = trained // 4 * _PAGED_BYTES if use.pages_state else 0
+    if use.updates_on_host:  # none of it is on the device
+        state, paged = int(trained * use.state_ratio), 0
     saved = trained + state + paged
+    moved = 2 * trained + state if use.updates_on_host else 0  # weights and gradients
     return HostPrediction(
         process=PROCESS_BYTES,
         loading=0 if use.streams_weights else loaded_bytes,
-        kept=use.kept_bytes + paged,
+        kept=use.kept_bytes + paged + moved + activations_on_host(trace),
         snapshot=saved,
         checkpoint=saved,
         model=trained if use.exports_trainable else loaded_bytes,
         num_checkpoints=num_kept + _SPARE_CHECKPOINTS if num_kept else 0,
     )
+
+
+def activations_on_host(trace: Trace) -> int:
+    """The most bytes of activations that a traced step has on the host: what the forward of a micro-batch sends."""
+    most = sent = 0
+    stage = ""
+    for op in trace.ops:
+        if op.stage == "forward" and stage != "forward":  # of another micro-batch
+            sent = 0
+        stage = op.stage
+        if op.name == TO_HOST:
+            sent += op.moved
+            most = max(most, sent)
+    return most

@@ -43,6 +43,7 @@ def predict_step_memory(
     num_micro_batches: int = 1,
     code: str = "trimtab",
     implementation: str | None = None,
+    max_grad_norm: float | None = 1.0,
     **techniques: Any,
 ) -> Prediction:
     """Predict the memory of a training step on a GPU, without one, without weights and without data.
@@ -60,6 +61,7 @@ def predict_step_memory(
         code: "trimtab" is the step that `fit` takes; "transformers" that of a plain loop: autocast, the model's own
             loss, one batch, an optimizer of torch.
         implementation: The optimizer of a plain loop: "fused" (if left out) or "foreach".
+        max_grad_norm: The norm that gradients are clipped to; None does not clip.
         techniques: How the step is made, by the keys of plan.json, with values as in a recipe: `optimizer="adamw8bit"`,
             `adapter={"kind": "lora", "rank": 16}`, `loss="chunked"` … What is left out is not used; the optimizer is
             adamw, and the attention backend follows its rule.
@@ -72,7 +74,7 @@ def predict_step_memory(
     _check_words(gpu, mask, code, implementation)
     _check_numbers(numbers if target_length is None else numbers | {"target_length": target_length})
     _check_techniques(techniques)
-    recipe = _recipe(model, task, precision, techniques)
+    recipe = _recipe(model, task, precision, max_grad_norm, techniques)
     target = known_target(gpu, None)
     writes = named_task(recipe).model_kind == "seq2seq-lm"
     if target_length is not None and not writes:
@@ -123,12 +125,14 @@ def _check_techniques(asked: Mapping[str, Any]) -> None:
             raise RecipeError("'auto' is decided by a plan, and here the step is given", "use trimtab.plan, or a value")
 
 
-def _recipe(model: str | Mapping[str, Any], task: str, precision: str, asked: Mapping[str, Any]) -> Recipe:
+def _recipe(
+    model: str | Mapping[str, Any], task: str, precision: str, max_grad_norm: float | None, asked: Mapping[str, Any]
+) -> Recipe:
     values: dict[str, Any] = {
         "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
         "task": task,
         "data": {"train": "rows.jsonl"},  # required, never read
-        "train": {"precision": precision},
+        "train": {"precision": precision, "max_grad_norm": max_grad_norm},
         "memory": {},
     }
     for technique in TECHNIQUES:
@@ -146,8 +150,10 @@ def _own_step(recipe: Recipe, shape: BatchShape, num_micro: int, target: Target)
     axes = planner.space.axes
     values = {axis.technique.key: axis.values[0] for axis in axes}
     spec = StepSpec.of(shape.rows, planner.precision, values)
-    if batching_of(spec).is_packed:
-        shape = replace(shape, is_packed=True, is_padded=False)
+    batching = batching_of(spec)
+    if batching.is_packed:
+        marks = batching.marks_equal_rows and not shape.is_padded
+        shape = replace(shape, is_packed=True, is_padded=False, marks_equal_rows=marks)
     is_captured = captures(spec)
     with muted():
         trace = planner.tracer(spec).trace(spec, shape, 2 if is_captured else min(2, num_micro))

@@ -18,7 +18,7 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.load import max_positions
 from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
-from trimtab.planner.host import HostPrediction, predict_host
+from trimtab.planner.host import HostPrediction, activations_on_host, predict_host
 from trimtab.planner.memory import Prediction, predict, predict_captured, predict_evaluation
 from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
@@ -28,6 +28,7 @@ from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.recorder import Op, Trace
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
+from trimtab.techniques.adapter import num_virtual_tokens
 from trimtab.techniques.apply import (
     axes_of,
     batching_of,
@@ -45,6 +46,7 @@ from trimtab.units import parse_every
 
 _LENGTH_STEP = 64  # of the search for the longest rows
 _MOST_LENGTH, _MOST_ROWS = 2**20, 2**16
+_OF_WEIGHTS = ("update", "transfer", "host")  # stages that take the same time for any number of tokens
 _USUAL_STEPS = 1000  # of a run whose length is not known
 
 
@@ -224,16 +226,24 @@ class RecipePlanner:
             found = self.target.as_here(predicted)
         return rows, found
 
-    def host(self, spec: StepSpec) -> HostPrediction:
-        """The most host memory and disk space."""
+    def host(self, spec: StepSpec, length: int | None = None) -> HostPrediction:
+        """The most host memory and disk space; with rows of another length if one is given."""
+        shape = None if length is None else self._with_length(spec, length)
+        return self._host(spec, self.prediction(spec, shape))
+
+    def _host(self, spec: StepSpec, prediction: Prediction) -> HostPrediction:
         tracer = self.tracer(spec)
         skeleton = tracer.skeleton()
         weight_bytes = tracer.weight_dtype(spec.precision).itemsize
         fp32_bytes = sum(weight.nbytes for weight in skeleton.state_dict().values())
+        use = host_use(spec, skeleton, weight_bytes)
+        # masters on the host are as they were loaded, whatever the device computes with
+        trained = self.num_parameters()[1] * weight_bytes if use.updates_on_host else None
         return predict_host(
-            self.prediction(spec).trace,
+            prediction.trace,
             loaded_bytes=fp32_bytes * weight_bytes // torch.float32.itemsize,
-            use=host_use(spec, skeleton, weight_bytes),
+            use=use,
+            trained_bytes=trained,
             num_kept=0 if self.recipe.checkpoint.every is None else self.recipe.checkpoint.keep,
         )
 
@@ -249,10 +259,19 @@ class RecipePlanner:
             raise
         seconds = self._step_seconds(found.trace, spec)
         tokens = self.lengths.tokens(self.recipe.train.batch_size)
-        fits = self.target.fits(found, SPARE)
+        fits = self._fits(spec, found)
         start_s, num_steps = start_seconds(spec, self.case), self._num_steps or _USUAL_STEPS
         memory = found.allocated, found.outside, found.parts
         return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps)
+
+    def _fits(self, spec: StepSpec, found: Prediction) -> bool:
+        """Whether a step fits on the device, and the activations that leave it on the host."""
+        if not self.target.fits(found, SPARE):
+            return False
+        room = self.target.host_bytes
+        if room is None or not activations_on_host(found.trace):
+            return True
+        return self._num_processes * self._host(spec, found).memory <= room
 
     def needed_bytes(self, row: Row) -> int:
         """The smallest allocator limit under which a row runs."""
@@ -278,16 +297,45 @@ class RecipePlanner:
 
     def choose(self, *, thorough: bool = False) -> Ladder:
         """Search for the fastest specification that fits; the ladder contains all predictions."""
-        room, narrowed = self.target.room(SPARE), self._narrowed_space
-        found = search(narrowed, self.estimate, room=room, thorough=thorough)
-        if found.chosen is not None or narrowed is self.space:
-            return found
-        return search(self.space, self.estimate, room=room, thorough=thorough)  # what is fastest may need more memory
+        rows: dict[StepSpec, Row] = {}
+        chosen = None
+        spaces = list(dict.fromkeys(self._spaces()))
+        for space in spaces:
+            is_last = len(spaces) > 1 and space is spaces[-1] and self._usual_space is not self.space
+            shows_all = thorough and not is_last  # too many combinations to show what cannot be chosen
+            found = search(space, self.estimate, room=self.target.room(SPARE), thorough=shows_all)
+            rows |= {row.spec: row for row in found.rows}
+            chosen = found.chosen
+            if chosen is not None:
+                break
+        return Ladder(tuple(sorted(rows.values(), key=lambda row: row.estimate.ranked_s)), chosen)
+
+    def last_resorts(self, spec: StepSpec) -> Iterator[Row]:
+        """A specification with every combination of the techniques that are used only where nothing else fits."""
+        axes = [axis for axis in self.space.axes if axis.technique.last_resorts is None]
+        for values in product(*(axis.values for axis in axes)):
+            other = spec.having({axis.technique.key: value for axis, value in zip(axes, values, strict=True)})
+            estimate = self.estimate(other) if other != spec else None
+            if estimate is not None:
+                yield Row(other, estimate)
+
+    def _spaces(self) -> Iterator[Space]:
+        """What is searched, one after the other, until something fits."""
+        yield self._narrowed_space
+        yield self._usual_space  # what is fastest may need more memory
+        if self._usual_space is not self.space:
+            yield replace(self.space, axes=tuple(map(_small_values, self.space.axes)))
+
+    @cached_property
+    def _usual_space(self) -> Space:
+        """The space without values that are a last resort."""
+        axes = [replace(axis, values=_usual_values(axis)) for axis in self.space.axes]
+        return self.space if axes == list(self.space.axes) else replace(self.space, axes=tuple(axes))
 
     @cached_property
     def _narrowed_space(self) -> Space:
-        """The space with the best value of techniques that are decided first."""
-        space = self.space
+        """The usual space with the best value of techniques that are decided first."""
+        space = self._usual_space
         open_axes = [axis for axis in space.axes if axis.technique.is_decided_first and len(axis.values) > 1]
         keys = [axis.technique.key for axis in open_axes]
         best: tuple[float, dict[str, str]] | None = None
@@ -324,7 +372,7 @@ class RecipePlanner:
 
     def _few_values(self, axis: Axis) -> tuple[str, ...]:
         """Enough values of a technique to see what another method needs."""
-        technique, values = axis.technique, axis.values
+        technique, values = axis.technique, _usual_values(axis)
         if technique.is_decided_first:  # as for the recipe's own method
             own = next(own.values[0] for own in self._narrowed_space.axes if own.technique is technique)
             return (own,) if own in values else values[-1:] if own != technique.off else values[:1]
@@ -360,7 +408,7 @@ class RecipePlanner:
             # as many rows as long as the longest: more than a batch of the data has
             shape = replace(self.shape(larger), rows=rows, max_tokens=None, max_rows=None)
             found = self.prediction(larger, shape, batch_size=rows)
-            return found.allocated + found.outside, self.target.fits(found, SPARE)
+            return found.allocated + found.outside, self._fits(larger, found)
 
         return largest(measure, self.target.room(SPARE), first=spec.micro_batch, most=_MOST_ROWS)
 
@@ -372,7 +420,7 @@ class RecipePlanner:
 
         def measure(length: int) -> tuple[int, bool]:
             found = self.prediction(spec, self._with_length(spec, length))
-            return found.allocated + found.outside, self.target.fits(found, SPARE)
+            return found.allocated + found.outside, self._fits(spec, found)
 
         return largest(measure, self.target.room(SPARE), first=shape.length, most=limit, step=min(_LENGTH_STEP, limit))
 
@@ -386,7 +434,8 @@ class RecipePlanner:
 
     def max_positions(self) -> int | None:
         """The longest rows that the model itself takes."""
-        return max_positions(self.case.model)
+        limit = max_positions(self.case.model)
+        return None if limit is None else limit - num_virtual_tokens(self.recipe)
 
     def num_parameters(self) -> tuple[int, int]:
         """All parameters, and the trainable ones."""
@@ -398,6 +447,27 @@ class RecipePlanner:
             Freezing(model, {name: None if word == "always" else parse_every(word) for name, word in freeze}).apply()
         parameters = list(model.parameters())
         return sum(map(num_weights, parameters)), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _usual_values(axis: Axis) -> tuple[str, ...]:
+    """The values of a technique that are no last resort; what a recipe sets is none."""
+    last_resorts = axis.technique.last_resorts
+    if last_resorts is None:
+        return axis.values[:1]
+    return tuple(value for value in axis.values if value not in last_resorts) or axis.values
+
+
+def _small_values(axis: Axis) -> Axis:
+    """The values that are worth a prediction where nothing fits without a last resort: those that need least memory."""
+    technique, values = axis.technique, axis.values
+    if technique.is_decided_first:
+        values = values[:1]
+    elif technique.last_resorts:
+        values = tuple(dict.fromkeys((_usual_values(axis)[-1], values[-1])))
+    elif technique.is_slower_with_each_value and technique.last_resorts is not None:
+        ends = (values[0], values[-1])
+        values = tuple(dict.fromkeys(ends)) if technique.phase is Phase.RECOMPUTATION else values[-1:]
+    return replace(axis, values=values)
 
 
 def _halved(batch_size: int) -> Iterator[int]:
@@ -439,7 +509,9 @@ def _scaled(ops: list[Op], share: float, is_packed: bool) -> list[Op]:
         return ops
     known: dict[int, Op] = {}  # blocks that repeat share their operations
     for op in ops:
-        if id(op) not in known:
+        if id(op) not in known and op.stage in _OF_WEIGHTS:
+            known[id(op)] = op
+        elif id(op) not in known:
             flops = op.flops * (share**2 if "attention" in op.name and not is_packed else share)
             known[id(op)] = op._replace(flops=int(flops), moved=int(op.moved * share))
     return [known[id(op)] for op in ops]

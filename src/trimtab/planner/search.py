@@ -1,19 +1,21 @@
 """The search for a plan: the Pareto front of memory and time over micro-batch sizes and techniques.
 
-Predictions are expensive, so two facts keep their number low. Memory is nearly linear in the micro-batch size, so the
-largest one that fits is guessed, then verified. And a technique may declare that each of its values is slower and
-smaller than the one before; only then are values behind one that fits left out. A technique that declares nothing may
-turn out faster or slower, smaller or larger: all its values are predicted.
+Predictions are expensive, so three facts keep their number low. Memory is nearly linear in the micro-batch size, so the
+largest one that fits is guessed, then verified. A technique may declare that each of its values is slower and smaller
+than the one before; only then are values behind one that fits left out. And values of such a technique between the
+first and the last are not predicted for a micro-batch where a straight line between those two is far from fitting. A
+technique that declares nothing may turn out faster or slower, smaller or larger: all its values are predicted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from trimtab.techniques.base import Axis, StepSpec
 
 _MOST_BY_LINE = 4  # measurements, before the middle is tried
-_START_WEIGHT, _MARGIN = 2.0, 1.05  # see `ranked_seconds`
+_START_WEIGHT, _MARGIN = 2.0, 1.01  # see `ranked_seconds`
+_CLEARLY = 1.5  # times the room: what needs more by a line does not fit; plans lie below the line, not above
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,21 @@ class Space:
                 return False
         return bool(steps) and min(steps) >= 0 and max(steps) > 0
 
+    def ends_around(self, spec: StepSpec) -> tuple[float, StepSpec, StepSpec] | None:
+        """The position of a specification between the first and the last value of a technique, and these two.
+
+        None unless exactly one technique, which declares that its values are slower and smaller one by one, has a value
+        between them.
+        """
+        found = []
+        for axis in self.axes:
+            key, last = axis.technique.key, len(axis.values) - 1
+            at = axis.values.index(spec[key])
+            if axis.technique.is_slower_with_each_value and 0 < at < last:
+                first_spec, last_spec = spec.having({key: axis.values[0]}), spec.having({key: axis.values[last]})
+                found.append((at / last, first_spec, last_spec))
+        return found[0] if len(found) == 1 else None
+
     def reference(self) -> StepSpec:
         """The first value of each technique."""
         values = {axis.technique.key: axis.values[0] for axis in self.axes}
@@ -151,9 +168,12 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
         return found[spec]
 
     widest: list[Row] = []
-    for spec in space.sets():
+    for spec in sorted(space.sets(), key=lambda spec: space.ends_around(spec) is not None):
         is_slower = any(row.estimate.fits and space.is_known_slower(spec, row.spec) for row in widest)
-        row = look(spec) if thorough or not is_slower else None
+        if is_slower and not thorough:
+            continue
+        row = None if thorough else _too_large(spec, space, found, room)
+        row = row or look(spec)
         if row is not None:
             widest.append(row)
     widest.sort(key=lambda row: row.estimate.ranked_s)
@@ -174,6 +194,30 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
             _look_one_step_down(best, space, look)
     rows = [row for row in found.values() if row is not None]
     return Ladder(tuple(sorted(rows, key=lambda row: row.estimate.ranked_s)), best)
+
+
+def _too_large(spec: StepSpec, space: Space, found: Mapping[StepSpec, Row | None], room: int) -> Row | None:
+    """A row by the line between two predicted ones, if that is far from fitting; None if it has to be predicted."""
+    around = space.ends_around(spec) if len(space.micro_batches) > 1 else None
+    first, last = (None, None) if around is None else (found.get(end) for end in around[1:])
+    if around is None or first is None or last is None:
+        return None
+
+    def between(name: str) -> float:
+        one, other = float(getattr(first.estimate, name)), float(getattr(last.estimate, name))
+        return one + around[0] * (other - one)
+
+    numbers = {name: between(name) for name in ("allocated_bytes", "outside_bytes", "step_s", "tokens_s")}
+    guessed = replace(
+        first.estimate,
+        fits=False,
+        allocated_bytes=int(numbers["allocated_bytes"]),
+        outside_bytes=int(numbers["outside_bytes"]),
+        step_s=numbers["step_s"],
+        tokens_s=numbers["tokens_s"],
+    )
+    row = Row(spec, guessed)
+    return row if row.least_bytes > _CLEARLY * room else None
 
 
 def _is_faster(row: Row, best: Row) -> bool:

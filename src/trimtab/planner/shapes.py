@@ -30,6 +30,7 @@ class BatchShape:
         is_packed: Whether the rows are one sequence without padding.
         max_tokens: The most tokens of a packed batch; None = `rows` times `length`.
         max_rows: The most rows of a packed batch, which may be shorter than `length`; None = `rows`.
+        marks_equal_rows: Whether all rows of a packed batch have `length` tokens, and the batch says so.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class BatchShape:
     is_packed: bool = False
     max_tokens: int | None = None
     max_rows: int | None = None
+    marks_equal_rows: bool = False
 
     @property
     def packed_tokens(self) -> int:
@@ -147,7 +149,8 @@ class OneLength:
 
     def shape(self, rows: int, batching: Batching) -> BatchShape:  # noqa: D102
         target_length = self.longest if self.has_targets else None
-        return BatchShape(rows, self.longest, target_length=target_length, is_packed=batching.is_packed)
+        packing = {"is_packed": batching.is_packed, "marks_equal_rows": batching.marks_equal_rows}
+        return BatchShape(rows, self.longest, target_length=target_length, **packing)
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:  # noqa: D102
         return self.shape(rows, batching)
@@ -180,18 +183,19 @@ class LengthsOfData:
             return self._largest(self._tokens.train, rows)
         batches = self._batches(rows, batching)
         if batches.max_tokens is None:
-            return self._packed(self._tokens.train, rows)
+            return self._packed(self._tokens.train, rows, batching)
         most_rows = min(batches.max_rows or batches.batch_size, batches.batch_size, len(self._lengths))
-        shape = self._packed(self._tokens.train, most_rows)
-        return replace(shape, rows=math.ceil(batches.max_tokens / self.longest), max_tokens=batches.max_tokens)
+        shape = self._packed(self._tokens.train, most_rows, batching)
+        shape = replace(shape, rows=math.ceil(batches.max_tokens / self.longest), max_tokens=batches.max_tokens)
+        return shape if batches.max_tokens % self.longest == 0 else replace(shape, marks_equal_rows=False)
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
         """Of the held-out rows; with `limits.overfit_batches` of the training rows."""
         held_out = self._tokens.train if self._recipe.limits.overfit_batches else self._tokens.eval
         if held_out is None or not len(held_out):
             return None
-        largest = self._packed if batching.is_packed else self._largest
-        return largest(held_out, min(rows, len(held_out)))
+        rows = min(rows, len(held_out))
+        return self._packed(held_out, rows, batching) if batching.is_packed else self._largest(held_out, rows)
 
     def _largest(self, tokens: TokenDataset, rows: int) -> BatchShape:
         longest = max(tokens.lengths)
@@ -200,11 +204,17 @@ class LengthsOfData:
         target = max(end - start for start, end in zip(at, at[1:], strict=False)) if at else None
         return BatchShape(rows, longest, is_padded, target, self._num_labels)
 
-    def _packed(self, tokens: TokenDataset, rows: int) -> BatchShape:
+    def _packed(self, tokens: TokenDataset, rows: int, batching: Batching) -> BatchShape:
         """The longest rows of a dataset as one sequence."""
         longest = sorted(tokens.lengths, reverse=True)[:rows]
         return BatchShape(
-            rows, longest[0], num_labels=self._num_labels, is_packed=True, max_tokens=sum(longest), max_rows=rows
+            rows,
+            longest[0],
+            num_labels=self._num_labels,
+            is_packed=True,
+            max_tokens=sum(longest),
+            max_rows=rows,
+            marks_equal_rows=batching.marks_equal_rows and min(tokens.lengths) == longest[0],
         )
 
     def mean_share(self, rows: int, batching: Batching) -> float:

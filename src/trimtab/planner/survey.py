@@ -126,6 +126,10 @@ def survey(
         raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
     ladder = planner.choose(thorough=thorough)
     others = [row for _, row in planner.other_methods()] if thorough else []
+    if longest and ladder.rows:  # the longest rows need what is otherwise used only where nothing else fits
+        known = {row.spec for row in ladder.rows}
+        more = [row for row in planner.last_resorts(ladder.smallest.spec) if row.spec not in known]
+        ladder = replace(ladder, rows=(*ladder.rows, *more))
     num_steps = recipe.train.max_steps
     if rows is not None:
         num_steps = count_steps(recipe, rows.batches(planner.batch_size, Batching()))[0]
@@ -208,7 +212,13 @@ def _rungs(
             is_alternative=row in others,
             most_rows=most.get(spec),
             longest=lengths.get(spec),
+            longest_host_bytes=_host_bytes(planner, spec, lengths.get(spec)),
         )
+
+
+def _host_bytes(planner: RecipePlanner, spec: StepSpec, length: int | None) -> int | None:
+    """Host memory that rows of a length need; None on a CPU."""
+    return None if length is None or planner.target.is_cpu else planner.host(spec, length).memory
 
 
 def _plan_of(planner: RecipePlanner, row: Row, rows: RecipeRows | None, num_steps: int | None) -> Plan:

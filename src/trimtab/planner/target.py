@@ -9,6 +9,7 @@ from trimtab.errors import RecipeError
 from trimtab.hardware.catalog import Device, find, identify_device, measure_device
 from trimtab.hardware.inventory import find_device, take_inventory
 from trimtab.hardware.memory import (
+    free_host_memory,
     free_memory,
     has_expandable_segments,
     memory_in_use,
@@ -16,6 +17,7 @@ from trimtab.hardware.memory import (
     resolve_budget,
     total_memory,
 )
+from trimtab.planner.host import activations_on_host
 from trimtab.planner.memory import Prediction
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.techniques.base import Accelerator
@@ -44,6 +46,7 @@ class Target:
         outside_bytes: Memory outside the allocator; None = the usual size of a CUDA context.
         note: Limitation of these predictions, to show to the user.
         expandable: Whether the allocator uses expandable segments.
+        host_bytes: Host memory that activations may be moved to; None if it is not known: the device is not here.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Target:
     outside_bytes: int | None = None
     note: str = ""
     expandable: bool = True
+    host_bytes: int | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -100,6 +104,7 @@ class Target:
         births = prediction.trace.births
         libraries = sum(birth.size for birth in births.values() if birth.part == "library")
         parts = {**prediction.parts, "temporaries": max(0, prediction.parts["temporaries"] - libraries)}
+        parts["activations"] += activations_on_host(prediction.trace)
         return replace(prediction, allocated=sum(parts.values()), parts=parts, outside=outside)
 
 
@@ -156,6 +161,5 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
     )
     budget_bytes = resolve_budget(budget, device) or free_memory(device) + non_allocator_memory(device)
     name, known = f"{device} ({inventory.name})", identify_device(inventory) or measure_device(device)
-    if has_expandable_segments():
-        return Target(name, known, gpu, budget_bytes)
-    return Target(name, known, gpu, budget_bytes, note=_FIXED_SEGMENTS, expandable=False)
+    found = Target(name, known, gpu, budget_bytes, host_bytes=free_host_memory())
+    return found if has_expandable_segments() else replace(found, note=_FIXED_SEGMENTS, expandable=False)

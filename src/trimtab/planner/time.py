@@ -2,8 +2,12 @@
 
 An operation takes the longer of its compute time and its memory time, plus a launch latency. The host launches
 operations one after the other, and the device runs them in that order. A simulation of both timelines gives the step
-time: at every moment the slower of the two limits it. No step waits for the one before: the host launches the first
+time: at every moment the slower of the two limits it. Copies of weights and gradients run beside the computation,
+in order; what the host computes itself waits for both. No step waits for the one before: the host launches the first
 operations of a step while the device still computes the last ones of the previous step.
+
+Copies of activations run on two more timelines, one for each direction: they begin when the device has reached
+them, and the device waits where it needs what they carry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +15,10 @@ from dataclasses import dataclass, field
 
 from trimtab.hardware.catalog import Device
 from trimtab.planner.trace.recorder import Op
+from trimtab.techniques.base import FROM_HOST, TO_HOST, UPDATE_CALL, WAIT_FROM_HOST, WAIT_TO_HOST
+
+_LINK_OPS = frozenset((TO_HOST, FROM_HOST, WAIT_TO_HOST, WAIT_FROM_HOST))
+_WAITED_FOR = {WAIT_TO_HOST: TO_HOST, WAIT_FROM_HOST: FROM_HOST}
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Calibration:
         recompute_host: The same for a recomputed forward, with a Python hook for every saved tensor.
         optimizer_host: The same in the optimizer; fused and foreach versions launch few operations for many tensors.
         bitsandbytes_host: The same in a bitsandbytes optimizer, which updates parameters one by one in Python.
+        update_host: The same for what an optimizer does besides its operations if it is called for one parameter.
         replay_host: The same for all that the host does for a captured micro-batch: one launch of its graph, and small
             copies of inputs and results.
     """
@@ -57,6 +66,7 @@ class Calibration:
     recompute_host: float = 15.0
     optimizer_host: float = 5.0
     bitsandbytes_host: float = 47.0
+    update_host: float = 7.0  # not fitted: 100 µs with two operations of torch's AdamW, measured on a CPU
     replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_step`
 
     def host_ops(self, op: Op) -> float:
@@ -68,12 +78,16 @@ class Calibration:
             "backward": self.backward_host,
             "recompute": self.recompute_host,
             "optimizer": self.optimizer_host,
+            "update": self.update_host if op.name == UPDATE_CALL else self.optimizer_host,
+            "transfer": self.backward_host,
+            "host": 0.0,
             "replay": self.replay_host,
             "replayed": 0.0,
         }[op.stage]
 
 
 CALIBRATION = Calibration()
+_BESIDE = ("transfer", "host")  # stages that are not computed by the device
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,8 @@ class StepTime:
         gpu_seconds: Time in which the device computes.
         host_seconds: Time in which the host launches operations.
         by_stage: `seconds` by stage of the operations.
-        bound: What limits the step: "compute", "bandwidth", or "host" if the device mostly waits for launches.
+        bound: What limits the step: "compute", "bandwidth", "host" if the device mostly waits for launches, or "host
+            link" if it mostly waits for copies from and to the host.
     """
 
     seconds: float
@@ -117,25 +132,59 @@ def step_seconds(
         if id(op) not in known:
             costs = op_seconds(op, device, tf32=tf32, calibration=calibration)
             bound = "compute" if costs[0] > costs[1] else "bandwidth"
-            known[id(op)] = bound, max(costs) + kernel_s, calibration.host_ops(op) * device.host_op_s
+            is_copy = op.name in _LINK_OPS
+            work, launch = (0.0, 1.0) if is_copy else (max(costs) + kernel_s, calibration.host_ops(op))
+            known[id(op)] = bound, work, launch * device.host_op_s
         bound, work, _ = known[id(op)]
-        busy[bound] += work
-    launched = finished = before = 0.0
+        if op.stage not in _BESIDE:
+            busy[bound] += work
+    launched = finished = before = waited = copied = 0.0
+    link = _Link(device)
     for _ in range(2):  # the host begins the second step before the device has ended the first
-        before, by_stage = finished, dict.fromkeys((op.stage for op in ops), 0.0)
+        before, waited, by_stage = finished, 0.0, dict.fromkeys((op.stage for op in ops), 0.0)
         for op in ops:
             _, work, launch = known[id(op)]
             launched += launch
             began = finished
+            if op.stage == "transfer":  # begins when the device has computed what it copies
+                copied = max(copied, finished, launched) + work
+                continue
+            if op.stage == "host":
+                launched = finished = max(copied, finished, launched) + work
+                by_stage[op.stage] += finished - began
+                continue
+            if op.name in _LINK_OPS:
+                finished = link.copy_or_wait(op, launched, finished)
+                waited += finished - began
             # a CPU launches and computes in turn; other devices compute while the host fills their queue
-            if is_cpu:
+            elif is_cpu:
                 finished += launch + work
             else:
                 finished = (launched if launched > finished else finished) + work
             by_stage[op.stage] += finished - began
+        finished = max(finished, copied)  # the next step needs the weights
     seconds, gpu_seconds = finished - before, sum(busy.values())
-    shares = {**busy, "host": seconds - gpu_seconds}
+    shares = {**busy, "host link": waited, "host": seconds - gpu_seconds - waited}
     return StepTime(seconds, gpu_seconds, launched / 2, by_stage, max(shares, key=lambda name: shares[name]))
+
+
+class _Link:
+    """The copies between host and device: one after the other in each direction."""
+
+    def __init__(self, device: Device) -> None:
+        self._rate = device.bandwidth / 2 if device.is_cpu else device.host_link
+        self._is_cpu = device.is_cpu
+        self._free = {TO_HOST: 0.0, FROM_HOST: 0.0}  # the time at which the last copy ends
+
+    def copy_or_wait(self, op: Op, launched: float, finished: float) -> float:
+        """When the device has ended an operation of the link, given when it was launched and the device was free."""
+        seconds = op.moved / self._rate
+        if op.name in _WAITED_FOR:  # until so many bytes are left
+            return max(finished, self._free[_WAITED_FOR[op.name]] - seconds)
+        if self._is_cpu:
+            return finished + seconds
+        self._free[op.name] = max(self._free[op.name], launched, finished) + seconds
+        return finished
 
 
 def captured_ops(ops: Sequence[Op], input_bytes: int) -> list[Op]:
@@ -154,6 +203,8 @@ def op_seconds(
     op: Op, device: Device, *, tf32: bool = False, calibration: Calibration = CALIBRATION
 ) -> tuple[float, float]:
     """Compute time and memory time of one operation, in seconds."""
+    if op.stage in _BESIDE:
+        return 0.0, op.moved / (device.host_link if op.stage == "transfer" else device.host_bandwidth)
     dtype = "tf32" if tf32 and op.dtype == "fp32" else op.dtype
     compute = op.flops / (device.rate(dtype) * _share_of_rate(op, dtype, device, calibration)) if op.flops else 0.0
     traffic = calibration.measured_traffic if device.is_measured else calibration.traffic

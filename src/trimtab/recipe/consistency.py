@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.recipe.mistakes import Mistake, shown
 
 if TYPE_CHECKING:
-    from trimtab.recipe.schema import Recipe
+    from trimtab.recipe.schema import AdapterSettings, Recipe
 
 _COLUMNS = {
     "classify": {"text", "label"},
@@ -18,6 +18,14 @@ _COLUMNS = {
 }
 _ADAMS = ("adamw", "adam")
 _USED_BY = {"betas": _ADAMS, "eps": (*_ADAMS, "adagrad"), "momentum": ("sgd",)}
+_LORA = {"rank", "alpha", "dropout", "targets", "layers", "ranks", "alphas", "trains", "rslora", "dora", "lr_ratio"}
+_ADAPTER_KEYS = {
+    "lora": _LORA | {"base", "init"},
+    "qlora": _LORA | {"init"},  # refused for another reason
+    "ia3": {"targets", "layers", "trains"},
+    "side": {"reduction", "every", "dropout", "trains"},
+    "prompt": {"tokens"},
+}
 _LANGUAGE_MODELING = ("causal-lm", "chat", "seq2seq", "masked-lm")
 
 
@@ -102,18 +110,63 @@ def _in_memory(recipe: "Recipe") -> Iterator[Mistake]:
     ):
         text = f"found {memory.loss}; task {recipe.task} has few logits per row; leave it out"
         yield _mistake("memory.loss", text, "task")
+    if train.clip_by == "previous-norm" and (memory.update != "in-backward" or train.max_grad_norm is None):
+        text = (
+            f"found {train.clip_by}; only memory.update: in-backward clips by it, to train.max_grad_norm; leave it out"
+        )
+        yield _mistake("train.clip_by", text, "memory.update", "train.max_grad_norm")
+    if memory.update == "in-backward":
+        yield from conflicts_in_backward(recipe)
     if recipe.adapter == "none":
         return
-    if not isinstance(recipe.adapter, str) and recipe.adapter.base is not None and recipe.adapter.kind != "lora":
-        kind, base = recipe.adapter.kind, recipe.adapter.base
-        text = f"found {base}; {kind} stores the base in 4 bits; leave it out, or write adapter.kind: lora"
-        yield _mistake("adapter.base", text, "adapter.kind")
+    if not isinstance(recipe.adapter, str):
+        yield from _in_adapter(recipe.adapter)
     if "base" in train.freeze:
         text = f"found {shown(train.freeze['base'])}; an adapter always freezes the base; leave one of them out"
         yield _mistake("train.freeze.base", text, "adapter")
     if train.precision == "bf16-pure":
         text = "found bf16-pure; adapters train in fp32, and bf16 already keeps the frozen base in bf16; write bf16"
         yield _mistake("train.precision", text, "adapter")
+
+
+def _in_adapter(adapter: "AdapterSettings") -> Iterator[Mistake]:
+    kind, base = adapter.kind, adapter.base
+    for name in type(adapter).model_fields:
+        value = getattr(adapter, name)
+        kinds = [one for one, names in _ADAPTER_KEYS.items() if name in names]
+        if name != "kind" and kind not in kinds and value != _default(adapter, name):
+            others = " or ".join(kinds)
+            text = f"found {shown(value)}; no effect on {kind}; leave it out, or write adapter.kind: {others}"
+            yield _mistake(f"adapter.{name}", text, "adapter.kind")
+    is_quantized = kind == "qlora" or base is not None
+    stored = "4 bits" if kind == "qlora" else str(base)
+    if is_quantized and adapter.init != "zero":
+        text = f"found {adapter.init}; it changes the base weights, which are stored in {stored}; write zero"
+        yield _mistake("adapter.init", text, "adapter.kind", "adapter.base")
+    if base is not None and adapter.dora:
+        text = f"found true; PEFT cannot read base weights in {base}; leave one of them out"
+        yield _mistake("adapter.dora", text, "adapter.base")
+
+
+def conflicts_in_backward(recipe: "Recipe") -> Iterator[Mistake]:
+    """Yield the settings with which weights cannot be updated in backward, before all gradients are known."""
+    train, memory = recipe.train, recipe.memory
+    why = "memory.update: in-backward changes weights before all gradients are known"
+    if train.max_grad_norm is not None and train.clip_by == "norm":
+        cure = "write null, or train.clip_by: previous-norm"
+        text = f"found {shown(train.max_grad_norm)}; {why}, so their norm cannot clip them; {cure}"
+        yield _mistake("train.max_grad_norm", text, "memory.update")
+    if train.on_nan == "skip":
+        yield _mistake("train.on_nan", f"found skip; {why}, so no step can be skipped; write stop", "memory.update")
+    if train.precision == "fp16":
+        text = f"found fp16; {why}, so no step can be skipped if one overflows; write bf16 or fp32"
+        yield _mistake("train.precision", text, "memory.update")
+    if train.compile == "graphs":
+        yield _mistake("train.compile", "found graphs; memory.update: in-backward; write blocks", "memory.update")
+    if memory.micro_batch_tokens != "auto" or memory.micro_batch not in ("auto", train.batch_size):
+        key = "micro_batch" if memory.micro_batch_tokens == "auto" else "micro_batch_tokens"
+        text = f"found {getattr(memory, key)}; {why}, so the whole batch has to be one micro-batch; leave it out"
+        yield _mistake(f"memory.{key}", text, "memory.update", "train.batch_size")
 
 
 def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:

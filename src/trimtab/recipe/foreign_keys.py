@@ -52,6 +52,11 @@ _VALUES: dict[str, dict[str, str]] = {
         **_all("summarization translation text2text-generation seq2seq-lm", "seq2seq"),
         **_all("fill-mask mlm", "masked-lm"),
     },
+    "adapter": {
+        "dora": "{kind: lora, dora: true}",
+        **_all("prompt_tuning prompt-tuning", "prompt"),
+        **_all("prefix prefix_tuning prefix-tuning p_tuning p-tuning", "prompt (the nearest)"),
+    },
     "early_stopping.mode": {"maximize": "max", "minimize": "min", "true": "max", "false": "min", "auto": "null"},
     "evaluate.every": {"steps": "500 steps", "epochs": "epoch", "no": "1000 epochs", "never": "1000 epochs"},
     "train.max_steps": {"-1": "null", "0": "null"},
@@ -184,6 +189,15 @@ def _tracker(value: Any) -> str:
     return "none" if words <= {"none", "false", "no", "off"} else "local"
 
 
+def _lora_init(value: Any, section: Mapping[str, Any]) -> str:
+    """PEFT's `init_lora_weights` is true or a word, pissa with a number of iterations."""
+    word = str(value).lower()
+    ours = "pissa-fast" if word.startswith("pissa_niter") else word if word in ("pissa", "olora") else "zero"
+    return f"write adapter: {{kind: lora, init: {ours}}}" + (
+        "" if _is_on(value) or ours != "zero" else " (the nearest)"
+    )
+
+
 _AUTOMATIC = _omit("done automatically")
 _UNSUPPORTED = _omit("trimtab has no equivalent")
 _NOT_YET = _omit("not supported yet in this version")
@@ -297,7 +311,18 @@ _HF_SCRIPTS: dict[str, Answer] = {
     "lora_dropout": _write_inside("adapter", "kind: lora", "dropout"),
     **_all("lora_target_modules target_modules", _write_inside("adapter", "kind: lora", "targets")),
     **_all("modules_to_save lora_modules_to_save", _write_inside("adapter", "kind: lora", "trains")),
-    "use_rslora": _write_inside("adapter", "kind: lora", "rslora"),
+    **_all("use_rslora peft_use_rslora", _write_inside("adapter", "kind: lora", "rslora")),
+    **_all("use_dora peft_use_dora lora_use_dora", _write_inside("adapter", "kind: lora", "dora")),
+    **_all("loraplus_lr_ratio", _write_inside("adapter", "kind: lora", "lr_ratio")),
+    **_all("init_lora_weights peft_init_lora_weights", _lora_init),
+    "loraplus_lr_embedding": _omit("embeddings get no low-rank matrices; adapter.trains trains them in full"),
+    "num_virtual_tokens": _write_inside("adapter", "kind: prompt", "tokens"),
+    **_all("prompt_tuning_init prompt_tuning_init_text", _omit("virtual tokens start as those of random tokens")),
+    **_all(
+        "prefix_projection encoder_hidden_size",
+        _omit("prefix tuning and P-tuning are not supported; adapter: prompt is"),
+    ),
+    "feedforward_modules": _omit("found by the type of the model, or by their shapes"),
     **_all("load_in_4bit use_4bit", _write("adapter", _if_on("qlora", "none"))),
     "load_in_8bit": _omit(
         "int8 base weights are not supported; adapter: {kind: lora, base: fp8} uses fp8, adapter: qlora 4 bits"

@@ -37,6 +37,7 @@ from trimtab.recipe.value_types import (
     Metric,
     MicroBatch,
     ModelName,
+    OffloadedBlocks,
     Patterns,
     Share,
     Source,
@@ -45,6 +46,7 @@ from trimtab.recipe.value_types import (
     Targets,
     Text,
     Texts,
+    TileTokens,
     TrackingUri,
     Warmup,
     normalize,
@@ -160,6 +162,9 @@ class TrainSettings(Section):
     """Warmup steps: a number such as 500, or a share of the run such as 6%."""
     max_grad_norm: NonNegative | None = 1.0
     """Clip gradients to this norm; null or 0 = no clipping."""
+    clip_by: Literal["norm", "previous-norm"] = "norm"
+    """The norm that decides how much is clipped: norm = of the gradients of the step; previous-norm = of those of the
+    step before, for memory.update: in-backward; the first step is not clipped."""
     label_smoothing: Fraction = 0.0
     """Share of the target probability that is spread over all classes."""
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = "auto"
@@ -190,10 +195,13 @@ class TrainSettings(Section):
 
 
 class AdapterSettings(Section):
-    """LoRA adapters: low-rank matrices that train while the base model is frozen."""
+    """Adapters: small modules that train while the base model is frozen."""
 
-    kind: Literal["lora", "qlora"] = "lora"
-    """lora = adapters on the base weights in their own dtype; qlora = adapters on 4-bit (nf4) base weights."""
+    kind: Literal["lora", "qlora", "ia3", "side", "prompt"] = "lora"
+    """lora = low-rank matrices added to the base weights; qlora = the same on 4-bit (nf4) base weights; ia3 = one
+    factor for each output of keys and values and each input of the second layer of an MLP; side = a narrow network
+    beside the base that reads its hidden states, so that backward never enters the base; prompt = embeddings of virtual
+    tokens before each row (prompt tuning), for decoders."""
     base: Literal["fp8"] | None = None
     """How kind lora stores the frozen base weights: fp8 = in 8 bits, and multiplied in fp8, on NVIDIA GPUs from compute
     capability 8.9 (emulated on a CPU); null = in the dtype of matrix products."""
@@ -203,8 +211,9 @@ class AdapterSettings(Section):
     """The adapter's output is scaled by alpha / rank; null = twice the rank."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
-    targets: Targets = "all-linear"
-    """Modules that get an adapter; all-linear = every linear layer of the base, not the head."""
+    targets: Targets | None = None
+    """Modules that get an adapter; all-linear = every linear layer of the base, not the head; null = all-linear, with
+    kind ia3 those that PEFT chooses for the type of the model."""
     layers: BlockRange | None = None
     """First and last block that get adapters, counted from 0; null = all blocks."""
     ranks: dict[str, PositiveInt] = {}
@@ -215,6 +224,20 @@ class AdapterSettings(Section):
     """Modules to train in full, by pattern, such as [embed_tokens]; a new head always trains."""
     rslora: bool = False
     """Scale by alpha / √rank instead (rsLoRA), for large ranks."""
+    dora: bool = False
+    """Train the norm of each row of the adapted weights as well (DoRA); slower, and needs more memory."""
+    init: Literal["zero", "pissa", "pissa-fast", "olora"] = "zero"
+    """Initial matrices: zero = a random one and a zero one; pissa = the largest singular values of the base weight, of
+    which the base keeps the rest; pissa-fast = the same, estimated; olora = its QR decomposition. The adapter is saved
+    with twice the rank, for the original base."""
+    lr_ratio: PositiveFloat = 1.0
+    """Learning rate of the second matrices (B) as a multiple of train.lr (LoRA+); often 16."""
+    reduction: PositiveInt = 8
+    """Width of a side network: the hidden size of the model divided by this."""
+    every: PositiveInt = 1
+    """A side network reads every so-manyth block of the model, and always the last one."""
+    tokens: PositiveInt = 20
+    """Number of virtual tokens of prompt tuning."""
 
 
 class MemorySettings(Section):
@@ -227,11 +250,24 @@ class MemorySettings(Section):
     """Rows per forward pass; auto = chosen by the planner on a GPU or with a budget, else all of train.batch_size."""
     gradient_checkpointing: GradientCheckpointing = "auto"
     """Recompute activations in backward instead of storing them: all = of every block; {every: 2} = of every second
-    block; {layers: [0, -1]} = of these blocks; ops = all but the results of matrix products and attention; auto =
-    chosen by the planner on a GPU or with a budget, else none."""
+    block; {all_but_every: 4} = of three blocks in four; {layers: [0, -1]} = of these blocks; ops = all but the results
+    of matrix products and attention; auto = chosen by the planner on a GPU or with a budget, else none."""
+    offload_activations: OffloadedBlocks = "auto"
+    """Keep what blocks save for backward in pinned host memory: all = of every block; {every: 2} = of every second
+    block; {all_but_every: 4} and {layers: [0, -1]} as above. Of a recomputed block that is its input, of others all
+    activations. auto = all if nothing else fits on an NVIDIA GPU, else none."""
+    tile_tokens: TileTokens = "auto"
+    """Compute MLPs for so many tokens at a time, and again in backward, so that their wide tensors exist for one tile
+    only; none = for all tokens at once; auto = none, unless nothing else fits."""
     offload: Literal["auto", "none", "embeddings"] = "auto"
     """Weights to keep in host memory: embeddings = the token embeddings, if they are frozen; auto = embeddings if an
     adapter trains and no faster plan fits, else none."""
+    update: Literal["auto", "device", "in-backward", "host"] = "auto"
+    """Where and when weights are updated: device = after backward; in-backward = each weight as soon as its gradient is
+    complete, which is freed then; needs the whole batch in one micro-batch, and train.max_grad_norm: null or
+    train.clip_by: previous-norm; host = gradients, fp32 weights and optimizer state are in host memory, and the CPU
+    updates; auto = in-backward where it is possible and faster than what else fits, host if nothing else fits on a GPU,
+    else device."""
     allow: Allowances = []
     """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
     memory is short."""
@@ -368,9 +404,9 @@ class Recipe(Section):
     """What to train on."""
     train: TrainSettings = TrainSettings()
     """How to train."""
-    adapter: Literal["none", "lora", "qlora"] | AdapterSettings = "none"
-    """Train and save small low-rank matrices instead of all weights: lora, qlora (4-bit base weights), or a mapping
-    such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
+    adapter: Literal["none", "lora", "qlora", "ia3", "side", "prompt"] | AdapterSettings = "none"
+    """Train and save a small adapter instead of all weights: lora, qlora (4-bit base weights), ia3, side, prompt, or a
+    mapping such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
     distill: DistillSettings | None = None
     """Train the model to give the outputs of a larger one; null = train on labels alone."""
     memory: MemorySettings = MemorySettings()

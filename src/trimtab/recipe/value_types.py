@@ -179,10 +179,12 @@ def _micro_batch(value: Any) -> str | int:
 
 
 def _gradient_checkpointing(value: Any) -> str | dict[str, Any]:
-    """Parse the blocks to recompute: a word, or a mapping with either `every` or `layers`."""
+    """Parse the blocks to recompute: a word, or a mapping with one of `every`, `all_but_every` and `layers`."""
     if isinstance(value, Mapping):
         if set(value) == {"every"} and _is_int(value["every"]) and value["every"] > 0:
             return {"every": value["every"]}
+        if set(value) == {"all_but_every"} and _is_int(value["all_but_every"]) and value["all_but_every"] > 1:
+            return {"all_but_every": value["all_but_every"]}
         layers = value.get("layers")
         if len(value) == 1 and isinstance(layers, list | tuple) and layers and all(map(_is_int, layers)):
             return {"layers": list(layers)}
@@ -191,6 +193,19 @@ def _gradient_checkpointing(value: Any) -> str | dict[str, Any]:
     if word not in {"auto", "none", "all", "ops"}:
         raise ValueError
     return word
+
+
+def _offloaded(value: Any) -> str | dict[str, Any]:
+    """Parse the blocks whose activations leave the device: as those to recompute, but for `ops`."""
+    which = _gradient_checkpointing(value)
+    if which == "ops":
+        raise ValueError
+    return which
+
+
+def _tile(value: Any) -> str | int:
+    """Parse the tokens of a tile: `auto`, `none` or a number."""
+    return "none" if is_off_word(value) else _micro_batch(value)
 
 
 def _names(value: Any) -> list[str]:
@@ -343,8 +358,13 @@ Source = Annotated[
 Texts = Annotated[str | list[str], Parsed("a column, or a list of two columns", _column_or_pair, ""), _STRING_OR_LIST]
 Labels = Annotated[str | list[str], Parsed("a column, or a list of columns", _columns, ""), _STRING_OR_LIST]
 MicroBatch = Annotated[str | int, Parsed("auto, or a whole number from 1", _micro_batch, "string integer")]
-_RECOMPUTE = "auto | none | all | ops, or {every: 2}, or {layers: [0, 1, -1]}"
+_RECOMPUTE = "auto | none | all | ops, or {every: 2}, or {all_but_every: 4}, or {layers: [0, 1, -1]}"
 GradientCheckpointing = Annotated[Any, Parsed(_RECOMPUTE, _gradient_checkpointing, "string object boolean")]
+_OFFLOADED = "auto | none | all, or {every: 2}, or {all_but_every: 4}, or {layers: [0, 1, -1]}"
+OffloadedBlocks = Annotated[Any, Parsed(_OFFLOADED, _offloaded, "string object boolean")]
+TileTokens = Annotated[
+    str | int, Parsed("auto, none, or a whole number of tokens from 1", _tile, "string integer boolean")
+]
 Allowances = Annotated[list[Literal["8bit"]], Allowed("a list; only [8bit] in this version")]
 Targets = Annotated[
     str | list[str],

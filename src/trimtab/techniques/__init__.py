@@ -1,5 +1,6 @@
 """All techniques, in the order in which they are named to the user. A new one is a file and a line here."""
 
+from trimtab.techniques.activation_offload import ActivationOffload
 from trimtab.techniques.adapter import AdapterTechnique
 from trimtab.techniques.attention_backend import AttentionBackend
 from trimtab.techniques.base import Technique
@@ -10,14 +11,19 @@ from trimtab.techniques.kernels import FusedKernels
 from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.techniques.padding import Padding
 from trimtab.techniques.recomputation import GradientCheckpointing
+from trimtab.techniques.sequence_tiles import SequenceTiles
+from trimtab.techniques.weight_update import WeightUpdate
 
 TECHNIQUES: list[Technique] = [
     AdapterTechnique(),
     GradientCheckpointing(),
+    ActivationOffload(),
     ChunkedLoss(),
     OptimizerState(),
+    WeightUpdate(),
     HostEmbeddings(),
     FusedKernels(),
+    SequenceTiles(),
     AttentionBackend(),
     Padding(),
     Compilation(),

@@ -1,11 +1,11 @@
-"""LoRA and QLoRA: small trainable matrices added to frozen weights, which can be stored in fp8 or (QLoRA) in 4 bits.
+"""Adapters: LoRA on frozen weights (also in fp8, or QLoRA in 4 bits), IA3, side networks and prompt tuning.
 
 Adapters change the method, so only the user chooses them; a plan only shows what they would need.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,14 @@ from torch.nn import functional
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model import adapters, fp8, lora_product, nf4
-from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.adapter_configs import Ia3Spec, LoraSpec
+from trimtab.model.adapter_targets import ALL_LINEAR
+from trimtab.model.adapters import add_adapter
 from trimtab.model.fp8 import Fp8
 from trimtab.model.nf4 import Nf4
 from trimtab.model.quantization import Quantization, quantizable
+from trimtab.model.side_network import SideSpec
+from trimtab.model.virtual_tokens import PromptSpec
 from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
 from trimtab.techniques.base import (
     Accelerator,
@@ -36,7 +40,10 @@ from trimtab.techniques.base import (
 )
 
 _FP8 = "lora-fp8"
-_WORDS = {"lora": "LoRA", _FP8: "LoRA on fp8 weights", "qlora": "QLoRA"}
+_SUGGESTED = {"lora": "LoRA", _FP8: "LoRA on fp8 weights", "qlora": "QLoRA"}
+_SIDE = "side"
+_PROMPT = "prompt"
+_WORDS = _SUGGESTED | {"ia3": "IA3", _SIDE: "side network", _PROMPT: "prompt tuning"}
 _QUANTIZATIONS: dict[str, type[Quantization]] = {_FP8: Fp8, "qlora": Nf4}
 _USUAL_LR = 1e-4  # adapters learn slowly below this rate
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that share one
@@ -44,9 +51,13 @@ _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that s
 
 def adapter_settings(recipe: Recipe) -> AdapterSettings | None:
     """The adapter of a recipe with all its settings, or None."""
-    if isinstance(recipe.adapter, AdapterSettings):
-        return recipe.adapter
-    return None if recipe.adapter == "none" else AdapterSettings(kind=recipe.adapter)
+    if recipe.adapter == "none":
+        return None
+    is_word = isinstance(recipe.adapter, str)
+    settings = AdapterSettings(kind=recipe.adapter) if is_word else recipe.adapter  # type: ignore[arg-type]
+    assert isinstance(settings, AdapterSettings)
+    is_lora = settings.kind in ("lora", "qlora")
+    return settings.model_copy(update={"targets": ALL_LINEAR}) if is_lora and settings.targets is None else settings
 
 
 def has_4bit_base(recipe: Recipe) -> bool:
@@ -61,8 +72,29 @@ def has_quantized_base(recipe: Recipe) -> bool:
     return settings is not None and (settings.base is not None or settings.kind == "qlora")
 
 
+def has_plain_lora(recipe: Recipe) -> bool:
+    """Whether the adapter of a recipe is LoRA in the form that blocks are compiled with."""
+    settings = adapter_settings(recipe)
+    return settings is not None and settings.kind in ("lora", "qlora") and not settings.dora
+
+
+def num_virtual_tokens(recipe: Recipe | None) -> int:
+    """Tokens that an adapter puts before each row."""
+    settings = None if recipe is None else adapter_settings(recipe)
+    return settings.tokens if settings is not None and settings.kind == _PROMPT else 0
+
+
+def learning_rates(recipe: Recipe, model: torch.nn.Module) -> dict[int, float]:
+    """The learning rates of parameters that do not have `train.lr`, by the id of the parameter (LoRA+)."""
+    settings = adapter_settings(recipe)
+    if settings is None or settings.lr_ratio == 1:
+        return {}
+    rate = settings.lr_ratio * recipe.train.lr
+    return {id(parameter): rate for name, parameter in model.named_parameters() if ".lora_B." in name}
+
+
 class AdapterTechnique(Technique):
-    """Train low-rank matrices added to frozen weights."""
+    """Train a small adapter on frozen weights."""
 
     key = "adapter"
     setting = "adapter"
@@ -81,10 +113,17 @@ class AdapterTechnique(Technique):
             )
         return (value,)
 
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """Compiled blocks are not tested beside a side network."""
+        if spec[self.key] == _SIDE and spec["compile"] != "off":
+            compiled = f"train.compile: {spec['compile']}"
+            return f"adapter: side runs the blocks of the base without gradients, which {compiled} does not support"
+        return None
+
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
         """All adapters, where all weights train on a GPU; a loop of the user's own adds its adapters itself."""
         if case.recipe is not None and spec[self.key] == "none" and case.accelerator.is_cuda:
-            for value in _WORDS:
+            for value in _SUGGESTED:
                 if value != _FP8 or _can_have_fp8(case.accelerator):
                     yield Suggestion(f"adapter: {_as_setting(value)}", spec.having({self.key: value}))
 
@@ -139,10 +178,12 @@ class AdapterTechnique(Technique):
         return range(first, last + 1).__contains__
 
     def names_blocks(self, recipe: Recipe | None) -> bool:
-        """Patterns with a digit may mean single blocks."""
+        """Patterns with a digit may mean single blocks; blocks of a side network are traced with those of the base."""
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None:
             return False
+        if settings.kind == _SIDE:
+            return True
         patterns = f"{settings.targets} {settings.ranks} {settings.alphas} {settings.trains}"
         return any(letter.isdigit() for letter in patterns)
 
@@ -163,7 +204,15 @@ class AdapterTechnique(Technique):
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None or value == "none":
             return value
-        return f"{value}, rank {settings.rank}" + (", rslora" if settings.rslora else "")
+        if settings.kind == _SIDE:
+            return f"{value}, reduction {settings.reduction}, every {settings.every}"
+        if settings.kind == _PROMPT:
+            return f"{value}, {settings.tokens} tokens"
+        if "rank" not in _spec_fields(settings):
+            return value
+        init = "" if settings.init == "zero" else settings.init
+        options = ["rslora" if settings.rslora else "", "dora" if settings.dora else "", init]
+        return ", ".join([value, f"rank {settings.rank}", *filter(None, options)])
 
     def value_in(self, text: str) -> str:
         """Its kind alone."""
@@ -174,11 +223,26 @@ class AdapterTechnique(Technique):
         return "refused"
 
 
+_SPECS: dict[str, type[Any]] = {
+    "lora": LoraSpec,
+    "qlora": LoraSpec,
+    "ia3": Ia3Spec,
+    _SIDE: SideSpec,
+    _PROMPT: PromptSpec,
+}
+
+
+def _spec_fields(settings: AdapterSettings) -> set[str]:
+    """The settings that the kind of an adapter has."""
+    return {each.name for each in fields(_SPECS[settings.kind])}
+
+
 def _add_adapter(settings: AdapterSettings, model: torch.nn.Module) -> None:
-    spec = {name: value for name, value in settings.model_dump().items() if name not in ("kind", "base")}
+    names = _spec_fields(settings)
+    spec = {name: value for name, value in settings.model_dump().items() if name in names}
     if settings.layers is not None:
         spec["layers"] = (settings.layers[0], settings.layers[1])
-    add_adapter(model, LoraSpec(**spec))
+    add_adapter(model, _SPECS[settings.kind](**spec))
 
 
 def _give_advice(recipe: Recipe) -> None:
@@ -247,6 +311,9 @@ def _make_4bit(module: Any, compute_dtype: torch.dtype) -> torch.nn.Module:
     linear.weight = _packed(num_in, num_out, compute_dtype)
     linear.compute_dtype = compute_dtype
     linear.forward = MethodType(_forward_4bit, linear)
+    # DoRA reads the weights of the base; PEFT calls `dequantize` of modules with this attribute
+    linear.dequantize = MethodType(_dequantize_module, linear)
+    linear.__dict__["W_q"] = linear.weight  # not a second parameter
     return linear  # type: ignore[no-any-return]
 
 
@@ -268,6 +335,10 @@ def _packed(num_in: int, num_out: int, compute_dtype: torch.dtype) -> Any:
         ],
     )
     return packed
+
+
+def _dequantize_module(module: Any) -> torch.Tensor:
+    return _dequantize_traced(module.weight, module.compute_dtype)
 
 
 def _forward_4bit(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.base import (
     Accelerator,
     Axis,
+    BuildOptimizer,
     Case,
     HostUse,
     LoadOptions,
@@ -189,6 +190,13 @@ def change_optimizer(
     return optimizer
 
 
+def wrap_build(build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
+    """The function that builds the optimizer of a recipe."""
+    for technique in TECHNIQUES:
+        build = technique.wrap_build(build, spec, model)
+    return build
+
+
 # ---------------------------------------------------------------------- how they are traced
 
 
@@ -239,6 +247,8 @@ def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
     return HostUse(
         sum(use.kept_bytes for use in uses),
         any(use.pages_state for use in uses),
+        max(use.state_ratio for use in uses),
+        any(use.updates_on_host for use in uses),
         any(use.streams_weights for use in uses),
         any(use.exports_trainable for use in uses),
     )

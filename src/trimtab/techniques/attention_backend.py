@@ -8,6 +8,9 @@ The choice applies to one model: its attention calls a function of this module t
 the call, also when a block is recomputed in backward. Every value is a preference: if its kernel cannot run (flash does
 not support masks, fp32, or head sizes above 256), the next one of the list runs.
 
+Packed rows (`memory.padding: none`) have a kernel of their own, with one exception: with `cudnn`, rows of one length,
+such as blocks of a long text, are computed by cuDNN (`trimtab.model.packed_attention`).
+
 Grouped heads: transformers passes keys and values with fewer heads to torch unchanged, and only the flash and cuDNN
 kernels support them. With other kernels torch computes all pairs of positions in fp32, in memory that grows with the
 square of the length. In that case the heads are repeated first, so that the memory-efficient kernel runs.
@@ -19,12 +22,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trimtab.data.batching import Batching
 from trimtab.log import log_info_once, say
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
@@ -51,7 +56,8 @@ class AttentionBackend(Technique):
         asked, accelerator = str(self.asked(case.recipe)), case.accelerator
         if asked != "auto":
             if case.recipe is not None and case.recipe.memory.padding == "none":
-                log_info_once(f"{self.setting}: {asked} applies to padded rows only, and memory.padding is none")
+                rows = "rows of one length" if asked == "cudnn" else "padded rows"
+                log_info_once(f"{self.setting}: {asked} applies to {rows} only, and memory.padding is none")
             return (asked,)
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
         is_half = supports_flash_attention(accelerator, case.compute_dtype)  # cuDNN needs half precision, too
@@ -72,6 +78,10 @@ class AttentionBackend(Technique):
         repeats = not takes_groups and has_grouped_heads(model)
         if repeats or value != "torch":
             use_attention(model, value, repeats_heads=repeats)
+
+    def change_batching(self, batching: Batching, value: str) -> Batching:
+        """Packed rows of one length are marked: for others cuDNN has no kernel."""
+        return replace(batching, marks_equal_rows=True) if value == "cudnn" else batching
 
     def describe(self, value: str) -> str:
         """Such as "attention flash"."""

@@ -8,7 +8,7 @@ them. The search, the tracer, the ladder, plan.json, the resume rules and the tr
 Values are text as a recipe writes it ("none", "all", "{every: 2}"), so that they can be compared, hashed and stored.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -24,6 +24,9 @@ from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
 
 Effect = Literal["exact", "rounding", "method"]
+# Names of operations of a trace that use the link between host and device: copies, and waits for them.
+TO_HOST, FROM_HOST = "host_link.out", "host_link.in"
+WAIT_TO_HOST, WAIT_FROM_HOST = "host_link.wait_out", "host_link.wait_in"
 OnResume = Literal["free", "from here on", "refused"]
 
 
@@ -222,14 +225,21 @@ class HostUse:
     Attributes:
         kept_bytes: Weights that stay in host memory.
         pages_state: Whether optimizer state is in memory that the driver pages to the host.
+        state_ratio: Bytes of optimizer state for each byte of trainable weights.
+        updates_on_host: Whether weights, gradients and optimizer state are in host memory.
         streams_weights: Whether weights move to the device one by one while loading.
         exports_trainable: Whether only trainable parameters are exported.
     """
 
     kept_bytes: int = 0
     pages_state: bool = False
+    state_ratio: float = 0.0
+    updates_on_host: bool = False
     streams_weights: bool = False
     exports_trainable: bool = False
+
+
+UPDATE_CALL = "trimtab.update"  # the operation that stands for what Python does to update one parameter
 
 
 class TraceRecorder(Protocol):
@@ -242,6 +252,21 @@ class TraceRecorder(Protocol):
 
     def on_host(self) -> AbstractContextManager[None]:
         """A context in which new tensors take no device memory."""
+
+    def transfer(self, name: str, num_bytes: int) -> None:
+        """Count a copy between host and device; or a wait until at most so many bytes are on their way."""
+
+    def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
+        """Record existing tensors of parameters as host memory, which does not count."""
+
+    def copy_weights(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Count a copy of weights or gradients between host and device, which runs beside the computation."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """A context in which the optimizer runs inside backward."""
+
+    def adopt_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the tensors in `.grad` of the parameters as gradients."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +284,8 @@ class Trial:
     run: Callable[[], None]
 
 
+# Builds the optimizer of parameter groups that are on a device.
+BuildOptimizer = Callable[[list[dict[str, Any]], torch.device], torch.optim.Optimizer]
 Patch = tuple[Any, str, Callable[..., Any]]  # an owner, the name of a function in it, and its replacement
 
 
@@ -289,6 +316,7 @@ class Technique:
             much memory as the one before it. The search may then skip values behind one that fits.
         is_decided_first: Whether its values are compared once, for the largest micro-batch, and only the best one is
             searched further: what is faster there is faster in all plans.
+        last_resorts: Values that are searched only if nothing fits without them; None = all but the first one.
         may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
         needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
         advice: The value to suggest where memory ran out and nothing was predicted.
@@ -307,6 +335,7 @@ class Technique:
     changes_model_when_off: ClassVar[bool] = False
     is_slower_with_each_value: ClassVar[bool] = False
     is_decided_first: ClassVar[bool] = False
+    last_resorts: ClassVar[tuple[str, ...] | None] = ()
     may_fail_in_trace: ClassVar[bool] = False
     needs_prediction: ClassVar[bool] = False
     advice: ClassVar[str | None] = None
@@ -404,6 +433,10 @@ class Technique:
     ) -> torch.optim.Optimizer:
         """The optimizer to use instead of the one of a user's own loop, for these parameter groups."""
         return optimizer
+
+    def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
+        """The function to use in place of the one that builds a recipe's optimizer, for a prepared model."""
+        return build
 
     # ------------------------------------------------------------------ how it is traced
 

@@ -29,7 +29,7 @@ from trimtab.model.captured_step import (
 )
 from trimtab.model.compile_time import compile_seconds, compiling_may_pay
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
-from trimtab.techniques.adapter import adapter_settings, has_quantized_base
+from trimtab.techniques.adapter import adapter_settings, has_plain_lora, has_quantized_base
 from trimtab.techniques.base import Case, OnResume, Phase, Site, StepSpec, Technique, Trial
 
 _KEY = "train.compile"
@@ -110,7 +110,7 @@ class Compilation(Technique):
 
     def captures(self, value: str) -> bool:
         """Graphs are."""
-        return value == _GRAPHS
+        return captures_steps(value)
 
     def start_seconds(self, value: str, case: Case) -> float:
         """Compiling, and capturing every size."""
@@ -118,7 +118,8 @@ class Compilation(Technique):
             return 0.0
         counts = value == _GRAPHS and case.count_shapes is not None
         num_sizes = min(MOST_GRAPHS, case.count_shapes()) if counts else 0  # type: ignore[misc]
-        return compile_seconds(case.model, num_sizes)
+        has_adapter = case.recipe is not None and adapter_settings(case.recipe) is not None
+        return compile_seconds(case.model, num_sizes, has_adapter=has_adapter)
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
@@ -138,12 +139,19 @@ class Compilation(Technique):
         return "from here on"
 
 
+def captures_steps(value: str) -> bool:
+    """Whether a value captures steps in CUDA graphs."""
+    return value == _GRAPHS
+
+
 def may_compile(case: Case) -> bool:
     """Whether `auto` considers it: on an NVIDIA GPU with Triton, for one process and weights that are not quantized."""
     accelerator, recipe = case.accelerator, case.recipe
     if recipe is None or recipe.train.compile != "auto" or case.model is None or case.num_processes > 1:
         return False
     if recipe.distill is not None:  # graphs would contain the teacher, and blocks return no hidden states
+        return False
+    if recipe.adapter != "none" and not has_plain_lora(recipe):  # not measured
         return False
     has_triton = not accelerator.is_here or has_package("triton")
     capability = accelerator.capability if accelerator.is_cuda else None

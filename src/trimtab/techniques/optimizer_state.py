@@ -10,6 +10,7 @@ from trimtab.hardware.extras import has_package
 from trimtab.optim import build, quantized, stochastic_rounding
 from trimtab.optim.build import PAGED, QUANTIZED
 from trimtab.optim.eight_bit import eight_bit_obstacle, to_eight_bit
+from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques.adapter import has_4bit_base
 from trimtab.techniques.base import (
@@ -120,7 +121,10 @@ class OptimizerState(Technique):
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
         """Paged state may be moved to the host."""
-        return HostUse(pages_state=value.startswith(PAGED))
+        dtype, num_weights = torch.bfloat16 if weight_bytes == 2 else torch.float32, 2**20
+        rounds = dtype is torch.bfloat16  # weights in bf16 train with stochastic rounding only
+        size = state_bytes(value, (num_weights,), dtype, rounds_stochastically=rounds, device="cpu").num_bytes
+        return HostUse(pages_state=value.startswith(PAGED), state_ratio=size / num_weights / weight_bytes)
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
         """Torch's own optimizers."""

@@ -4,6 +4,7 @@ It can be chosen per block, for any transformers model and most others. Results 
 step, because a recomputed block draws the same random numbers again.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -15,15 +16,20 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.errors import RecipeError
 from trimtab.log import log_info_once, say
 from trimtab.model.blocks import blocks_of
-from trimtab.model.selective_recompute import SavingMode, saving_contexts
+from trimtab.model.random_draws import Draws, ReplayedDraws, WatchedDraws
+from trimtab.model.selective_recompute import saving_contexts
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, as_text
 
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
-_KINDS = "none, all, ops, {every: 2} or {layers: [0, 1, -1]}"
-_FEWEST_BLOCKS = 4  # from which on recomputing every second block is a choice of its own
+_KINDS = "none, all, ops, {every: 2}, {all_but_every: 4} or {layers: [0, 1, -1]}"
+# From so many blocks on, recomputing a part of them is a choice of its own; the fewest recomputed blocks come first.
+_PARTS: dict[int, tuple[dict[str, int], ...]] = {
+    4: ({"every": 2},),
+    8: ({"every": 4}, {"every": 2}, {"all_but_every": 4}),
+}
 
 
 class GradientCheckpointing(Technique):
@@ -39,7 +45,7 @@ class GradientCheckpointing(Technique):
     study = ("checkpointing", ("none", "ops", ("every second", {"every": 2}), "all"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """None, every second block, or all blocks; a model that already recomputes is not changed."""
+        """None, a part of the blocks, or all of them; a model that already recomputes is not changed."""
         asked = self.asked(case.recipe)
         if asked != "auto":
             return (as_text(asked),)
@@ -47,21 +53,18 @@ class GradientCheckpointing(Technique):
         recomputes_already = case.recipe is None and getattr(case.model, "is_gradient_checkpointing", False)
         if not num_blocks or recomputes_already:
             return ("none",)
-        return ("none", as_text({"every": 2}), "all") if num_blocks >= _FEWEST_BLOCKS else ("none", "all")
+        parts = next((parts for fewest, parts in sorted(_PARTS.items(), reverse=True) if num_blocks >= fewest), ())
+        return ("none", *map(as_text, parts), "all")
 
     def change_model(self, model: nn.Module, value: str, site: Site) -> None:
         """Wrap the chosen blocks; in a trace the chosen ones among those that were kept."""
         if value == self.off and site.recipe is None:  # a loop of the user's own keeps its model's setting
             return
-        which = read_value(value)
-        if site.kept_blocks is not None and not isinstance(which, str):
-            chosen = set(chosen_blocks(which, 1 + max(site.kept_blocks)))
-            which = {"layers": [index for index, number in enumerate(site.kept_blocks) if number in chosen]}
-        checkpoint_layers(model, which)
+        checkpoint_layers(model, in_trace(read_value(value), site))
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
         """`ops` observes every operation, and a compiled block is one operation."""
-        if spec[self.key] == "ops" and spec["compile"] != "off":
+        if keeps_products(spec[self.key]) and spec["compile"] != "off":
             return f"{_KEY}: ops does not work with train.compile: {spec['compile']}, which hides single operations"
         return None
 
@@ -77,7 +80,23 @@ class GradientCheckpointing(Technique):
 
     def describe(self, value: str) -> str:
         """Such as "recompute every 2nd"."""
-        return f"recompute {value.strip('{}').replace('every: 2', 'every 2nd')}"
+        return f"recompute {describe_blocks(value)}"
+
+
+def describe_blocks(value: str) -> str:
+    """A choice of blocks in words, such as "every 2nd"."""
+    words = re.sub(r"every: (\d+)", lambda found: f"every {_ordinal(int(found[1]))}", value.strip("{}"))
+    return words.replace("_", " ")
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if 10 < number % 100 < 14 else ending}"
+
+
+def keeps_products(value: str) -> bool:
+    """Whether recomputed blocks keep the results of single operations."""
+    return value == "ops"
 
 
 def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
@@ -90,7 +109,8 @@ def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
         model: The model; its parameters, their names and its outputs do not change.
         which: "none"; "all"; "ops" (every block, but matrix products and attention are kept); {"every": k} (blocks
             0, k, 2k …: the last one is left out where it can be, so that its memory is free before any other is
-            recomputed); {"layers": [...]}, counted from 0, from the end where negative, encoder before decoder.
+            recomputed); {"all_but_every": k} (all blocks but k - 1, 2k - 1 …); {"layers": [...]}, counted from 0, from
+            the end where negative, encoder before decoder.
 
     Returns:
         The number of blocks that are recomputed.
@@ -114,24 +134,34 @@ def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
     return len(chosen)
 
 
-def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int) -> list[int]:
-    """The numbers of the blocks that are recomputed, of so many."""
+def in_trace(which: str | Mapping[str, Any], site: Site) -> str | Mapping[str, Any]:
+    """The same choice of blocks in a model that a trace has shortened."""
+    if site.kept_blocks is None or isinstance(which, str):
+        return which
+    chosen = set(chosen_blocks(which, 1 + max(site.kept_blocks)))
+    return {"layers": [index for index, number in enumerate(site.kept_blocks) if number in chosen]}
+
+
+def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int, key: str = _KEY) -> list[int]:
+    """The numbers of the blocks that a setting chooses, of so many."""
     if which in ("all", "ops"):
         return list(range(num_blocks))
     if isinstance(which, Mapping) and len(which) == 1:
         ((kind, value),) = which.items()
-        if kind == "every" and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if kind == "every" and type(value) is int and value >= 1:
             return list(range(0, num_blocks, value))
+        if kind == "all_but_every" and type(value) is int and value >= 2:
+            return [number for number in range(num_blocks) if number % value != value - 1]
         if kind == "layers" and not isinstance(value, str) and all(type(number) is int for number in value):
             outside = [number for number in value if not -num_blocks <= number < num_blocks]
             if outside:
                 count = f"{num_blocks} block{'s' if num_blocks > 1 else ''}"
                 raise RecipeError(
-                    f"{_KEY}: no block {', '.join(map(str, outside))}; the model has {count}",
+                    f"{key}: no block {', '.join(map(str, outside))}; the model has {count}",
                     f"use numbers from {-num_blocks} to {num_blocks - 1}; negative ones count from the end",
                 )
             return sorted({number % num_blocks for number in value})
-    raise RecipeError(f"{_KEY}: {which!r} is not known", f"one of {_KINDS}")
+    raise RecipeError(f"{key}: {which!r} is not known", f"one of {_KINDS}")
 
 
 def _stop_own_checkpointing(model: nn.Module) -> None:
@@ -140,7 +170,7 @@ def _stop_own_checkpointing(model: nn.Module) -> None:
         say(f"the gradient checkpointing of {type(model).__name__} was switched off; {_KEY} controls it")
 
 
-def _wrap(block: nn.Module, contexts: Callable[[list[torch.device]], tuple["_Drawing", "_DrawingAgain"]]) -> None:
+def _wrap(block: nn.Module, contexts: Callable[[list[torch.device]], tuple[WatchedDraws, ReplayedDraws]]) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__[_OWN_FORWARD]
         if not self.training or not torch.is_grad_enabled() or not _anything_trains(self, args, kwargs):
@@ -167,7 +197,7 @@ def _recomputed(
     own: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    contexts: Callable[[list[torch.device]], tuple["_Drawing", "_DrawingAgain"]],
+    contexts: Callable[[list[torch.device]], tuple[WatchedDraws, ReplayedDraws]],
 ) -> Any:
     args, kwargs = _without_cache(block, args, kwargs)
     names, num_args = tuple(kwargs), len(args)
@@ -211,80 +241,12 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def _keeping_nothing(devices: list[torch.device]) -> tuple["_Drawing", "_DrawingAgain"]:
-    drawn = _Drawn(devices)
-    return _Drawing(drawn), _DrawingAgain(drawn)
+def _keeping_nothing(devices: list[torch.device]) -> tuple[WatchedDraws, ReplayedDraws]:
+    drawn = Draws(devices)
+    return WatchedDraws(drawn), ReplayedDraws(drawn)
 
 
-def _keeping_products(devices: list[torch.device]) -> tuple["_Drawing", "_DrawingAgain"]:
-    drawn = _Drawn(devices)
+def _keeping_products(devices: list[torch.device]) -> tuple[WatchedDraws, ReplayedDraws]:
+    drawn = Draws(devices)
     keeping, handing_out = saving_contexts()
-    return _Drawing(drawn, keeping), _DrawingAgain(drawn, handing_out)
-
-
-class _Drawn:
-    """The state of the random generators before a block, if the block drew from them.
-
-    torch.utils.checkpoint would save and restore all of them for each block; most blocks draw nothing.
-    """
-
-    def __init__(self, devices: list[torch.device]) -> None:
-        # meta tensors draw nothing, and another thread may be using the host generator
-        has_data = any(device.type != "meta" for device in devices) or not devices
-        self._generators = [torch.default_generator] if has_data else []
-        for device in devices:
-            if device.type == "mps":
-                self._generators.append(torch.mps._get_default_mps_generator())
-            elif device.type not in ("cpu", "meta"):
-                self._generators.append(torch.get_device_module(device).default_generators[device.index])
-        self.before: list[torch.Tensor] | None = None
-
-    def read(self) -> list[torch.Tensor]:
-        # comparing 4-byte integers is faster than comparing bytes
-        return [generator.get_state().view(torch.int32) for generator in self._generators]
-
-    def set(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state.view(torch.uint8))
-
-
-class _Drawing:
-    """Context of the forward of a block: detects whether it draws random numbers."""
-
-    def __init__(self, drawn: _Drawn, keeping: SavingMode | None = None) -> None:
-        self._drawn = drawn
-        self.keeping = keeping
-
-    def __enter__(self) -> None:
-        self._before = self._drawn.read()
-        if self.keeping is not None:
-            self.keeping.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.keeping is not None:
-            self.keeping.__exit__(*exception)
-        if not all(map(torch.equal, self._before, self._drawn.read())):
-            self._drawn.before = self._before
-        del self._before
-
-
-class _DrawingAgain:
-    """Context of the recomputation: draws the same random numbers as the forward, then restores the generators."""
-
-    def __init__(self, drawn: _Drawn, inner: Any = None) -> None:
-        self._drawn = drawn
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        if self._drawn.before is not None:
-            self._now = self._drawn.read()
-            self._drawn.set(self._drawn.before)
-        if self._inner is not None:
-            self._inner.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._inner is not None:
-            self._inner.__exit__(*exception)
-        if self._drawn.before is not None:
-            self._drawn.set(self._now)
-            del self._now
+    return WatchedDraws(drawn, keeping), ReplayedDraws(drawn, handing_out)

@@ -30,6 +30,8 @@ class Checkpoints:
         facts: Returns what else to store with each checkpoint: the settings and facts of the run.
     """
 
+    saves = True
+
     def __init__(
         self,
         engine: Engine,
@@ -134,6 +136,7 @@ class Checkpoints:
 class NoCheckpoints:
     """Saves nothing: the run cannot be resumed."""
 
+    saves = False
     seconds_needed = 0.0
 
     def save(

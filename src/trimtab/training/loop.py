@@ -15,9 +15,10 @@ from trimtab.training.finite_watch import FiniteWatch, explain_nonfinite
 from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.interval import Interval
 from trimtab.training.loop_state import LoopState
-from trimtab.training.memory_guard import MemoryGuard
+from trimtab.training.memory_guard import CURES, MemoryGuard, WeightsChanged
 from trimtab.training.meter import Meter
 from trimtab.training.next_actions import NextActions, agree_on
+from trimtab.training.rollback import OutOfMemory
 from trimtab.training.run_state import FitResult, RunState
 from trimtab.training.step import StepResult, take_step, window_gradients
 from trimtab.training.step_report import StepReporter
@@ -50,7 +51,7 @@ class Trainer:
         self.best_model = BestModel(engine, selection.best, outputs.writer, outputs.callbacks)
         self._evaluation = Interval(settings.evaluate_every, settings.steps_per_epoch)
         self._saving = Interval(settings.save_every, settings.steps_per_epoch)
-        self._signals = StopSignals()
+        self._signals = StopSignals(saves=outputs.checkpoints.saves)
         self._watch = FiniteWatch(engine.device, norm_counts=not engine.scaler.is_scaling)
         self._is_stepping = False  # the optimizer is changing the weights: there is no state to resume from
         stateful = {
@@ -119,20 +120,24 @@ class Trainer:
                 return
 
     def _one_step(self, micro_batches: Iterator[dict[str, torch.Tensor]], num_micro_batches: int) -> bool:
-        """Take an optimizer step; return False if memory ran out and the step was rolled back."""
+        """Take an optimizer step; return False if memory ran out and the step was rolled back, or the run rewound."""
         state, settings = self.state, self._settings
-        result = self._memory_guard.attempt(
-            lambda: self._compute_gradients(
-                self._engine,
-                self._model,
-                self.parts.loss,
-                micro_batches,
-                num_micro_batches,
-                settings.max_grad_norm,
-                skips_nonfinite=settings.on_nan == "skip" and not self._engine.scaler.is_scaling,
-            ),
-            state.step + 1,
-        )
+        try:
+            result = self._memory_guard.attempt(
+                lambda: self._compute_gradients(
+                    self._engine,
+                    self._model,
+                    self.parts.loss,
+                    micro_batches,
+                    num_micro_batches,
+                    settings.max_grad_norm,
+                    skips_nonfinite=settings.on_nan == "skip" and not self._engine.scaler.is_scaling,
+                ),
+                state.step + 1,
+            )
+        except WeightsChanged as changed:
+            self._restart_smaller(changed.failure)
+            return False
         if isinstance(result, str):
             self._retry_smaller(result)
             return False
@@ -170,6 +175,24 @@ class Trainer:
         values = {"note": why, "micro_batch": self._memory_guard.micro_batch_size}
         self._outputs.writer.record(values, self.state.step)
         self._position.seek(self.state.step, is_retry=True)
+
+    def _restart_smaller(self, failure: OutOfMemory) -> None:
+        """Go back to the last checkpoint after a step that cannot be undone, and continue in smaller micro-batches."""
+        self._is_stepping = True
+        step, saved = self.state.step + 1, self._outputs.checkpoints.newest()
+        if saved is None:
+            raise DoesNotFit(
+                f"{failure} in backward at step {step}, with some of the weights updated already, and there is no "
+                f"checkpoint to restart from\n  cure: start again with a shorter checkpoint.every, {CURES}"
+            )
+        why = self._memory_guard.shrink(failure, f"in backward at step {step}")
+        self._go_back_to(saved.path)
+        self._is_stepping = False
+        self.seek_data()
+        note = f"{why}; restarted from the checkpoint of step {self.state.step}"
+        self._progress.note(note)
+        values = {"note": note, "micro_batch": self._memory_guard.micro_batch_size}
+        self._outputs.writer.record(values, self.state.step)
 
     def _unfreeze(self) -> None:
         for name in self._freezing.at_step(self.state.step, self.state.epoch):
@@ -255,17 +278,20 @@ class Trainer:
         raise LossNotFinite(explain_nonfinite(step, rows, self._engine.mixed_precision == "fp16", found))
 
     def _rewind(self, checkpoint: Path, step: int, rows: str) -> None:
-        state = self.state
+        self._go_back_to(checkpoint)
+        self._position.num_passed_over = step - self.state.step
+        self._progress.note(
+            f"step {step} is not finite (its rows are in {rows}): rewound to step {self.state.step}, continuing with "
+            "the rows after them; a run is rewound only once"
+        )
+        self.seek_data()
+
+    def _go_back_to(self, checkpoint: Path) -> None:
+        """Load an earlier state of this run; the best model so far is kept."""
         with self.best_model.preserved():
             self._engine.load_state(checkpoint)
-        self._position.num_passed_over = step - state.step
         self._watch.forget()
-        self._progress.note(
-            f"step {step} is not finite (its rows are in {rows}): rewound to step {state.step}, continuing with the "
-            "rows after them; a run is rewound only once"
-        )
         self.parts.optimizer.zero_grad()
-        self.seek_data()
 
     def _write_rows_of(self, step: int) -> str:
         return self._outputs.writer.write_bad_rows(step, self._position.rows_of(step))

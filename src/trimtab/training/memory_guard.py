@@ -13,6 +13,7 @@ from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved, release_cached_memory
 from trimtab.log import say
 from trimtab.model.captured_step import captured_micro_batches_of
+from trimtab.optim.in_backward import updates_of
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.techniques.apply import memory_advice
 from trimtab.techniques.base import Trial
@@ -24,7 +25,19 @@ from trimtab.units import format_bytes
 
 T = TypeVar("T")
 
-_CURES = ", ".join(["a larger memory.budget", *memory_advice(), "a smaller data.max_length", "or adapter: lora"])
+CURES = ", ".join(["a larger memory.budget", *memory_advice(), "a smaller data.max_length", "or adapter: lora"])
+
+
+class WeightsChanged(Exception):  # noqa: N818 (an event of a step, which the loop handles)
+    """Memory ran out in a step that had changed weights in backward, so it cannot be undone.
+
+    Args:
+        failure: What ran out.
+    """
+
+    def __init__(self, failure: OutOfMemory) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
 
 
 class MemoryGuard:
@@ -79,7 +92,7 @@ class MemoryGuard:
         with self._engine.busy("trying the largest batches"):
             found = self._rehearsal.train()
             while isinstance(found, OutOfMemory):
-                tell(self._shrink(found, "before the first step"))
+                tell(self.shrink(found, "before the first step"))
                 found = self._rehearsal.train()
             self._rehearsed_evaluation = self._rehearse_evaluation()
             self._rehearsed = found | self._rehearsed_evaluation
@@ -94,7 +107,7 @@ class MemoryGuard:
                 raise
             raise DoesNotFit(
                 "the model and its optimizer state alone do not fit into memory\n"
-                f"  cure: train.optimizer: adamw8bit, {_CURES}"
+                f"  cure: train.optimizer: adamw8bit, {CURES}"
             ) from error
 
     def _rehearse_evaluation(self) -> Peak:
@@ -126,11 +139,16 @@ class MemoryGuard:
 
         Raises:
             DoesNotFit: The micro-batch had one row, or other processes cannot undo the step any more.
+            WeightsChanged: Weights were updated in backward: the caller has to load a checkpoint and call `shrink`.
         """
         result = self._rollback.attempt(work, together=self._engine.use_distributed)
-        return self._shrink(result, f"at step {step}") if isinstance(result, OutOfMemory) else result
+        if not isinstance(result, OutOfMemory):
+            return result
+        if result.has_changed_weights:
+            raise WeightsChanged(result)
+        return self.shrink(result, f"at step {step}")
 
-    def _shrink(self, failure: OutOfMemory, where: str) -> str:
+    def shrink(self, failure: OutOfMemory, where: str) -> str:
         """Halve the micro-batch size; return a line that reports it."""
         sampler, num_processes = self._sampler, self._engine.num_processes
         before = min(sampler.micro_batch_size, sampler.batch_size, len(sampler.lengths))
@@ -144,14 +162,14 @@ class MemoryGuard:
         if before <= num_processes:
             has_plan = self._predicted is not None or not self.cap.budget_bytes
             tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
-            raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {_CURES}")
+            raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {CURES}")
         sampler.set_micro_batch_size(after)
         captured = captured_micro_batches_of(self._model)
         if captured is not None:  # the memory of graphs that are too large is not free for smaller ones
             captured.forget()
             release_cached_memory(self._engine.device)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
-        return f"{failure} {where}: micro-batch size {' → '.join(shown)}"
+        return f"{failure} {where}: micro-batch size {' → '.join(shown)}{updates_of(self._model).words_if_divided}"
 
     @property
     def micro_batch_size(self) -> int:

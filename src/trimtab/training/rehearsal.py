@@ -84,6 +84,8 @@ class Rehearsal:
             compute_gradients: The function of the training steps, `window_gradients` as techniques have wrapped it.
         """
         sampler = self._batches.batch_sampler
+        # one of several micro-batches adds its gradients, the only one of a batch writes them
+        num_micro_batches = min(2, max(sampler.window_sizes(), default=1))
         counts: Counter[tuple[int, int]] = Counter()
         rows_of: dict[tuple[int, int], list[int]] = {}
         for rows in sampler:
@@ -95,31 +97,40 @@ class Rehearsal:
         largest_shape = num_rows, max(num_tokens, sampler.max_tokens or 0)
         shapes = sorted(counts.keys() - {largest_shape}, key=lambda shape: (math.prod(shape), shape), reverse=True)
         runs = {
-            shape: partial(self._try, partial(batch_of, rows=rows), compute_gradients)
+            shape: partial(self._try, partial(batch_of, rows=rows), compute_gradients, num_micro_batches)
             for shape, rows in rows_of.items()
         }
-        runs[largest_shape] = partial(self._try, worst_batch, compute_gradients)
+        runs[largest_shape] = partial(self._try, worst_batch, compute_gradients, num_micro_batches)
         return [Trial(shape, counts[shape] / counts.total(), runs[shape]) for shape in (largest_shape, *shapes)]
 
-    def _try(self, make_batch: Callable[..., dict[str, torch.Tensor]], compute_gradients: Callable[..., Any]) -> None:
-        """Run a micro-batch and undo it; memory that runs out in it runs out again in its step, which is retried."""
-        self._rollback.rehearse(
-            lambda: self._compute(make_batch(self._batches, engine=self._engine), 1, compute_gradients)
-        )
-
-    def _compute(
+    def _try(
         self,
-        batch: dict[str, torch.Tensor],
-        num_times: int,
-        compute_gradients: Callable[..., Any] | None = None,
+        make_batch: Callable[..., dict[str, torch.Tensor]],
+        compute_gradients: Callable[..., Any],
+        num_micro_batches: int,
     ) -> None:
+        """Run the first micro-batch of a window and undo it.
+
+        Memory that runs out in it runs out again in its step, which is retried.
+        """
         engine, model, loss = self._engine, self._model, self._loss
-        compute_gradients = compute_gradients or window_gradients
+
+        def work() -> None:
+            batch = make_batch(self._batches, engine=engine)
+            if engine.use_distributed:
+                self._compute(batch, 1)
+            else:
+                compute_gradients(engine, model, loss, [batch], num_micro_batches, self._max_grad_norm)
+
+        self._rollback.rehearse(work)
+
+    def _compute(self, batch: dict[str, torch.Tensor], num_times: int) -> None:
+        engine, model, loss = self._engine, self._model, self._loss
         if engine.use_distributed:  # without communication: one process may run out of memory and the others not
             for _ in range(num_times):
                 loss(engine.unwrap_model(model), batch).value.backward()  # type: ignore[no-untyped-call]
             return
-        compute_gradients(engine, model, loss, [batch] * num_times, num_times, self._max_grad_norm)
+        window_gradients(engine, model, loss, [batch] * num_times, num_times, self._max_grad_norm)
 
     def evaluate(self, evaluator: Evaluator) -> Peak | OutOfMemory:
         """Run the largest evaluation batch, in micro-batches of the evaluator's present size."""

@@ -17,8 +17,8 @@ from trimtab.training.checkpoints import numeric_differences
 from trimtab.training.loop import Trainer
 
 
-def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint, lr: float) -> int | None:
-    """Load the checkpoint of a start point into a trainer; `lr` is the learning rate of the recipe.
+def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> int | None:
+    """Load the checkpoint of a start point into a trainer, which keeps the learning rates that it was built with.
 
     Returns:
         How much of the run's journal is valid, in bytes; None if the run starts from scratch.
@@ -26,13 +26,13 @@ def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint, lr: 
     if beginning.checkpoint is None:
         return None
     schedule = trainer.parts.scheduler.scheduler
-    shapes = copy_shapes(schedule)
+    shapes, rates = copy_shapes(schedule), [float(rate) for rate in schedule.base_lrs]
     engine.load_state(beginning.checkpoint)
     _repair_best_model(trainer, engine, beginning.path, beginning.checkpoint)
     trainer.seek_data()
     step = trainer.state.step
     say(f"resuming from {beginning.checkpoint.name} ({beginning.checkpoint.parent.parent})")
-    words = reshape(schedule, shapes, lr)
+    words = reshape(schedule, shapes, rates)
     if words is not None:
         say(words)
     if engine.is_main_process:

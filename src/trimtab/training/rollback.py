@@ -15,6 +15,7 @@ import torch
 from trimtab.engine.agreement import WindowAborted
 from trimtab.engine.engine import Engine
 from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, release_cached_memory
+from trimtab.optim.in_backward import updates_of
 from trimtab.randomness import (
     RandomState,
     host_random_state,
@@ -33,6 +34,7 @@ class OutOfMemory:
     wanted: str = ""  # what could not be allocated, if known
     is_elsewhere: bool = False  # in another process
     is_too_late: bool = False  # other processes may have gone on and cannot undo it
+    has_changed_weights: bool = False  # weights were updated in backward, which cannot be undone
 
     def __str__(self) -> str:
         if self.is_elsewhere:
@@ -45,6 +47,7 @@ class Rollback:
 
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         self._engine = engine
+        self._updates = updates_of(model)
         self._buffers = _ChangingBuffers(model)
         self._random = _UsedGenerators()
 
@@ -56,6 +59,7 @@ class Rollback:
             together: Whether it is a window of several processes: if one undoes it, all do.
         """
         undo = self._undo_point()
+        self._updates.has_changed_weights = False
         try:
             with self._engine.all_or_none_window() if together else nullcontext():
                 result = work()
@@ -75,7 +79,7 @@ class Rollback:
             failure = self._give_up(failure)
         undo()
         release_cached_memory(self._engine.device)
-        return failure
+        return replace(failure, has_changed_weights=self._updates.has_changed_weights)
 
     def _give_up(self, failure: OutOfMemory) -> OutOfMemory:
         try:
@@ -89,7 +93,8 @@ class Rollback:
     def rehearse(self, work: Callable[[], T]) -> T | OutOfMemory:
         """Return the result of `work`, or that memory ran out in it, and undo it in either case."""
         undo = self._undo_point()
-        result = self.attempt(work)
+        with self._updates.held():
+            result = self.attempt(work)
         undo()
         return result
 

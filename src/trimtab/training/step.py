@@ -15,6 +15,8 @@ from trimtab.data.packing import count_tokens
 from trimtab.engine.engine import Engine
 from trimtab.model.captured_step import Compute, compute_plainly
 from trimtab.model.losses import Loss
+from trimtab.optim.host_update import master_of
+from trimtab.optim.in_backward import updates_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def window_gradients(
 ) -> StepResult:
     """Accumulate the gradients of one batch in `.grad`, clipped.
 
-    Weights, optimizer and schedule do not change, so `Rollback` can undo all of it.
+    Weights, optimizer and schedule do not change, so `Rollback` can undo all of it; unless weights are updated in
+    backward (`trimtab.optim.in_backward`).
 
     Micro-batches are consumed one at a time. The engine ends a window with the loader's last batch, so none may be
     read ahead; and the device need not hold more than one.
@@ -56,6 +59,8 @@ def window_gradients(
         compute: Computes a micro-batch.
     """
     engine.gradient_accumulation_steps = num_micro_batches
+    updates = updates_of(model)
+    updates.begin_window(num_micro_batches, max_grad_norm)
     losses, weights, norm = [], [], None
     num_tokens: torch.Tensor | int = 0
     for batch in micro_batches:
@@ -66,7 +71,9 @@ def window_gradients(
         losses.append(loss_sum)
         weights.append(weight)
         num_tokens = num_tokens + count_tokens(batch)
-    if (max_grad_norm or skips_nonfinite) and engine.sync_gradients:
+    if updates.is_updating:
+        norm = updates.finish_window()
+    elif (max_grad_norm or skips_nonfinite) and engine.sync_gradients:
         parameters = [parameter for parameter in _parameters_of(model) if parameter.grad is not None]
         norm = engine.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=engine.device)
@@ -75,13 +82,16 @@ def window_gradients(
     return StepResult(loss_sum, sum(weights), norm, num_tokens)
 
 
-_known: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[torch.nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
 
 
-def _parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of a model, collected once: walking over a BERT's modules takes a millisecond of every step."""
+def _parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters of a model, or their masters on the host.
+
+    They are collected once: walking over a BERT's modules takes a millisecond of every step.
+    """
     if model not in _known:
-        _known[model] = list(model.parameters())
+        _known[model] = [master_of(parameter) for parameter in model.parameters()]
     return _known[model]
 
 

@@ -1,4 +1,4 @@
-"""Signals that interrupt a run: it saves a checkpoint first and can be resumed."""
+"""Signals that interrupt a run: it ends after a step, and saves a checkpoint first if it saves any."""
 
 import signal
 import threading
@@ -17,9 +17,13 @@ class StopSignals:
     """A context in which the first signal is only recorded. A second SIGINT raises KeyboardInterrupt.
 
     Does nothing outside the main thread, where Python allows no handlers. Signals that are ignored stay ignored.
+
+    Args:
+        saves: Whether what is interrupted saves a checkpoint, to say so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
+        self._words = "and saving (Ctrl-C again stops at once, without saving)" if saves else "(Ctrl-C again: at once)"
         self.received: str | None = None
         self._since = 0.0
         self._before: dict[int, Any] = {}
@@ -42,4 +46,4 @@ class StopSignals:
             raise KeyboardInterrupt
         if self.received is None:
             self.received, self._since = signal.Signals(number).name, time.monotonic()
-            say(f"{self.received}: stopping after this step and saving (Ctrl-C again stops at once, without saving)")
+            say(f"{self.received}: stopping after this step {self._words}")

@@ -251,6 +251,7 @@ def _autocast_questions(state: _State) -> Iterator[tuple[Any, str, Any]]:
     def is_available(device_type: str) -> bool:
         return device_type in _STAND_INS or available_really(device_type)
 
+    yield torch, "clear_autocast_cache", state.copies.clear
     yield torch, "is_autocast_enabled", is_enabled
     yield torch, "get_autocast_dtype", dtype_of
     yield torch.amp, "is_autocast_available", is_available

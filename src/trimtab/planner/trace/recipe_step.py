@@ -14,7 +14,7 @@ from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.teacher import cut_student, student_loss, teacher_skeleton, use_plain_attention
 from trimtab.data.metrics import Metrics
-from trimtab.data.packing import MAX_LENGTH, ROW_STARTS
+from trimtab.data.packing import MAX_LENGTH, MAX_ROW_LENGTH, ROW_LENGTH, ROW_STARTS
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
@@ -23,6 +23,7 @@ from trimtab.model.distillation import PROBABILITIES, TOKENS
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
+from trimtab.optim.host_update import master_of
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
 from trimtab.planner.shapes import BatchShape, StepTask
@@ -186,8 +187,8 @@ class StepTracer:
     def _work(
         self, spec: StepSpec, batch: BatchShape, do: Callable[["_Parts"], None], short: Shortened, recorder: Recorder
     ) -> Work:
-        parts = self._build(spec, short, recorder)
         recorder.is_timing = False
+        parts = self._build(spec, short, recorder)
         visits = BlockVisits(recorder, parts.model)
         visits.adopt_weights(parts.model)
         teacher = self.teacher(spec.precision)
@@ -270,7 +271,9 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
         for parameter in model.parameters():
             if parameter.requires_grad:
                 visits.visit(parameter, "state")
-                preallocate_state(optimizer, [parameter])
+                master = master_of(parameter)
+                with contextlib.nullcontext() if master is parameter else recorder.on_host():
+                    preallocate_state(optimizer, [master])
     visits.leave()
 
 
@@ -282,7 +285,9 @@ def _batch(task: StepTask, batch: BatchShape, recorder: Recorder) -> dict[str, A
         made: dict[str, Any] = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
         if batch.is_packed:
             made[ROW_STARTS] = torch.empty(num_rows + 2, dtype=torch.int32, device="meta")
-            made[MAX_LENGTH] = batch.length
+            made[MAX_LENGTH] = made[MAX_ROW_LENGTH] = batch.length
+            if batch.marks_equal_rows:
+                made[ROW_LENGTH] = batch.length
         if task.loss_kind == "token-cross-entropy":
             label_shape = shape if batch.target_length is None else (batch.rows, batch.target_length)
             made["labels"] = torch.empty(label_shape, dtype=torch.long, device="meta")

@@ -19,6 +19,7 @@ from trimtab.planner.trace.cache import run_on_meta, tensors_in
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _READ = torch.ops.aten._local_scalar_dense.default
+_WITHOUT_KERNEL = 9  # memory traffic of a host that has no such kernel: see `trimtab.optim.stochastic_rounding`
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
@@ -33,7 +34,9 @@ class Op(NamedTuple):
     """One operation on the device; views are left out."""
 
     name: str
-    stage: str  # "forward", "backward", "recompute" (inside backward), "optimizer"; "replay" and "replayed" in graphs
+    # "forward", "backward", "recompute" and "update" (inside backward), "optimizer"; "host" is computed by the host,
+    # "transfer" a copy between host and device; "replay" and "replayed" are in graphs
+    stage: str
     flops: int  # a multiply-add counts two; 0 for operations that only move memory
     moved: int  # bytes read and written
     dtype: str  # of the product: fp32, bf16, fp16, fp8
@@ -128,11 +131,13 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules, self._answer = rules, answer
         self._living: dict[int, int] = {}  # address of a storage, and its number; -1 is not on the device
+        self._stand_for: dict[int, torch.Tensor] = {}  # parameters of tensors on the host, by address
+        self._owners_on_host: dict[int, Owner | None] = {}
         self._kept: set[str] = set()
         self._library: list[Event] = []
-        self._is_recomputing = False
+        self._is_recomputing = self._is_updating = False
         self._num_storages = 0
-        self._is_on_host = self._is_paused = False
+        self._is_on_host = self._is_paused = self._has_host_weights = False
         self._part: str | None = None
         self._stage = "forward"
         self._visits: dict[tuple[str, Owner | None], int] = {}
@@ -167,7 +172,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def stage(self) -> str:
-        """One of "forward", "backward", "recompute" and "optimizer"."""
+        """One of "forward", "backward", "recompute", "update", "optimizer" and "host"."""
+        if self._is_updating:
+            return "update"
+        if self._is_on_host and self._has_host_weights:
+            return "host"
         again = torch.is_grad_enabled() or self._is_recomputing  # custom autograd functions recompute without autograd
         return "recompute" if self._stage == "backward" and again else self._stage
 
@@ -197,6 +206,15 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_recomputing = before
 
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Record what runs inside as the optimizer, which updates single parameters inside backward."""
+        before, self._is_updating = self._is_updating, True
+        try:
+            yield
+        finally:
+            self._is_updating = before
+
     def mark(self, name: str) -> None:
         """Give this moment a name."""
         self.marks.append(Mark(name, len(self.events)))
@@ -221,7 +239,15 @@ class Recorder(TorchDispatchMode):
             if tensor.is_meta:
                 self._bear(tensor, part, "", self._owner)
 
-    def adopt_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
+        """Record existing tensors of parameters as host memory; operations on such tensors alone run on the host."""
+        self._has_host_weights = True
+        with self.on_host():
+            self.adopt(tensors, "host")
+        for tensor, parameter in zip(tensors, parameters, strict=True):
+            self._stand_for[tensor.untyped_storage()._cdata] = parameter
+
+    def adopt_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record the tensors in `.grad` of the parameters as gradients."""
         for parameter in parameters:
             if parameter.grad is not None:
@@ -277,8 +303,22 @@ class Recorder(TorchDispatchMode):
     def note(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Record a replaced kernel that reads and writes these tensors."""
         if self.is_timing:
-            self.ops.append(Op(name, self.stage, 0, sum(map(tensor_bytes, tensors)), "fp32"))
+            stage, moved = self.stage, sum(map(tensor_bytes, tensors))
+            if self._has_host_weights and self._are_on_host(tensors):
+                stage, moved = "host", moved * _WITHOUT_KERNEL
+            self.ops.append(Op(name, stage, 0, moved, "fp32"))
             self._share_out(tensors)
+
+    def transfer(self, name: str, num_bytes: int) -> None:
+        """Record a copy over the host link, or a wait for one; see `trimtab.techniques.base`."""
+        if self.is_timing and not self._is_paused:
+            self.ops.append(Op(name, self.stage, 0, num_bytes, "fp32"))
+
+    def copy_weights(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Record a copy between host and device, which runs beside the computation."""
+        if self.is_timing and not self._is_paused:
+            self.ops.append(Op("transfer", "transfer", 0, tensor_bytes(target), "fp32"))
+            self._share_out([target, source])
 
     def launch(self, name: str, made: list[torch.Tensor], read_bytes: int) -> None:
         """Record a kernel whose results were computed while the recorder was paused."""
@@ -291,6 +331,10 @@ class Recorder(TorchDispatchMode):
             self.ops.append(Op(name, self.stage, 0, moved, "fp32"))
 
     def _observe(self, func: Any, args: Any, out: Any) -> None:
+        if self._has_host_weights and not self._is_on_host and self._are_on_host(args):
+            with self.on_host():
+                self._observe(func, args, out)
+            return
         name, is_mutable = _known(func)
         for label, size in self._rules.kept(func, args, self.is_in_backward):
             if label not in self._kept:
@@ -317,6 +361,12 @@ class Recorder(TorchDispatchMode):
             self.ops.append(Op(name, self.stage, flops, sum(map(tensor_bytes, tensors)), dtype))
             self._share_out(tensors)
 
+    def _are_on_host(self, args: Any) -> bool:
+        """Whether all tensors among the arguments are in host memory, and there are any."""
+        tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
+        tensors = [tensor for tensor in tensors if tensor.dim()] or tensors  # scalars may be anywhere
+        return bool(tensors) and all(self._living.get(t.untyped_storage()._cdata) == -1 for t in tensors)
+
     def _owners_in_lists(self, args: Any, outs: list[torch.Tensor]) -> list[Owner | None]:
         """The block of each result: the running block, or the block of the corresponding item of a list argument."""
         here = self._owner
@@ -325,8 +375,12 @@ class Recorder(TorchDispatchMode):
         return [self._owner_of(item) if isinstance(item, torch.Tensor) else None for item in args[0]]
 
     def _owner_of(self, tensor: torch.Tensor) -> Owner | None:
-        number = self._living.get(tensor.untyped_storage()._cdata, -1)
-        return self.births[number].owner if number >= 0 else None
+        address = tensor.untyped_storage()._cdata
+        number = self._living.get(address, -1)
+        if number >= 0:
+            return self.births[number].owner
+        parameter = self._stand_for.get(address)
+        return self._owners_on_host.get(address) if parameter is None else self._owner_of(parameter)
 
     def _share_out(self, tensors: list[torch.Tensor]) -> None:
         if self._owner is not None:
@@ -347,6 +401,7 @@ class Recorder(TorchDispatchMode):
             return False
         if self._is_on_host:
             number = -1  # its views do not count either
+            self._owners_on_host[address] = owner
         else:
             is_wide = self.vocab_size is not None and tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
             number = self._make(size, part, op, is_wide, owner)
@@ -363,6 +418,7 @@ class Recorder(TorchDispatchMode):
 
     def _die(self, address: int, number: int) -> None:
         self._living.pop(address, None)
+        self._owners_on_host.pop(address, None)
         if number >= 0:
             self.events.append(Event(number, 0))
 
@@ -462,6 +518,8 @@ _MAX_LENGTH = {
     "_flash_attention_backward": 9,
     "_efficient_attention_forward": 7,
     "_efficient_attention_backward": 9,
+    "short_attention_forward": 5,
+    "short_attention_backward": 8,
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.checkpoint.export import FACTS, read_facts, read_quantization
 from trimtab.errors import ModelError, UserError
 from trimtab.log import quiet_package
-from trimtab.model.hub import is_adapter, quiet_transformers
+from trimtab.model.hub import adapter_config_path, is_adapter, is_side_network, quiet_transformers
 from trimtab.model.load import load_config, load_tokenizer, max_positions
 from trimtab.model.quantization import Quantization
 
@@ -81,7 +81,7 @@ def inspect_model(folder: Path) -> SourceModel:
     if not is_adapter(folder):
         task = facts.get("task") or _task_of(str(folder))
         return SourceModel(folder, task, facts, obstacle=_obstacle(folder, task))
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = json.loads(adapter_config_path(folder).read_text(encoding="utf-8"))
     base = settings.get("base_model_name_or_path") or facts.get("base")
     if base is None:
         raise ModelError(f"{folder} is an adapter for a model that was created from a config and not saved")
@@ -150,6 +150,10 @@ def _adapter_obstacle(source: SourceModel) -> tuple[str | None, bool]:
     """Return the obstacle and `brings_head` of an adapter. MLflow's loader applies it to the unchanged base."""
     facts, base = source.facts, str(source.base)
     head = facts.get("head") or {}
+    if is_side_network(source.folder):
+        return "it cannot load side networks", False
+    if json.loads(adapter_config_path(source.folder).read_text(encoding="utf-8")).get("num_virtual_tokens"):
+        return "virtual tokens are not tested with it", False
     if source.task not in _PIPELINES or facts.get("kind") not in _AUTO_CLASSES:
         return f"it cannot load an adapter for {source.task}", False
     if source.quantization is not None:
@@ -285,7 +289,7 @@ def _link_files(folder: Path, target: Path, base: str | None) -> None:
     for path in folder.iterdir():
         if path.is_file() and not (target / path.name).exists():
             (target / path.name).symlink_to(path.resolve())
-    config = target / "adapter_config.json"
+    config = adapter_config_path(target)
     if base is not None and config.exists():  # make a relative path of the base absolute
         settings = json.loads(config.read_text(encoding="utf-8"))
         config.unlink()

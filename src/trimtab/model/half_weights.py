@@ -1,0 +1,116 @@
+"""Weights of linear layers in half precision, converted all at once instead of layer by layer.
+
+Under autocast every linear layer converts its fp32 weight and bias in each forward, and their gradients in each
+backward: four small kernels for each layer. Here a model computes with copies that one kernel converts, and the
+gradients of the copies are converted by one more. The numbers are those of autocast.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+_NAMES = ("weight", "bias")
+_EXACT = "exact"  # attribute of a parameter that was rounded
+
+
+class HalfWeights:
+    """Copies of the trainable fp32 weights of a model's linear layers; none for a model with adapters.
+
+    Args:
+        model: The model; it is changed only inside `in_use`.
+        dtype: The dtype of matrix products; None or fp32 makes no copies.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+        self._places: list[tuple[torch.nn.Module, str]] = []
+        self.parameters: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []
+        self._adds_gradients = True
+        if dtype not in (torch.float16, torch.bfloat16) or any(hasattr(module, "lora_A") for module in model.modules()):
+            return
+        for module, name, parameter in linear_parameters(model):
+            self._add(module, name, parameter, dtype)
+
+    def _add(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+        copy = torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype))
+        self._places.append((module, name))
+        self.parameters.append(parameter)
+        self.copies.append(copy)
+
+        def add(half: torch.Tensor) -> None:
+            if self._adds_gradients and half.grad is not None:
+                if parameter.grad is None:
+                    parameter.grad = half.grad.to(parameter.dtype)
+                else:
+                    parameter.grad.add_(half.grad)
+                half.grad = None
+
+        copy.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def in_use(self, *, keeps_gradients: bool = False) -> Iterator[None]:
+        """Let the model compute with copies of the present weights, in forward and backward.
+
+        Args:
+            keeps_gradients: Whether gradients stay with the copies, for `take_gradients`; else each is added to that of
+                its parameter at once.
+        """
+        if not self.copies:
+            yield
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self.copies, self.parameters)
+        self._adds_gradients = not keeps_gradients
+        for (module, name), copy in zip(self._places, self.copies, strict=True):
+            module._parameters[name] = copy  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (module, name), parameter in zip(self._places, self.parameters, strict=True):
+                module._parameters[name] = parameter  # type: ignore[assignment]
+            self._adds_gradients = True
+
+    def take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with the gradients that their copies got; the copies have none afterwards."""
+        found = [(p, copy.grad) for p, copy in zip(self.parameters, self.copies, strict=True) if copy.grad is not None]
+        for copy in self.copies:
+            copy.grad = None
+        return found
+
+
+def linear_parameters(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Trainable fp32 parameters that only linear layers use, which autocast converts: module, name and parameter."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    for module in model.modules():
+        # an exact type: other classes may read their weights as they like
+        for name in _NAMES if type(module) is torch.nn.Linear else ():
+            parameter = module._parameters[name]
+            if parameter is not None and _is_wanted(parameter) and owners[id(parameter)] == 1:
+                yield module, name, parameter
+
+
+def round_weights(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Keep parameters in half precision only, because a model computes with rounded ones; `take_exact` has the others.
+
+    Called before a model moves to its device, which may have no room for fp32 weights.
+    """
+    for parameter in parameters:
+        vars(parameter)[_EXACT] = parameter.data
+        parameter.data = parameter.data.to(dtype)
+
+
+def is_rounded(parameter: torch.Tensor) -> bool:
+    """Whether a parameter was rounded, and its exact values were not taken yet."""
+    return _EXACT in vars(parameter)
+
+
+def take_exact(parameter: torch.Tensor) -> torch.Tensor:
+    """The exact values of a parameter, which keeps them no longer."""
+    exact: torch.Tensor = vars(parameter).pop(_EXACT, parameter.detach())
+    return exact
+
+
+def _is_wanted(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dtype is torch.float32

@@ -1,0 +1,242 @@
+"""Computes token-wise modules (MLPs) in tiles of tokens, so that their widest tensors exist for one tile at a time.
+
+Forward computes tile after tile and saves only the input. Backward computes each tile again, with its gradients, and
+sums the gradients of weights over tiles: in fp32, and in the dtype of the weight only at the end. So a gradient in half
+precision is rounded once for each tile, where the product over all tokens is rounded once. Outputs and gradients of
+inputs are those of the whole, up to the way in which a library divides products of other sizes.
+
+A module that draws random numbers draws them tile by tile, and the same ones again in backward.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from trimtab.errors import ModelError
+from trimtab.model.blocks import blocks_of
+from trimtab.model.random_draws import Draws, ReplayedDraws, WatchedDraws
+
+_WHOLE_FORWARD = "_trimtab_whole_"
+_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "feedforward"})
+_CLASSES = re.compile(r"(MLP|Mlp|FeedForward|FFN|DenseActDense|DenseGatedActDense)$")
+_CHUNKED = "feed_forward_chunk"  # a method of BERT's layers and their relatives: intermediate, then output
+# Modules that work on each token alone. Containers have no parameters of their own.
+_TOKEN_WISE = re.compile(
+    r"(Linear|Linear4bit|DoraLinearLayer|Conv1D|Dropout|Identity|Norm|Activation|GELU|SiLU|ReLU|Tanh|GLU|ParameterDict)$"
+)
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tiled_modules(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The token-wise modules in the blocks of a model, each with the name of the method that computes it."""
+    found: list[tuple[nn.Module, str]] = []
+    for _, block in blocks_of(model):
+        found += _in_block(block)
+    return list(dict.fromkeys(found))
+
+
+def _in_block(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    parts = [getattr(module, name, None) for name in ("intermediate", "output")]
+    if hasattr(module, _CHUNKED) and all(isinstance(part, nn.Module) and _is_token_wise(part) for part in parts):
+        yield module, _CHUNKED
+        return
+    for name, child in module.named_children():
+        is_named = name.lower() in _NAMES or _CLASSES.search(type(child).__name__) is not None
+        if is_named and any(child.children()) and _is_token_wise(child):
+            yield child, "forward"
+        else:
+            yield from _in_block(child)
+
+
+def _is_token_wise(module: nn.Module) -> bool:
+    """Whether a module consists of parts that work on each token alone; experts that are chosen by a router do not."""
+    names = [parent.__name__ for parent in type(module).__mro__]
+    if any(_TOKEN_WISE.search(name) for name in names) and not hasattr(module, "base_layer"):
+        return True
+    is_adapter = hasattr(module, "base_layer")
+    own = [] if is_adapter else list(module.parameters(recurse=False))
+    is_empty = not any(module.children()) and not own  # an activation, or a container without contents
+    is_activation = "activation" in type(module).__module__ or isinstance(module, nn.ModuleDict)
+    if is_empty:
+        return is_activation
+    return not own and all(_is_token_wise(child) for child in module.children())
+
+
+def tile_modules(model: nn.Module, tile_tokens: int | None) -> int:
+    """Compute the token-wise modules of a model in tiles; an earlier choice is replaced.
+
+    Args:
+        model: The model; its parameters and their names do not change.
+        tile_tokens: Tokens of a tile; None computes them whole again.
+
+    Returns:
+        The number of modules that are computed in tiles.
+    """
+    for module in model.modules():
+        for name in ("forward", _CHUNKED):
+            own = module.__dict__.pop(_WHOLE_FORWARD + name, None)
+            if own is not None:
+                del module.__dict__[name]
+                if own != getattr(module, name):
+                    setattr(module, name, own)
+    if tile_tokens is None:
+        return 0
+    found = tiled_modules(model)
+    for module, name in found:
+        _replace(module, name, tile_tokens)
+    return len(found)
+
+
+def _replace(module: nn.Module, name: str, tile_tokens: int) -> None:
+    def tiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__[_WHOLE_FORWARD + name]
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return own(*args, **kwargs)
+        parts: list[Any] = [self] if name == "forward" else [self.intermediate, self.output]
+        weights = [weight for part in parts for weight in part.parameters()]
+        return compute_in_tiles(own, args[0], weights, tile_tokens)
+
+    # Bound methods follow their object through copy.deepcopy; a closure over the module would not.
+    own = getattr(module, name)
+    tiled.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
+    module.__dict__[_WHOLE_FORWARD + name] = own
+    module.__dict__[name] = MethodType(tiled, module)
+
+
+def compute_in_tiles(run: Run, x: torch.Tensor, weights: Sequence[torch.Tensor], tile_tokens: int) -> torch.Tensor:
+    """The result of a token-wise function, computed in tiles.
+
+    Args:
+        run: The function; it takes (1, tokens, width) and returns (1, tokens, any width).
+        x: Its input, (..., width).
+        weights: The parameters that it uses.
+        tile_tokens: Tokens of a tile; not more of them are computed whole.
+    """
+    num_tokens = x.numel() // max(1, x.shape[-1])
+    if num_tokens <= tile_tokens:
+        return run(x)
+    weights = [weight for weight in weights if weight.requires_grad]
+    if not torch.is_grad_enabled() or not (x.requires_grad or weights):
+        return _whole(run, x, tile_tokens, None)
+    # Saved before anything is computed: where the block itself is recomputed, and nothing behind these tiles is saved,
+    # recomputation ends here instead of computing them a second time.
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    saved: torch.Tensor = _SavedInput.apply(anchor, x)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Tiled.apply(run, saved, tile_tokens, x, *weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SavedInput(torch.autograd.Function):
+    """Saves a tensor as autograd does, hooks included; its result is a handle, through which nothing flows back."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty(0, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, saved: torch.Tensor, tile_tokens: int, x: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.draws = []
+        ctx.run, ctx.tile_tokens, ctx.weights = run, tile_tokens, weights
+        ctx.node = saved.grad_fn
+        device = x.device.type
+        ctx.autocast = (torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        result = _whole(run, x, tile_tokens, ctx.draws)
+        if ctx.autocast[1]:
+            # copies of weights that autocast made here have no graph, and must not be used outside
+            torch.clear_autocast_cache()
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.node is None:
+            raise RuntimeError("tiles of tokens have no second backward: retain_graph does not work with them")
+        (x,) = ctx.node.saved_tensors
+        ctx.node = None
+        _, _, _, needs_x, *needs_weights = ctx.needs_input_grad
+        weights = [weight for weight, is_needed in zip(ctx.weights, needs_weights, strict=True) if is_needed]
+        sums: list[torch.Tensor | None] = [None] * len(weights)
+        rows, grad_rows = x.reshape(1, -1, x.shape[-1]), grad.reshape(1, -1, grad.shape[-1])
+        grad_x = torch.empty_like(rows) if needs_x else None
+        dtype, is_enabled = ctx.autocast
+        with torch.autocast(x.device.type, dtype=dtype, enabled=is_enabled):
+            for tile, draws in zip(_tiles(rows.shape[1], ctx.tile_tokens), ctx.draws, strict=True):
+                found = _gradients_of(ctx.run, rows[:, tile], grad_rows[:, tile], weights, draws, needs_x)
+                if grad_x is not None:
+                    grad_x[:, tile] = found.pop(0)
+                _add(sums, found, grad)
+                del found  # not to be in memory beside those of the next tile
+        totals = iter(
+            None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)
+        )
+        gradients = [next(totals) if is_needed else None for is_needed in needs_weights]
+        return None, None, None, None if grad_x is None else grad_x.view(x.shape), *gradients
+
+
+def _gradients_of(
+    run: Run, x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], draws: Draws, needs_x: bool
+) -> list[Any]:
+    """The gradients of one tile: of its input, if it is needed, and of the weights (None for those it does not use)."""
+    part = x.detach().requires_grad_(needs_x)
+    with torch.enable_grad(), ReplayedDraws(draws):
+        # a view, because autocast would keep a copy of a leaf to the end of all tiles, as of a weight
+        made = run(part.view_as(part))
+    inputs = [*([part] if needs_x else []), *weights]
+    return list(torch.autograd.grad(made, inputs, grad, allow_unused=True))
+
+
+def _whole(run: Run, x: torch.Tensor, tile_tokens: int, draws: list[Draws] | None) -> torch.Tensor:
+    """All tiles one after the other, written into one tensor; `draws` gets the random numbers of each tile."""
+    rows = x.reshape(1, -1, x.shape[-1])
+    result: torch.Tensor | None = None
+    for tile in _tiles(rows.shape[1], tile_tokens):
+        drawn = Draws([x.device])
+        with WatchedDraws(drawn):
+            made = run(rows[:, tile])
+        if draws is not None:
+            draws.append(drawn)
+        if not isinstance(made, torch.Tensor) or made.shape[:-1] != rows[:, tile].shape[:-1]:
+            raise ModelError(
+                f"{getattr(run, '__qualname__', run)} does not return one vector per token", "memory.tile_tokens: none"
+            )
+        if result is None:
+            result = made.new_empty((1, rows.shape[1], made.shape[-1]))
+        result[:, tile] = made
+        del made
+    assert result is not None
+    return result.view(*x.shape[:-1], result.shape[-1])
+
+
+def _tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:
+    for first in range(0, num_tokens, tile_tokens):
+        yield slice(first, min(first + tile_tokens, num_tokens))
+
+
+def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None], grad: torch.Tensor) -> None:
+    """Add the gradients of one tile to the sums, in fp32 where they are in half precision."""
+    for index, one in enumerate(found):
+        if one is None:
+            continue
+        total = sums[index]
+        if total is not None:
+            total.add_(one)
+        elif one.dtype in (torch.float16, torch.bfloat16):
+            sums[index] = one.float()
+        else:  # the gradient of a bias may be a view of what came in
+            is_shared = one.untyped_storage()._cdata == grad.untyped_storage()._cdata
+            sums[index] = one.clone() if is_shared else one

@@ -1,0 +1,243 @@
+"""Weights that are updated in host memory: there are their gradients, fp32 masters and the optimizer's state.
+
+A gradient is copied to the host as soon as backward has completed it, on a stream of its own, and freed on the device.
+Gradients of further micro-batches are added on the device, to a copy of the sum on the host, slice by slice: the
+numbers are those of a sum on the device. When backward returns, all sums are on the host. Clipping, unscaling, skipping
+and undoing a step act on the masters as on any other parameters, because the optimizer is an ordinary one: a CPU
+optimizer of the masters. After its step, weights are copied back to the device.
+
+Nothing here depends on CUDA but the stream and pinned memory: on a CPU the same code copies within host memory.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from trimtab.errors import DoesNotFit
+from trimtab.hardware.memory import free_memory, memory_in_use
+from trimtab.log import log_info_once
+from trimtab.model.half_weights import take_exact
+from trimtab.optim.in_backward import register_gradient_hook
+from trimtab.units import format_bytes
+
+SLICE = 2**24  # elements that are converted or added at a time
+MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copied
+_ALIGNMENT = 64  # bytes
+_HOST = torch.device("cpu")
+
+
+class HostWeights:
+    """Masters of parameters in host memory, and the copies between host and device.
+
+    Args:
+        parameters: The parameters; those that are frozen now may be unfrozen later.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        device = self.parameters[0].device
+        exact = [take_exact(parameter) for parameter in self.parameters]
+        self.masters, self.sums = (empty_on_host(exact, pins=device.type == "cuda") for _ in range(2))
+        self._queue = _Queue(device)
+        self._backward = -1  # number of the backward whose gradients come now
+        for index, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            copy(master, exact[index])
+            parameter.master = master  # type: ignore[attr-defined]
+            register_gradient_hook(parameter, partial(self._take, index=index))
+        self._queue.drain()
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy weights to the device after every step of the optimizer of the masters."""
+        optimizer.register_step_post_hook(lambda *_: self.copy_to_device())
+
+    def _take(self, parameter: torch.Tensor, index: int) -> None:
+        """Move a complete gradient to the host, or add it to the sum that is there."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            if self._queue.is_busy:  # with copies of a backward that failed
+                self._queue.drain()
+            torch.autograd.Variable._execution_engine.queue_callback(self._queue.drain)
+        master, total = self.masters[index], self.sums[index]
+        if master.grad is None:
+            master.grad = total
+            self._send(total, gradient)
+        else:
+            self._add(total, gradient)
+
+    def _send(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        if gradient.dtype == target.dtype:
+            self._copy_to_host(target, gradient)
+            return
+        for to, piece in _slices(target, gradient):
+            self._copy_to_host(to, piece.to(to.dtype), gradient)
+
+    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor, *needed: torch.Tensor) -> None:
+        with self._queue.after_device():
+            copy(target, source)
+        self._queue.keep(source, *needed)
+
+    def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        for to, piece in _slices(target, gradient):
+            total = torch.empty_like(piece, dtype=to.dtype)  # on the device's stream, as all memory here
+            with self._queue.after_device():
+                copy(total, to)
+                total.add_(piece)
+                copy(to, total)
+            self._queue.keep(total, gradient)
+
+    @torch.no_grad()
+    def copy_to_device(self) -> None:
+        """Copy the masters to the parameters; the next forward of the device comes after it."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.dtype == master.dtype:
+                copy(parameter, master)
+                continue
+            for piece, whole in _slices(parameter.data, master):
+                exact = torch.empty_like(piece, dtype=whole.dtype)
+                copy(exact, whole)
+                piece.copy_(exact)
+
+
+def master_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that the optimizer updates: a parameter's master in host memory, or the parameter itself."""
+    return getattr(parameter, "master", parameter)
+
+
+def masters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The masters of a model's parameters by name; empty if the device updates them."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: master.detach() for name, p in named if (master := master_of(p)) is not p}
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between host and device, asynchronously where host memory is pinned."""
+    target.copy_(source, non_blocking=True)
+
+
+def _slices(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Corresponding parts of two tensors; their elements are in the same order in memory, or they are one part."""
+    if not (target.is_contiguous() and source.is_contiguous()):
+        yield target, source
+        return
+    yield from zip(torch.split(target.view(-1), SLICE), torch.split(source.view(-1), SLICE), strict=True)
+
+
+class _Queue:
+    """Copies that run beside the computation of a device; on a CPU, and in a trace, they run at once.
+
+    Memory on the device that a copy needs is kept until the device's own stream has waited for the copy, so that the
+    allocator can give it away. That is decided by bytes, not by time: the memory of a step can be predicted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._kept: deque[tuple[Any, tuple[torch.Tensor, ...], int]] = deque()
+        self._num_bytes = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies may be under way."""
+        return bool(self._kept)
+
+    @contextmanager
+    def after_device(self) -> Iterator[None]:
+        """A context for copies that begin when the device has done everything before them."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors until the last copy is done."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors[:1])
+        self._kept.append((self._stream and self._stream.record_event(), tensors, num_bytes))
+        self._num_bytes += num_bytes
+        while self._num_bytes > MOST_IN_FLIGHT:
+            event, _, oldest = self._kept.popleft()
+            if event is not None and self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_event(event)
+            self._num_bytes -= oldest
+
+    def drain(self) -> None:
+        """Wait for all copies, at the end of a backward. This is a host-device sync."""
+        with self.after_device():
+            if self._stream is not None:
+                self._stream.synchronize()
+        self._kept.clear()
+        self._num_bytes = 0
+
+
+# ---------------------------------------------------------------------- host memory
+
+
+def empty_on_host(parameters: Sequence[torch.Tensor], *, pins: bool) -> list[torch.Tensor]:
+    """Uninitialized tensors like these in one area of host memory, which is pinned if asked for."""
+    begins, size = [], 0
+    for parameter in parameters:
+        begins.append(size)
+        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    area = torch.empty(size, dtype=torch.uint8)
+    if pins:
+        _pin(area)
+    memory = area.numpy()  # a tensor of a part of an array has a storage of its own, which files of weights need
+    return [
+        torch.from_numpy(memory[begin : begin + parameter.nbytes]).view(parameter.dtype).view(parameter.shape)
+        for parameter, begin in zip(parameters, begins, strict=True)
+    ]
+
+
+def _pin(area: torch.Tensor) -> None:
+    """Pin host memory in place; torch's own allocator of pinned memory would round its size up to a power of two."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(area.data_ptr(), area.nbytes, 0))
+    if code == 0:
+        finalize(area.untyped_storage(), runtime.cudaHostUnregister, area.data_ptr()).atexit = False
+        return
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # reads, and so resets, the error of that call
+    log_info_once(
+        f"memory.update: host: {format_bytes(area.nbytes)} of host memory cannot be pinned (CUDA error {code}); copies "
+        "are slower and do not run beside the computation. Look at `ulimit -l` and at the memory limit of the container"
+    )
+
+
+def check_host_memory(needed_bytes: int) -> None:
+    """Check that host memory suffices, before any of it is used.
+
+    Raises:
+        DoesNotFit: It does not.
+    """
+    available = free_memory(_HOST) - memory_in_use(_HOST)
+    if needed_bytes > available:
+        raise DoesNotFit(
+            f"memory.update: host needs {format_bytes(needed_bytes)} of host memory for weights, gradients and "
+            f"optimizer state, and {format_bytes(available)} are available\n  cure: train.optimizer: adamw8bit, "
+            "adapter: lora, or a machine with more memory"
+        )
+
+
+Build = Callable[[list[dict[str, Any]], torch.device], torch.optim.Optimizer]
+
+
+def build_on_host(build: Build, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Build an optimizer whose parameters are updated in host memory.
+
+    Args:
+        build: Builds an optimizer for parameter groups on a device.
+        groups: The parameter groups.
+    """
+    weights = HostWeights([parameter for group in groups for parameter in group["params"]])
+    masters = [{**group, "params": [master_of(p) for p in group["params"]]} for group in groups]
+    optimizer = build(masters, _HOST)
+    weights.follow(optimizer)
+    return optimizer

@@ -1,0 +1,154 @@
+"""Updates each parameter inside backward, as soon as its gradient is complete, and frees the gradient.
+
+The gradients of a model then never exist at the same time. A parameter that is used several times (tied weights) has
+its complete gradient when autograd has added up all of them, which is when the hook is called.
+
+The optimizer is an ordinary one: it is called with one parameter at a time, and once more, without gradients, where a
+step usually ends. Its groups, state and checkpoints are those of a step after backward. Results are equal to the bit,
+except for stochastic rounding, which draws random numbers per parameter here and per group there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class AfterBackward:
+    """Weights change after backward: the default, which does nothing in backward."""
+
+    has_changed_weights = False  # in the present window
+    words_if_divided = ""  # what changes if a batch is divided into micro-batches, for a message
+
+    is_updating = False  # in the backward of the present window
+
+    def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
+        """Prepare for the micro-batches of a step, and for clipping to a norm."""
+
+    def finish_window(self) -> torch.Tensor | None:
+        """Return the norm of the gradients before they were clipped; None if they were not."""
+        return None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which no weights change."""
+        yield
+
+
+class InBackward(AfterBackward):
+    """Updates the parameters of an optimizer in the backwards of windows that have one micro-batch.
+
+    Gradients of windows with several micro-batches accumulate as usual, and weights change after them.
+
+    Args:
+        optimizer: The optimizer; parameters that are frozen now may be unfrozen later.
+    """
+
+    words_if_divided = "; weights change after backward from now on"
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_held = False
+        self._norms: list[torch.Tensor] = []  # of the gradients of the present window
+        self._last_norm: torch.Tensor | None = None  # of all gradients of the window before
+        self._max_norm: float | None = None
+        self._factor: torch.Tensor | None = None
+        number = 0
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                register_gradient_hook(parameter, partial(self._finish, group=index, number=number))
+                number += 1
+
+    def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
+        """Update in backward if the window has one micro-batch; clip by the norm of the window before."""
+        self.is_updating, self.has_changed_weights = num_micro_batches == 1, False
+        self._norms, self._max_norm, self._factor = [], max_norm, None
+        if max_norm is not None and self._last_norm is not None:
+            self._factor = (max_norm / (self._last_norm + _EPSILON)).clamp(max=1.0)
+
+    def finish_window(self) -> torch.Tensor | None:
+        """Return the norm of the gradients before they were clipped, which the next window is clipped by."""
+        if self._norms:
+            self._last_norm = torch.linalg.vector_norm(torch.stack(self._norms))
+        return self._last_norm if self._norms else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the norm that the next window is clipped by."""
+        return {"norm": self._last_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        device = self._optimizer.param_groups[0]["params"][0].device
+        self._last_norm = None if state["norm"] is None else state["norm"].to(device)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which gradients are freed as in a step, and no weights change."""
+        before, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = before
+
+    def _finish(self, parameter: torch.Tensor, group: int, number: int) -> None:
+        """Use and free a complete gradient."""
+        if not self.is_updating:
+            return
+        if not self._is_held:
+            self.has_changed_weights = True
+            self._update(parameter, group, number)
+        parameter.grad = None
+
+    def _update(self, parameter: torch.Tensor, group: int, number: int) -> None:
+        """Take the optimizer's step for one parameter."""
+        self._clip(parameter)
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        own = {**groups[group], "params": [parameter]}
+        if "rounding_seed" in own:  # every parameter has its own random numbers; the step count is that of the group
+            own["rounding_seed"] = f"{own['rounding_seed']} {number}"
+        optimizer.param_groups = [own]
+        try:
+            type(optimizer).step(optimizer)  # not the instance's, which schedules count
+        finally:
+            optimizer.param_groups = groups
+
+    @torch.no_grad()
+    def _clip(self, parameter: torch.Tensor) -> None:
+        if self._max_norm is None or parameter.grad is None:
+            return
+        self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+        if self._factor is not None:
+            parameter.grad.mul_(self._factor)
+
+
+def register_gradient_hook(parameter: torch.Tensor, hook: object) -> None:
+    """Call a function with a parameter whenever its gradient is complete, also if it is unfrozen later."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch refuses hooks of frozen parameters
+    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(requires_grad)
+
+
+_known: WeakKeyDictionary[torch.nn.Module, AfterBackward] = WeakKeyDictionary()
+_AFTER_BACKWARD = AfterBackward()
+
+
+def update_in_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Update the parameters of a model in backward from now on.
+
+    Args:
+        model: The prepared model.
+        optimizer: The optimizer of its parameters, before it is prepared.
+    """
+    _known[model] = InBackward(optimizer)
+
+
+def updates_of(model: torch.nn.Module) -> AfterBackward:
+    """When the weights of a model change."""
+    return _known.get(model, _AFTER_BACKWARD)

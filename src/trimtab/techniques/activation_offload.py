@@ -1,0 +1,128 @@
+"""Activation offload: what blocks save for backward is kept in pinned host memory, and comes back in time.
+
+With gradient checkpointing that is the input of each recomputed block; of blocks that are not recomputed it is
+everything that autograd saves. Copies run beside computation, on a stream for each direction. Results are those of the
+plain step to the bit: nothing is computed differently.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.log import say
+from trimtab.model.blocks import blocks_of
+from trimtab.model.host_pages import PAGE_BYTES, HostLink
+from trimtab.model.offloaded_blocks import offload_blocks
+from trimtab.recipe.schema import Recipe
+from trimtab.recipe.yaml_text import read_value
+from trimtab.techniques.base import (
+    FROM_HOST,
+    TO_HOST,
+    WAIT_FROM_HOST,
+    WAIT_TO_HOST,
+    Accelerator,
+    Case,
+    HostUse,
+    Patch,
+    Phase,
+    Site,
+    StepSpec,
+    Technique,
+    TraceRecorder,
+    as_text,
+)
+from trimtab.techniques.compilation import Compilation, captures_steps
+from trimtab.techniques.recomputation import (
+    GradientCheckpointing,
+    chosen_blocks,
+    describe_blocks,
+    in_trace,
+    keeps_products,
+)
+
+_KEY = "memory.offload_activations"
+
+
+class ActivationOffload(Technique):
+    """Keep what blocks save for backward in host memory."""
+
+    key = "offload_activations"
+    setting = _KEY
+    phase = Phase.RECOMPUTATION
+    is_slower_with_each_value = True
+    last_resorts = None
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """Possible for models with repeated blocks; `auto` considers it on an NVIDIA GPU."""
+        asked = self.asked(case.recipe)
+        if asked != "auto":
+            if asked != self.off and case.model is not None and not blocks_of(case.model):
+                raise RecipeError(f"{_KEY}: {type(case.model).__name__} has no repeated blocks", f"{_KEY}: none")
+            return (as_text(asked),)
+        is_possible = case.recipe is not None and case.accelerator.is_cuda and bool(blocks_of(case.model))
+        return ("none", "all") if is_possible else ("none",)
+
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """A CUDA graph has fixed addresses; `ops` keeps results where autograd's hooks do not see them."""
+        if spec[self.key] == self.off:
+            return None
+        if captures_steps(spec[Compilation.key]):
+            return f"{_KEY} does not work with {Compilation.setting}: {spec[Compilation.key]}, whose memory is fixed"
+        recomputed = spec[GradientCheckpointing.key]
+        if keeps_products(recomputed):
+            return f"{_KEY} does not work with {GradientCheckpointing.setting}: {recomputed}, whose results stay"
+        return None
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Put hooks on the chosen blocks."""
+        blocks = [block for _, block in blocks_of(model)]
+        chosen = chosen_blocks(in_trace(read_value(value), site), len(blocks), _KEY)
+        if site.device.type == "cpu":
+            say(f"{_KEY} saves nothing on a CPU: activations are copied within host memory")
+        offload_blocks(model, [blocks[number] for number in chosen], pins=site.device.type == "cuda")
+
+    def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
+        """Copies take time on the link; what is on the host takes no device memory."""
+        sent = {TO_HOST: 0, FROM_HOST: 0}
+
+        def copy(direction: str, num_bytes: int) -> int:
+            recorder.transfer(direction, num_bytes)
+            sent[direction] += num_bytes
+            return sent[direction]
+
+        def send(link: HostLink, source: torch.Tensor, room: Any) -> tuple[list[int], int]:
+            return [source.numel()], copy(TO_HOST, source.numel())
+
+        def fetch(link: HostLink, spans: list[int], device: torch.device) -> tuple[torch.Tensor, int]:
+            num_ops = len(recorder.ops)
+            made = torch.empty(sum(spans), dtype=torch.uint8, device=device)
+            del recorder.ops[num_ops:]  # to allocate takes no time on the device
+            return made, copy(FROM_HOST, sum(spans))
+
+        def wait(link: HostLink, event: int, direction: str, name: str) -> None:
+            recorder.transfer(name, sent[direction] - event)  # what may still be on its way
+
+        yield HostLink, "send", send
+        yield HostLink, "fetch", fetch
+        yield HostLink, "wait_sent", lambda link, event: wait(link, event, TO_HOST, WAIT_TO_HOST)
+        yield HostLink, "wait_fetched", lambda link, event: wait(link, event, FROM_HOST, WAIT_FROM_HOST)
+
+    def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
+        """Offloaded blocks differ from others."""
+        if value == self.off or not num_blocks:
+            return None
+        return set(chosen_blocks(read_value(value), num_blocks, _KEY)).__contains__
+
+    def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
+        """The part of the last page of each block that is not used; the activations themselves are in the trace."""
+        if value == self.off:
+            return HostUse()
+        num_blocks = len(blocks_of(model))
+        return HostUse(kept_bytes=PAGE_BYTES * len(chosen_blocks(read_value(value), num_blocks, _KEY)))
+
+    def describe(self, value: str) -> str:
+        """Such as "activations of every 2nd block on host"."""
+        words = describe_blocks(value)
+        return "activations on host" if value == "all" else f"activations of {words} on host"

@@ -1,0 +1,179 @@
+"""Where and when weights are updated: on the device after backward, each one inside backward, or on the host.
+
+In backward every gradient is used and freed as soon as it is complete, so the gradients of a model never exist at the
+same time. Weights then change before all gradients are known: nothing can be clipped, scaled, skipped or accumulated.
+
+On the host are the gradients, which leave the device as they are made, the optimizer's state, and fp32 weights. Weights
+change after all gradients are known, so nothing is lost but time. In mixed precision linear layers, except the output
+layer, keep their weights on the device in half precision only, which is what they compute with: the numbers are the
+same.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from trimtab.errors import RecipeError
+from trimtab.model.half_weights import linear_parameters, round_weights
+from trimtab.optim import host_update, in_backward
+from trimtab.optim.in_backward import InBackward, update_in_backward
+from trimtab.optim.state_size import state_bytes
+from trimtab.recipe.consistency import conflicts_in_backward
+from trimtab.techniques.base import (
+    UPDATE_CALL,
+    Accelerator,
+    BuildOptimizer,
+    Case,
+    HostUse,
+    Patch,
+    Phase,
+    Site,
+    StepSpec,
+    Technique,
+    TraceRecorder,
+)
+from trimtab.techniques.compilation import Compilation
+from trimtab.techniques.optimizer_state import OptimizerState
+
+_IN_BACKWARD, _HOST = "in-backward", "host"
+
+
+class WeightUpdate(Technique):
+    """Choose where and when weights are updated."""
+
+    key = "update"
+    setting = "memory.update"
+    off = "device"
+    phase = Phase.PLACEMENT
+    is_slower_with_each_value = True
+    last_resorts = (_HOST,)
+
+    def values(self, case: Case) -> tuple[str, ...]:
+        """The recipe's value; `auto` may update in backward if nothing has to be known of all gradients before.
+
+        It updates on the host only if all weights of a model train on a GPU and nothing else fits.
+        """
+        asked = str(self.asked(case.recipe))
+        if asked != "auto":
+            if asked != self.off and case.num_processes > 1:
+                raise RecipeError(_one_process(asked), f"{self.setting}: {self.off}, or one process")
+            return (asked,)
+        if case.recipe is None or case.num_processes > 1:
+            return ("device",)
+        found = ["device"]
+        if not any(conflicts_in_backward(case.recipe)):
+            found.append(_IN_BACKWARD)
+        if case.accelerator.is_cuda and case.recipe.adapter == "none":
+            found.append(_HOST)
+        return tuple(found)
+
+    def refuse(self, spec: StepSpec, case: Case) -> str | None:
+        """Several processes and CUDA graphs need gradients on the device; in backward one has to be the final one."""
+        value = spec[self.key]
+        if value == self.off:
+            return None
+        if case.num_processes > 1:
+            return _one_process(value)
+        if Compilation().captures(spec[Compilation.key]):
+            return f"{self.setting}: {value} does not work with CUDA graphs; {Compilation.setting}: blocks"
+        if value == _IN_BACKWARD and spec.precision == "fp16":
+            return (
+                f"{self.setting}: {value} does not work with fp16, which skips a step if any gradient overflows; "
+                "train.precision: bf16 or fp32"
+            )
+        if value == _IN_BACKWARD and spec.micro_batch < case.num_rows:
+            return f"{self.setting}: {value} needs the whole batch in one micro-batch"
+        return None
+
+    def can_keep(self, value: str, case: Case) -> bool:
+        """Several processes update on the device."""
+        return value == self.off or case.num_processes == 1
+
+    def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
+        """Round the weights of linear layers before they move to the device; the host keeps the exact ones."""
+        has_adapter = any(hasattr(module, "lora_A") for module in model.modules())
+        if value == _HOST and site.compute_dtype is not None and not has_adapter:
+            # of the output layer a chunked loss computes fp32 gradients
+            bare: Any = model
+            head = bare.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            weights = [parameter for module, _, parameter in linear_parameters(model) if module is not head]
+            round_weights(weights, site.compute_dtype)
+
+    def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
+        """Add the hooks that update in backward, or build an optimizer of weights on the host."""
+
+        def build_in_backward(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+            optimizer = build(groups, device)
+            update_in_backward(model, optimizer)
+            return optimizer
+
+        def build_for_host(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+            host_update.check_host_memory(_needed_bytes(groups, spec))
+            return host_update.build_on_host(build, groups)
+
+        return {_IN_BACKWARD: build_in_backward, _HOST: build_for_host}.get(spec[self.key], build)
+
+    def state(self, model: torch.nn.Module, value: str) -> Any:
+        """The norm of the last gradients, by which the next ones may be clipped."""
+        updates = in_backward.updates_of(model)
+        return updates if isinstance(updates, InBackward) else None
+
+    def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
+        """Tell the recorder what is a gradient before it is freed, when the optimizer runs, and what is on the host."""
+        update, take, follow = InBackward._update, host_update.HostWeights._take, host_update.HostWeights.follow
+
+        def update_recorded(self: InBackward, parameter: torch.Tensor, group: int, number: int) -> None:
+            recorder.adopt_gradients([parameter])
+            with recorder.updating():
+                recorder.note(UPDATE_CALL, [])
+                update(self, parameter, group, number)
+
+        def take_recorded(self: host_update.HostWeights, parameter: torch.Tensor, index: int) -> None:
+            if self.masters[index].grad is None:  # those of further micro-batches are added, and temporary
+                recorder.adopt_gradients([parameter])
+            take(self, parameter, index)
+
+        def empty_on_host(parameters: Sequence[torch.Tensor], *, pins: bool) -> list[torch.Tensor]:
+            return [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+
+        def follow_recorded(self: host_update.HostWeights, optimizer: torch.optim.Optimizer) -> None:
+            for tensors in (self.masters, self.sums):
+                recorder.adopt_on_host(tensors, self.parameters)
+            follow(self, optimizer)
+
+        yield in_backward.InBackward, "_update", update_recorded
+        yield host_update.HostWeights, "_take", take_recorded
+        yield host_update.HostWeights, "follow", follow_recorded
+        yield host_update, "empty_on_host", empty_on_host
+        yield host_update, "copy", recorder.copy_weights
+        yield host_update, "check_host_memory", lambda _: None
+
+    def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
+        """Weights, gradients and state may be on the host."""
+        return HostUse(updates_on_host=value == _HOST)
+
+    def describe(self, value: str) -> str:
+        """Such as "updates in backward"."""
+        return "updates in backward" if value == _IN_BACKWARD else f"updates on the {value}"
+
+
+def _one_process(value: str) -> str:
+    return f"memory.update: {value} works with one process: several average their gradients on the device"
+
+
+def _needed_bytes(groups: list[dict[str, Any]], spec: StepSpec) -> int:
+    """Host memory for weights, gradients and state of the parameters."""
+    needed, rounds = 0, spec.precision == "bf16-pure"
+    dtype = torch.bfloat16 if rounds else torch.float32
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        size = state_bytes(
+            spec[OptimizerState.key],
+            parameter.shape,
+            dtype,
+            momentum=0.9,  # if there is any
+            rounds_stochastically=rounds,
+            device="cpu",
+        )
+        needed += 2 * parameter.numel() * dtype.itemsize + size.num_bytes
+    return needed
