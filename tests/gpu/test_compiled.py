@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 
 from gpu_events import events_of, num_kernels
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.attention_kernels import use_attention
 from trimtab.model.compiled_blocks import compile_blocks
-from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.recomputation import checkpoint_layers
 
 pytestmark = [

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from tiny_adapters import shake
 from tiny_models import KINDS, config_of, tokenizer
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.attention_kernels import use_attention
 from trimtab.model.compiled_blocks import compile_blocks, compiled_blocks_of
 from trimtab.model.load import load_model
-from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.recomputation import checkpoint_layers
 
 SLOW = pytest.mark.slow

@@ -9,9 +9,9 @@ from torch.nn import functional
 import packed_rows as pr
 from trimtab.model import padding_free
 from trimtab.model.adapters import LoraSpec, add_adapter
+from trimtab.model.attention_kernels import use_attention
 from trimtab.model.packed_attention import Kernel
 from trimtab.model.padding_free import enable, find_problem
-from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.recomputation import checkpoint_layers
 
 ROW, MASKED, CAUSAL = "sequence-classification", "masked-lm", "causal-lm"

@@ -12,14 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rounding import assert_same_up_to_rounding
 from tiny_runs import reviews, write_csv
 from trimtab import Recipe, fit, predict_step_memory
+from trimtab.model.attention_kernels import _CONTEXTS, has_grouped_heads, use_attention
 from trimtab.techniques.apply import plain_spec, values_without_plan
-from trimtab.techniques.attention_backend import (
-    _CONTEXTS,
-    AttentionBackend,
-    has_grouped_heads,
-    supports_flash_attention,
-    use_attention,
-)
+from trimtab.techniques.attention_backend import AttentionBackend, supports_flash_attention
 from trimtab.techniques.base import Accelerator, Case, Site
 from trimtab.techniques.recomputation import checkpoint_layers
 

@@ -17,12 +17,12 @@ from trimtab.errors import CheckpointError, ModelError, RecipeError
 from trimtab.inference.adapted import read_adapter_source
 from trimtab.inference.load import load
 from trimtab.log import say
+from trimtab.model.attention_kernels import use_attention
 from trimtab.model.distillation import DistillationLoss, DistillTerms, LayerTerm
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_skeleton, resolve_source
 from trimtab.model.losses import Loss
 from trimtab.recipe.schema import DistillSettings, ModelSettings, Recipe
-from trimtab.techniques.attention_backend import use_attention
 from trimtab.techniques.base import LossRequest
 from trimtab.tracking.mlflow.registry import local_source
 
