@@ -1,5 +1,7 @@
 """Steps whose micro-batches are CUDA graphs: a memory pool of their own, one launch each, and time to start."""
 
+from functools import cache
+
 import pytest
 
 from trimtab import Recipe
@@ -20,6 +22,7 @@ MIB = 2**20
 START_S = 20.0
 
 
+@cache  # a prediction traces a step; a planner remembers those that it has made
 def planner_of(value="graphs", *, batch=8, micro_batch=8, target=None, length=128, **train):
     recipe = Recipe(
         model={"config": BERT, "tokenizer": "train"},

@@ -301,6 +301,7 @@ def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
 # ---------------------------------------------------------------------- evaluations, the host, other processes
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_cut_to_what_fits():
     """Plain logits of 64 rows of 512 tokens alone are 4 GiB in fp32."""
     made = recipe(memory={"loss": "plain"}, evaluate={"batch_size": 64}, train={"compile": "off"})

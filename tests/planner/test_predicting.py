@@ -29,9 +29,10 @@ def rows(name):
 
 
 PLAIN = [row for row in rows("h200-plain.json") if row["flash"] and row["config"]["model_type"] in ("bert", "t5")][:6]
+SOME_PLAIN = [PLAIN[0], *(pytest.param(row, marks=pytest.mark.slow) for row in PLAIN[1:])]
 
 
-@pytest.mark.parametrize("row", PLAIN, ids=lambda row: f"{row['config']['model_type']}-{row['precision']}")
+@pytest.mark.parametrize("row", SOME_PLAIN, ids=lambda row: f"{row['config']['model_type']}-{row['precision']}")
 def test_a_plain_loop_takes_what_was_measured(row):
     found = trimtab.predict_step_memory(
         row["config"],
