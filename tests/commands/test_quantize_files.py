@@ -103,7 +103,7 @@ def test_files_of_bounded_size_load_with_an_index(tmp_path, monkeypatch, name):
         assert torch.equal(ours(**batch).logits, theirs(**batch).logits)
 
 
-@pytest.mark.parametrize("name", ["int8", "nf4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch, name):
     """It is that of an output file and of some copies of a weight, whatever the number of layers."""
     weight_bytes = 4 * 128 * 256

@@ -51,7 +51,13 @@ def compatible_pairs():
 
 
 PAIRS = compatible_pairs()
-CASES = [(method, (name,)) for method in METHODS for name in TECHNIQUES]
+# quick: every technique without an adapter, and another one with each method
+QUICK = {*(("full", name) for name in TECHNIQUES), *zip(METHODS, TECHNIQUES, strict=False), ("lora", "micro 2")}
+CASES = [
+    pytest.param(method, (name,), marks=() if (method, name) in QUICK else pytest.mark.slow)
+    for method in METHODS
+    for name in TECHNIQUES
+]
 CASES += [
     pytest.param(method, pair, marks=pytest.mark.slow)
     for index, method in enumerate(METHODS)

@@ -107,6 +107,7 @@ def test_the_pool_is_held_beside_the_optimizer():
     assert not captured.fits(captured.total - CAP_STEP)
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_memory_beside_the_pool():
     large = {"batch": 64, "micro_batch": 64}
     planner = planner_of(**large)
@@ -120,6 +121,7 @@ def test_an_evaluation_needs_memory_beside_the_pool():
     assert evaluation.parts["gradients"] == captured.parts["gradients"]
 
 
+@pytest.mark.slow
 def test_fixed_segments():
     target = known_target("mi300x", None)
     assert not target.expandable
