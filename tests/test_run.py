@@ -89,7 +89,10 @@ def test_every_task(case, tiny):
 
 @pytest.mark.parametrize(
     "case",
-    [case if case in ("classify", "chat", "masked-lm") else pytest.param(case, marks=pytest.mark.slow) for case in TASKS],
+    [
+        case if case in ("classify", "chat", "masked-lm") else pytest.param(case, marks=pytest.mark.slow)
+        for case in TASKS
+    ],
 )
 def test_fast_dev_run_leaves_nothing(case, tiny, own_folder, tmp_path, caplog):
     task, name, rows, data = TASKS[case]

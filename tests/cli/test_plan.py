@@ -29,7 +29,14 @@ LLAMA = {
 }
 
 # techniques that are not to be searched for
-FEWER = ("--set", "memory.offload_activations=none", "--set", "memory.tile_tokens=none", "--set", "memory.update=device")
+FEWER = (
+    "--set",
+    "memory.offload_activations=none",
+    "--set",
+    "memory.tile_tokens=none",
+    "--set",
+    "memory.update=device",
+)
 FEWER += ("--set", "train.compile=off")
 
 

@@ -58,7 +58,8 @@ def logits_of(loaded):
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in ("bert", "gpt2") else pytest.param(family, marks=pytest.mark.slow) for family in WIDTHS]
+    "family",
+    [family if family in ("bert", "gpt2") else pytest.param(family, marks=pytest.mark.slow) for family in WIDTHS],
 )
 def test_every_family_loads_in_both_ways(own_folder, tiny, family):
     source = tiny.folder(family, **WIDTHS[family])

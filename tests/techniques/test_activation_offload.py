@@ -55,10 +55,20 @@ def offloaded(model, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
-def test_the_step_is_the_plain_one_to_the_bit(name, dtype):
+QUICK = {("bert", "fp32"), ("gpt2", "bf16"), ("llama", "fp32"), ("t5", "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
+        for name in [*CONFIGS, *OTHERS]
+        for precision in ("fp32", "bf16")
+    ],
+)
+def test_the_step_is_the_plain_one_to_the_bit(name, precision):
     """With dropout where the family has it by default, and one window of two micro-batches."""
+    dtype = torch.bfloat16 if precision == "bf16" else None
     model = deep(name)
     batches = [rows(), rows(TEXTS[:2])]
     plain = step(model, dtype=dtype, batches=batches)

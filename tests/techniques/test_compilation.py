@@ -309,6 +309,7 @@ class Repeats:
         self.num_forgotten += 1
 
 
+@pytest.mark.slow
 def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch):
     write_csv(own_folder / "rows.csv", rows())
     recorder = Repeats()
@@ -321,6 +322,7 @@ def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkey
     assert_same_run("graphs", "blocks", 6)
 
 
+@pytest.mark.slow
 def test_graphs_on_a_cpu_are_reported(tiny, own_folder, compiler, caplog):
     write_csv(own_folder / "rows.csv", rows())
     with caplog.at_level("INFO", "trimtab"):
