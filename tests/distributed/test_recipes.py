@@ -13,7 +13,7 @@ from rounding import rounding_error
 from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
 from trimtab.runs.journal import VOLATILE_KEYS
 
-QUICK = ("micro", "packed lm", "student")
+QUICK = ("micro", "packed lm")
 SLOW = tuple(name for name in recipe_runs.RECIPES if name not in QUICK)
 
 

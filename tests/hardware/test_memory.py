@@ -28,10 +28,9 @@ print(memory_in_use(cpu) - before, peak_memory(cpu) - memory_in_use(cpu))
     assert below_peak > -(2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-@pytest.mark.parametrize(
-    ("setting", "done"), [({}, True), pytest.param({"MALLOC_ARENA_MAX": "4"}, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("setting", "done"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False)])
 def test_freed_memory_is_kept_and_not_faulted_in_again(setting, done):
     """Counts the page faults of tensors above 32 MiB, which glibc by itself maps anew each time."""
     code = """

@@ -268,7 +268,9 @@ def test_lengths_of_data(tiny, own_folder):
     assert lengths.shape(8, packed).packed_tokens == longest_batch
 
 
-@pytest.mark.parametrize("memory", [{}, {"micro_batch": 4}, {"micro_batch_tokens": 40}])
+@pytest.mark.parametrize(
+    "memory", [{}, *(pytest.param(m, marks=pytest.mark.slow) for m in ({"micro_batch": 4}, {"micro_batch_tokens": 40}))]
+)
 def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
     """The largest batch and the longest rows that fit do not depend on how many tokens a batch of the data has."""
     rows = write_csv(own_folder / "reviews.csv", reviews(40))

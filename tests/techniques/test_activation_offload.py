@@ -209,6 +209,7 @@ def test_a_copied_model_shares_the_pages():
     assert found.pages.num_free == found.pages.num_pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["none", "all"])
 def test_compiled_blocks(which):
     model = deep("llama")

@@ -91,6 +91,7 @@ def assert_same_run(ours, theirs, step):
 # ---------------------------------------------------------------------- in a run
 
 
+@pytest.mark.slow
 def test_every_size_is_compiled_before_the_first_step(tiny, own_folder, compiler, caplog):
     write_csv(own_folder / "rows.csv", rows())
     seen = []
