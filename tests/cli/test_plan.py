@@ -78,6 +78,7 @@ def test_everything_as_json(plan):
     assert chosen["tokens_s"] >= 0.98 * max(fitting)
 
 
+@pytest.mark.slow
 def test_it_cannot_fit(plan):
     sets = ("--set", "memory.gradient_checkpointing=all", "--set", "memory.loss=chunked")
     code, out, err = plan("recipe.yaml", "--gpu", "t4", "--length", 1024, "--memory", "1.3GiB", *sets, *FEWER)

@@ -166,6 +166,7 @@ def test_precision_left_to_the_engine_is_what_the_device_does():
     assert halves[0] < halves[1]
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_the_user_s_own_stays(alone, caplog):
     model = bert()
     model.gradient_checkpointing_enable()

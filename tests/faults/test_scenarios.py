@@ -292,7 +292,7 @@ def rebuilt(**arguments):
 
 
 row("run.json is empty", AFTER_33, in_status(empty), *rebuilt(**RESUME))
-quick("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
+row("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
 row("a bit of run.json is flipped", AFTER_33, in_status(change_a_key), *rebuilt(**RESUME))
 NOT_FINISHED = ("holds an unfinished run (step 33 of 40)", "--resume to resume it")
 FORGOTTEN = refused(*NOT_FINISHED, omits=("remove the folder",), resume=False)

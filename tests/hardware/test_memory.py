@@ -12,6 +12,7 @@ from trimtab.hardware import memory
 from trimtab.hardware.inventory import find_device, native_precision, take_inventory
 
 
+@pytest.mark.slow
 def test_memory_in_use_follows_allocations():
     """In a subprocess: this process may reuse memory that it freed before."""
     code = """

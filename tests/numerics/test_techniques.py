@@ -130,7 +130,7 @@ def test_quantized_weights_change_the_loss_slightly(trained, method):
     assert lossy == pytest.approx(exact, rel=0.02)
 
 
-@pytest.mark.parametrize("recomputed", ["all", "ops", "every 2"])
+@pytest.mark.parametrize("recomputed", ["ops", *(pytest.param(r, marks=pytest.mark.slow) for r in ("all", "every 2"))])
 def test_fp8_is_recomputed_to_the_bit(trained, recomputed):
     plain, losses = trained("fp8")
     found, again = trained("fp8", (recomputed,))

@@ -128,7 +128,6 @@ QUICK = [
     ("gpt2", "ia3", "none"),
     ("llama", "prompt", "all"),
     ("gpt2", "none", EVERY),
-    ("t5", "none", "none"),
     ("qwen3", "none", "ops"),
     ("modernbert", "none", "all"),
 ]

@@ -130,6 +130,7 @@ def test_fixed_segments():
     assert found.needed >= found.parts["weights"] + peaks(found.graphs.pool, expandable=False)[1]
 
 
+@pytest.mark.slow
 def test_other_devices_capture_nothing():
     captured = prediction_of(planner_of(target=known_target("cpu", None)))
     assert captured.graphs is None
@@ -157,6 +158,7 @@ def test_a_captured_step_does_not_wait_for_the_host():
     assert captured < twice < 2 * captured  # the optimizer runs once
 
 
+@pytest.mark.slow
 def test_micro_batches_take_equally_long():
     one, two, three, five = (seconds_of(batch=8 * number) for number in (1, 2, 3, 5))
     assert three - two == pytest.approx(two - one, rel=1e-6)

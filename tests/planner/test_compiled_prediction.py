@@ -141,7 +141,7 @@ def test_a_recomputed_block_keeps_what_an_uncompiled_one_keeps(name):
     ("name", "mask"),
     [
         ("llama", "padded"),
-        ("bert", "none"),
+        pytest.param("bert", "none", marks=pytest.mark.slow),
         pytest.param("llama", "none", marks=pytest.mark.slow),
         pytest.param("bert", "padded", marks=pytest.mark.slow),
     ],

@@ -113,6 +113,7 @@ def test_precision_follows_the_device_that_is_planned_for(gpu, wanted, precision
     assert planner(recipe(train={"precision": "fp32"}), gpu).precision == "fp32"
 
 
+@pytest.mark.slow
 def test_two_micro_batches_stand_for_more():
     """The peak is that of many micro-batches, the time that of all of them."""
     made = planner(recipe(train={"batch_size": 8}))

@@ -54,7 +54,9 @@ def test_a_plain_loop_takes_what_was_measured(row):
     assert found.total == found.needed + found.outside
 
 
-@pytest.mark.parametrize("name", ["fp16", "recompute all", "qlora"])
+@pytest.mark.parametrize(
+    "name", ["qlora", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp16", "recompute all"))]
+)
 def test_a_step_of_ours_takes_what_was_measured(name, monkeypatch):
     found = [row for row in rows("h200-own.json") if (row["recipe"], row["name"]) == ("llama-1b.yaml", name)]
     row = next(row for row in found if row["table"] == "ladder")

@@ -72,9 +72,7 @@ CASES = {
 
 QUICK = {
     "lora",
-    "side",
     "no padding",
-    "bf16-pure in 8 bits",
     "updated in backward",
     "updated on the host",
 }

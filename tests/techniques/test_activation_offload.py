@@ -284,8 +284,17 @@ def traced(whole=False, **values):
     return tracer.trace(spec, BatchShape(1, 8192), whole=whole)
 
 
-@pytest.mark.parametrize("which", ["all", "{every: 2}"])
-@pytest.mark.parametrize("recomputed", ["all", "none", "{all_but_every: 4}"])
+@pytest.mark.parametrize(
+    ("recomputed", "which"),
+    [
+        ("none", "all"),
+        ("{all_but_every: 4}", "{every: 2}"),
+        pytest.param("none", "{every: 2}", marks=pytest.mark.slow),
+        pytest.param("{all_but_every: 4}", "all", marks=pytest.mark.slow),
+        pytest.param("all", "all", marks=pytest.mark.slow),
+        pytest.param("all", "{every: 2}", marks=pytest.mark.slow),
+    ],
+)
 def test_the_derived_trace_is_the_traced_one(recomputed, which):
     from planner.test_blocks import assert_same as assert_same_trace
 
@@ -320,6 +329,7 @@ def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
     assert moved / 1e9 * 0.8 < slow.seconds < moved / 1e9 + plain
 
 
+@pytest.mark.slow
 def test_auto_uses_it_only_where_nothing_else_fits():
     from trimtab.planner.survey import survey
 

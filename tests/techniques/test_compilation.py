@@ -130,6 +130,7 @@ def test_a_resumed_run_has_the_same_bits(tiny, own_folder, compiler):
     assert_same_run("stopped", "whole", 6)
 
 
+@pytest.mark.slow
 def test_a_failure_is_recorded_and_kept(tiny, own_folder, compiler, caplog):
     write_csv(own_folder / "rows.csv", rows())
 

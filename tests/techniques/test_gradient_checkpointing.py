@@ -166,7 +166,13 @@ def test_dropout_is_on_in_what_is_compared():
     assert not torch.equal(step(model, seed=3)[0], step(model, seed=4)[0])
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "gemma2", "gemma3n_text", "modernbert", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bert", "llama", "gemma3n_text"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "gemma2", "modernbert", "mixtral")),
+    ],
+)
 def test_what_is_kept_for_backward(name):
     model = deep(name)
     sizes = {}
