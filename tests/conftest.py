@@ -34,7 +34,10 @@ settings.register_profile(
 settings.load_profile("tests")
 
 # These take long in few tests: begun first, none of them is left alone at the end. "tests" are the files beside this.
-LONG = ("tracking", "docs", "distributed", "faults", "cli", "train", "planner", "resume", "tests")
+LONG = (
+    *("tracking", "docs", "distributed", "faults", "cli", "training", "planner", "resume"),
+    *("techniques", "numerics", "commands", "model", "tests"),
+)
 
 # torch.compile sets these when it compiles for the first time, and leaves them set: where compiled code is kept, which
 # assembler Triton calls, and two switches of OpenMP, which the compiled code links.
