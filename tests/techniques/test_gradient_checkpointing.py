@@ -215,7 +215,12 @@ def test_nothing_is_left_after_backward_even_without_a_garbage_collector(which):
 
 @pytest.mark.parametrize(
     ("quantized", "dropout", "dtype"),
-    [(False, 0.1, None), (False, 0.0, torch.bfloat16), (True, 0.0, None), (True, 0.1, torch.bfloat16)],
+    [
+        (False, 0.1, None),
+        (True, 0.1, torch.bfloat16),
+        pytest.param(False, 0.0, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(True, 0.0, None, marks=pytest.mark.slow),
+    ],
 )
 def test_adapters(quantized, dropout, dtype):
     """The inputs of the first block need no gradient; products of the base are added to in place."""

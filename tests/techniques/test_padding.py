@@ -140,7 +140,9 @@ def test_memory_that_runs_out_leads_to_single_rows(memory):
     assert all(sum(Rows.lengths[row] for row in micro) <= 50 for micro in batches)
 
 
-@pytest.mark.parametrize("more", [{"memory": {"gradient_checkpointing": "all"}}, {"adapter": "lora"}])
+@pytest.mark.parametrize(
+    "more", [{"memory": {"gradient_checkpointing": "all"}}, pytest.param({"adapter": "lora"}, marks=pytest.mark.slow)]
+)
 def test_with_other_techniques(tiny, tmp_path, more):
     padded = trained(recipe_of(tiny, tmp_path, "chat", "longest", **more), tmp_path / "padded")
     assert_same_training(trained(recipe_of(tiny, tmp_path, "chat", **more), tmp_path / "packed"), padded)
