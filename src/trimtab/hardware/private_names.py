@@ -115,6 +115,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "peft.utils.constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING": "adapter: ia3",
     "peft.utils.constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING": "adapter: ia3",
     "peft.utils.save_and_load.load_peft_weights": "adapters",
+    "peft.utils.transformers_weight_conversion": "adapters: names of modules are kept",
     "torchao.prototype.safetensors.safetensors_support.flatten_tensor_state_dict": "quantize: formats of torchao",
     "liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction": "memory.loss: liger",
     "liger_kernel.transformers.monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN": "memory.kernels: liger",

@@ -32,10 +32,12 @@ from trimtab.model.adapter_configs import (
 )
 from trimtab.model.adapter_patterns import resolve_patterns
 from trimtab.model.adapter_targets import select_full_modules
+from trimtab.model.expert_weights import adapted_names
 from trimtab.model.hub import PEFT_CONFIG, is_side_network
 from trimtab.model.load import grown_rows
 from trimtab.model.lora_product import bind_product
 from trimtab.model.nf4 import dequantized, is_nf4
+from trimtab.model.peft_renaming import are_names_of, kept_names, renamed_targets
 from trimtab.model.precision import convert_to_fp32
 from trimtab.model.quantization import num_weights
 from trimtab.model.side_network import (
@@ -191,9 +193,13 @@ def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | Pr
         words = f"side network of width {config.width} that reads {len(config.taps)} of {config.num_blocks} blocks"
     else:
         plan = plan_adapter(model, spec, kept)
-        adapter, words = _inject(model, plan.config, plan.targets, kept), plan.words
+        if renamed := renamed_targets(plan.config, model):
+            names = ", ".join(sorted(renamed))
+            say(f"adapter: PEFT would load {names} as adapters of experts; load this adapter with trimtab, or merge it")
+        with kept_names():
+            adapter, words = _inject(model, plan.config, plan.targets, kept), plan.words
         if isinstance(spec, LoraSpec):
-            adapter.starts = initialize_lora(model, plan.targets, spec)
+            adapter.starts = initialize_lora(model, adapter.targets, spec)
     _make_trainable(model, adapter)
     _report(model, adapter, words)
     return adapter
@@ -256,8 +262,9 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
     whole = {name: tensor for name, tensor in weights.items() if not is_small(name)}
     kept = _modules_of(model, whole, place)
-    adapter = _inject(model, config, None, kept, place / PEFT_CONFIG)
-    _read_weights(model, weights, whole, place)
+    with kept_names(are_names_of(model, set(weights) - set(whole))):
+        adapter = _inject(model, config, None, kept, place / PEFT_CONFIG)
+        _read_weights(model, weights, whole, place)
     if trainable:
         _make_trainable(model, adapter)
     else:
@@ -296,7 +303,7 @@ def _load_side(model: Any, place: Path, trainable: bool) -> Adapter:
 def _inject(
     model: Any, config: Any, targets: Sequence[str] | None, kept: Sequence[str], place: Any = "the adapter"
 ) -> Adapter:
-    """Replace linear modules by PEFT's modules, and check that they are exactly `targets` if given."""
+    """Wrap linear modules and experts in PEFT's modules, and check that they are exactly `targets` if given."""
     from peft import inject_adapter_in_model
     from peft.tuners.ia3 import IA3Layer
     from peft.tuners.lora import LoraLayer
@@ -312,8 +319,8 @@ def _inject(
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer | IA3Layer)
     }
-    if targets is not None and set(layers) != set(targets):
-        odd = sorted(set(layers) ^ set(targets))
+    if targets is not None and (adapted := adapted_names(layers)) != set(targets):
+        odd = sorted(adapted ^ set(targets))
         raise RecipeError(f"adapter.targets: PEFT cannot distinguish {odd[0]} from other modules", "name other modules")
     for layer in layers.values():
         layer.train(layer.get_base_layer().training)  # new modules are in training mode

@@ -214,10 +214,13 @@ class AdapterSettings(Section):
     targets: Targets | None = None
     """Modules that get an adapter; all-linear = every linear layer of the base, not the head; null = all-linear, with
     kind ia3 those that PEFT chooses for the type of the model."""
+    experts: bool = False
+    """Adapt fused expert weights too, with two matrices of this rank for each expert; they are no linear modules and
+    not among targets."""
     layers: BlockRange | None = None
     """First and last block that get adapters, counted from 0; null = all blocks."""
     ranks: dict[str, PositiveInt] = {}
-    """Rank by pattern of module names: {'*.down_proj': 32}; the last matching pattern wins."""
+    """Rank by pattern of module names, or of expert weights: {'*.down_proj': 32}; the last matching pattern wins."""
     alphas: dict[str, PositiveFloat] = {}
     """Alpha by pattern of module names; the last matching pattern wins."""
     trains: Patterns = []

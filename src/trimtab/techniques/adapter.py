@@ -75,7 +75,7 @@ def has_quantized_base(recipe: Recipe) -> bool:
 def has_plain_lora(recipe: Recipe) -> bool:
     """Whether the adapter of a recipe is LoRA in the form that blocks are compiled with."""
     settings = adapter_settings(recipe)
-    return settings is not None and settings.kind in ("lora", "qlora") and not settings.dora
+    return settings is not None and settings.kind in ("lora", "qlora") and not (settings.dora or settings.experts)
 
 
 def num_virtual_tokens(recipe: Recipe | None) -> int:
@@ -212,6 +212,7 @@ class AdapterTechnique(Technique):
             return value
         init = "" if settings.init == "zero" else settings.init
         options = ["rslora" if settings.rslora else "", "dora" if settings.dora else "", init]
+        options.append("experts" if settings.experts else "")
         return ", ".join([value, f"rank {settings.rank}", *filter(None, options)])
 
     def value_in(self, text: str) -> str:
