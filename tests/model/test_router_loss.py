@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from library_versions import skip_before
 from tiny_models import TEXTS, batch_of, tokenizer
 from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
@@ -64,6 +65,8 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("how", ["plain", "chunked"])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_loss_of_transformers(name, how):
+    if name == "jetmoe":
+        skip_before("5.22", "returns the router loss of JetMoE only if it is called with labels")
     model, batch = a_model(name), token_batch()
     step = build_loss("token-cross-entropy", shifts_labels=True, how=how)(model, batch)
     ours = gradients_of(model, step.value)
