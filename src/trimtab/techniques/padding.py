@@ -41,7 +41,7 @@ class Padding(Technique):
 
     def _problem(self, case: Case) -> str | None:
         if num_virtual_tokens(case.recipe):
-            return "virtual tokens are put before each row (adapter: prompt)"
+            return "virtual tokens are put before each row (adapter: prompt or prefix)"
         if case.has_own_loss:
             return "a custom loss gets rows of equal length"
         return find_problem(case.model, case.model_kind, _kernel(case.accelerator, case.compute_dtype))
