@@ -1,10 +1,12 @@
-"""Writes what fits on cards of 4 to 80 GB into docs/memory.md: `python benchmarks/cards.py`.
+"""Writes what fits on cards of 4 to 80 GB into docs/memory.md: `python benchmarks/cards.py`, or `… 4 8` for two sizes.
 
 Each job has ways to train it, a list of settings each. All are predicted for every card, without a GPU, and the fastest
 that fits is a line of the page; the fastest exact one, too, if another one is faster. To add a way, add it to JOBS.
 """
 
 import math
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +69,7 @@ class Result:
     @property
     def is_exact(self) -> bool:
         """Whether it computes what the job asks for, in the usual precision and with unrounded optimizer state."""
-        others = ("train.optimizer=", "train.precision=", "train.max_grad_norm=", "adapter.base=")
+        others = ("train.optimizer=", "train.precision=", "train.max_grad_norm=", "adapter.base=", "adapter=qlora")
         return not any(text.startswith(others) for text in self.sets)
 
 
@@ -109,6 +111,7 @@ _SMALL_STEPS = (
     f"memory.offload=embeddings memory.kernels=liger {_SMALL}",
     f"memory.offload=embeddings memory.kernels=liger memory.tile_tokens=1024 {_SMALL}",
 )
+_LORA_STEPS = tuple(f"adapter=lora {way}" for way in _SMALL_STEPS)
 _LONG = (
     f"adapter.rank=32 train.batch_size=1 memory.padding=longest memory.offload_activations=all "
     f"memory.tile_tokens=1024 memory.offload=embeddings memory.kernels=liger {_SMALL}"
@@ -122,23 +125,39 @@ JOBS = (
         ("memory.micro_batch=32", "memory.micro_batch=8", "memory.micro_batch=2", f"memory.micro_batch=16 {_ALL}"),
     ),
     Job("Llama 1 B, 8 × 2,048, all weights", "llama-1b", 2048, "", _FULL_WEIGHTS),
-    Job("Llama 1 B, 8 × 2,048, LoRA", "llama-1b", 2048, "adapter=lora train.lr=2e-4", _SMALL_STEPS),
+    Job(
+        "Llama 1 B, 8 × 2,048, LoRA or QLoRA",
+        "llama-1b",
+        2048,
+        "train.lr=2e-4",
+        (*_LORA_STEPS, f"adapter=qlora {_SMALL}"),
+    ),
     Job(
         "Llama 8 B, 8 × 2,048, LoRA",
         "llama-8b",
         2048,
-        "adapter=lora train.lr=2e-4",
-        (*_SMALL_STEPS, "adapter.base=fp8 memory.micro_batch=1", f"adapter.base=fp8 memory.micro_batch=8 {_ALL}"),
+        "train.lr=2e-4",
+        (
+            *_LORA_STEPS,
+            "adapter=lora adapter.base=fp8 memory.micro_batch=1",
+            f"adapter=lora adapter.base=fp8 memory.micro_batch=8 {_ALL}",
+        ),
     ),
-    Job("Llama 8 B, 8 × 2,048, QLoRA", "llama-8b", 2048, "adapter=qlora train.lr=2e-4", _SMALL_STEPS),
+    Job("Llama 8 B, 8 × 2,048, QLoRA", "llama-8b", 2048, "train.lr=2e-4 adapter=qlora", _SMALL_STEPS),
     Job("Llama 8 B, 8 × 2,048, all weights", "llama-8b", 2048, "", _FULL_WEIGHTS),
-    Job("Llama 8 B, QLoRA, one row", "llama-8b", 2048, "adapter=qlora train.lr=2e-4", (_LONG,), finds_longest=True),
+    Job("Llama 8 B, QLoRA, one row", "llama-8b", 2048, "train.lr=2e-4 adapter=qlora", (_LONG,), finds_longest=True),
 )
 
 
 def results(job: Job, card: Card) -> list[Result]:
     """Every way of a job on a card that is possible there."""
-    return [found for way in job.ways if (found := predict(job, card, tuple(f"{job.common} {way}".split())))]
+    return [found for way in job.ways if (found := predict(job, card, _settings(job, way)))]
+
+
+def _settings(job: Job, way: str) -> tuple[str, ...]:
+    """The settings of a way, in the order of a recipe's sections."""
+    order = ("adapter", "train", "memory")
+    return tuple(sorted(f"{job.common} {way}".split(), key=lambda text: order.index(re.split(r"[.=]", text)[0])))
 
 
 @gc_disabled()
@@ -181,11 +200,15 @@ def lines_of(job: Job, card: Card) -> Iterator[str]:
     if not chosen[0].is_exact:
         chosen += [each for each in fitting if each.is_exact][:1]
     for number, each in enumerate(chosen):
-        name = job.name if number == 0 else "the same, exact"
-        if each.length is not None:
-            name += f" of {each.length:,} tokens"
-        memory = f"{_gib(each.total_bytes)} | {_gib(each.host_bytes)}"
-        yield f"| {name} | `{_flags(each)}` | {memory} | {_rounded(each.tokens_s):,} |"
+        yield line_of(job.name if number == 0 else "the same, exact", each)
+
+
+def line_of(name: str, result: Result) -> str:
+    """A line of a table."""
+    if result.length is not None:
+        name += f" of {result.length:,} tokens"
+    memory = f"{_gib(result.total_bytes)} | {_gib(result.host_bytes)}"
+    return f"| {name} | `{_flags(result)}` | {memory} | {_rounded(result.tokens_s):,} |"
 
 
 def _flags(result: Result) -> str:
@@ -217,17 +240,19 @@ def section(card: Card, jobs: tuple[Job, ...] = JOBS) -> list[str]:
     ]
 
 
-def written() -> list[str]:
-    """The lines of the page between its marks."""
-    text = PAGE.read_text()
-    return text.partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+def written(card: Card) -> list[str]:
+    """The section of a card in the page."""
+    text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    found = text.partition(f"### {card.size_gb} GB\n")[2].partition("\n### ")[0]
+    return [f"### {card.size_gb} GB", "", *found.strip("\n").splitlines(), ""]
 
 
 if __name__ == "__main__":
+    chosen = [card for card in CARDS if str(card.size_gb) in sys.argv[1:] or not sys.argv[1:]]
     made: list[str] = []
     for each_card in CARDS:
-        lines = section(each_card)
-        print("\n".join(lines), flush=True)
+        lines = section(each_card) if each_card in chosen else written(each_card)
+        print("\n".join(lines) if each_card in chosen else f"{each_card.size_gb} GB: unchanged", flush=True)
         made += lines
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text("\n".join([f"{before}{BEGIN}", "", *made, END]) + rest.partition(END)[2])

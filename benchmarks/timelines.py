@@ -125,7 +125,7 @@ def draw(picture: Picture, path: Path) -> None:
     figure, panels = pyplot.subplots(1, num_panels, figsize=(9.6, 3.5), facecolor="white", sharey=True)
     top = max(moment.num_bytes for moments in timelines for moment in moments) / GIB
     for axes, moments, (title, _) in zip(panels, timelines, picture.panels, strict=True):
-        _draw_panel(axes, moments, title, top)
+        _draw_panel(axes, moments, title, top, 0.06 * num_panels)
     panels[0].set_ylabel("GiB on the GPU")
     used = [part for part in PARTS if any(moment.parts[part] for moments in timelines for moment in moments)]
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in used]
@@ -138,11 +138,12 @@ def draw(picture: Picture, path: Path) -> None:
         path.write_text(re.sub(r"(\d+\.\d)\d+", r"\1", path.read_text()))
 
 
-def _draw_panel(axes: Any, moments: list[Moment], title: str, top: float) -> None:
+def _draw_panel(axes: Any, moments: list[Moment], title: str, top: float, min_share: float) -> None:
+    """Stacked parts over time; a stage with less than `min_share` of it has no room for its name."""
     positions = [moment.position for moment in moments]
-    used = [part for part in PARTS if any(moment.parts[part] for moment in moments)]
-    heights = [[moment.parts[part] / GIB for moment in moments] for part in used]
-    axes.stackplot(positions, *heights, colors=[COLORS[part] for part in used], linewidth=0, step="post", zorder=2)
+    for number in range(len(PARTS), 0, -1):  # each part covers the lower end of those above it
+        heights = [sum(moment.parts[part] for part in PARTS[:number]) / GIB for moment in moments]
+        axes.fill(*_outline(positions, heights), color=COLORS[PARTS[number - 1]], linewidth=0, zorder=2)
     peak = max(moments, key=lambda moment: moment.num_bytes)
     at = min(max(peak.position, 0.12), 0.88)
     axes.annotate(
@@ -151,14 +152,28 @@ def _draw_panel(axes: Any, moments: list[Moment], title: str, top: float) -> Non
     for number, (stage, begin, end) in enumerate(_stages(moments)):
         if number % 2:
             axes.axvspan(begin, end, color=SHADE, zorder=0)
-        if end - begin > 0.12:
-            axes.text((begin + end) / 2, 1.17 * top, stage, ha="center", va="center", fontsize=9, color="#57606a")
+        options = {"ha": "center", "va": "top", "fontsize": 9, "color": "#57606a"}
+        height = max(moment.num_bytes for moment in moments if begin <= moment.position <= end) / GIB
+        if end - begin > min_share:
+            axes.text((begin + end) / 2, 1.2 * top, stage, **options)
+        elif end - begin > 0.04 and height < 0.6 * top:
+            axes.text((begin + end) / 2, 1.2 * top, stage, rotation=90, **options)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.25 * top)
     axes.set_xticks([])
     axes.set_xlabel("time", fontsize=9)
     axes.set_title(title, fontsize=10, family="monospace")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _outline(positions: list[float], heights: list[float]) -> tuple[list[float], list[float]]:
+    """The outline of steps that stand on the axis, without points that change nothing."""
+    xs, ys = [0.0], [0.0]
+    for position, height in zip(positions, heights, strict=True):
+        if abs(height - ys[-1]) > 0.01:
+            xs += [position, position]
+            ys += [ys[-1], height]
+    return [*xs, 1.0, 1.0], [*ys, ys[-1], 0.0]
 
 
 def _stages(moments: list[Moment]) -> list[tuple[str, float, float]]:

@@ -31,24 +31,23 @@ class PrefixSpec:
     tokens: int = 20
 
 
-class _PrefixLayer(DynamicLayer):  # type: ignore[misc]
+class _PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """The keys and values of one block; those of rows are returned behind them, and not stored."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values, self.is_initialized = keys, values, True
+        self._prefix = keys, values
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The prefix and the states of rows."""
-        _check_shape(self.keys, key_states)
-        _check_shape(self.values, value_states)
-        keys = torch.cat([self.keys.to(key_states.dtype), key_states], dim=-2)
-        return keys, torch.cat([self.values.to(value_states.dtype), value_states], dim=-2)
+        keys, values = self._prefix
+        return _with_prefix(keys, key_states), _with_prefix(values, value_states)
 
 
-class PrefixCache(Cache):  # type: ignore[misc]
+class PrefixCache(Cache):
     """Gives every block its prefix, and stores nothing.
 
     Args:
@@ -59,20 +58,17 @@ class PrefixCache(Cache):  # type: ignore[misc]
 
     def __init__(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(layers=[_PrefixLayer(keys, values) for keys, values in states])
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the prefix trains."""
-        return any(layer.keys.requires_grad for layer in self.layers)
+        self.requires_grad = any(keys.requires_grad for keys, _ in states)  # whether the prefix trains
 
 
-def _check_shape(prefix: torch.Tensor, states: torch.Tensor) -> None:
+def _with_prefix(prefix: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     if (prefix.shape[1], prefix.shape[3]) != (states.shape[1], states.shape[3]):
         raise RecipeError(
             f"adapter: prefix has {prefix.shape[1]} heads of width {prefix.shape[3]}, as the config of the model says, "
             f"and a block has {states.shape[1]} of width {states.shape[3]}",
             "adapter: prompt or lora",
         )
+    return torch.cat([prefix.to(states.dtype), states], dim=-2)
 
 
 class PrefixTokens(nn.Module):
@@ -141,7 +137,7 @@ def check_prefix(model: Any, kept: Sequence[str]) -> None:
     if "past_key_values" not in inspect.signature(model.base_model.forward).parameters:
         raise RecipeError(f"adapter: prefix needs blocks that take keys and values, and {name} has no such cache", cure)
     odd = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if odd or getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_lora_rank", None):
+    if odd or any(getattr(config, key, None) for key in ("num_kv_shared_layers", "kv_lora_rank")):
         what = f"blocks of type {min(odd)}" if odd else "keys and values that blocks share or compress"
         raise RecipeError(f"adapter: prefix does not support {what} ({name})", cure)
 
@@ -150,7 +146,7 @@ def attach_prefix(model: Any, config: Any) -> None:
     """Add a prefix to a model in place; its initial values are those of PEFT."""
     from peft.tuners.prefix_tuning import PrefixEncoder
 
-    weight = PrefixEncoder(config).embedding.weight.detach()
+    weight = PrefixEncoder(config).embedding.weight.detach()  # type: ignore[no-untyped-call]
     tokens = PrefixTokens(weight, config.num_attention_heads, config.num_layers)
     setattr(model, VIRTUAL_MODULE, tokens)
     model.base_model.register_forward_pre_hook(tokens.before, with_kwargs=True)

@@ -66,7 +66,8 @@ def timeline(trace: Trace, num_points: int, device: Device | None) -> list[Momen
 
 def _event_times(trace: Trace, device: Device) -> list[float]:
     """The time of each event, in seconds: operations before its segment, and its share of the segment."""
-    times, now = [], 0.0
+    times: list[float] = []
+    now = 0.0
     segments = [*trace.segments, None]
     for segment, following in zip(segments, segments[1:], strict=False):
         assert segment is not None
