@@ -134,8 +134,8 @@ def draw(picture: Picture, path: Path) -> None:
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
-    if path.suffix == ".svg":  # a tenth of a point is enough, and a third of the bytes
-        path.write_text(re.sub(r"(\d+\.\d)\d+", r"\1", path.read_text()))
+    if path.suffix == ".svg":  # a tenth of a point is enough, and an outline is one line
+        path.write_text(re.sub(r"(\d+\.\d)\d+", r"\1", path.read_text()).replace(" \nL ", " L "))
 
 
 def _draw_panel(axes: Any, moments: list[Moment], title: str, top: float, min_share: float) -> None:

@@ -143,7 +143,7 @@ class TestSideNetwork:
 class TestVirtualTokens:
     """`adapter: prompt` and `adapter: prefix`, from training to generation."""
 
-    @pytest.fixture(params=["prompt", "prefix"])
+    @pytest.fixture(params=["prefix", pytest.param("prompt", marks=pytest.mark.slow)])
     def kind(self, request):
         return request.param
 
