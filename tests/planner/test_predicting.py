@@ -86,7 +86,7 @@ def test_a_step_of_ours_takes_what_was_measured(name, monkeypatch):
     over_time = prediction.timeline(device=find("h200"))
     assert max(moment.num_bytes for moment in over_time) == prediction.allocated
     assert [moment.position for moment in over_time] == sorted(moment.position for moment in over_time)
-    assert over_time[-1].stage == "optimizer"
+    assert {moment.stage for moment in over_time} >= {"forward", "backward"}
 
 
 def test_a_folder_with_a_config_is_enough(tiny):

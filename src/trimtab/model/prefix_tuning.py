@@ -144,7 +144,7 @@ def check_prefix(model: Any, kept: Sequence[str]) -> None:
 
 def attach_prefix(model: Any, config: Any) -> None:
     """Add a prefix to a model in place; its initial values are those of PEFT."""
-    from peft.tuners.prefix_tuning import PrefixEncoder
+    from peft import PrefixEncoder
 
     weight = PrefixEncoder(config).embedding.weight.detach()  # type: ignore[no-untyped-call]
     tokens = PrefixTokens(weight, config.num_attention_heads, config.num_layers)
