@@ -48,6 +48,10 @@ CASES = {
         "memory": {"padding": "none", "loss": "chunked", "gradient_checkpointing": "all"},
     },
     "prompt": {"adapter": {"kind": "prompt", "tokens": 4}, "memory": {"micro_batch": 5, "loss": "chunked"}},
+    "prefix": {
+        "adapter": {"kind": "prefix", "tokens": 4},
+        "memory": {"micro_batch": 5, "loss": "chunked", "gradient_checkpointing": "all"},
+    },
     "lora in bf16": {"adapter": "lora", "train": {"precision": "bf16"}},
     "lora in fp16": {"adapter": "lora", "train": {"precision": "fp16"}},
     "all together": {

@@ -39,6 +39,7 @@ from trimtab.model.lora_product import bind_product
 from trimtab.model.nf4 import dequantized, is_nf4
 from trimtab.model.peft_renaming import are_names_of, kept_names, renamed_targets
 from trimtab.model.precision import convert_to_fp32
+from trimtab.model.prefix_tuning import PrefixSpec, attach_prefix, check_prefix, prefix_config
 from trimtab.model.quantization import num_weights
 from trimtab.model.side_network import (
     SIDE_MODULE,
@@ -60,6 +61,8 @@ from trimtab.model.virtual_tokens import (
     prompt_config,
 )
 
+_PREFIX_TUNING = "PREFIX_TUNING"
+_VIRTUAL = ("PROMPT_TUNING", _PREFIX_TUNING)  # kinds of PEFT that train virtual tokens
 _PREFIX = "base_model.model."  # of names in PEFT's files, from its wrapper around the model
 _ATTRIBUTE = "_trimtab_adapter"
 _HALF = (torch.float16, torch.bfloat16)
@@ -164,7 +167,7 @@ def has_peft_adapter(module: torch.nn.Module) -> bool:
     return hasattr(module, "lora_A") or hasattr(module, "ia3_l")
 
 
-def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | PromptSpec) -> Adapter:
+def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | PromptSpec | PrefixSpec) -> Adapter:
     """Add an adapter to a model in place, freeze the rest, and log the number of trainable parameters.
 
     Outputs do not change at first. Initial values are those of PEFT, but drawn from torch's CPU generator: they are the
@@ -179,12 +182,14 @@ def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | Pr
     """
     if adapter_of(model) is not None:
         raise RecipeError(f"{type(model).__name__} already has an adapter", "load the base model again")
-    kept = select_full_modules(model, () if isinstance(spec, PromptSpec) else spec.trains)
-    if isinstance(spec, PromptSpec):
-        check_prompt(model, kept)
+    kept = select_full_modules(model, () if isinstance(spec, PromptSpec | PrefixSpec) else spec.trains)
+    if isinstance(spec, PromptSpec | PrefixSpec):
+        is_prefix = isinstance(spec, PrefixSpec)
+        (check_prefix if is_prefix else check_prompt)(model, kept)
         base = base_of(model)
-        adapter = _attach_prompt(model, prompt_config(model, spec.tokens, (base.name, base.revision)))
-        words = f"{spec.tokens} virtual tokens before each row"
+        make_config = prefix_config if is_prefix else prompt_config
+        adapter = _attach_virtual(model, make_config(model, spec.tokens, (base.name, base.revision)))
+        words = f"{'keys and values of ' if is_prefix else ''}{spec.tokens} virtual tokens before each row"
     elif isinstance(spec, SideSpec):
         base = base_of(model)
         config = plan_side_network(model, spec, (base.name, base.revision))
@@ -205,8 +210,11 @@ def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | Pr
     return adapter
 
 
-def _attach_prompt(model: Any, config: Any) -> Adapter:
-    attach_virtual_tokens(model, config.num_virtual_tokens)
+def _attach_virtual(model: Any, config: Any) -> Adapter:
+    if config.peft_type == _PREFIX_TUNING:
+        attach_prefix(model, config)
+    else:
+        attach_virtual_tokens(model, config.num_virtual_tokens)
     adapter = Adapter(model, config, Base(config.base_model_name_or_path, config.revision), [VIRTUAL_MODULE], [])
     model.__dict__[_ATTRIBUTE] = adapter
     return adapter
@@ -254,11 +262,11 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
         raise ModelError(f"{place} holds no adapter: it has no {PEFT_CONFIG}", "name the folder of an adapter")
     with peft_errors_explained(place):
         config = PeftConfig.from_pretrained(str(place))
-        if config.peft_type not in (PeftType.LORA, PeftType.IA3, PeftType.PROMPT_TUNING):
-            raise ModelError(f"{place} holds a {config.peft_type} adapter", "use LoRA, IA3 or prompt tuning")
+        if config.peft_type not in (PeftType.LORA, PeftType.IA3, *_VIRTUAL):
+            raise ModelError(f"{place} holds a {config.peft_type} adapter", "use LoRA, IA3, prompt or prefix tuning")
         weights = load_peft_weights(str(place), device="cpu")
-    if config.peft_type == PeftType.PROMPT_TUNING:
-        return _load_prompt(model, config, weights, place, trainable)
+    if config.peft_type in _VIRTUAL:
+        return _load_virtual(model, config, weights, place, trainable)
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
     whole = {name: tensor for name, tensor in weights.items() if not is_small(name)}
     kept = _modules_of(model, whole, place)
@@ -272,12 +280,17 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
     return adapter
 
 
-def _load_prompt(model: Any, config: Any, weights: Mapping[str, torch.Tensor], place: Path, trainable: bool) -> Adapter:
+def _load_virtual(
+    model: Any, config: Any, weights: Mapping[str, torch.Tensor], place: Path, trainable: bool
+) -> Adapter:
     shape = (config.num_virtual_tokens, model.get_input_embeddings().weight.shape[1])
+    if config.peft_type == _PREFIX_TUNING:
+        own = prefix_config(model, config.num_virtual_tokens, (None, None))
+        shape = (config.num_virtual_tokens, own.num_layers * 2 * own.token_dim)
     if set(weights) != {IN_FILE} or tuple(weights[IN_FILE].shape) != shape:
         raise ModelError(f"{place} does not hold {shape[0]} virtual tokens of width {shape[1]}", "load its base model")
-    check_prompt(model, [])
-    adapter = _attach_prompt(model, config)
+    (check_prefix if config.peft_type == _PREFIX_TUNING else check_prompt)(model, [])
+    adapter = _attach_virtual(model, config)
     model.get_submodule(VIRTUAL_MODULE).weight.data = weights[IN_FILE].float()
     if trainable:
         _make_trainable(model, adapter)

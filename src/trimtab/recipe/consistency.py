@@ -26,6 +26,7 @@ _ADAPTER_KEYS = {
     "ia3": {"targets", "layers", "trains"},
     "side": {"reduction", "every", "dropout", "trains"},
     "prompt": {"tokens"},
+    "prefix": {"tokens"},
 }
 _LANGUAGE_MODELING = ("causal-lm", "chat", "seq2seq", "masked-lm")
 
