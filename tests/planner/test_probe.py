@@ -206,6 +206,21 @@ def test_without_a_budget_nothing_is_measured(train, untraceable, figures):
     assert not figures
 
 
+@needs_resident_peak
+def test_a_trial_that_fails_otherwise_leaves_the_run_alone(train, untraceable, monkeypatch, caplog):
+    """Such as a model that cannot be copied: it trains as without a plan."""
+    caplog.set_level(logging.INFO, logger="trimtab")
+
+    def fails(*_):
+        raise TypeError("cannot pickle '_thread.lock' object")
+
+    monkeypatch.setattr(trial_step, "copied_without_weights", fails)
+    result = train(memory={"budget": "4GiB"})
+    assert result.plan.origin is None
+    assert result.fit.step == 4
+    assert "no trial step could be measured (TypeError: cannot pickle '_thread.lock' object): the batch" in caplog.text
+
+
 def test_a_plan_without_a_device_says_why_and_what_to_do(tiny, tmp_path, untraceable):
     recipe = trimtab.Recipe(
         model=tiny.folder("bert"), data={"train": str(write_csv(tmp_path / "rows.csv", reviews(16)))}

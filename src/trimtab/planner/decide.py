@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from trimtab.planner.search import Ladder, Row, Space, halved_sizes
 from trimtab.planner.shapes import LengthsOfData
 from trimtab.planner.target import Target, target_here
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
-from trimtab.planner.trial_step import TrialSteps
+from trimtab.planner.trial_step import TrialError, TrialSteps
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.outlook import AnyOutlook, Outlook
 from trimtab.runs.plan import Plan
@@ -166,7 +166,11 @@ def decide(
     if isinstance(found, str):
         raise DoesNotFit(found)
     if found is None and is_measured and trials is not None:
-        return question.by_measuring(trials)
+        try:
+            return question.by_measuring(trials)
+        except TrialError as error:  # the run may work all the same, and if not, its own error is clearer
+            if engine.is_main_process:
+                say(f"no trial step could be measured ({error}): {_words_on_trying()}")
     return Decision(question.without_plan(stored)) if found is None else found
 
 
@@ -199,9 +203,14 @@ def _words_without_plan(error: Exception, is_measured: bool, trials: TrialSteps 
     if is_measured:
         return f"{what}: trial steps on the device are measured instead"
     obstacle = None if trials is None else trials.obstacle
-    measured = "memory.budget: auto to measure what fits" if obstacle is None else f"(not measured: {obstacle})"
-    cures = ", ".join(["a smaller memory.micro_batch", *memory_advice()])
-    return f"{what}: the batch is tried as one micro-batch; if memory runs out, set {cures}; {measured}"
+    reason = "" if obstacle is None else f" ({obstacle})"
+    measure = ["memory.budget: auto to measure what fits"] if obstacle is None else []
+    return f"{what}{reason}: {_words_on_trying(measure)}"
+
+
+def _words_on_trying(more: Sequence[str] = ()) -> str:
+    cures = ", ".join([*more, "a smaller memory.micro_batch", *memory_advice()])
+    return f"the batch is tried as one micro-batch; if memory runs out, set {cures}"
 
 
 @dataclass(frozen=True)

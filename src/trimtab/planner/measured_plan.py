@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trimtab.errors import DoesNotFit, MissingDependency
+from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import total_memory
 from trimtab.log import say
 from trimtab.planner.explain import gib, words_of
 from trimtab.planner.probe import Measured, Probe, ways_to_measure
 from trimtab.planner.target import SPARE
-from trimtab.planner.trial_step import TrialSteps
+from trimtab.planner.trial_step import TrialError, TrialSteps
 from trimtab.runs.outlook import MeasuredOutlook
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import axes_of
@@ -35,6 +35,7 @@ def measure_plan(
 
     Raises:
         DoesNotFit: No trial step fits; with what the smallest one needs, and what would fit.
+        TrialError: A trial step failed for another reason.
     """
     room = int(budget_bytes * (1 - SPARE))
     probe = Probe(lambda spec: trials.train(spec, room, room), room, sizes)
@@ -50,10 +51,11 @@ def measure_plan(
     if evaluation is not None:
         eval_rows, eval_peak = evaluation[0], evaluation[1].peak_bytes
         total = max(total, evaluation[1].total_bytes or 0)
-    say(
-        f"measured, not predicted: {words_of(chosen.spec, start)} needs {gib(total)} of {gib(budget_bytes)} "
-        f"({trials.engine.device}, {len(probe.trials)} trial steps)"
-    )
+    if trials.engine.is_main_process:
+        say(
+            f"measured, not predicted: {words_of(chosen.spec, start)} needs {gib(total)} of {gib(budget_bytes)} "
+            f"({trials.engine.device}, {len(probe.trials)} trial steps)"
+        )
     steps = [_as_dict(trial, start) for trial in probe.trials]
     peak = max(chosen.peak_bytes, eval_peak or 0)
     return chosen.spec, MeasuredOutlook(budget_bytes, peak, total, eval_rows, eval_peak, steps)
@@ -92,7 +94,7 @@ def _changes(trials: TrialSteps, smallest: StepSpec, case: Case, alone: Measured
         for suggestion in technique.suggest(smallest, case) if technique.effect == "rounding" else ():
             try:
                 found = trials.train(suggestion.spec, None, room)
-            except MissingDependency:  # a suggestion that needs a package
+            except TrialError:  # it may need a package that is not installed
                 continue
             if found.fits and found.total_bytes is not None:
                 yield f"{suggestion.words}: {gib(found.total_bytes)}"

@@ -19,7 +19,7 @@ from trimtab.build.plan import build_plan
 from trimtab.build.training import build_evaluator, build_parts
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
-from trimtab.errors import DoesNotFit
+from trimtab.errors import DoesNotFit, summarize_error
 from trimtab.hardware.memory import (
     cap_memory,
     expected_non_allocator_memory,
@@ -41,6 +41,10 @@ from trimtab.techniques.apply import batching_of, loads_kernels
 from trimtab.techniques.base import StepSpec
 from trimtab.training.rehearsal import Peak, Rehearsal
 from trimtab.training.rollback import OutOfMemory, Rollback
+
+
+class TrialError(Exception):
+    """A trial step that failed for another reason than a lack of memory, in this process or another one."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ class TrialSteps:
             spec: How the step is made.
             budget_bytes: The limit of the process's memory during the trial, where it can be enforced; None for none.
             room: Bytes within which a trial fits.
+
+        Raises:
+            TrialError: The step failed, and not by a lack of memory.
         """
 
         def work(run: ResolvedRun, rehearsal: Rehearsal) -> Peak | OutOfMemory:
@@ -124,25 +131,26 @@ class TrialSteps:
         state = random_state()
         with self.engine.busy("measuring trial steps"), muted(), _peak_counted(device):
             cap_memory(device, budget_bytes, outside)
-            has_run = self._attempt(spec, work)
+            failure = self._attempt(spec, work)
             peak = resident_peak() if device.type == "cpu" else peak_memory(device)
         restore_random_state(state)
         release_cached_memory(device)
-        peak, has_failed = self._of_all_processes(peak, not has_run)
+        peak, has_failed = self._of_all_processes(peak, failure)
         if has_failed:
             return Measured(spec, num_tokens, fits=False)
         return Measured(spec, num_tokens, peak + outside <= room, peak, peak + outside)
 
-    def _attempt(self, spec: StepSpec, work: Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]) -> bool:
-        """Whether memory sufficed, on the device and for what a technique keeps on the host."""
+    def _attempt(
+        self, spec: StepSpec, work: Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]
+    ) -> OutOfMemory | str | None:
+        """What a trial step failed by: memory, of the device or of the host, or an error; None if it ran."""
         try:
-            return not isinstance(self._run(spec, work), OutOfMemory)
-        except DoesNotFit:
-            return False
+            found = self._run(spec, work)
+        except DoesNotFit:  # what a technique keeps on the host
+            return OutOfMemory()
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        return False
+            return OutOfMemory() if is_out_of_memory(error) else summarize_error(error)
+        return found if isinstance(found, OutOfMemory) else None
 
     def _run(self, spec: StepSpec, work: Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]) -> Peak | OutOfMemory:
         # A trial is a matter of one process, so that one which runs out of memory leaves no other waiting.
@@ -174,12 +182,15 @@ class TrialSteps:
         finally:
             engine.free_memory()
 
-    def _of_all_processes(self, peak: int, has_failed: bool) -> tuple[int, bool]:
+    def _of_all_processes(self, peak: int, failure: OutOfMemory | str | None) -> tuple[int, bool]:
         """The largest peak of any process, and whether memory ran out in any: all of them choose alike."""
-        if not self.engine.use_distributed:
-            return peak, has_failed
-        found = self.engine.reduce(torch.tensor([peak, int(has_failed)], dtype=torch.int64), "max")
-        return int(found[0]), bool(found[1])
+        has_error, has_failed = isinstance(failure, str), failure is not None
+        if self.engine.use_distributed:
+            found = torch.tensor([peak, int(has_failed), int(has_error)], dtype=torch.int64)
+            peak, has_failed, has_error = self.engine.reduce(found, "max").tolist()
+        if has_error:
+            raise TrialError(failure if isinstance(failure, str) else "an error in another process")
+        return peak, bool(has_failed)
 
 
 def _evaluation_of(num_rows: int) -> Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]:

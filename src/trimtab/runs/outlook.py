@@ -106,7 +106,7 @@ def read_outlook(values: Mapping[str, Any]) -> AnyOutlook | None:
 
 def outlook_as_dict(outlook: AnyOutlook | None) -> dict[str, Any]:
     """Plain values, for JSON: those of a prediction are None where there is none, those of a measurement left out."""
-    empty = {own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)}
+    empty: dict[str, Any] = {own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)}
     found = {} if outlook is None else {own.name: _plain(getattr(outlook, own.name)) for own in fields(outlook)}
     return {"origin": None if outlook is None else outlook.origin, **empty, **found}
 
