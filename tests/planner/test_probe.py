@@ -176,6 +176,49 @@ def test_a_measured_plan_trains_as_the_same_values_in_the_recipe(
     assert all(same_bits(*pair) for pair in zip(measured.weights, written.weights, strict=True))
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"adapter": "lora"},
+        {"train": {"epochs": 1, "lr": 1e-3, "freeze": {"base": "2 steps"}}},
+        {"train": {"epochs": 1, "optimizer": "adagrad", "precision": "bf16"}},
+        {"memory": {"padding": "none"}},
+        {"task": "masked-lm", "memory": {"loss": "chunked"}},
+    ],
+    ids=["lora", "freezing", "bf16", "packed", "chunked"],
+)
+@needs_resident_peak
+@pytest.mark.slow
+def test_methods_and_techniques_of_a_recipe(train, untraceable, figures, sections):
+    """Whatever a recipe sets is in its trial steps, and they change nothing."""
+    memory = sections.get("memory", {})
+    measured, written = Watch(), Watch()
+    plan = train([measured], **sections | {"memory": memory | {"budget": "300MiB"}}).plan
+    assert (plan.origin, plan.micro_batch_size) == ("measured", 4)
+    size = {"micro_batch_tokens": plan.micro_batch_tokens} if plan.micro_batch_tokens else {"micro_batch": 4}
+    train([written], **sections | {"memory": memory | size})
+    assert len(measured.weights) == 4
+    assert all(same_bits(*pair) for pair in zip(measured.weights, written.weights, strict=True))
+
+
+@needs_resident_peak
+@pytest.mark.slow
+def test_memory_that_runs_out_in_a_trial(train, untraceable, figures, monkeypatch):
+    """As an allocator under its cap refuses: there is no figure, and a smaller micro-batch is chosen."""
+    run = TrialSteps._run
+
+    def runs_out(self, spec, work):
+        if spec.micro_batch > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 …")
+        return run(self, spec, work)
+
+    monkeypatch.setattr(TrialSteps, "_run", runs_out)
+    plan = train(memory={"budget": "4GiB"}).plan
+    assert plan.micro_batch_size == 2
+    steps = [(step["micro_batch"], step["fits"], step["total_bytes"] is None) for step in plan.measured_steps]
+    assert steps == [(1, True, False), (2, True, False), (8, False, True), (4, False, True)]
+
+
 @needs_resident_peak
 @pytest.mark.slow
 def test_nothing_fits(train, untraceable, figures):
