@@ -20,7 +20,7 @@ from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
 from trimtab.planner.host import HostPrediction, activations_on_host, predict_host
 from trimtab.planner.memory import Prediction, predict, predict_captured, predict_evaluation
-from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
+from trimtab.planner.search import Estimate, Ladder, Row, Space, halved_sizes, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
 from trimtab.planner.target import SPARE, Target
 from trimtab.planner.time import captured_ops, step_seconds
@@ -151,7 +151,7 @@ class RecipePlanner:
     @cached_property
     def _micro_batches(self) -> tuple[int, ...]:
         asked = micro_batch_asked(self.recipe, self.lengths.longest)
-        return tuple(_halved(self.batch_size)) if asked is None else (min(asked, self.batch_size),)
+        return tuple(halved_sizes(self.batch_size)) if asked is None else (min(asked, self.batch_size),)
 
     def _precision(self, method: Mapping[str, str]) -> str:
         precision = self.precision
@@ -468,14 +468,6 @@ def _small_values(axis: Axis) -> Axis:
         ends = (values[0], values[-1])
         values = tuple(dict.fromkeys(ends)) if technique.phase is Phase.RECOMPUTATION else values[-1:]
     return replace(axis, values=values)
-
-
-def _halved(batch_size: int) -> Iterator[int]:
-    rows = batch_size
-    while rows > 1:
-        yield rows
-        rows = math.ceil(rows / 2)
-    yield 1
 
 
 def _split(ops: Iterable[Op]) -> tuple[list[Op], list[Op], list[Op]]:
