@@ -84,7 +84,7 @@ class ActivationOffload(Technique):
         offload_blocks(model, [blocks[number] for number in chosen], pins=site.device.type == "cuda")
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Copies take time on the link; what is on the host takes no device memory."""
+        """Copies take time on the link, whatever they copy; what is on the host takes no device memory."""
         sent = {TO_HOST: 0, FROM_HOST: 0}
 
         def copy(direction: str, num_bytes: int) -> int:
@@ -101,11 +101,16 @@ class ActivationOffload(Technique):
             del recorder.ops[num_ops:]  # to allocate takes no time on the device
             return made, copy(FROM_HOST, sum(spans))
 
+        def moved(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+            return sum(target.nbytes for target, _ in pairs)
+
         def wait(link: HostLink, event: int, direction: str, name: str) -> None:
             recorder.transfer(name, sent[direction] - event)  # what may still be on its way
 
         yield HostLink, "send", send
         yield HostLink, "fetch", fetch
+        yield HostLink, "copy_in", lambda link, pairs, device, after=None: copy(FROM_HOST, moved(pairs))
+        yield HostLink, "copy_out", lambda link, pairs, device: copy(TO_HOST, moved(pairs))
         yield HostLink, "wait_sent", lambda link, event: wait(link, event, TO_HOST, WAIT_TO_HOST)
         yield HostLink, "wait_fetched", lambda link, event: wait(link, event, FROM_HOST, WAIT_FROM_HOST)
 

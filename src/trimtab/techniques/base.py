@@ -253,6 +253,12 @@ class TraceRecorder(Protocol):
     def on_host(self) -> AbstractContextManager[None]:
         """A context in which new tensors take no device memory."""
 
+    def born_as(self, part: str) -> AbstractContextManager[None]:
+        """A context in which new tensors are this part of the anatomy."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Record existing tensors as allocated now."""
+
     def transfer(self, name: str, num_bytes: int) -> None:
         """Count a copy between host and device; or a wait until at most so many bytes are on their way."""
 

@@ -86,6 +86,11 @@ class WeightUpdate(Technique):
             return f"{self.setting}: {value} needs the whole batch in one micro-batch"
         return None
 
+    @staticmethod
+    def is_in_backward(value: str) -> bool:
+        """Whether weights are updated in backward."""
+        return value == _IN_BACKWARD
+
     def can_keep(self, value: str, case: Case) -> bool:
         """Several processes update on the device."""
         return value == self.off or case.num_processes == 1
