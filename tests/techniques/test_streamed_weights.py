@@ -102,3 +102,83 @@ def test_adapters(quantized, dropout, which):
     for recomputed in RECOMPUTED:
         checkpoint_layers(model, recomputed)
         assert_same(step(model), plain)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def train(tiny, tmp_path):
+    """Trains a tiny Llama of four blocks for four steps; keywords are sections of the recipe."""
+    numbers = itertools.count()
+
+    def train(value, callbacks=(), resume=False, memory=None, **sections):
+        settings = {"max_steps": 4, "lr": 1e-2, "log_every": 1, "weight_decay": 0.1, "batch_size": 8}
+        usual = {
+            "model": tiny.folder("llama", num_hidden_layers=4, hidden_size=64, intermediate_size=96),
+            "task": "causal-lm",
+            "data": {"train": reviews(32), "eval": reviews(24, first=1000), "text": "text"},
+            "evaluate": {"every": "2 steps"},
+            "checkpoint": {"every": "1 steps", "keep": 9},
+            "out": str(tmp_path / f"run-{next(numbers)}"),
+            "memory": {"stream_weights": value, **(memory or {})},
+        }
+        sections["train"] = settings | sections.get("train", {})
+        options = {"callbacks": callbacks, "progress": "quiet", "device": "cpu", "resume": resume}
+        return fit(Recipe(**usual | sections), **options)
+
+    return train
+
+
+def numbers_of(run):
+    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(run.folder)]
+
+
+def tensors(folder):
+    found = {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    assert found
+    return found
+
+
+IN_BACKWARD, HOST = {"update": "in-backward"}, {"update": "host"}
+UNCLIPPED = {"max_grad_norm": None}
+EQUAL = {
+    "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}, "memory": {"micro_batch": 3}},
+    "lora, recomputed": {"adapter": "lora", "memory": {"gradient_checkpointing": "all", "offload_activations": "all"}},
+    "qlora": {"adapter": {"kind": "qlora", "rank": 4}, "memory": {"gradient_checkpointing": "all"}},
+    "qlora, every": {"adapter": {"kind": "qlora", "rank": 4}, "memory": {"micro_batch": 3}},
+    "fp8": {"adapter": {"kind": "lora", "base": "fp8", "rank": 4}, "memory": {"micro_batch": 3}},
+    "side": {"adapter": {"kind": "side", "reduction": 4}},
+    "dora": {"adapter": {"kind": "lora", "rank": 4, "dora": True}},
+    "in backward": {"train": UNCLIPPED, "memory": IN_BACKWARD},
+    "in backward, recomputed": {"train": UNCLIPPED, "memory": IN_BACKWARD | {"gradient_checkpointing": "all"}},
+    "in backward, 8 bits": {"train": UNCLIPPED | {"optimizer": "adamw8bit"}, "memory": IN_BACKWARD},
+    "in backward, sgd": {"train": UNCLIPPED | {"optimizer": "sgd", "momentum": 0.9}, "memory": IN_BACKWARD},
+    "in backward, adafactor": {"train": UNCLIPPED | {"optimizer": "adafactor"}, "memory": IN_BACKWARD},
+    "in backward, unfrozen later": {
+        "train": UNCLIPPED | {"freeze": {"*.layers.0": "2 steps"}},
+        "memory": IN_BACKWARD,
+    },
+    "in backward, bf16": {"train": UNCLIPPED | {"precision": "bf16"}, "memory": IN_BACKWARD},
+    "in backward, bf16-pure in 8 bits": {
+        "train": UNCLIPPED | {"precision": "bf16-pure", "optimizer": "adamw8bit"},
+        "memory": IN_BACKWARD | {"gradient_checkpointing": "all"},
+    },
+    "host": {"memory": HOST | {"micro_batch": 3, "gradient_checkpointing": {"every": 2}}},
+    "host, bf16": {"train": {"precision": "bf16"}, "memory": HOST | {"micro_batch": 3}},
+    "host, unfrozen later": {"train": {"freeze": {"*.layers.0": "2 steps"}}, "memory": HOST},
+}
+QUICK_RUNS = ("lora", "in backward", "host")
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK_RUNS else pytest.param(c, marks=pytest.mark.slow) for c in EQUAL])
+def test_models_and_metrics_are_equal_to_the_bit(train, case):
+    value = {"every": 2} if "every" in case else "all"
+    ours, theirs = (train(how, **EQUAL[case]) for how in (value, "none"))
+    assert ours.plan.stream_weights != theirs.plan.stream_weights
+    assert ours.fit.step == 4
+    assert numbers_of(ours) == numbers_of(theirs)
+    for name in ("best", "checkpoints/step-2", "checkpoints/step-4"):
+        one, other = (tensors(Path(run.folder) / name) for run in (ours, theirs))
+        assert one.keys() == other.keys()
+        assert [key for key in one if not torch.equal(one[key], other[key])] == []
