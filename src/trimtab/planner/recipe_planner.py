@@ -18,7 +18,7 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.load import max_positions
 from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
-from trimtab.planner.host import HostPrediction, activations_on_host, predict_host
+from trimtab.planner.host import HostPrediction, activations_on_host, predict_host, weights_on_host
 from trimtab.planner.memory import Prediction, predict, predict_captured, predict_evaluation
 from trimtab.planner.search import Estimate, Ladder, Row, Space, halved_sizes, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
@@ -244,6 +244,7 @@ class RecipePlanner:
             loaded_bytes=fp32_bytes * weight_bytes // torch.float32.itemsize,
             use=use,
             trained_bytes=trained,
+            shares_weights=compute_dtype(spec.precision) in (None, tracer.weight_dtype(spec.precision)),
             num_kept=0 if self.recipe.checkpoint.every is None else self.recipe.checkpoint.keep,
         )
 
@@ -265,11 +266,11 @@ class RecipePlanner:
         return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps)
 
     def _fits(self, spec: StepSpec, found: Prediction) -> bool:
-        """Whether a step fits on the device, and the activations that leave it on the host."""
+        """Whether a step fits on the device, and the activations and weights that are not there on the host."""
         if not self.target.fits(found, SPARE):
             return False
         room = self.target.host_bytes
-        if room is None or not activations_on_host(found.trace):
+        if room is None or not (activations_on_host(found.trace) or weights_on_host(found.trace)):
             return True
         return self._num_processes * self._host(spec, found).memory <= room
 
