@@ -95,7 +95,10 @@ def activations_on_host(trace: Trace) -> int:
 
 
 def weights_on_host(trace: Trace) -> int:
-    """Bytes of streamed weights: what the forward of a micro-batch fetches; activations are fetched in backward."""
+    """Bytes of streamed weights: what the forward of a micro-batch fetches; activations are fetched in backward.
+
+    If the state of an optimizer is streamed, that of the last block is fetched in forward, and is counted here.
+    """
     return _most_in_forward(trace, FROM_HOST)
 
 

@@ -406,6 +406,15 @@ class Technique:
         """How weights are loaded; `half` is the dtype that matrix products compute in."""
         return options
 
+    def loads_on_host(self, recipe: Recipe, *, is_too_large: bool) -> bool:
+        """Whether weights are loaded in host memory, from where the technique takes them.
+
+        Args:
+            recipe: The recipe.
+            is_too_large: Whether loading on the device has run out of memory.
+        """
+        return False
+
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Change a model in place; called in the order of phases, for `off` only with `changes_model_when_off`."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.errors import RecipeError
+from trimtab.hardware.memory import release_cached_memory
 from trimtab.log import say
 from trimtab.model import streamed_blocks
 from trimtab.model.blocks import blocks_of
@@ -94,9 +95,9 @@ class StreamedWeights(Technique):
         """Several processes have their weights on the device."""
         return value == self.off or case.num_processes == 1
 
-    def loads_on_host(self, recipe: Recipe) -> bool:
-        """Weights that will be streamed need not fit on the device."""
-        return self.asked(recipe) not in ("auto", self.off)
+    def loads_on_host(self, recipe: Recipe, *, is_too_large: bool) -> bool:
+        """Weights that will be streamed need not fit on the device; `auto` streams those that do not."""
+        return is_too_large if self.is_open(recipe) else self.asked(recipe) != self.off
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Move weights to host memory, before the others move to the device."""
@@ -110,6 +111,8 @@ class StreamedWeights(Technique):
         elif not site.is_traced:
             _check_host_memory(units)
         stream_blocks(model, chosen, units, site.device)
+        if site.device.type == "cuda":
+            release_cached_memory(site.device)  # what was loaded there
 
     def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
         """Let the state of weights that are updated in backward visit the device with them."""
