@@ -32,7 +32,7 @@ from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques import apply, streamed_weights
 from trimtab.techniques.apply import plain_spec
-from trimtab.techniques.base import FROM_HOST, TO_HOST, Accelerator, Case
+from trimtab.techniques.base import WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, Accelerator, Case
 from trimtab.techniques.recomputation import checkpoint_layers
 from trimtab.techniques.streamed_weights import StreamedWeights
 
@@ -403,7 +403,7 @@ def test_two_blocks_are_on_the_device_and_all_on_the_host(monkeypatch, recompute
     assert parts[0] - parts[1] == 10 * LINEAR * 2
     assert weights_on_host(plain) == state_on_host(found) == activations_on_host(found) == 0
     assert weights_on_host(found) == 12 * LINEAR * 2
-    fetched = [op.moved for op in found.ops if op.name == FROM_HOST]
+    fetched = [op.moved for op in found.ops if op.name == WEIGHTS_FROM_HOST]
     assert fetched == [LINEAR * 2] * 22, "12 in forward, and in backward all but the two that are there"
     assert predict(plain).allocated - predict(found).allocated == pytest.approx(10 * LINEAR * 2, rel=0.01)
 
@@ -416,7 +416,7 @@ def test_state_is_streamed_with_weights_that_train(monkeypatch):
     # at the end of forward the state of the last block is fetched, and counts as weights
     assert weights_on_host(found) == pytest.approx(12 * LINEAR * 4 + LINEAR * 8, rel=0.001)
     assert state_on_host(found) == pytest.approx(11 * LINEAR * 8, rel=0.001)
-    sent = sum(op.moved for op in found.ops if op.name == TO_HOST)
+    sent = sum(op.moved for op in found.ops if op.name == WEIGHTS_TO_HOST)
     assert sent == weights_on_host(found) + state_on_host(found)
 
 
@@ -425,7 +425,7 @@ def test_copies_overlap_with_computation():
     gpu = replace(CATALOG["h200"], host_op_s=0.0)
     plain = step_seconds(ops["none"], gpu).seconds
     assert step_seconds(ops["all"], replace(gpu, host_link=1e15)).seconds == pytest.approx(plain, rel=0.02)
-    moved = sum(op.moved for op in ops["all"] if op.name == FROM_HOST)
+    moved = sum(op.moved for op in ops["all"] if op.name == WEIGHTS_FROM_HOST)
     slow = step_seconds(ops["all"], replace(gpu, host_link=1e9))
     assert slow.bound == "host link"
     assert moved / 1e9 <= slow.seconds < moved / 1e9 + plain

@@ -14,6 +14,7 @@ from trimtab.log import say
 from trimtab.units import format_bytes
 
 PAGE_BYTES = 2**23
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what a copy writes, and what it reads
 
 
 class HostPages:
@@ -114,11 +115,11 @@ class HostLink:
         made = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         return made, self._copy(list(zip(torch.split(made, sizes), spans, strict=True)), device, "in")
 
-    def copy_in(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, after: Any = None) -> Any:
+    def copy_in(self, pairs: Pairs, device: torch.device, after: Any = None) -> Any:
         """Copy tensors of the host into existing memory of the device; `after` is an event to wait for before."""
         return self._copy(pairs, device, "in", after)
 
-    def copy_out(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Any:
+    def copy_out(self, pairs: Pairs, device: torch.device) -> Any:
         """Copy tensors of the device into existing host memory, which the host may read after `synchronize`."""
         return self._copy(pairs, device, "out")
 
@@ -136,9 +137,7 @@ class HostLink:
         """Let the current stream wait for a copy from the host."""
         _wait(event)
 
-    def _copy(
-        self, parts: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, direction: str, after: Any = None
-    ) -> Any:
+    def _copy(self, parts: Pairs, device: torch.device, direction: str, after: Any = None) -> Any:
         if device.type != "cuda":
             for target, source in parts:
                 target.copy_(source)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab.planner.trace.recorder import Trace
-from trimtab.techniques.base import FROM_HOST, TO_HOST, HostUse
+from trimtab.techniques.base import TO_HOST, WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, HostUse
 
 GIB = 2**30
 # Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured on H200 hosts.
@@ -95,16 +95,16 @@ def activations_on_host(trace: Trace) -> int:
 
 
 def weights_on_host(trace: Trace) -> int:
-    """Bytes of streamed weights: what the forward of a micro-batch fetches; activations are fetched in backward.
+    """Bytes of streamed weights: what the forward of a micro-batch fetches.
 
     If the state of an optimizer is streamed, that of the last block is fetched in forward, and is counted here.
     """
-    return _most_in_forward(trace, FROM_HOST)
+    return _most_in_forward(trace, WEIGHTS_FROM_HOST)
 
 
 def state_on_host(trace: Trace) -> int:
     """Bytes of streamed optimizer state: backward copies streamed weights and their state back to the host."""
-    sent = sum(op.moved for op in trace.ops if op.name == TO_HOST and op.stage != "forward")
+    sent = sum(op.moved for op in trace.ops if op.name == WEIGHTS_TO_HOST)
     return max(0, sent - weights_on_host(trace))
 
 

@@ -41,7 +41,7 @@ from trimtab.techniques.apply import (
     refusal,
     start_seconds,
 )
-from trimtab.techniques.base import Axis, Case, Phase, Site, StepSpec, compute_dtype
+from trimtab.techniques.base import WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, Axis, Case, Phase, Site, StepSpec, compute_dtype
 from trimtab.units import parse_every
 
 _LENGTH_STEP = 64  # of the search for the longest rows
@@ -502,7 +502,7 @@ def _scaled(ops: list[Op], share: float, is_packed: bool) -> list[Op]:
         return ops
     known: dict[int, Op] = {}  # blocks that repeat share their operations
     for op in ops:
-        if id(op) not in known and op.stage in _OF_WEIGHTS:
+        if id(op) not in known and (op.stage in _OF_WEIGHTS or op.name in (WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST)):
             known[id(op)] = op
         elif id(op) not in known:
             flops = op.flops * (share**2 if "attention" in op.name and not is_packed else share)
