@@ -19,7 +19,11 @@ from trimtab.hardware.catalog import CATALOG
 from trimtab.model import host_areas, streamed_blocks
 from trimtab.model.blocks import blocks_of
 from trimtab.model.streamed_blocks import Visits, stream_blocks, streamable, streamed_blocks_of
-from trimtab.optim.in_backward import InBackward
+from trimtab.optim import host_update
+from trimtab.optim.build import build_optimizer
+from trimtab.optim.in_backward import InBackward, update_in_backward, updates_of
+from trimtab.optim.preallocation import preallocate_state
+from trimtab.optim.streamed_state import stream_state
 from trimtab.planner.host import activations_on_host, state_on_host, weights_on_host
 from trimtab.planner.memory import predict
 from trimtab.planner.recipe_planner import RecipePlanner
@@ -222,7 +226,7 @@ def test_two_buffers_are_used_in_turn_and_weights_are_in_host_memory_at_rest():
     loss.backward()
     assert [weight.data_ptr() for weight in weights] == at_rest
     assert all(torch.equal(parameter, homes[name]) for name, parameter in model.named_parameters())
-    per_block = sum(-(-tensor.nbytes // 64) * 64 for tensor in found.units[0])
+    per_block = sum(host_areas.aligned(tensor.nbytes) for tensor in found.units[0])
     assert found.weights.num_bytes == 2 * per_block
 
 
@@ -287,6 +291,65 @@ def test_a_copied_model_streams_its_own_weights():
         for parameter in model.parameters():
             parameter.zero_()
     assert_same(step(other), plain)
+
+
+@pytest.mark.parametrize("recomputed", ["none", "all"])
+@pytest.mark.parametrize("update", ["in-backward", "host"])
+def test_gradients_arrive_although_autograd_forgets_where_to_add_them(monkeypatch, update, recomputed):
+    """On a GPU the data of a weight changes its device between forward and backward; here it changes its dtype.
+
+    Either way autograd drops its reference to the node that accumulates the gradient, and makes another one.
+    """
+    enter, fetch, leave = Visits.enter, Visits.fetch, Visits.leave
+    homes = {}
+
+    def restored(unit):
+        for tensor in unit.tensors:
+            if id(tensor) in homes:
+                tensor.data = homes.pop(id(tensor))
+
+    def leave_in_another_dtype(self, *, has_changed):
+        number = self.visiting
+        leave(self, has_changed=has_changed)
+        if number is not None and self._part == "weights":
+            for tensor in self._units[number].tensors:
+                homes[id(tensor)], tensor.data = tensor.data, tensor.data.double()
+
+    def restore_first(do):
+        def done(self, number):
+            if 0 <= number < len(self._units):
+                restored(self._units[number])
+            do(self, number)
+
+        return done
+
+    model, other = deep("llama"), deep("llama")
+    found = streamed(model, trains=True)
+    checkpoint_layers(model, recomputed)
+
+    def build(groups, device):
+        return build_optimizer("adamw", groups, lr=1e-2, device=device)
+
+    groups = [{"params": list(model.parameters())}]
+    optimizer = build(groups, CPU) if update == "in-backward" else host_update.build_on_host(build, groups)
+    reference = build([{"params": list(other.parameters())}], CPU)
+    if update == "in-backward":
+        update_in_backward(model, optimizer)
+        stream_state(model, found, optimizer)
+        preallocate_state(optimizer, model.parameters())
+    monkeypatch.setattr(Visits, "leave", leave_in_another_dtype)
+    monkeypatch.setattr(Visits, "enter", restore_first(enter))
+    monkeypatch.setattr(Visits, "fetch", restore_first(fetch))
+    for _ in range(2):
+        for one, stepper in ((model, optimizer), (other, reference)):
+            torch.manual_seed(0)
+            updates_of(one).begin_window(1)
+            forward(one, rows()).backward()
+            for unit in found.weights._units:
+                restored(unit)
+            stepper.step()
+            stepper.zero_grad()
+    assert [n for n, p in model.named_parameters() if not torch.equal(p, other.get_parameter(n))] == []
 
 
 # ---------------------------------------------------------------------- memory that runs out, and resuming

@@ -12,7 +12,7 @@ from trimtab.hardware.memory import free_memory, memory_in_use
 from trimtab.log import log_info_once
 from trimtab.units import format_bytes
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 512  # bytes, as in memory of its own: kernels may choose their algorithm by it
 _HOST = torch.device("cpu")
 
 
