@@ -18,7 +18,8 @@ from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware.catalog import CATALOG
 from trimtab.model import host_areas, streamed_blocks
 from trimtab.model.blocks import blocks_of
-from trimtab.model.streamed_blocks import Visits, stream_blocks, streamable, streamed_blocks_of
+from trimtab.model.device_visits import Visits
+from trimtab.model.streamed_blocks import stream_blocks, streamable, streamed_blocks_of
 from trimtab.optim import host_update
 from trimtab.optim.build import build_optimizer
 from trimtab.optim.in_backward import InBackward, update_in_backward, updates_of

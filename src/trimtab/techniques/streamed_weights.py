@@ -15,7 +15,7 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.hardware.memory import release_cached_memory
 from trimtab.log import say
-from trimtab.model import streamed_blocks
+from trimtab.model import device_visits
 from trimtab.model.blocks import blocks_of
 from trimtab.model.host_areas import require_host_memory
 from trimtab.model.streamed_blocks import KEY, stream_blocks, streamable, streamed_blocks_of
@@ -139,7 +139,7 @@ class StreamedWeights(Technique):
             recorder.adopt([made], part)  # if nothing is recorded yet
             return made
 
-        yield streamed_blocks, "empty_buffer", empty_buffer
+        yield device_visits, "empty_buffer", empty_buffer
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
         """Streamed blocks differ from others, and the first and the last two from those between them."""
