@@ -304,7 +304,10 @@ class RecipePlanner:
         for space in spaces:
             is_last = len(spaces) > 1 and space is spaces[-1] and self._usual_space is not self.space
             shows_all = thorough and not is_last  # too many combinations to show what cannot be chosen
-            found = search(space, self.estimate, room=self.target.room(SPARE), thorough=shows_all)
+            room = self.target.room(SPARE)
+            if is_last and rows and min(row.estimate.parts["weights"] for row in rows.values()) > room:
+                space = replace(space, axes=_with_least_weights(space.axes))
+            found = search(space, self.estimate, room=room, thorough=shows_all)
             rows |= {row.spec: row for row in found.rows}
             chosen = found.chosen
             if chosen is not None:
@@ -469,6 +472,14 @@ def _small_values(axis: Axis) -> Axis:
         ends = (values[0], values[-1])
         values = tuple(dict.fromkeys(ends)) if technique.phase is Phase.RECOMPUTATION else values[-1:]
     return replace(axis, values=values)
+
+
+def _with_least_weights(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The same values, without those that are of no use where the weights alone do not fit."""
+    shrinking = [axis for axis in axes if axis.technique.shrinks_weights and len(axis.values) > 1]
+    if len(shrinking) != 1:  # either of them may be enough
+        return axes
+    return tuple(replace(axis, values=axis.values[-1:]) if axis is shrinking[0] else axis for axis in axes)
 
 
 def _split(ops: Iterable[Op]) -> tuple[list[Op], list[Op], list[Op]]:

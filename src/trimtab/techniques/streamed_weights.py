@@ -56,6 +56,7 @@ class StreamedWeights(Technique):
     phase = Phase.PLACEMENT
     is_slower_with_each_value = True
     last_resorts = None
+    shrinks_weights = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """Possible for models with repeated blocks in one process; `auto` considers it on an NVIDIA GPU."""

@@ -48,6 +48,7 @@ class WeightUpdate(Technique):
     phase = Phase.PLACEMENT
     is_slower_with_each_value = True
     last_resorts = (_HOST,)
+    shrinks_weights = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The recipe's value; `auto` may update in backward if nothing has to be known of all gradients before.
