@@ -305,7 +305,7 @@ class RecipePlanner:
             is_last = len(spaces) > 1 and space is spaces[-1] and self._usual_space is not self.space
             shows_all = thorough and not is_last  # too many combinations to show what cannot be chosen
             room = self.target.room(SPARE)
-            if is_last and rows and min(row.estimate.parts["weights"] for row in rows.values()) > room:
+            if is_last and rows and min(map(_bytes_of_weights, rows.values())) > room:
                 space = replace(space, axes=_with_least_weights(space.axes))
             found = search(space, self.estimate, room=room, thorough=shows_all)
             rows |= {row.spec: row for row in found.rows}
@@ -472,6 +472,11 @@ def _small_values(axis: Axis) -> Axis:
         ends = (values[0], values[-1])
         values = tuple(dict.fromkeys(ends)) if technique.phase is Phase.RECOMPUTATION else values[-1:]
     return replace(axis, values=values)
+
+
+def _bytes_of_weights(row: Row) -> int:
+    """What a step needs on the device before it has computed anything."""
+    return row.estimate.parts["weights"] + row.estimate.outside_bytes
 
 
 def _with_least_weights(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
