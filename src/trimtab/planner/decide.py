@@ -294,8 +294,11 @@ class _Question:
         @cache
         def find(how: str) -> str | None:
             row = self.data.task.collate([self.tokens.train[0]])
-            with self.engine.autocast():
-                return check_chunked_loss(self.loaded.model, to_device(row, self.engine.device), how)
+            here = next(self.loaded.model.parameters()).device  # weights may be loaded in host memory
+            is_placed, dtype = here == self.engine.device, self.engine.compute_dtype
+            cast = torch.autocast(here.type, dtype or torch.bfloat16, enabled=dtype is not None)
+            with self.engine.autocast() if is_placed else cast:
+                return check_chunked_loss(self.loaded.model, to_device(row, here), how)
 
         return find
 

@@ -165,6 +165,9 @@ class MemoryGuard:
             has_plan = self._expected is not None or not self.cap.budget_bytes
             tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
             raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {CURES}")
+        obstacle = updates_of(self._model).words_against_dividing
+        if obstacle:
+            raise DoesNotFit(f"{failure} {where}, and the batch cannot be divided: {obstacle}\n  cure: {CURES}")
         sampler.set_micro_batch_size(after)
         captured = captured_micro_batches_of(self._model)
         if captured is not None:  # the memory of graphs that are too large is not free for smaller ones

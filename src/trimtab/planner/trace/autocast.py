@@ -173,7 +173,8 @@ class Autocast(TorchFunctionMode):
             return value
         if value.dtype is torch.float64:
             return value
-        if value.is_leaf and value.requires_grad and dtype is not torch.float32 and not value._is_view():
+        is_cached = value.is_leaf and value.requires_grad and dtype is not torch.float32 and not value._is_view()
+        if is_cached and torch.is_autocast_cache_enabled():
             if id(value) not in self._state.copies:
                 self._state.copies[id(value)] = (value, value.to(dtype))
             return self._state.copies[id(value)][1]
