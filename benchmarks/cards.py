@@ -99,6 +99,8 @@ _FULL_WEIGHTS = (
     f"{_IN_BACKWARD} memory.offload_activations=all memory.tile_tokens=1024",
     _IN_BACKWARD.replace("memory.micro_batch=8", "train.batch_size=1"),
     f"train.precision=bf16-pure memory.update=host memory.offload_activations=all memory.tile_tokens=1024 {_SMALL}",
+    f"{_IN_BACKWARD.replace('memory.micro_batch=8', 'train.batch_size=1')} memory.stream_weights=all",
+    f"memory.update=host memory.stream_weights=all memory.offload_activations=all memory.tile_tokens=1024 {_SMALL}",
 )
 _SMALL_STEPS = (
     "memory.micro_batch=8",
@@ -110,6 +112,8 @@ _SMALL_STEPS = (
     f"memory.kernels=liger memory.offload_activations=all memory.tile_tokens=1024 {_SMALL}",
     f"memory.offload=embeddings memory.kernels=liger {_SMALL}",
     f"memory.offload=embeddings memory.kernels=liger memory.tile_tokens=1024 {_SMALL}",
+    f"memory.stream_weights=all memory.kernels=liger memory.micro_batch=4 {_ALL}",
+    f"memory.stream_weights=all memory.offload=embeddings memory.kernels=liger memory.tile_tokens=1024 {_SMALL}",
 )
 _LORA_STEPS = tuple(f"adapter=lora {way}" for way in _SMALL_STEPS)
 _LONG = (
