@@ -76,8 +76,10 @@ EQUAL = {
     "skips": {"train": {"on_nan": "skip"}},
     "recomputed": {"memory": {"gradient_checkpointing": "all"}},
     "lora": {"adapter": "lora"},
+    "side network, bf16": {"adapter": "side", "train": {"precision": "bf16"}},
+    "IA3, bf16": {"adapter": "ia3", "train": {"precision": "bf16"}},
 }
-QUICK = ("unfrozen later", "fp16", "bf16")
+QUICK = ("unfrozen later", "fp16", "bf16", "side network, bf16")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in EQUAL])
