@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,6 +209,16 @@ def test_in_mixed_precision_linear_layers_have_no_fp32_weights_on_the_device():
     optimizer.step()
     assert torch.equal(model[0].weight, master_of(model[0].weight).bfloat16())
     assert not torch.equal(master_of(model[0].weight), expected)
+
+
+@pytest.mark.parametrize(("device", "may_return_early"), [("cuda", True), ("mps", False)])
+def test_copies_of_other_devices_are_awaited(device, may_return_early):
+    """Only on CUDA are copies in a stream that the end of a backward waits for."""
+    seen = []
+    source = SimpleNamespace(device=torch.device(device))
+    target = SimpleNamespace(device=torch.device("cpu"), copy_=lambda _, non_blocking: seen.append(non_blocking))
+    host_update.copy(target, source)
+    assert seen == [may_return_early]
 
 
 def test_masters_have_storages_of_their_own():
