@@ -19,7 +19,7 @@ from weakref import finalize
 import torch
 
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import free_memory, memory_in_use
+from trimtab.hardware.memory import free_host_memory, memory_in_use
 from trimtab.log import log_info_once
 from trimtab.model.half_weights import take_exact
 from trimtab.optim.in_backward import register_gradient_hook
@@ -220,7 +220,7 @@ def check_host_memory(needed_bytes: int) -> None:
     Raises:
         DoesNotFit: It does not.
     """
-    available = free_memory(_HOST) - memory_in_use(_HOST)
+    available = free_host_memory() - memory_in_use(_HOST)
     if needed_bytes > available:
         raise DoesNotFit(
             f"memory.update: host needs {format_bytes(needed_bytes)} of host memory for weights, gradients and "
