@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from trimtab.checkpoint import snapshot as snapshot_module
 from trimtab.checkpoint import tensor_file
 from trimtab.checkpoint.codec import decode, encode
 from trimtab.checkpoint.snapshot import Snapshots, free_host_bytes
@@ -83,29 +82,3 @@ def test_free_memory_is_what_the_system_says():
     with open("/proc/meminfo") as lines:
         total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
     assert 0 < free <= total
-
-
-def group(root, files):
-    root.mkdir(parents=True)
-    for name, text in files.items():
-        (root / name).write_text(text)
-
-
-def test_a_container_may_have_less(tmp_path):
-    """Limits of both kinds of control groups; a group without one does not count."""
-    v2 = {"memory.max": "1000\n", "memory.current": "600\n", "memory.stat": "anon 1\ninactive_file 50\n"}
-    group(tmp_path / "v2", v2)
-    (tmp_path / "v2.own").write_text("0::/\n")
-    assert snapshot_module._free_in_cgroups(tmp_path / "v2", tmp_path / "v2.own") == [450]
-    group(tmp_path / "deep" / "user" / "job", v2)
-    (tmp_path / "deep.own").write_text("0::/user/job\n")
-    assert snapshot_module._free_in_cgroups(tmp_path / "deep", tmp_path / "deep.own") == [450]
-    group(tmp_path / "free", v2 | {"memory.max": "max\n"})
-    assert snapshot_module._free_in_cgroups(tmp_path / "free", tmp_path / "v2.own") == []
-    group(tmp_path / "full", v2 | {"memory.current": "5000\n"})
-    assert snapshot_module._free_in_cgroups(tmp_path / "full", tmp_path / "v2.own") == [0]
-    v1 = {"memory.limit_in_bytes": "900", "memory.usage_in_bytes": "300", "memory.stat": "total_inactive_file 7\n"}
-    group(tmp_path / "v1" / "memory" / "docker", v1)
-    (tmp_path / "v1.own").write_text("5:cpu:/docker\n4:memory:/docker\n0::/\n")
-    assert snapshot_module._free_in_cgroups(tmp_path / "v1", tmp_path / "v1.own") == [607]
-    assert snapshot_module._free_in_cgroups(tmp_path, tmp_path / "missing") == []

@@ -183,6 +183,10 @@ def test_a_teacher_that_does_not_belong_is_refused(teacher_of, tiny):
         ({"distill": {"student": {"layers": [2, 1]}}}, "distill.student"),
         ({"task": "regress"}, "distill"),
         ({"adapter": "lora"}, "distill.student"),
+        ({"adapter": "prompt", "task": "causal-lm", "distill": {"student": None, "hidden": 1.0}}, "distill.hidden"),
+        ({"adapter": "prompt", "task": "causal-lm", "distill": {"student": None, "attention": 1}}, "distill.attention"),
+        ({"adapter": "prefix", "task": "causal-lm", "distill": {"student": None, "attention": 1}}, "distill.attention"),
+        ({"adapter": "side", "distill": {"student": None, "attention": 1.0}}, "distill.attention"),
     ],
 )
 def test_settings_that_contradict_a_teacher(sections, key):

@@ -191,3 +191,42 @@ def test_settings_made_at_run_time_count(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:False")
     assert not memory.has_expandable_segments()
+
+
+# ---------------------------------------------------------------------- containers
+
+
+def group(root, files):
+    root.mkdir(parents=True)
+    for name, text in files.items():
+        (root / name).write_text(text)
+
+
+def test_a_container_may_have_less(tmp_path):
+    """Limits of both kinds of control groups; a group without one does not count."""
+    v2 = {"memory.max": "1000\n", "memory.current": "600\n", "memory.stat": "anon 1\ninactive_file 50\n"}
+    group(tmp_path / "v2", v2)
+    (tmp_path / "v2.own").write_text("0::/\n")
+    assert memory.free_in_cgroups(tmp_path / "v2", tmp_path / "v2.own") == [450]
+    group(tmp_path / "deep" / "user" / "job", v2)
+    (tmp_path / "deep.own").write_text("0::/user/job\n")
+    assert memory.free_in_cgroups(tmp_path / "deep", tmp_path / "deep.own") == [450]
+    group(tmp_path / "free", v2 | {"memory.max": "max\n"})
+    assert memory.free_in_cgroups(tmp_path / "free", tmp_path / "v2.own") == []
+    group(tmp_path / "full", v2 | {"memory.current": "5000\n"})
+    assert memory.free_in_cgroups(tmp_path / "full", tmp_path / "v2.own") == [0]
+    v1 = {"memory.limit_in_bytes": "900", "memory.usage_in_bytes": "300", "memory.stat": "total_inactive_file 7\n"}
+    group(tmp_path / "v1" / "memory" / "docker", v1)
+    (tmp_path / "v1.own").write_text("5:cpu:/docker\n4:memory:/docker\n0::/\n")
+    assert memory.free_in_cgroups(tmp_path / "v1", tmp_path / "v1.own") == [607]
+    assert memory.free_in_cgroups(tmp_path, tmp_path / "missing") == []
+
+
+def test_page_cache_of_a_container_is_free_memory(tmp_path, monkeypatch):
+    """Files that were read, such as those of a model, count as used there until the kernel needs their memory."""
+    group(tmp_path / "group", {"memory.max": "10000", "memory.current": "9000", "memory.stat": "inactive_file 8000\n"})
+    (tmp_path / "own").write_text("0::/\n")
+    found = memory.free_in_cgroups(tmp_path / "group", tmp_path / "own")
+    monkeypatch.setattr(memory, "free_in_cgroups", lambda: found)
+    monkeypatch.setattr(memory, "memory_in_use", lambda _: 500)
+    assert memory.free_host_memory() == 9500

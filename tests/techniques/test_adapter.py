@@ -157,7 +157,7 @@ class TestVirtualTokens:
                 model=tiny.folder("gpt2", **NO_DROPOUT["gpt2"]),
                 task="causal-lm",
                 data={"train": str(rows), "text": "text"},
-                adapter={"kind": kind, "tokens": 4},
+                adapter={"kind": kind, "tokens": 4} | sections.pop("adapter", {}),
                 train={"max_steps": 4, "batch_size": 8, "lr": 1e-2} | sections.pop("train", {}),
                 out=str(own_folder / out),
                 track="none",
@@ -184,6 +184,10 @@ class TestVirtualTokens:
         tune(limits={"train": 1})
         loaded = load("run", device="cpu")
         assert loaded.max_length == 60, "of 64 positions"
+
+    def test_more_virtual_tokens_than_positions_are_refused(self, tune):
+        with pytest.raises(RecipeError, match=r"adapter\.tokens is 63, and the model has 64 positions"):
+            tune(adapter={"tokens": 63})
 
     def test_rows_are_padded(self, tune, caplog):
         caplog.set_level("INFO", logger="trimtab")

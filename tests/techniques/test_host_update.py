@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny_runs import lines_of, reviews, same_bits
 from trimtab import Recipe, fit, predict_step_memory
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
-from trimtab.hardware import catalog
+from trimtab.hardware import catalog, memory
 from trimtab.model import host_areas
 from trimtab.model.half_weights import round_weights
 from trimtab.optim import host_update
@@ -77,8 +78,10 @@ EQUAL = {
     "skips": {"train": {"on_nan": "skip"}},
     "recomputed": {"memory": {"gradient_checkpointing": "all"}},
     "lora": {"adapter": "lora"},
+    "side network, bf16": {"adapter": "side", "train": {"precision": "bf16"}},
+    "IA3, bf16": {"adapter": "ia3", "train": {"precision": "bf16"}},
 }
-QUICK = ("unfrozen later", "fp16", "bf16")
+QUICK = ("unfrozen later", "fp16", "bf16", "side network, bf16")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in EQUAL])
@@ -209,6 +212,16 @@ def test_in_mixed_precision_linear_layers_have_no_fp32_weights_on_the_device():
     assert not torch.equal(master_of(model[0].weight), expected)
 
 
+@pytest.mark.parametrize(("device", "may_return_early"), [("cuda", True), ("mps", False)])
+def test_copies_of_other_devices_are_awaited(device, may_return_early):
+    """Only on CUDA are copies in a stream that the end of a backward waits for."""
+    seen = []
+    source = SimpleNamespace(device=torch.device(device))
+    target = SimpleNamespace(device=torch.device("cpu"), copy_=lambda _, non_blocking: seen.append(non_blocking))
+    host_update.copy(target, source)
+    assert seen == [may_return_early]
+
+
 def test_masters_have_storages_of_their_own():
     made = host_update.empty_on_host(
         [torch.empty(3), torch.empty(2, 5, dtype=torch.bfloat16), torch.empty(())], pins=False
@@ -223,8 +236,8 @@ def test_masters_have_storages_of_their_own():
 
 
 def test_too_little_host_memory_is_reported_before_the_first_step(train, monkeypatch):
-    monkeypatch.setattr(host_areas, "free_memory", lambda device: host_areas.memory_in_use(device) + 2**10)
-    with pytest.raises(DoesNotFit, match="memory.update: host needs .* of host memory .* 1.0 KiB are available"):
+    monkeypatch.setattr(memory, "free_in_cgroups", lambda: [2**10])  # the limit of a container
+    with pytest.raises(DoesNotFit, match="memory.update: host needs .* of host memory .* are available"):
         train("host")
 
 

@@ -43,6 +43,11 @@ MORE = {
     "gemma": {**SMALL, "head_dim": 16},
     "phi3": {**SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "falcon": {
+        **{key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "intermediate_size")},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
 _OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 32}
 MORE["opt"] = {**_OPT, "vocab_size": 300, "activation_function": "gelu"}
@@ -110,6 +115,23 @@ def test_the_step_is_the_untiled_one(name):
     assert tile_modules(model, None) == 0
     found = step(model, batches=batches)
     assert all(torch.equal(found[1][key], gradient) for key, gradient in plain[1].items())
+
+
+def test_a_result_may_be_changed_in_place():
+    """As Falcon's blocks do, which add the attention to what their MLP returns."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 3, 4)
+    result = compute_in_tiles(layer, x, list(layer.parameters()), 4)
+    result += x
+    result.sum().backward()
+    assert torch.allclose(result, layer(x) + x)
+    assert torch.equal(layer.bias.grad, torch.full((4,), 6.0))
+
+
+def test_an_mlp_that_takes_more_than_its_input_is_refused():
+    """MPT's MLP adds the residual itself: tiles of its input alone would change nothing."""
+    sizes = {"d_model": 32, "n_heads": 2, "n_layers": 2, "vocab_size": 300}
+    model = load_model({"model_type": "mpt", **sizes}, "causal-lm", {}, tokenizer())
+    assert not tiled_modules(model)
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2"))])

@@ -579,7 +579,7 @@ def test_values():
 
 
 def test_too_little_host_memory_is_reported_before_the_first_step(monkeypatch):
-    monkeypatch.setattr(host_areas, "free_memory", lambda device: host_areas.memory_in_use(device) + 2**10)
+    monkeypatch.setattr(host_areas, "free_host_memory", lambda: host_areas.memory_in_use(host_areas._HOST) + 2**10)
     with pytest.raises(DoesNotFit, match="memory.stream_weights needs 2.0 KiB of host memory .* 1.0 KiB are available"):
         streamed_weights._check_host_memory([[torch.empty(256)], [torch.empty(512)]])
 

@@ -9,10 +9,13 @@ from trimtab.data.sources import Rows, hold_out_rows, load_rows
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.data.tokens import TokenDataset, cached
+from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.load import max_positions
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques.adapter import num_virtual_tokens
+
+_SHORTEST = 2  # tokens of a row, of which the first one is no label
 
 
 def build_data(recipe: Recipe) -> Data:
@@ -49,8 +52,13 @@ def build_data(recipe: Recipe) -> Data:
 def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
     """Tokenize the rows, or read the tokens of an earlier run with the same rows, tokenizer and settings."""
     limit = max_positions(loaded.model)
-    if limit is not None:
-        limit -= num_virtual_tokens(recipe)
+    if limit is not None and (num_virtual := num_virtual_tokens(recipe)):
+        if limit - num_virtual < _SHORTEST:
+            raise RecipeError(
+                f"adapter.tokens is {num_virtual}, and the model has {limit} positions: no place is left for rows",
+                f"adapter.tokens: {max(1, limit // 2)} or fewer",
+            )
+        limit -= num_virtual
     max_length = recipe.data.max_length or limit or 512
     if limit is not None and max_length > limit:
         say(f"data.max_length {max_length} exceeds the {limit} positions of the model; {limit} is used")

@@ -9,6 +9,7 @@ import torch
 
 from trimtab.checkpoint.codec import Encoded, Tree
 from trimtab.checkpoint.tensor_file import CopiedTensor, Staging, as_bytes, in_order, num_bytes_of
+from trimtab.hardware.memory import free_in_cgroups
 
 # Pinned memory is allocated in powers of two. Slabs of one size, which tensors may span, waste none of it.
 SLAB_BYTES = 64 * 2**20
@@ -119,28 +120,4 @@ def free_host_bytes() -> int | None:
     except OSError:
         if "SC_AVPHYS_PAGES" in os.sysconf_names:
             amounts.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min([*amounts, *_free_in_cgroups()], default=None)
-
-
-def _free_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return what control groups leave free; the page cache counts as free, because the kernel reclaims it."""
-    try:
-        groups = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
-    except OSError:
-        return []
-    free = []
-    for controllers, path in groups:
-        if controllers not in ("", "memory"):
-            continue
-        base = root / "memory" if controllers else root  # version 1 and 2 of control groups
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        cached = "total_inactive_file" if controllers else "inactive_file"
-        for folder in {base / path.lstrip("/"), base}:  # inside a container its own group is mounted as the root
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in names)
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                if limit != "max":
-                    free.append(max(0, int(limit) - int(used) + int(stat.get(cached, 0))))
-            except (OSError, ValueError):
-                continue
-    return free
+    return min([*amounts, *free_in_cgroups()], default=None)

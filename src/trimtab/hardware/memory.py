@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -109,13 +110,32 @@ def total_memory(device: torch.device) -> int:
 
 def free_host_memory() -> int:
     """Host memory that this process can use without swapping, within the limit of its container."""
-    free = free_memory(torch.device("cpu"))
+    held = memory_in_use(torch.device("cpu"))
+    return min([free_memory(torch.device("cpu")), *(free + held for free in free_in_cgroups())])
+
+
+def free_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Return what control groups leave free; the page cache counts as free, because the kernel reclaims it."""
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            room = int(limit.read()) - int(used.read()) + memory_in_use(torch.device("cpu"))
-    except (OSError, ValueError):  # not Linux, another version of cgroups, or no limit ("max")
-        return free
-    return max(0, min(free, room))
+        groups = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    free = []
+    for controllers, path in groups:
+        if controllers not in ("", "memory"):
+            continue
+        base = root / "memory" if controllers else root  # version 1 and 2 of control groups
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        cached = "total_inactive_file" if controllers else "inactive_file"
+        for folder in {base / path.lstrip("/"), base}:  # inside a container its own group is mounted as the root
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names)
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                if limit != "max":
+                    free.append(max(0, int(limit) - int(used) + int(stat.get(cached, 0))))
+            except (OSError, ValueError):
+                continue
+    return free
 
 
 def free_memory(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from weakref import finalize
 import torch
 
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import free_memory, memory_in_use
+from trimtab.hardware.memory import free_host_memory, memory_in_use
 from trimtab.log import log_info_once
 from trimtab.units import format_bytes
 
@@ -84,7 +84,7 @@ def require_host_memory(needed_bytes: int, what: str, cure: str) -> None:
     Raises:
         DoesNotFit: It does not.
     """
-    available = free_memory(_HOST) - memory_in_use(_HOST)
+    available = free_host_memory() - memory_in_use(_HOST)
     if needed_bytes > available:
         needed = what.format(format_bytes(needed_bytes))
         raise DoesNotFit(f"{needed}, and {format_bytes(available)} are available\n  cure: {cure}")

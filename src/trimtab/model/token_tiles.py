@@ -11,6 +11,7 @@ Some blocks have no module around the two layers of their MLP (OPT, BART). There
 return their input, and the second layer computes all three: `_replace_layers`.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
@@ -62,7 +63,7 @@ def _in_block(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         return
     for name, child in module.named_children():
         is_named = name.lower() in _NAMES or _CLASSES.search(type(child).__name__) is not None
-        if is_named and any(child.children()) and _is_token_wise(child):
+        if is_named and any(child.children()) and _is_token_wise(child) and _takes_one_tensor(child):
             yield child, "forward"
         else:
             yield from _in_block(child)
@@ -80,6 +81,12 @@ def _is_token_wise(module: nn.Module) -> bool:
     if is_empty:
         return is_activation
     return not own and all(_is_token_wise(child) for child in module.children())
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """Whether a module is called with its input alone; the MLP of MPT adds the residual itself."""
+    needed = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+    return len(needed) == 1
 
 
 def tile_modules(model: nn.Module, tile_tokens: int | None) -> int:
@@ -262,11 +269,11 @@ def _whole(run: Run, x: torch.Tensor, tile_tokens: int, draws: list[Draws] | Non
                 f"{getattr(run, '__qualname__', run)} does not return one vector per token", "memory.tile_tokens: none"
             )
         if result is None:
-            result = made.new_empty((1, rows.shape[1], made.shape[-1]))
-        result[:, tile] = made
+            result = made.new_empty((*x.shape[:-1], made.shape[-1]))  # not a view, which nothing may change in place
+        result.view(rows.shape[:-1] + made.shape[-1:])[:, tile] = made
         del made
     assert result is not None
-    return result.view(*x.shape[:-1], result.shape[-1])
+    return result
 
 
 def _tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:

@@ -120,8 +120,11 @@ def masters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between host and device, asynchronously where host memory is pinned."""
-    target.copy_(source, non_blocking=True)
+    """Copy between host and device, asynchronously where host memory is pinned.
+
+    Only on CUDA: a copy from another device (MPS) that does not block could arrive after the host has read its target.
+    """
+    target.copy_(source, non_blocking="cuda" in (target.device.type, source.device.type))
 
 
 def _slices(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -205,9 +205,26 @@ def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:
                 f"found {shown(getattr(distill, name)['weight'])}; distill.cache: disk keeps no layers of the teacher"
             )
             yield _mistake(f"distill.{name}", f"{text}; leave one of them out", "distill.cache")
+    yield from _in_layers_of_student(recipe)
     if not distill.alpha and not distill.hidden["weight"] and not distill.attention["weight"]:
         text = "found 0; the teacher has no effect; write a share such as 0.5, or give distill.hidden a weight"
         yield _mistake("distill.alpha", text, "distill.hidden", "distill.attention")
+
+
+def _in_layers_of_student(recipe: "Recipe") -> Iterator[Mistake]:
+    """Yield the weights of layers that cannot be compared with the teacher's, because of the student's adapter."""
+    kind = recipe.adapter if isinstance(recipe.adapter, str) else recipe.adapter.kind
+    why = {
+        ("prompt", "hidden"): "with adapter: prompt the layers of the student have more tokens",
+        ("prompt", "attention"): "with adapter: prompt the layers of the student have more tokens",
+        ("prefix", "attention"): "with adapter: prefix the student attends to more tokens",
+        ("side", "attention"): "adapter: side does not change the attention of its base, so this has no effect",
+    }
+    for name in ("hidden", "attention"):
+        weight = getattr(recipe.distill, name)["weight"]
+        if weight and (kind, name) in why:
+            text = f"found {shown(weight)}; {why[kind, name]}; leave one of them out"
+            yield _mistake(f"distill.{name}", text, "adapter")
 
 
 def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.errors import RecipeError
+from trimtab.model.adapters import adapter_of
 from trimtab.model.half_weights import linear_parameters, round_weights
 from trimtab.optim import host_update, in_backward
 from trimtab.optim.in_backward import InBackward, update_in_backward
@@ -97,9 +98,11 @@ class WeightUpdate(Technique):
         return value == self.off or case.num_processes == 1
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Round the weights of linear layers before they move to the device; the host keeps the exact ones."""
-        has_adapter = any(hasattr(module, "lora_A") for module in model.modules())
-        if value == _HOST and site.compute_dtype is not None and not has_adapter:
+        """Round the weights of linear layers before they move to the device; the host keeps the exact ones.
+
+        An adapter, whatever its kind, stays as it is: it is small, and its export writes what is on the device.
+        """
+        if value == _HOST and site.compute_dtype is not None and adapter_of(model) is None:
             # of the output layer a chunked loss computes fp32 gradients
             bare: Any = model
             head = bare.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
