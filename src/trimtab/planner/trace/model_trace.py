@@ -15,6 +15,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
 from trimtab.planner.trace.compiled import compiled_block_patches
 from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.trace.data_dependent import reading_patches
 from trimtab.planner.trace.recorder import Owner, Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened, shorten
 from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
@@ -51,6 +52,7 @@ def trace_model(
     def traced(short: Shortened) -> Trace:
         recorder = Recorder(CudaRules(gpu), lambda tensor: _read_value(tensor, is_padded))
         patches = [*_PATCHES, *trace_patches(recorder, gpu.accelerator), *compiled_block_patches(recorder, gpu)]
+        patches += reading_patches(recorder.values)
         with as_on_cuda(gpu), stand_ins_on_this_thread(patches), quiet_transformers():
             work = prepare(short, recorder)
             with recorder:

@@ -96,7 +96,10 @@ def _fit_config(model: Any, lengths: list[int], kept: list[list[int]]) -> None:
             with contextlib.suppress(AttributeError):  # Mamba's are all the same, and follow from their number
                 config.layer_types = [types[number] for number in kept[0]]
         if getattr(config, "num_hidden_layers", None) == lengths[0]:
-            config.num_hidden_layers = len(kept[0])
+            with contextlib.suppress(
+                NotImplementedError
+            ):  # ProphetNet's is the sum of two numbers, which it does not read
+                config.num_hidden_layers = len(kept[0])
     for index, numbers in enumerate(kept):
         for position, number in enumerate(numbers):
             block = stacks_of(model)[index][1][position]
