@@ -24,6 +24,8 @@ from trimtab.techniques.apply import trace_patches
 from trimtab.techniques.base import Patch
 
 Work = Callable[[], None]
+# a forward that needs the number of its blocks, such as one with weights that have a part for each block
+_FAILURES_OF_A_SHORTENED_MODEL = (RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError)
 _PATCHES: list[Patch] = [(precision, "say", lambda *_: None), (precision, "_use_tf32", lambda _: None)]
 
 
@@ -62,11 +64,12 @@ def trace_model(
         return recorder.trace()
 
     if not whole:
+        short = shorten(skeleton, mark)
         try:
-            short = shorten(skeleton, mark)
             return extend(traced(short), short.repeats)
-        except NotPeriodic:
-            pass
+        except (NotPeriodic, *_FAILURES_OF_A_SHORTENED_MODEL):
+            if not short.repeats:
+                raise
     return traced(shorten(skeleton, allowed=False))
 
 

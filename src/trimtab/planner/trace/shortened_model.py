@@ -60,8 +60,8 @@ def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
     config = getattr(model.config, "text_config", None) or model.config
     own = tuple(
         repr(values[number])  # such as the kind of each block, or which of them have no positions
-        for name in sorted(vars(config))
-        if isinstance(values := getattr(config, name, None), list | tuple) and number < len(values)
+        for _, values in sorted(vars(config).items())
+        if isinstance(values, list | tuple) and number < len(values)
         if len(values) == getattr(config, "num_hidden_layers", None)
     )
     return type(block).__name__, shapes, own, getattr(block, "attention_type", None)

@@ -1,0 +1,58 @@
+"""Configs of transformers' architectures: what a default lacks to be built, and small ones that a CPU trains quickly.
+
+`zoo.py` predicts default configs on `meta`, and trains small ones to find out what transformers itself can train.
+"""
+
+from typing import Any
+
+# Defaults that transformers cannot build or train, with the fewest settings that cure them.
+MINIMAL: dict[str, dict[str, Any]] = {
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "big_bird": {"attention_type": "original_full"},
+    "reformer": {"is_decoder": True},
+    "xlm-prophetnet": {},
+}
+_SMALL: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "text_vocab_size"), 512),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embed_dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size", "decoder_hidden_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "d_inner"), 96),
+    **dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_key_value_heads", "n_layer_heads"), 4),
+    **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "v_head_dim"), 16),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k", "moe_topk"), 2),
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+_LAYERS += ("num_decoder_layers", "num_encoder_layers", "num_hidden_layers_decoder")
+
+
+def small_config(config: Any, num_layers: int) -> dict[str, Any]:
+    """The settings that make a config small: few layers, narrow ones, a small vocabulary.
+
+    Args:
+        config: A config object of transformers, with its defaults.
+        num_layers: Layers of every stack.
+    """
+    found: dict[str, Any] = {name: size for name, size in _SMALL.items() if _is_larger(config, name, size)}
+    found |= {name: num_layers for name in _LAYERS if _is_larger(config, name, num_layers)}
+    for name in getattr(config, "sub_configs", {}):
+        inner = getattr(config, name, None)
+        if inner is not None:
+            found[name] = {"model_type": inner.model_type, **small_config(inner, num_layers)}
+    return found
+
+
+def few_layers(config: Any, num_layers: int) -> dict[str, Any]:
+    """The settings that leave the widths of a config alone, for those that cannot be made narrow by rule."""
+    found: dict[str, Any] = {name: num_layers for name in _LAYERS if _is_larger(config, name, num_layers)}
+    if _is_larger(config, "vocab_size", 512):
+        found["vocab_size"] = 512
+    return found
+
+
+def _is_larger(config: Any, name: str, size: int) -> bool:
+    value = getattr(config, name, None)
+    return type(value) is int and value > size

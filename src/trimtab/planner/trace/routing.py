@@ -1,0 +1,51 @@
+"""Operations of mixtures of experts, and others whose shapes depend on values, as CUDA runs them.
+
+Tokens are routed in a balanced way: every expert gets the same number of them, rounded up. With grouped products, which
+transformers uses by default, no shape depends on it: one tensor holds the tokens of all experts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _grouped_mm(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, *more: Any, **options: Any
+) -> torch.Tensor:
+    """The result of a grouped product, with rows of a multiple of 16 bytes.
+
+    torch's CUDA kernel is for bf16; a product in another dtype is one matrix product per expert, which writes into the
+    same result. Autocast changes neither. torch's function for `meta` accepts bf16 alone.
+    """
+    is_flat = left.dim() == 2, right.dim() == 2
+    if all(is_flat):
+        assert offsets is not None
+        shape: tuple[int, ...] = (offsets.shape[0], left.shape[0], right.shape[1])
+    elif is_flat[0]:
+        shape = (left.shape[0], right.shape[-1])
+    elif is_flat[1]:
+        shape = (left.shape[1], right.shape[1])
+    else:
+        shape = (left.shape[0], left.shape[1], right.shape[-1])
+    alignment = 16 // left.element_size()
+    width = -(-shape[-1] // alignment) * alignment
+    strides = (width, 1) if len(shape) == 2 else (shape[1] * width, width, 1)
+    return torch.empty_strided(shape, strides, dtype=left.dtype, device="meta")
+
+
+def sort_temporaries(args: tuple[Any, ...]) -> list[int]:
+    """A sort of many values numbers them, and its radix sort has a second copy of values and numbers."""
+    values = args[0]
+    dims = [arg for arg in args[1:] if type(arg) is int]
+    length = values.shape[dims[0] if dims else -1] if values.dim() else 1
+    if length <= _MOST_OF_A_SMALL_SORT:
+        return []
+    return [8 * values.numel(), values.numel() * (values.element_size() + 8)]
+
+
+_MOST_OF_A_SMALL_SORT = 4096  # values, which are sorted in shared memory
+
+STAND_INS: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
