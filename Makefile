@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-variations test-slow test-gpu lint bench clean help
+.PHONY: demo test test-variations test-slow test-oldest test-newest test-gpu lint bench clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -36,6 +36,29 @@ test-variations: .venv/installed        ## tests of numbers with each vector ins
 test-slow: .venv/installed      ## the tests that take longer: documentation commands, kills, full disks, servers
 	$(BIN)/python -m pytest -m 'slow and not gpu'
 
+# Environments on top of .venv: pip installs there only what differs. MODELS is what depends on these libraries.
+MODELS := tests/planner tests/model tests/optim tests/hardware
+define on-top-of-venv
+	test -x $@/bin/python || $(BIN)/python -m venv --without-pip $@
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $$($@/bin/python -c "import site; print(site.getsitepackages()[0])")/on-top.pth
+	$@/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-warn-conflicts
+endef
+
+.venv-oldest: .venv/installed
+	$(on-top-of-venv) $$($(BIN)/python tests/oldest_versions.py)
+	touch $@
+
+.venv-newest: .venv/installed
+	$(on-top-of-venv) --upgrade transformers peft
+	touch $@
+
+test-oldest: .venv-oldest       ## tests of models with the oldest transformers and peft that pyproject.toml allows
+	$</bin/python -m pytest $(MODELS)
+
+test-newest: .venv-newest       ## the same with the newest that pip finds
+	$</bin/python -m pytest $(MODELS)
+
 # One process for each file: what the allocator keeps of one file would be in the figures of the next.
 test-gpu: .venv/installed       ## the tests that need an NVIDIA GPU
 	for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest -n 0 -m gpu $$file || exit 1; done
@@ -49,4 +72,4 @@ bench: .venv/installed-bench    ## the overhead table of the README, measured he
 	$(BIN)/python benchmarks/overhead.py
 
 clean:          ## forget the virtual environment
-	rm -rf .venv
+	rm -rf .venv .venv-oldest .venv-newest

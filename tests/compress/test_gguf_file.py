@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, trainers
 
 from tiny_models import STORIES, TEXTS, config_of, needs_stories, tokenizer
+from trimtab.compress import gguf_tokenizer
 from trimtab.compress.gguf_file import check_gguf, gguf_tensors, write_gguf
 from trimtab.compress.gguf_tokenizer import check_tokens
-from trimtab.errors import ModelError
+from trimtab.errors import MissingDependency, ModelError
 from trimtab.inference.load import load
 from trimtab.model.config import load_config
 from trimtab.model.load import load_model
@@ -245,3 +247,10 @@ def test_a_real_llama(tmp_path):
     write_gguf(loaded.model, loaded.tokenizer, tmp_path / "model.gguf", "f32")
     check = check_gguf(tmp_path / "model.gguf", loaded.model, loaded.tokenizer, "f32")
     assert check.max_difference <= 1e-5 * check.max_logit
+
+
+def test_a_transformers_that_cannot_read_the_tokenizer_back_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.gguf_tokenizer_mapping", None)
+    with pytest.raises(MissingDependency, match="cannot read tokenizers of this type") as caught:
+        gguf_tokenizer._known_splits()
+    assert "--upgrade transformers" in str(caught.value.cure)

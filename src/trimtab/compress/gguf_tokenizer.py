@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.errors import ModelError
+from trimtab.errors import MissingDependency, ModelError
 
 _CURE = "--to onnx or --to merged"
 _SAMPLES = (
@@ -97,16 +97,27 @@ def _parts(part: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, An
 
 def _split_name(content: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for the way a byte-level tokenizer splits text into words."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
     parts = _parts(content["pre_tokenizer"], "pretokenizers")
     if len(parts) == 1 and parts[0].get("use_regex") and not parts[0].get("add_prefix_space"):
         return "gpt-2"
     patterns = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+    known = _known_splits()
     for name in ("llama-bpe", "qwen2", "tekken", "gpt-4o"):
-        if len(parts) == 2 and patterns == [GGUF_PRE_TOKENIZER_SPLITS[name]]:
+        if len(parts) == 2 and patterns == [known[name]]:
             return name
     raise ModelError("the way this tokenizer splits text into words has no name in GGUF", _CURE)
+
+
+def _known_splits() -> Mapping[str, str]:
+    """Patterns of llama.cpp's names, from transformers, which reads the file back with them."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        import transformers
+
+        found = f"transformers {transformers.__version__} cannot read tokenizers of this type from a GGUF file"
+        raise MissingDependency(found, "pip install --upgrade transformers") from None
+    return dict(GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def _tokens(tokenizer: Any, num_rows: int) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from trimtab.hardware.extras import EXTRAS, install_line
 from trimtab.hardware.inventory import Inventory, native_precision, take_inventory
+from trimtab.hardware.private_names import missing_names
 
 _PACKAGES = {
     "torch": "",
@@ -20,6 +21,8 @@ _PACKAGES = {
     },
     **{name.replace("_", "-"): f"{install_line(name)}   ({use})" for name, (_, use) in EXTRAS.items()},
 }
+
+_TESTED = "install a tested version: pip install -c constraints.txt trimtab"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def collect_findings() -> list[Finding]:
         Finding("fp16", "native" if inventory.native_fp16 else emulated),
         Finding("attention", _attention(inventory)),
     ]
-    return findings + [_package(name, cure) for name, cure in _PACKAGES.items()]
+    return findings + [_package(name, cure) for name, cure in _PACKAGES.items()] + _incompatible()
 
 
 def _describe(inventory: Inventory) -> str:
@@ -69,3 +72,11 @@ def _package(name: str, cure: str) -> Finding:
         return Finding(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "not installed", cure)
+
+
+def _incompatible() -> list[Finding]:
+    """What other versions of packages have renamed or removed."""
+    return [
+        Finding(f"{name.partition('.')[0]}: {name}", f"does not exist in this version; needed for: {use}", _TESTED)
+        for name, use in missing_names().items()
+    ]
