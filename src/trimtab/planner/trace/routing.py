@@ -1,7 +1,7 @@
-"""Operations of mixtures of experts, and others whose shapes depend on values, as CUDA runs them.
+"""Operations of mixtures of experts as CUDA runs them.
 
-Tokens are routed in a balanced way: every expert gets the same number of them, rounded up. With grouped products, which
-transformers uses by default, no shape depends on it: one tensor holds the tokens of all experts.
+Experts are one grouped product, which transformers uses by default: a tensor holds the tokens of all experts, sorted by
+expert, so no shape depends on the routing. Models that loop over experts get balanced choices: see `known_values.py`.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,10 @@ def _grouped_mm(
     torch's CUDA kernel is for bf16; a product in another dtype is one matrix product per expert, which writes into the
     same result. Autocast changes neither. torch's function for `meta` accepts bf16 alone.
     """
+    for tensor in (left, right):
+        row_bytes = max(tensor.stride()[-2:]) * tensor.element_size()
+        if row_bytes % 16:  # the kernel refuses it, also in fp32
+            raise RuntimeError(f"grouped product: rows of {row_bytes} bytes, not a multiple of 16")
     is_flat = left.dim() == 2, right.dim() == 2
     if all(is_flat):
         assert offsets is not None
