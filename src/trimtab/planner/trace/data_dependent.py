@@ -44,7 +44,7 @@ def run_with_values(values: KnownValues, run: Run, func: Any, args: tuple[Any, .
     if packet in _INDEXING:
         return _index(run, func, args, kwargs)
     if packet is aten.masked_select:
-        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         mask = values.of(args[1])
         return args[0].new_empty(math.prod(shape) if mask is None else int(mask.expand(shape).sum()))
     if torch.Tag.dynamic_output_shape in func.tags:

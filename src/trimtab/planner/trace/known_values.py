@@ -167,7 +167,7 @@ class _Operation:
         self._copies: dict[_Content, torch.Tensor | None] = dict.fromkeys(changed or [])
         self._results: list[torch.Tensor] | None = None
         contents = [view.content for view in _views_in([*args, *kwargs.values()])]
-        self.depth = 1 + max((content.depth for content in contents), default=0)
+        self.depth: int = 1 + max((content.depth for content in contents), default=0)
 
     def run(self) -> Any:
         """Run it, and return what it returns.
@@ -209,11 +209,13 @@ class _Content:
     """
 
     def __init__(self, tensor: torch.Tensor, operation: _Operation, which: "int | _Content") -> None:
-        self.dtype, self.depth = tensor.dtype, operation.depth
+        self.dtype = tensor.dtype
+        self.depth: int = operation.depth
         self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._layout = tensor.shape, tensor.stride(), tensor.storage_offset()
         self._operation: _Operation | None = operation
-        self._which, self._values = which, None
+        self._which = which
+        self._values: torch.Tensor | None = None
         if self.depth > _DEEPEST:  # a long chain would exceed Python's stack
             with contextlib.suppress(NotKnown):
                 self.values()
@@ -243,7 +245,7 @@ class _View(NamedTuple):
     content: _Content
     shape: Any
     stride: Any
-    offset: int
+    offset: Any
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(self.shape, self.stride, self.offset)
