@@ -3,12 +3,12 @@
 Where values are not known, a mask counts as set everywhere, which takes the most memory.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.planner.trace.cache import run_on_meta
 from trimtab.planner.trace.known_values import KnownValues, NotKnown
@@ -43,6 +43,10 @@ def run_with_values(values: KnownValues, run: Run, func: Any, args: tuple[Any, .
     packet = func._overloadpacket
     if packet in _INDEXING:
         return _index(run, func, args, kwargs)
+    if packet is aten.masked_select:
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        mask = values.of(args[1])
+        return args[0].new_empty(math.prod(shape) if mask is None else int(mask.expand(shape).sum()))
     if torch.Tag.dynamic_output_shape in func.tags:
         return _of_known_shape(values, func, args, kwargs)
     if packet is aten._to_copy and kwargs.get("device") == torch.device("cpu") and args[0].is_meta:
@@ -57,18 +61,12 @@ def _of_known_shape(values: KnownValues, func: Any, args: tuple[Any, ...], kwarg
     try:
         found = values.run(func, args, kwargs)
     except NotKnown:
-        return _of_full_mask(func, args)
+        if func._overloadpacket is not aten.nonzero:
+            return NotImplemented
+        return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.long).t()
     if isinstance(found, torch.Tensor):
         return _like(found, func)
     return type(found)(_like(tensor, func) for tensor in found)
-
-
-def _of_full_mask(func: Any, args: tuple[Any, ...]) -> Any:
-    if func._overloadpacket is aten.nonzero:
-        return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.long).t()
-    if func._overloadpacket is aten.masked_select:
-        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).flatten()
-    return NotImplemented
 
 
 def _like(found: torch.Tensor, func: Any) -> torch.Tensor:
@@ -94,8 +92,7 @@ def reading_patches(values: KnownValues) -> Iterator[Patch]:
     """Replacements for methods of tensors that read data without an operation."""
 
     def with_data(tensor: torch.Tensor) -> torch.Tensor:
-        with _disable_current_modes():  # the host's work is not part of the step
-            found = values.of(tensor) if tensor.is_meta else None
+        found = values.of(tensor) if tensor.is_meta else None
         return tensor if found is None else found
 
     for name in ("tolist", "__format__"):

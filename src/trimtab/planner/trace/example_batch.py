@@ -65,9 +65,10 @@ def name_missing_tokens(config: Any, kind: str) -> None:
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
     wanted = ["pad_token_id"] if kind == "sequence-classification" or is_encoder_decoder else []
     wanted += ["decoder_start_token_id"] if kind == "seq2seq-lm" or is_encoder_decoder else []
-    for name in wanted:
-        if getattr(config, name, None) is None:
-            setattr(config, name, 0)
+    for part in (config, config.get_text_config()):
+        for name in wanted:
+            if getattr(part, name, None) is None:
+                setattr(part, name, 0)
 
 
 def tell_values(

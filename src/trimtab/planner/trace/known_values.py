@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.planner.trace.cache import tensors_in
 
@@ -45,7 +46,10 @@ class KnownValues:
 
     def tell(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Record the values of a tensor."""
-        self._record(tensor, _Content(tensor, _Operation(aten.clone.default, [values], {}), 0))
+        with _disable_current_modes():  # the host's work is not part of the step
+            content = _Content(tensor, _Operation(aten.clone.default, [values], {}), 0)
+            content.values()
+        self._record(tensor, content)
 
     def enter_block(self) -> None:
         """Start a pass of a block: like blocks make like choices."""
@@ -53,11 +57,10 @@ class KnownValues:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor; None if they are not known."""
-        try:
+        with _disable_current_modes(), contextlib.suppress(NotKnown):
             view = self._view(tensor)
             return view if isinstance(view, torch.Tensor) else view.on(view.content.values())
-        except NotKnown:
-            return None
+        return None
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that changes nothing on the values of its arguments.
