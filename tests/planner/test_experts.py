@@ -48,6 +48,7 @@ def test_a_step_takes_what_a_real_step_takes(name):
         optimizer.zero_grad()
 
     assert _kept_in(trace) == kept_bytes(model, forward)
+    assert _flops_of_experts(trace) == 3 * _flops_of_experts_by_hand(model)  # backward has two products for each
     step()
     # sorting and adding rows by index have other temporary buffers on a CPU
     assert _peak_in(trace) == pytest.approx(peak_bytes(step), rel=0.005)
@@ -59,6 +60,17 @@ def _model(config):
     model = AutoModelForCausalLM.from_config(made).float().train()
     model.config.use_cache = False
     return model
+
+
+def _flops_of_experts(trace):
+    return sum(op.flops for op in trace.ops if op.name == "aten._grouped_mm")
+
+
+def _flops_of_experts_by_hand(model):
+    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")]
+    weights = [(one.gate_up_proj, one.down_proj) for one in experts if one.gate_up_proj.dim() == 3]
+    per_expert = sum(2 * weight[0].numel() for pair in weights for weight in pair)
+    return ROWS * LENGTH * model.config.num_experts_per_tok * per_expert
 
 
 def _kept_in(trace):

@@ -18,8 +18,10 @@ from torch.utils.flop_counter import flop_registry
 from trimtab.planner.trace.cache import run_on_meta, tensors_in
 from trimtab.planner.trace.data_dependent import depends_on_data, run_with_values
 from trimtab.planner.trace.known_values import KnownValues, written
+from trimtab.planner.trace.routing import flops_of_grouped_product
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_GROUPED = torch.ops.aten._grouped_mm
 _READ = torch.ops.aten._local_scalar_dense.default
 _WITHOUT_KERNEL = 9  # memory traffic of a host that has no such kernel: see `trimtab.optim.stochastic_rounding`
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
@@ -509,6 +511,8 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         if any(args[index] for index in _causal(func) if index < len(args)):
             flops //= 2  # kernels skip what lies above the diagonal
         return flops * 5 // 2 if first else flops, dtype
+    if func._overloadpacket is _GROUPED:  # torch counts none
+        return flops_of_grouped_product(*args[:2]), dtype
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0, dtype

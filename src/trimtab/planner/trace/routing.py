@@ -40,6 +40,13 @@ def _grouped_mm(
     return torch.empty_strided(shape, strides, dtype=left.dtype, device="meta")
 
 
+def flops_of_grouped_product(left: torch.Tensor, right: torch.Tensor) -> int:
+    """FLOPs of a grouped product: every row is multiplied with the matrix of one expert."""
+    is_of_one_side = left.dim() == 3 and right.dim() == 2  # whose columns are divided among the matrices
+    num_left = left.numel() // left.shape[0] if is_of_one_side else left.numel()
+    return 2 * num_left * right.shape[-1]
+
+
 def sort_temporaries(args: tuple[Any, ...]) -> list[int]:
     """A sort of many values numbers them, and its radix sort has a second copy of values and numbers."""
     values = args[0]
