@@ -5,22 +5,26 @@
 
 from typing import Any
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Defaults that transformers cannot build or train on 128 tokens, with the fewest settings that cure them.
 MINIMAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},  # sparse attention needs 704 tokens
     "bigbird_pegasus": {"attention_type": "original_full"},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},  # none
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},  # the default has none
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},  # None, and rows not aligned to 16 bytes
     "dots1": {"n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 4},  # None
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},  # None
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},  # all blocks are Mamba's
     "hunyuan_v1_dense": {"head_dim": 128},  # None
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},  # None
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},  # None
-    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16]},  # positions for 4,096 tokens, no more and no fewer
+    "reformer": {"axial_pos_shape": [8, 16]},  # positions for 4,096 tokens, no more and no fewer
     "xmod": {"default_language": "en_XX"},  # None
 }
+MINIMAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {("reformer", "causal-lm"): {"is_decoder": True}}
 _SMALL: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size"), 512),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embed_dim", "word_embed_proj_dim"), 64),

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from small_configs import MINIMAL, few_layers, small_config
+from small_configs import MINIMAL, MINIMAL_FOR_TASK, few_layers, small_config
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "zoo-trace"
@@ -63,7 +63,7 @@ def all_pairs() -> list[Pair]:
 
 def default_config(pair: Pair) -> dict[str, Any]:
     """The config of a pair, as a recipe has it."""
-    return {"model_type": pair.model, **MINIMAL.get(pair.model, {})}
+    return {"model_type": pair.model, **MINIMAL.get(pair.model, {}), **MINIMAL_FOR_TASK.get(pair, {})}
 
 
 def built_on_meta(pair: Pair) -> Any:
