@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from kept_bytes import Births
+from trimtab.planner.trace import deferred_values
 from trimtab.planner.trace.data_dependent import reading_patches
 from trimtab.planner.trace.example_batch import example_tokens, name_missing_tokens, tell_values
 from trimtab.planner.trace.recorder import Recorder
@@ -121,6 +122,14 @@ def test_a_forward_pass_keeps_what_a_real_one_keeps(name, is_padded, recorder):
     assert 0 <= real - traced <= 24
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["longformer", "led", "switch_transformers"])
+def test_of_large_masks_only_what_is_read_is_computed(name, recorder, monkeypatch):
+    monkeypatch.setattr(deferred_values, "_MOST", 128)  # the mask of 2 x 16 x 16 has more
+    real, _ = real_bytes(name, True)
+    assert traced_bytes(name, True, recorder)[0] == real
+
+
 # ---------------------------------------------------------------------- what is known
 
 
@@ -204,6 +213,19 @@ def test_computing_values_is_no_part_of_the_step(recorder):
             ids = ids + 1
         assert values_of(recorder, ids) == [[304, 305, 302]]
     assert {op.name for op in recorder.ops} == {"aten.empty", "aten.eq", "aten.sum", "aten.add"}
+
+
+def test_a_part_of_a_large_tensor_is_known(recorder, monkeypatch):
+    monkeypatch.setattr(deferred_values, "_MOST", 12)
+    with recorder:
+        rows, columns = told(recorder, [[1], [2], [3]]), told(recorder, [[10, 20, 30, 40, 50]])
+        sums = rows + columns * 2
+        sums.t()[1] = rows[:, 0]
+        assert values_of(recorder, sums) is None, "15 numbers are too many"
+        assert values_of(recorder, sums[1]) == [22, 2, 62, 82, 102]
+        assert values_of(recorder, sums[:, ::2]) == [[21, 61, 101], [22, 62, 102], [23, 63, 103]]
+        assert values_of(recorder, sums.float()[2, 1:3]) == [3.0, 63.0]
+        assert values_of(recorder, sums.cumsum(1)[0]) is None, "a sum does not work element by element"
 
 
 def test_a_freed_tensor_is_forgotten(recorder):

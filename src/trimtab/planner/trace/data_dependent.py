@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from trimtab.planner.trace.cache import run_on_meta
-from trimtab.planner.trace.known_values import KnownValues, NotKnown
+from trimtab.planner.trace.deferred_values import NotKnown
+from trimtab.planner.trace.known_values import KnownValues
 from trimtab.techniques.base import Patch
 
 aten = torch.ops.aten

@@ -10,17 +10,15 @@ balanced, as those of a trained router are.
 import contextlib
 import weakref
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.planner.trace.cache import tensors_in
+from trimtab.planner.trace.deferred_values import Content, NotKnown, Operation, View
 
 aten = torch.ops.aten
-_MOST = 2**27  # numbers of a tensor that is computed
-_DEEPEST = 100  # operations to be computed at once
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 # These read nothing of their arguments but a shape: the number that they fill a tensor with, or its position.
 _FILLS: dict[Any, tuple[int | None, int]] = {
     **dict.fromkeys((aten.zeros_like, aten.new_zeros), (None, 0)),
@@ -33,23 +31,20 @@ _FILLS: dict[Any, tuple[int | None, int]] = {
 _CHOICES = {aten.argmax: (1, None), aten.topk: (2, -1), aten.max: (1, None)}  # position and default of `dim`
 
 
-class NotKnown(Exception):  # noqa: N818 (a trace goes on without the values)
-    """The values of a tensor cannot be computed."""
-
-
 class KnownValues:
     """Tensors on `meta` whose values are known, by storage, so that views share them."""
 
     def __init__(self) -> None:
-        self._contents: dict[int, _Content] = {}
+        self._contents: dict[int, Content] = {}
         self._num_choices = 0
 
     def tell(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Record the values of a tensor."""
+        """Record the values of a tensor, unless it is too large."""
         with _disable_current_modes():  # the host's work is not part of the step
-            content = _Content(tensor, _Operation(aten.clone.default, [values], {}), 0)
-            content.values()
-        self._record(tensor, content)
+            content = Content(tensor, Operation(aten.clone.default, [values], {}), 0)
+            if content.is_small:
+                content.values()
+                self._record(tensor, content)
 
     def enter_block(self) -> None:
         """Start a pass of a block: like blocks make like choices."""
@@ -59,7 +54,7 @@ class KnownValues:
         """The values of a tensor; None if they are not known."""
         with _disable_current_modes(), contextlib.suppress(NotKnown):
             view = self._view(tensor)
-            return view if isinstance(view, torch.Tensor) else view.on(view.content.values())
+            return view if isinstance(view, torch.Tensor) else view.values()
         return None
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -68,7 +63,7 @@ class KnownValues:
         Raises:
             NotKnown: Some are not known.
         """
-        return _Operation(func, self._views(args), self._views(kwargs)).run()
+        return Operation(func, self._views(args), self._views(kwargs)).run()
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Record how the results of an operation on `meta`, and what it changed, follow from known values."""
@@ -93,21 +88,21 @@ class KnownValues:
     def _compute_later(self, func: Any, args: Any, kwargs: Any, outs: Any, changed: Any, addresses: set[int]) -> None:
         try:
             before = [self._view(tensor) for tensor in changed]
-            operation = _Operation(func, self._views(args), self._views(kwargs), [view.content for view in before])
+            operation = Operation(func, self._views(args), self._views(kwargs), [view.content for view in before])
         except NotKnown:  # of another dtype than its storage
             self._forget(changed)
             return
         for index, tensor in enumerate(outs):
             if tensor.is_meta and tensor.untyped_storage()._cdata not in addresses:
-                self._record(tensor, _Content(tensor, operation, index))
+                self._record(tensor, Content(tensor, operation, index))
         for tensor, view in zip(changed, before, strict=True):
-            self._record(tensor, _Content(tensor, operation, view.content))
+            self._record(tensor, Content(tensor, operation, view.content))
 
     def _fill(self, args: Any, position: int | None, number: Any, made: torch.Tensor) -> None:
         if made.is_meta and not made.is_floating_point():  # others are gradients, or results of the model
             number = number if position is None else args[position]
-            filled = _Operation(aten.full.default, [made.shape, number], {"dtype": made.dtype})
-            self._record(made, _Content(made, filled, 0))
+            filled = Operation(aten.full.default, [made.shape, number], {"dtype": made.dtype})
+            self._record(made, Content(made, filled, 0))
 
     def _choose(
         self, args: Any, kwargs: dict[str, Any], position: int, default: int | None, made: torch.Tensor
@@ -131,7 +126,7 @@ class KnownValues:
         for tensor in tensors:
             self._contents.pop(tensor.untyped_storage()._cdata, None)
 
-    def _record(self, tensor: torch.Tensor, content: "_Content") -> None:
+    def _record(self, tensor: torch.Tensor, content: Content) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._contents:
             weakref.finalize(storage, self._contents.pop, storage._cdata, None).atexit = False
@@ -143,7 +138,7 @@ class KnownValues:
         content = self._contents.get(tensor.untyped_storage()._cdata)
         if content is None or content.dtype != tensor.dtype:
             raise NotKnown
-        return _View(content, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return View(content, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _views(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -153,110 +148,6 @@ class KnownValues:
         if isinstance(value, list | tuple):
             return [self._views(item) for item in value]
         return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-class _Operation:
-    """An operation on known values. It runs once, when one of its results is read.
-
-    Args:
-        func: The operation.
-        args, kwargs: Its arguments, with views in place of tensors on `meta`.
-        changed: What it changes in place; it works on copies.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], changed: "list[_Content] | None" = None) -> None:
-        self._func, self._args, self._kwargs = func, args, kwargs
-        self._copies: dict[_Content, torch.Tensor | None] = dict.fromkeys(changed or [])
-        self._results: list[torch.Tensor] | None = None
-        contents = [view.content for view in _views_in([*args, *kwargs.values()])]
-        self.depth: int = 1 + max((content.depth for content in contents), default=0)
-
-    def run(self) -> Any:
-        """Run it, and return what it returns.
-
-        Raises:
-            NotKnown: It does not run on the host, or its arguments cannot be computed.
-        """
-        for content in self._copies:
-            self._copies[content] = content.values().clone()
-        try:
-            return self._func(*self._on_host(self._args), **self._on_host(self._kwargs))
-        except _FAILURES as error:
-            raise NotKnown from error
-
-    def result(self, which: "int | _Content") -> torch.Tensor:
-        """One of the tensors that it returns, by number, or the whole storage of one that it changed."""
-        if self._results is None:
-            self._results = tensors_in(self.run())
-            self._args, self._kwargs = [], {}
-        copy = None if isinstance(which, int) else self._copies[which]
-        return self._results[which] if copy is None else copy  # type: ignore[index]
-
-    def _on_host(self, value: Any) -> Any:
-        if isinstance(value, _View):
-            copy = self._copies.get(value.content)
-            return value.on(value.content.values() if copy is None else copy)
-        if isinstance(value, dict):
-            return {name: self._on_host(item) for name, item in value.items()}
-        return [self._on_host(item) for item in value] if isinstance(value, list) else value
-
-
-class _Content:
-    """The known content of a storage.
-
-    Args:
-        tensor: A tensor on `meta` that uses the whole storage, or views it.
-        operation: What computes it.
-        which: The result of the operation; see `_Operation.result`.
-    """
-
-    def __init__(self, tensor: torch.Tensor, operation: _Operation, which: "int | _Content") -> None:
-        self.dtype = tensor.dtype
-        self.depth: int = operation.depth
-        self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        self._layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self._operation: _Operation | None = operation
-        self._which = which
-        self._values: torch.Tensor | None = None
-        if self.depth > _DEEPEST:  # a long chain would exceed Python's stack
-            with contextlib.suppress(NotKnown):
-                self.values()
-
-    def values(self) -> torch.Tensor:
-        """The content, flat.
-
-        Raises:
-            NotKnown: It cannot be computed.
-        """
-        if self._values is None:
-            if self._operation is None or self._size > _MOST:
-                raise NotKnown
-            operation, self._operation = self._operation, None
-            found = operation.result(self._which)
-            if isinstance(self._which, int):
-                flat = torch.zeros(self._size, dtype=self.dtype)
-                flat.as_strided(*self._layout).copy_(found)
-                found = flat
-            self._values, self.depth = found, 0
-        return self._values
-
-
-class _View(NamedTuple):
-    """A tensor as a view of a content."""
-
-    content: _Content
-    shape: Any
-    stride: Any
-    offset: Any
-
-    def on(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.shape, self.stride, self.offset)
-
-
-def _views_in(value: Any) -> list[_View]:
-    if isinstance(value, _View):
-        return [value]
-    return [view for item in value for view in _views_in(item)] if isinstance(value, list) else []
 
 
 @cache
