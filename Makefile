@@ -4,8 +4,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Compiled modules are kept, also where the shell says otherwise: the tests start many processes that import them again.
+export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-variations test-slow test-oldest test-newest test-gpu lint bench clean help
+.PHONY: demo test test-variations test-slow test-oldest test-newest test-gpu style lint bench clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,8 +24,11 @@ help:           ## this list
 demo: .venv/installed      ## fine-tune a real pretrained model on real text
 	$(BIN)/trimtab demo
 
-test: .venv/installed lint ## style, types, and the quick tests
-	$(BIN)/python -m pytest
+# mypy uses one core for a minute, and the tests leave some of the time of each core unused: they run at the same time.
+test: .venv/installed style ## style, types, and the quick tests
+	report="$$(mktemp)"; $(BIN)/mypy >"$$report" 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest; tests=$$?; \
+	wait $$types; types=$$?; cat "$$report"; rm "$$report"; exit $$((tests ? tests : types))
 
 # A capability that the processor lacks would end the tests with an illegal instruction: only those it has are tried.
 test-variations: .venv/installed        ## tests of numbers with each vector instruction set of this processor
@@ -63,9 +68,11 @@ test-newest: .venv-newest       ## the same with the newest that pip finds
 test-gpu: .venv/installed       ## the tests that need an NVIDIA GPU
 	for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest -n 0 -m gpu $$file || exit 1; done
 
-lint: .venv/installed
+style: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style     ## style and types
 	$(BIN)/mypy
 
 bench: .venv/installed-bench    ## the overhead table of the README, measured here

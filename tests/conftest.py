@@ -34,7 +34,10 @@ settings.register_profile(
 settings.load_profile("tests")
 
 # These take long in few tests: begun first, none of them is left alone at the end. "tests" are the files beside this.
-LONG = ("tracking", "docs", "distributed", "faults", "cli", "train", "planner", "resume", "tests")
+LONG = (
+    *("tracking", "docs", "distributed", "faults", "cli", "training", "planner", "resume"),
+    *("techniques", "numerics", "commands", "model", "tests"),
+)
 
 # torch.compile sets these when it compiles for the first time, and leaves them set: where compiled code is kept, which
 # assembler Triton calls, and two switches of OpenMP, which the compiled code links.
@@ -64,6 +67,10 @@ def pytest_runtest_teardown(item, nextitem):
         set_aside()
 
 
+count_frozen = gc.get_freeze_count
+gc.get_freeze_count = lambda: 1  # to count visits each of those objects, and every `fit` asks whether there are any
+
+
 def set_aside() -> None:
     """Keep the collector of cycles away from what stays for good.
 
@@ -82,15 +89,23 @@ def folders_of_repository() -> set[str]:
     return found.difference(IGNORED)
 
 
+@pytest.fixture
+def _counts_frozen_objects(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", count_frozen)
+
+
 @pytest.fixture(autouse=True)
-def _reproducible_and_clean():
+def _reproducible_and_clean(request):
     """Every test starts from one seed; what it does to the environment or the default dtype is an error.
 
     So is a folder that it leaves at the root of the repository, where tests start: they write to `tmp_path`.
 
     The command line, called in this process, sets for good how loud the log is: that is taken back.
     """
-    torch.manual_seed(0)
+    if "gpu" in request.keywords:
+        torch.manual_seed(0)
+    else:  # the other takes down a stack for each kind of device that is not here
+        torch.default_generator.manual_seed(0)
     environment, folders = dict(os.environ), folders_of_repository()
     log = logging.getLogger("trimtab")
     loudness = (log.level, log.disabled, log.propagate, log.handlers[:])

@@ -87,7 +87,13 @@ def test_every_task(case, tiny):
         assert set(loaded.model.config.label2id) == {"bad", "good", "film"}
 
 
-@pytest.mark.parametrize("case", TASKS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("classify", "chat", "masked-lm") else pytest.param(case, marks=pytest.mark.slow)
+        for case in TASKS
+    ],
+)
 def test_fast_dev_run_leaves_nothing(case, tiny, own_folder, tmp_path, caplog):
     task, name, rows, data = TASKS[case]
     folder = tiny.folder(name, chat=case == "chat")
@@ -119,7 +125,7 @@ def test_fast_dev_run_that_fails_leaves_nothing(bert, own_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "case"), [("bert", "classify"), ("gpt2", "causal-lm"), ("marian", "seq2seq")])
-@pytest.mark.parametrize("tokenizer", ["train", "folder"])
+@pytest.mark.parametrize("tokenizer", ["train", pytest.param("folder", marks=pytest.mark.slow)])
 def test_from_scratch(name, case, tokenizer, bert):
     task, _, rows, data = TASKS[case]
     model = {"config": tiny_config(name, vocab_size=300), "tokenizer": bert if tokenizer == "folder" else "train"}

@@ -104,6 +104,7 @@ def nested(inner):
     )
 
 
+@pytest.mark.slow
 @given(st.recursive(LEAVES, nested, max_leaves=8))
 @settings(max_examples=250, suppress_health_check=list(HealthCheck))
 def test_any_nesting_comes_back(value):

@@ -165,6 +165,7 @@ def test_python_m_is_the_command_line(own_folder):
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "trimtab", "")
 
 
+@pytest.mark.slow
 def test_exit_code_2_and_no_traceback(own_folder):
     (own_folder / "recipe.yaml").write_text("model: x\ndata: {train: y}\ntrian: {lr: fast}\nfp16: true\n")
     done = subprocess.run([str(SCRIPT), "check", "recipe.yaml"], capture_output=True, text=True, check=False)

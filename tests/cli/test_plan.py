@@ -28,6 +28,17 @@ LLAMA = {
     "train": {"batch_size": 4, "max_steps": 100},
 }
 
+# techniques that are not to be searched for
+FEWER = (
+    "--set",
+    "memory.offload_activations=none",
+    "--set",
+    "memory.tile_tokens=none",
+    "--set",
+    "memory.update=device",
+)
+FEWER += ("--set", "train.compile=off")
+
 
 @pytest.fixture
 def plan(trimtab, own_folder):
@@ -36,7 +47,7 @@ def plan(trimtab, own_folder):
 
 
 def test_a_ladder_for_a_gpu_that_is_not_here(plan):
-    code, out, _ = plan("recipe.yaml", "--gpu", "t4", "--length", 512)
+    code, out, _ = plan("recipe.yaml", "--gpu", "t4", "--length", 512, *FEWER)
     assert code == 0
     assert out.startswith("t4, 14.7 GiB, fp16, adamw\n"), "a T4 has no bf16"
     (chosen,) = (line for line in out.splitlines() if line.startswith("→"))
@@ -48,8 +59,10 @@ def test_a_ladder_for_a_gpu_that_is_not_here(plan):
     assert " run " in out, "max_steps tells how long it takes"
 
 
+@pytest.mark.slow
 def test_everything_as_json(plan):
-    code, out, _ = plan("recipe.yaml", "--gpu", "rtx-4090", "--length", 512, "--json", "--memory", "1.35GiB")
+    asked = ("--gpu", "rtx-4090", "--length", 512, "--json", "--memory", "1.35GiB", *FEWER)
+    code, out, _ = plan("recipe.yaml", *asked)
     assert code == 0
     found = json.loads(out)
     assert found["device"] == "rtx-4090"
@@ -65,11 +78,10 @@ def test_everything_as_json(plan):
     assert chosen["tokens_s"] >= 0.98 * max(fitting)
 
 
+@pytest.mark.slow
 def test_it_cannot_fit(plan):
     sets = ("--set", "memory.gradient_checkpointing=all", "--set", "memory.loss=chunked")
-    sets = (*sets, "--set", "memory.offload_activations=none", "--set", "memory.tile_tokens=none")
-    sets += ("--set", "memory.update=device")
-    code, out, err = plan("recipe.yaml", "--gpu", "t4", "--length", 1024, "--memory", "1.3GiB", *sets)
+    code, out, err = plan("recipe.yaml", "--gpu", "t4", "--length", 1024, "--memory", "1.3GiB", *sets, *FEWER)
     assert code == 3
     assert "too large" in out
     assert re.search(r"error: does not fit: needs [\d.]+ GiB, [\d.]+ MiB over the budget of 1.30 GiB \(t4\), ", err)

@@ -161,7 +161,8 @@ def test_resumed_from_python(recipe, caplog):
     assert again.fit.step == 20
 
 
-@pytest.mark.parametrize("start", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["forked", "started"])
 def test_resume_is_verified(command, fork_server, monkeypatch, start):
     if start == "forked":  # three processes that need not import everything; the kill is a real one
         monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)

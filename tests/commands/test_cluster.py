@@ -42,6 +42,12 @@ def classifier(tiny):
     return tiny.folder("bert", kind="sequence-classification", head=HEAD, **WIDE)
 
 
+@pytest.fixture(scope="module")
+def clustered(tiny, tmp_path_factory):
+    """A clustered classifier; not to be changed."""
+    return cluster(classifier(tiny), tmp_path_factory.mktemp("clustered") / "out", ClusterSettings()).folder
+
+
 def logits_of(loaded):
     batch = batch_of(TEXTS, loaded.tokenizer)
     if loaded.model.config.is_encoder_decoder:
@@ -51,7 +57,10 @@ def logits_of(loaded):
         return loaded.model(**batch).logits
 
 
-@pytest.mark.parametrize("family", WIDTHS)
+@pytest.mark.parametrize(
+    "family",
+    [family if family in ("bert", "gpt2") else pytest.param(family, marks=pytest.mark.slow) for family in WIDTHS],
+)
 def test_every_family_loads_in_both_ways(own_folder, tiny, family):
     source = tiny.folder(family, **WIDTHS[family])
     done = cluster(source, own_folder / "out", ClusterSettings(bits=6))
@@ -89,6 +98,7 @@ def run_of_classifier(tiny, folder, data, **settings):
     return export_model(folder, loaded.model, loaded.tokenizer, card={"task": "classify", "recipe": recipe})
 
 
+@pytest.mark.slow
 def test_without_rows_a_run_is_clustered_weight_by_weight(own_folder, tiny, data, monkeypatch):
     source = run_of_classifier(tiny, own_folder / "best", data)
     judged = cluster(source, own_folder / "judged", ClusterSettings(), num_rows=8)
@@ -162,7 +172,8 @@ def test_the_table_has_the_original_and_both_ways(own_folder, tiny, data):
     assert load(done.folder).task_name == "classify"
 
 
-@pytest.mark.parametrize("importance", ["activations", pytest.param("gradients", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("importance", ["activations", "gradients"])
 def test_calibration_and_trained_palettes_come_closer(own_folder, tiny, data, importance):
     loaded = load(classifier(tiny))
     loaded.model.classifier.weight.data *= 50  # outputs of a random head hardly depend on the input
@@ -289,11 +300,11 @@ _INDICES = "bert.embeddings.word_embeddings.weight.indices"
         ),
     ],
 )
-def test_damaged_and_foreign_files_are_refused(own_folder, tiny, damage, message):
-    done = cluster(classifier(tiny), own_folder / "out", ClusterSettings())
-    damage(done.folder)
+def test_damaged_and_foreign_files_are_refused(own_folder, clustered, damage, message):
+    folder = shutil.copytree(clustered, own_folder / "out")
+    damage(folder)
     with pytest.raises(ModelError, match=message):
-        load(done.folder)
+        load(folder)
 
 
 def _flip_byte(path):

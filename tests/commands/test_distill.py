@@ -105,6 +105,7 @@ def test_the_command(teacher_of):
         CliRunner().invoke(app, ["distill", "plain.yaml"], catch_exceptions=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", pytest.param("causal-lm", marks=pytest.mark.slow)])
 def test_accumulation_changes_nothing(teacher_of, task):
     train = {"optimizer": "sgd", "lr": 0.1}
@@ -125,6 +126,7 @@ class Stops:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_and_the_same_teacher(teacher_of, tiny):
     teacher = teacher_of()
     student = tiny.folder("bert", num_hidden_layers=2, hidden_dropout_prob=0.1)

@@ -363,7 +363,9 @@ def trimtab(own_folder, trimtab_command):
     return trimtab_command
 
 
-@pytest.mark.parametrize("adapter", ["adapter=lora", "adapter={kind: lora, base: fp8}"])
+@pytest.mark.parametrize(
+    "adapter", ["adapter=lora", pytest.param("adapter={kind: lora, base: fp8}", marks=pytest.mark.slow)]
+)
 def test_from_training_to_predicting(own_folder, tiny, trimtab, adapter):
     """The whole way on the command line: train an adapter, use it, merge it, use that, train on from it."""
     rows = write_csv(own_folder / "reviews.csv", reviews(40))

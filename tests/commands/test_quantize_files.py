@@ -56,7 +56,13 @@ def stored(folder):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "int8"), ("bert", "int8-dynamic"), ("t5", "fp8"), ("llama", "nf4"), ("bert", "bnb-int8")],
+    [
+        ("llama", "int8"),
+        ("llama", "nf4"),
+        pytest.param("bert", "int8-dynamic", marks=pytest.mark.slow),
+        pytest.param("t5", "fp8", marks=pytest.mark.slow),
+        pytest.param("bert", "bnb-int8", marks=pytest.mark.slow),
+    ],
 )
 def test_weight_by_weight_writes_the_bits_of_the_whole_model(tmp_path, family, name):
     settings = TIED if family == "llama" else {}
@@ -103,6 +109,7 @@ def test_files_of_bounded_size_load_with_an_index(tmp_path, monkeypatch, name):
         assert torch.equal(ours(**batch).logits, theirs(**batch).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "nf4"])
 def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch, name):
     """It is that of an output file and of some copies of a weight, whatever the number of layers."""

@@ -48,7 +48,7 @@ def sentencepiece_tokenizer():
     )
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.slow), "q8_0"])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -102,14 +102,19 @@ def test_the_chat_template_goes_along(tmp_path):
     ("name", "rope", "keys"),
     [
         ("llama", {"rope_type": "linear", "factor": 2.5}, {"type": "linear", "factor": 2.5}),
-        ("qwen2", {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        pytest.param(
+            *("qwen2", {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+            marks=pytest.mark.slow,
+        ),
         ("llama", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}),
-        ("qwen3", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}),
+        pytest.param(
+            *("qwen3", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}), marks=pytest.mark.slow
+        ),
         # llama.cpp multiplies by 0.1 ln(4) + 1 itself
         ("llama", YARN | {"attention_factor": 1.5}, {"type": "yarn", "attn_factor": 1.5 / (0.1 * math.log(4) + 1)}),
         ("llama", YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, {"type": "yarn"}),
         ("llama", LLAMA3, {}),
-        ("mistral", LLAMA3, {}),
+        pytest.param("mistral", LLAMA3, {}, marks=pytest.mark.slow),
     ],
 )
 def test_scaled_rotary_embeddings(tmp_path, name, rope, keys):

@@ -241,6 +241,7 @@ def test_a_number_of_thousands_of_digits_is_text():
     assert build_task("classify", rows).head()["num_labels"] == 2
 
 
+@pytest.mark.slow
 def test_a_header_of_very_many_columns():
     """Linear in the number of columns: comparing each name with each other would take a quarter of an hour."""
     names = [f"c{index}" for index in range(200_000)]

@@ -38,8 +38,8 @@ class StopsOnTheLast:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    models = json.loads((folder / "models.json").read_text())
-    for name, settings in RECIPES.items():
+    models, names = json.loads((folder / "models.json").read_text()), json.loads((folder / "names.json").read_text())
+    for name, settings in ((name, RECIPES[name]) for name in names):
         model = models["gpt2" if settings.get("task") == "causal-lm" else "bert"]
         out = folder / f"{name}-{num_processes}"
         recipe = {"model": model, "data": {"train": str(folder / "reviews.csv")}, "out": str(out), **settings}

@@ -7,6 +7,8 @@ from launching import run_alone, run_together
 
 from rounding import assert_same_up_to_rounding
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(fork_server, tmp_path_factory):

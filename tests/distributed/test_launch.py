@@ -456,6 +456,7 @@ def test_two_hosts(own_folder):
     assert log.read_text().startswith("rank 2 of 3, attempt 1, total 6.0")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_processes(own_folder):
     Path("wait.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     launch = subprocess.Popen(

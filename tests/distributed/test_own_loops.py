@@ -10,28 +10,36 @@ from launching import run_alone, run_by_torchrun, run_together
 
 from rounding import rounding_error
 
+TWO_OR_THREE = [2, pytest.param(3, marks=pytest.mark.slow)]
+
 
 @pytest.fixture(scope="module")
-def results(fork_server, tmp_path_factory):
-    """Results by (number of processes, rank)."""
-    folder = tmp_path_factory.mktemp("loops")
-    run_alone(fork_server, own_loops, folder)
-    for num_processes in (2, 3):
-        run_together(fork_server, own_loops, folder, num_processes)
-    return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count in (1, 2, 3) for rank in range(count)}
+def results_of(fork_server, tmp_path_factory):
+    """Results of each rank, by the number of processes; they run when they are first asked for."""
+    folder, found = tmp_path_factory.mktemp("loops"), {}
+
+    def results(num_processes):
+        if num_processes not in found:
+            if num_processes == 1:
+                run_alone(fork_server, own_loops, folder)
+            else:
+                run_together(fork_server, own_loops, folder, num_processes)
+            found[num_processes] = [torch.load(folder / f"{num_processes}-{rank}.pt") for rank in range(num_processes)]
+        return found[num_processes]
+
+    return results
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", TWO_OR_THREE)
 @pytest.mark.parametrize("name", own_loops.LOOPS)
-def test_the_loop_does_not_depend_on_the_number_of_processes(results, name, num_processes):
-    alone = results[1, 0][name]
+def test_the_loop_does_not_depend_on_the_number_of_processes(results_of, name, num_processes):
+    alone = results_of(1)[0][name]
     # fp16 rounds each process's part of a batch on its own; the rest is the order of sums
     roundings = {"overflow": (1, torch.float16), "fp64, 120 steps": (2**13, torch.float64)}
     bound = rounding_error(1.0, *roundings.get(name, (16, torch.float32)))
     untrained = torch.cat([parameter.flatten() for parameter in own_loops.Tagger().parameters()])
     assert (alone["weights"] - untrained).abs().max() > 1e-2
-    for rank in range(num_processes):
-        together = results[num_processes, rank][name]
+    for together in (found[name] for found in results_of(num_processes)):
         assert (alone["weights"] - together["weights"]).abs().max() <= bound * alone["weights"].abs().max()
         for key in ("losses", "norms"):  # some losses are infinite
             assert together[key] == pytest.approx(alone[key], rel=bound, abs=bound), key
@@ -39,22 +47,24 @@ def test_the_loop_does_not_depend_on_the_number_of_processes(results, name, num_
             assert together[key] == alone[key], key
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_end_with_the_same_bits(results, num_processes):
+@pytest.mark.parametrize("num_processes", TWO_OR_THREE)
+def test_processes_end_with_the_same_bits(results_of, num_processes):
     for name in own_loops.LOOPS:
-        weights = [results[num_processes, rank][name]["weights"] for rank in range(num_processes)]
+        weights = [found[name]["weights"] for found in results_of(num_processes)]
         assert all(torch.equal(one, weights[0]) for one in weights), name
 
 
-def test_every_row_once_an_epoch(results):
-    for name, found in results[3, 2].items():
+@pytest.mark.parametrize("num_processes", TWO_OR_THREE)
+def test_every_row_once_an_epoch(results_of, num_processes):
+    for name, found in results_of(num_processes)[-1].items():
         for seen in found["seen"]:
             assert sorted(seen) == list(range(len(seen))), name
 
 
-def test_overflow_of_one_process_is_skipped_by_all(results):
-    for rank in range(3):
-        assert results[3, rank]["overflow"]["num_skipped"] == 2
+@pytest.mark.parametrize("num_processes", TWO_OR_THREE)
+def test_overflow_of_one_process_is_skipped_by_all(results_of, num_processes):
+    for found in results_of(num_processes):
+        assert found["overflow"]["num_skipped"] == 2
 
 
 @pytest.mark.slow

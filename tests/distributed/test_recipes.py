@@ -1,6 +1,7 @@
 """The same recipe on one and on three processes: the same losses, the same metrics, the same model."""
 
 import json
+from functools import cache, partial
 
 import pytest
 import recipe_runs
@@ -12,9 +13,17 @@ from rounding import rounding_error
 from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv
 from trimtab.runs.journal import VOLATILE_KEYS
 
+QUICK = ("micro", "packed lm")
+SLOW = tuple(name for name in recipe_runs.RECIPES if name not in QUICK)
+
 
 @pytest.fixture(scope="module")
-def runs(fork_server, tiny, tmp_path_factory):
+def runs_of(fork_server, tiny, tmp_path_factory):
+    """The folder with the runs of some recipes; they run when they are first asked for."""
+    return cache(partial(run_recipes, fork_server, tiny, tmp_path_factory))
+
+
+def run_recipes(fork_server, tiny, tmp_path_factory, names):
     folder = tmp_path_factory.mktemp("recipes")
     write_csv(folder / "reviews.csv", reviews(90))
     models = {name: tiny.folder(name, **NO_DROPOUT[name]) for name in ("bert", "gpt2")}
@@ -23,13 +32,15 @@ def runs(fork_server, tiny, tmp_path_factory):
     models["teacher"] = tiny.folder("bert", kind="sequence-classification", head=labels, **larger)
     models["lm teacher"] = tiny.folder("gpt2", n_layer=2, **NO_DROPOUT["gpt2"])
     (folder / "models.json").write_text(json.dumps(models))
+    (folder / "names.json").write_text(json.dumps(names))
     run_alone(fork_server, recipe_runs, folder)
     run_together(fork_server, recipe_runs, folder, 3)
     return folder
 
 
-@pytest.mark.parametrize("name", recipe_runs.RECIPES)
-def test_losses_metrics_and_weights_agree(runs, name):
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_losses_metrics_and_weights_agree(runs_of, name):
+    runs = runs_of(QUICK if name in QUICK else SLOW)
     # 4 roundings in each of 20 steps; fp16 rounds each process's part of a batch on its own
     num_roundings, dtype = (4, torch.float16) if name == "fp16" else (80, torch.float32)
     bound = rounding_error(1.0, num_roundings, dtype)
@@ -47,8 +58,10 @@ def test_losses_metrics_and_weights_agree(runs, name):
         assert (one[key] - other[key]).abs().max() <= bound * max(1.0, float(one[key].abs().max())), key
 
 
-def test_what_a_run_leaves_is_written_once(runs):
-    for name in recipe_runs.RECIPES:
+@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_what_a_run_leaves_is_written_once(runs_of, names):
+    runs = runs_of(names)
+    for name in names:
         together = runs / f"{name}-3"
         assert {path.name for path in together.iterdir()} == {path.name for path in (runs / f"{name}-1").iterdir()}
         assert json.loads((together / "run.json").read_text())["state"] == "finished"

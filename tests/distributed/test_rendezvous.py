@@ -68,6 +68,7 @@ class Threads:
         return [Path("thread")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have no names in /proc on this system")
 def test_torch_names_its_threads_so():
     code = (

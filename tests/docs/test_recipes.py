@@ -26,6 +26,13 @@ FAMILIES = {
     "roberta-pairs.yaml": "roberta",
     "t5-summarize.yaml": "t5",
 }
+QUICK = (
+    "freeze-then-unfreeze.yaml",
+    "from-scratch.yaml",
+    "llama-chat.yaml",
+    "qlora-8b-16gb.yaml",
+    "roberta-pairs.yaml",
+)
 
 
 def stand_in(recipe: Recipe, num_rows: int, first: int) -> Dataset:
@@ -65,7 +72,9 @@ def test_they_are_all_here():
     assert sorted(FOUND) == sorted(FAMILIES)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FOUND]
+)
 @pytest.mark.usefixtures("own_folder")
 def test_two_steps(name, tiny):
     written = load_recipe(FOUND[name], {}, ()).recipe

@@ -133,6 +133,7 @@ def test_a_budget_of_the_whole_process_is_planned_and_watched(caplog):
     assert "predictions for a CPU are estimates: they count tensors" in caplog.text
 
 
+@pytest.mark.slow
 def test_on_a_cpu_passing_the_budget_is_said_and_nothing_is_refused(caplog):
     engine, *rest = prepared("1MiB")
     train(engine, *rest, epochs=1)
@@ -165,6 +166,7 @@ def test_precision_left_to_the_engine_is_what_the_device_does():
     assert halves[0] < halves[1]
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_the_user_s_own_stays(alone, caplog):
     model = bert()
     model.gradient_checkpointing_enable()
@@ -174,6 +176,7 @@ def test_gradient_checkpointing_of_the_user_s_own_stays(alone, caplog):
     assert "the model's own gradient checkpointing is kept" in caplog.text
 
 
+@pytest.mark.slow
 def test_decoders_and_their_caches(alone):
     torch.manual_seed(3)
     settings = BERT | {"num_hidden_layers": 4, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -417,6 +420,7 @@ def test_an_engine_takes_a_memory_planner():
         Engine(device="cpu", memory_planner=planner, memory_budget="1GiB")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_on_a_gpu_is_refused_with_what_would():
     """Adapters are no suggestion here: the planner cannot add them to a model of the user's."""
     model = bert()

@@ -141,6 +141,7 @@ def test_two_processes_come_back_together(stage, lost):
 # ---------------------------------------------------------------------- a mirror that others can write to
 
 
+@pytest.mark.slow
 def test_the_recorded_folder_is_not_written_to(stage, lost, tmp_path):
     recipe, mirror = lost
     elsewhere = tmp_path / "elsewhere"
@@ -163,6 +164,7 @@ def test_the_recorded_folder_is_not_written_to(stage, lost, tmp_path):
     assert not Path(recipe["out"]).exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_link_is_not_restored(stage, lost, tmp_path):
     """Its copy would be valid, and the run would resume from it after all."""
     _, mirror = lost

@@ -292,7 +292,7 @@ def rebuilt(**arguments):
 
 
 row("run.json is empty", AFTER_33, in_status(empty), *rebuilt(**RESUME))
-quick("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
+row("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
 row("a bit of run.json is flipped", AFTER_33, in_status(change_a_key), *rebuilt(**RESUME))
 NOT_FINISHED = ("holds an unfinished run (step 33 of 40)", "--resume to resume it")
 FORGOTTEN = refused(*NOT_FINISHED, omits=("remove the folder",), resume=False)
@@ -315,7 +315,7 @@ def recipe_is_restored(place):
 
 
 SETTINGS = finishes("the settings saved in step-30 are used … train.epochs, ", **RESUME, from_step=30)
-quick("recipe.yaml is cut off", AFTER_33, cut_after_the_data, SETTINGS, recipe_is_restored)
+row("recipe.yaml is cut off", AFTER_33, cut_after_the_data, SETTINGS, recipe_is_restored)
 SETS = {"sets": ["train.epochs=5", "checkpoint.every=50 steps"]}
 row(
     "a change by --set survives a kill before the next save",
@@ -421,7 +421,7 @@ def only_filler(place):
 FULL = refused(f"{NO_SPACE}\n  cure: free space on that disk, or choose another --out", keeps_status=False)
 quick("no space at the start: nothing is left behind", fill_but(0), FULL, only_filler, disk="1m")
 for num_pages in (1, 2, 3):  # whichever file finds no space first: the lock, the status, the recipe, the plan
-    quick(f"no space at the start but {num_pages} pages", fill_but(num_pages), FULL, disk="1m")
+    row(f"no space at the start but {num_pages} pages", fill_but(num_pages), FULL, disk="1m")
 for num_pages in (0, 1):
     row(
         f"no space for the cache but {num_pages} pages",
@@ -481,7 +481,7 @@ row(
 )
 NOT_WRITABLE = "metrics.jsonl cannot be written: Permission denied\n  cure: make the folder writable"
 METRICS = refused(NOT_WRITABLE, keeps_status=False, **DENIED)
-quick("the metrics are not writable", AFTER_22, close("metrics.jsonl"), METRICS)
+row("the metrics are not writable", AFTER_22, close("metrics.jsonl"), METRICS)
 COMMANDS = ({}, RESUME, FRESH)
 NOT_ALLOWED = [refused("Permission denied", "make the folder writable", nobody_special=True, **c) for c in COMMANDS]
 row("the folder is not writable", AFTER_23, close("", 0o555), *NOT_ALLOWED, close("", 0o755), finishes())

@@ -12,6 +12,7 @@ from trimtab.hardware import memory
 from trimtab.hardware.inventory import find_device, native_precision, take_inventory
 
 
+@pytest.mark.slow
 def test_memory_in_use_follows_allocations():
     """In a subprocess: this process may reuse memory that it freed before."""
     code = """
@@ -28,10 +29,9 @@ print(memory_in_use(cpu) - before, peak_memory(cpu) - memory_in_use(cpu))
     assert below_peak > -(2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-@pytest.mark.parametrize(
-    ("setting", "done"), [({}, True), pytest.param({"MALLOC_ARENA_MAX": "4"}, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("setting", "done"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False)])
 def test_freed_memory_is_kept_and_not_faulted_in_again(setting, done):
     """Counts the page faults of tensors above 32 MiB, which glibc by itself maps anew each time."""
     code = """

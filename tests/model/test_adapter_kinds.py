@@ -27,7 +27,14 @@ SPECS = {
     "pissa and dora": LoraSpec(rank=3, init="pissa", dora=True),
 }
 FAMILIES = ("bert", "gpt2", "llama", "t5")
-CASES = [(name, spec) for name in FAMILIES for spec in SPECS if (name, spec) != ("gpt2", "olora")]
+# quick: every kind in one family, and another kind in each of the others
+QUICK = {*(("llama", spec) for spec in SPECS), ("bert", "dora"), ("gpt2", "ia3"), ("t5", "pissa")}
+CASES = [
+    pytest.param(name, spec, marks=() if (name, spec) in QUICK else pytest.mark.slow)
+    for name in FAMILIES
+    for spec in SPECS
+    if (name, spec) != ("gpt2", "olora")
+]
 
 
 def plain(name, **settings):

@@ -115,6 +115,7 @@ def test_a_model_without_blocks_is_left_alone():
 # ---------------------------------------------------------------------- with other techniques
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["all", {"every": 2}])
 def test_a_recomputed_block_calls_its_graph_again(which):
     plain, compiled, _ = with_compiled(tiny_model())
@@ -123,6 +124,7 @@ def test_a_recomputed_block_calls_its_graph_again(which):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_recomputed_dropout_draws_the_same_numbers():
     """A second mask in the recomputation would make the gradient of a sum depend on two masks."""
     model = tiny_model("bert", hidden_dropout_prob=0.5)
@@ -165,6 +167,7 @@ def test_adapters_in_bf16_round_like_the_plain_product():
     assert errors[1] <= 2 * errors[0], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     [

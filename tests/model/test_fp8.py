@@ -168,7 +168,7 @@ def test_an_operation_of_the_gpu_has_a_meta_kernel():
     assert module.input_gradient(product, torch.bfloat16).shape == (5, 32)
 
 
-@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.parametrize("has_units", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiler_makes_one_graph(has_units, monkeypatch):
     """Also of products of a GPU: torch multiplies in fp8 on a CPU, too. As in compiled blocks, sizes are symbols."""
 
@@ -234,8 +234,14 @@ def test_gradients_of_an_adapter():
     assert bool(((grad_x - expected_x).abs() <= bound + 64 * EPS).all())
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        pytest.param(name, which, marks=() if which == "none" or name == "llama" else pytest.mark.slow)
+        for name in ("bert", "gpt2", "llama", "t5")
+        for which in ("none", "all", "ops")
+    ],
+)
 def test_gradients_are_near_those_of_the_dequantized_model(name, checkpointing, tmp_path):
     """And the same bits with and without recomputation."""
     saved(name, tmp_path)

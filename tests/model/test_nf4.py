@@ -158,8 +158,14 @@ def test_never_the_whole_model_unquantized(monkeypatch):
     assert most == 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("checkpointing", ["none", "all", "ops"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        pytest.param(name, which, marks=() if which == "none" or name == "llama" else pytest.mark.slow)
+        for name in KINDS
+        for which in ("none", "all", "ops")
+    ],
+)
 def test_gradients_are_those_of_the_dequantized_model(name, checkpointing, tmp_path):
     saved(name, tmp_path)
     model = loaded(str(tmp_path), name, IN_FP32)

@@ -191,7 +191,7 @@ def test_rows_do_not_see_each_other(model_type, model_kind):
 # ---------------------------------------------------------------------- on the meta device
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [(Kernel.FLASH, torch.bfloat16), (Kernel.EFFICIENT, torch.float32), (Kernel.ROWS, None)]
 )

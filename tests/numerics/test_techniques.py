@@ -51,7 +51,13 @@ def compatible_pairs():
 
 
 PAIRS = compatible_pairs()
-CASES = [(method, (name,)) for method in METHODS for name in TECHNIQUES]
+# quick: every technique without an adapter, and another one with each method
+QUICK = {*(("full", name) for name in TECHNIQUES), *zip(METHODS, TECHNIQUES, strict=False), ("lora", "micro 2")}
+CASES = [
+    pytest.param(method, (name,), marks=() if (method, name) in QUICK else pytest.mark.slow)
+    for method in METHODS
+    for name in TECHNIQUES
+]
 CASES += [
     pytest.param(method, pair, marks=pytest.mark.slow)
     for index, method in enumerate(METHODS)
@@ -124,7 +130,7 @@ def test_quantized_weights_change_the_loss_slightly(trained, method):
     assert lossy == pytest.approx(exact, rel=0.02)
 
 
-@pytest.mark.parametrize("recomputed", ["all", "ops", "every 2"])
+@pytest.mark.parametrize("recomputed", ["ops", *(pytest.param(r, marks=pytest.mark.slow) for r in ("all", "every 2"))])
 def test_fp8_is_recomputed_to_the_bit(trained, recomputed):
     plain, losses = trained("fp8")
     found, again = trained("fp8", (recomputed,))

@@ -94,7 +94,7 @@ def test_prepare_takes_its_parts_in_any_order(order):
     assert schedule.get_last_lr() == [1 / 16]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("no", "fp16"))])
 def test_batch_encodings_arrive_whole_and_outputs_are_fp32_in_every_precision(precision):
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     torch.manual_seed(3)

@@ -130,20 +130,11 @@ CASES = [
 CASES += [(name, "none", which) for name in DATA_DEPENDENT for which in ("none", "all")]
 # of each kind something, in every run of the tests; all of them in the slow one
 QUICK = [
-    ("llama", "none", "none"),
     ("llama", "lora", "all"),
     ("llama", "none", SOME),
-    ("bert", "none", "all"),
-    ("bert", "qlora", "all"),
-    ("llama", "lora-fp8", "all"),
-    ("qwen3", "lora-fp8", "ops"),
-    ("llama", "dora", "none"),
-    ("bert", "qdora", "all"),
     ("gpt2", "ia3", "none"),
-    ("llama", "pissa", "none"),
     ("llama", "prompt", "all"),
     ("gpt2", "none", EVERY),
-    ("t5", "none", "none"),
     ("qwen3", "none", "ops"),
     ("modernbert", "none", "all"),
 ]
@@ -225,6 +216,7 @@ def test_what_lives_longer_than_its_neighbours_is_noticed(monkeypatch):
     assert sizes(derived) == sizes(traced)
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_by_a_list_of_the_config():
     """Every fourth block of a SmolLM3 has no positions, which no shape shows."""
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
@@ -280,7 +272,7 @@ def test_an_optimizer_that_works_on_lists(tracers):
     ("name", "optimizer", "implementation"),
     [
         ("llama", "adamw", "fused"),
-        ("llama", "adagrad", "foreach"),
+        pytest.param("llama", "adagrad", "foreach", marks=pytest.mark.slow),
         ("gpt2", "sgd", "foreach"),
         pytest.param("modernbert", "adamw", "foreach", marks=pytest.mark.slow),
         pytest.param("t5", "adam", "fused", marks=pytest.mark.slow),

@@ -1,5 +1,7 @@
 """Steps whose micro-batches are CUDA graphs: a memory pool of their own, one launch each, and time to start."""
 
+from functools import cache
+
 import pytest
 
 from trimtab import Recipe
@@ -20,6 +22,7 @@ MIB = 2**20
 START_S = 20.0
 
 
+@cache  # a prediction traces a step; a planner remembers those that it has made
 def planner_of(value="graphs", *, batch=8, micro_batch=8, target=None, length=128, **train):
     recipe = Recipe(
         model={"config": BERT, "tokenizer": "train"},
@@ -104,6 +107,7 @@ def test_the_pool_is_held_beside_the_optimizer():
     assert not captured.fits(captured.total - CAP_STEP)
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_memory_beside_the_pool():
     large = {"batch": 64, "micro_batch": 64}
     planner = planner_of(**large)
@@ -117,6 +121,7 @@ def test_an_evaluation_needs_memory_beside_the_pool():
     assert evaluation.parts["gradients"] == captured.parts["gradients"]
 
 
+@pytest.mark.slow
 def test_fixed_segments():
     target = known_target("mi300x", None)
     assert not target.expandable
@@ -125,6 +130,7 @@ def test_fixed_segments():
     assert found.needed >= found.parts["weights"] + peaks(found.graphs.pool, expandable=False)[1]
 
 
+@pytest.mark.slow
 def test_other_devices_capture_nothing():
     captured = prediction_of(planner_of(target=known_target("cpu", None)))
     assert captured.graphs is None
@@ -152,6 +158,7 @@ def test_a_captured_step_does_not_wait_for_the_host():
     assert captured < twice < 2 * captured  # the optimizer runs once
 
 
+@pytest.mark.slow
 def test_micro_batches_take_equally_long():
     one, two, three, five = (seconds_of(batch=8 * number) for number in (1, 2, 3, 5))
     assert three - two == pytest.approx(two - one, rel=1e-6)

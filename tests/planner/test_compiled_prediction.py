@@ -102,7 +102,8 @@ def _fresh():
 # ---------------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_block_keeps_what_a_compiled_one_saves(name, monkeypatch):
     """With inductor's own random numbers: on a CPU, torch's dropout keeps another mask than on a GPU."""
     monkeypatch.setattr(compiled, "_graphs", {})
@@ -128,7 +129,7 @@ def test_a_block_with_an_fp8_base_keeps_what_a_compiled_one_saves(monkeypatch, c
     assert {op.name for op in predict("llama", **options).trace.ops} >= {FUSED, "aten._scaled_mm"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_a_recomputed_block_keeps_what_an_uncompiled_one_keeps(name):
     options = {"gradient_checkpointing": "all"}
     kept = kept_by_a_block(name, **options)
@@ -136,8 +137,15 @@ def test_a_recomputed_block_keeps_what_an_uncompiled_one_keeps(name):
     assert kept < kept_by_a_block(name)
 
 
-@pytest.mark.parametrize("mask", ["none", "padded"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("llama", "padded"),
+        pytest.param("bert", "none", marks=pytest.mark.slow),
+        pytest.param("llama", "none", marks=pytest.mark.slow),
+        pytest.param("bert", "padded", marks=pytest.mark.slow),
+    ],
+)
 def test_less_is_kept_and_fewer_kernels_run(name, mask):
     fused, plain = (predict(name, precision="bf16", mask=mask, compile=value) for value in ("blocks", "off"))
     assert kept_in(fused.trace) < kept_in(plain.trace)
@@ -183,6 +191,7 @@ def test_the_trace_of_a_few_blocks_gives_that_of_all(monkeypatch):
 # ---------------------------------------------------------------------- graphs
 
 
+@pytest.mark.slow
 def test_specifications_that_do_not_change_a_block_share_its_graph(monkeypatch):
     monkeypatch.setattr(compiled, "_graphs", {})
     predict("llama")
@@ -218,7 +227,7 @@ def test_kernels_that_a_compiler_cannot_see_through_are_predicted_uncompiled(cap
     assert found.trace.events == plain.trace.events
 
 
-@pytest.mark.parametrize("draws_as_eager", [True, False])
+@pytest.mark.parametrize("draws_as_eager", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_dropout_is_a_kernel_of_its_own_where_it_draws_as_without_a_compiler(draws_as_eager, monkeypatch):
     monkeypatch.setattr(compiled, "_graphs", {})
     monkeypatch.setattr(compiled_blocks, "inductor_options", lambda: {"fallback_random": draws_as_eager})
@@ -233,6 +242,7 @@ def test_dropout_is_a_kernel_of_its_own_where_it_draws_as_without_a_compiler(dra
     assert kept[7] - kept[6] == pytest.approx(kept_by_a_block("bert"), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_of_compiled_blocks(tmp_path):
     def plan(value):
         recipe = Recipe(

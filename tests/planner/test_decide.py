@@ -113,6 +113,7 @@ def test_precision_follows_the_device_that_is_planned_for(gpu, wanted, precision
     assert planner(recipe(train={"precision": "fp32"}), gpu).precision == "fp32"
 
 
+@pytest.mark.slow
 def test_two_micro_batches_stand_for_more():
     """The peak is that of many micro-batches, the time that of all of them."""
     made = planner(recipe(train={"batch_size": 8}))
@@ -268,7 +269,9 @@ def test_lengths_of_data(tiny, own_folder):
     assert lengths.shape(8, packed).packed_tokens == longest_batch
 
 
-@pytest.mark.parametrize("memory", [{}, {"micro_batch": 4}, {"micro_batch_tokens": 40}])
+@pytest.mark.parametrize(
+    "memory", [{}, *(pytest.param(m, marks=pytest.mark.slow) for m in ({"micro_batch": 4}, {"micro_batch_tokens": 40}))]
+)
 def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
     """The largest batch and the longest rows that fit do not depend on how many tokens a batch of the data has."""
     rows = write_csv(own_folder / "reviews.csv", reviews(40))
@@ -301,6 +304,7 @@ def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
 # ---------------------------------------------------------------------- evaluations, the host, other processes
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_cut_to_what_fits():
     """Plain logits of 64 rows of 512 tokens alone are 4 GiB in fp32."""
     made = recipe(memory={"loss": "plain"}, evaluate={"batch_size": 64}, train={"compile": "off"})

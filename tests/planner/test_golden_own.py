@@ -34,6 +34,8 @@ SLOW = {
     "own 8B, ladder: loss chunked + kernels + recompute all",
     "own 8B, ladder: … + qlora, paged-adamw8bit",
     "own 8B, ladder: … + embeddings on the host",
+    "own 8B, ladder: all of these, 16 rows at once",
+    "own 8B, without flash: t4",
     "own 8B, 4 x 2048: embeddings on the device",
     "own 8B, 4 x 2048: embeddings on the host",
 }

@@ -29,9 +29,10 @@ def rows(name):
 
 
 PLAIN = [row for row in rows("h200-plain.json") if row["flash"] and row["config"]["model_type"] in ("bert", "t5")][:6]
+SOME_PLAIN = [PLAIN[0], *(pytest.param(row, marks=pytest.mark.slow) for row in PLAIN[1:])]
 
 
-@pytest.mark.parametrize("row", PLAIN, ids=lambda row: f"{row['config']['model_type']}-{row['precision']}")
+@pytest.mark.parametrize("row", SOME_PLAIN, ids=lambda row: f"{row['config']['model_type']}-{row['precision']}")
 def test_a_plain_loop_takes_what_was_measured(row):
     found = trimtab.predict_step_memory(
         row["config"],
@@ -53,7 +54,9 @@ def test_a_plain_loop_takes_what_was_measured(row):
     assert found.total == found.needed + found.outside
 
 
-@pytest.mark.parametrize("name", ["fp16", "recompute all", "qlora"])
+@pytest.mark.parametrize(
+    "name", ["qlora", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp16", "recompute all"))]
+)
 def test_a_step_of_ours_takes_what_was_measured(name, monkeypatch):
     found = [row for row in rows("h200-own.json") if (row["recipe"], row["name"]) == ("llama-1b.yaml", name)]
     row = next(row for row in found if row["table"] == "ladder")

@@ -101,6 +101,7 @@ def expected_plans():
     return [predicted(asked) for asked in ASKED]
 
 
+@pytest.mark.slow
 def test_another_thread_computes_the_same_bits_during_plans(expected_plans):
     step = RealStep()
     with InAnotherThread(step, step()) as other:

@@ -302,7 +302,11 @@ PLACES = {"middle": 2, "last batch": NUM_BATCHES, "between epochs": 1.5, "second
     ("loader", "place"),
     [
         # to start workers takes most of a second
-        pytest.param(loader, place, marks=[pytest.mark.slow] if "workers" in loader and place != "middle" else [])
+        pytest.param(
+            loader,
+            place,
+            marks=[pytest.mark.slow] if "workers" in loader and (loader, place) != ("two workers", "middle") else [],
+        )
         for loader in LOADERS
         for place in PLACES
     ],

@@ -72,15 +72,7 @@ CASES = {
 
 QUICK = {
     "lora",
-    "dora",
-    "ia3",
-    "side",
-    "pissa and lora+",
     "no padding",
-    "offloaded in tiles",
-    "all together",
-    "bf16-pure in 8 bits",
-    "unfrozen later, 8 bits",
     "updated in backward",
     "updated on the host",
 }

@@ -55,10 +55,20 @@ def offloaded(model, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
-def test_the_step_is_the_plain_one_to_the_bit(name, dtype):
+QUICK = {("bert", "fp32"), ("gpt2", "bf16"), ("llama", "fp32"), ("t5", "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
+        for name in [*CONFIGS, *OTHERS]
+        for precision in ("fp32", "bf16")
+    ],
+)
+def test_the_step_is_the_plain_one_to_the_bit(name, precision):
     """With dropout where the family has it by default, and one window of two micro-batches."""
+    dtype = torch.bfloat16 if precision == "bf16" else None
     model = deep(name)
     batches = [rows(), rows(TEXTS[:2])]
     plain = step(model, dtype=dtype, batches=batches)
@@ -199,6 +209,7 @@ def test_a_copied_model_shares_the_pages():
     assert found.pages.num_free == found.pages.num_pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["none", "all"])
 def test_compiled_blocks(which):
     model = deep("llama")
@@ -273,8 +284,17 @@ def traced(whole=False, **values):
     return tracer.trace(spec, BatchShape(1, 8192), whole=whole)
 
 
-@pytest.mark.parametrize("which", ["all", "{every: 2}"])
-@pytest.mark.parametrize("recomputed", ["all", "none", "{all_but_every: 4}"])
+@pytest.mark.parametrize(
+    ("recomputed", "which"),
+    [
+        ("none", "all"),
+        ("{all_but_every: 4}", "{every: 2}"),
+        pytest.param("none", "{every: 2}", marks=pytest.mark.slow),
+        pytest.param("{all_but_every: 4}", "all", marks=pytest.mark.slow),
+        pytest.param("all", "all", marks=pytest.mark.slow),
+        pytest.param("all", "{every: 2}", marks=pytest.mark.slow),
+    ],
+)
 def test_the_derived_trace_is_the_traced_one(recomputed, which):
     from planner.test_blocks import assert_same as assert_same_trace
 
@@ -309,6 +329,7 @@ def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
     assert moved / 1e9 * 0.8 < slow.seconds < moved / 1e9 + plain
 
 
+@pytest.mark.slow
 def test_auto_uses_it_only_where_nothing_else_fits():
     from trimtab.planner.survey import survey
 

@@ -22,6 +22,7 @@ KINDS = {
     "pissa": {"kind": "lora", "rank": 2, "init": "pissa"},
     "olora": {"kind": "lora", "rank": 2, "init": "olora", "lr_ratio": 4},
 }
+SOME_KINDS = ["dora", "ia3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pissa", "olora"))]
 TEXTS = ["the film was good", "a very long and dull story"]
 
 
@@ -59,7 +60,7 @@ def logits(model, tokenizer):
         return model.eval()(**batch).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_from_training_to_a_merged_model(train, own_folder, kind):
     look = train(KINDS[kind], evaluate={"every": "4 steps"})
     loaded = load(look.result.best, device="cpu")
@@ -73,7 +74,7 @@ def test_from_training_to_a_merged_model(train, own_folder, kind):
     assert_same_up_to_rounding(logits(again.model, again.tokenizer), expected, num_roundings=256)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_a_run_can_be_longer(train, own_folder, kind):
     train(KINDS[kind])
     longer = resume(own_folder / "run", sets=["train.max_steps=6"], progress="quiet", device="cpu")

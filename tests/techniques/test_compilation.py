@@ -91,6 +91,7 @@ def assert_same_run(ours, theirs, step):
 # ---------------------------------------------------------------------- in a run
 
 
+@pytest.mark.slow
 def test_every_size_is_compiled_before_the_first_step(tiny, own_folder, compiler, caplog):
     write_csv(own_folder / "rows.csv", rows())
     seen = []
@@ -129,6 +130,7 @@ def test_a_resumed_run_has_the_same_bits(tiny, own_folder, compiler):
     assert_same_run("stopped", "whole", 6)
 
 
+@pytest.mark.slow
 def test_a_failure_is_recorded_and_kept(tiny, own_folder, compiler, caplog):
     write_csv(own_folder / "rows.csv", rows())
 
@@ -309,6 +311,7 @@ class Repeats:
         self.num_forgotten += 1
 
 
+@pytest.mark.slow
 def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch):
     write_csv(own_folder / "rows.csv", rows())
     recorder = Repeats()
@@ -321,6 +324,7 @@ def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkey
     assert_same_run("graphs", "blocks", 6)
 
 
+@pytest.mark.slow
 def test_graphs_on_a_cpu_are_reported(tiny, own_folder, compiler, caplog):
     write_csv(own_folder / "rows.csv", rows())
     with caplog.at_level("INFO", "trimtab"):

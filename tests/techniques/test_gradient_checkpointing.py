@@ -128,10 +128,27 @@ def count_calls(model):
     return counts
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
-def test_the_step_is_the_plain_one_to_the_bit(name, dtype):
+QUICK = {
+    ("bert", "fp32"),
+    ("gpt2", "bf16"),
+    ("llama", "fp32"),
+    ("t5", "fp32"),
+    ("gemma3n_text", "bf16"),
+    ("mixtral", "fp32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
+        for name in [*CONFIGS, *OTHERS]
+        for precision in ("fp32", "bf16")
+    ],
+)
+def test_the_step_is_the_plain_one_to_the_bit(name, precision):
     """With dropout where the family has it by default, and one window of two micro-batches."""
+    dtype = torch.bfloat16 if precision == "bf16" else None
     model = deep(name)
     batches = [rows(), rows(TEXTS[:2])]
     plain = step(model, dtype=dtype, batches=batches)
@@ -149,7 +166,13 @@ def test_dropout_is_on_in_what_is_compared():
     assert not torch.equal(step(model, seed=3)[0], step(model, seed=4)[0])
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "gemma2", "gemma3n_text", "modernbert", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bert", "llama", "gemma3n_text"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "gemma2", "modernbert", "mixtral")),
+    ],
+)
 def test_what_is_kept_for_backward(name):
     model = deep(name)
     sizes = {}
@@ -192,7 +215,12 @@ def test_nothing_is_left_after_backward_even_without_a_garbage_collector(which):
 
 @pytest.mark.parametrize(
     ("quantized", "dropout", "dtype"),
-    [(False, 0.1, None), (False, 0.0, torch.bfloat16), (True, 0.0, None), (True, 0.1, torch.bfloat16)],
+    [
+        (False, 0.1, None),
+        (True, 0.1, torch.bfloat16),
+        pytest.param(False, 0.0, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(True, 0.0, None, marks=pytest.mark.slow),
+    ],
 )
 def test_adapters(quantized, dropout, dtype):
     """The inputs of the first block need no gradient; products of the base are added to in place."""

@@ -77,7 +77,7 @@ EQUAL = {
     "recomputed": {"memory": {"gradient_checkpointing": "all"}},
     "lora": {"adapter": "lora"},
 }
-QUICK = ("micro-batches", "unfrozen later", "fp16", "bf16")
+QUICK = ("unfrozen later", "fp16", "bf16")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in EQUAL])
@@ -98,8 +98,15 @@ def tensors(folder):
     return found
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("gpt2", "chunked"),
+        ("llama", "plain"),
+        pytest.param("gpt2", "plain", marks=pytest.mark.slow),
+        pytest.param("llama", "chunked", marks=pytest.mark.slow),
+    ],
+)
 def test_a_language_model_whose_head_is_tied_or_not(train, tiny, name, loss):
     changes = {} if name == "gpt2" else {"tie_word_embeddings": False}
     sections = {"model": tiny.folder(name, **changes), "task": "causal-lm", "data": {"train": ROWS, "text": "text"}}
@@ -108,7 +115,7 @@ def test_a_language_model_whose_head_is_tied_or_not(train, tiny, name, loss):
     assert numbers_of(ours) == numbers_of(theirs)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_run_may_change_between_host_and_device(train, precision):
     """Checkpoints have the fp32 weights, whatever is on the device."""
     sections = {"train": {"precision": precision}}
@@ -252,7 +259,7 @@ NUM_WEIGHTS = EMBEDDINGS + LINEAR + NORMS
 
 
 @pytest.mark.parametrize(("precision", "linear_bytes"), [("fp32", 4), ("bf16", 2), ("bf16-pure", 2)])
-@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize("num_micro", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_prediction_has_no_state_and_few_gradients_on_the_device(precision, linear_bytes, num_micro, monkeypatch):
     """By hand: weights, in mixed precision those of inner linear layers in half; gradients until they are copied."""
     monkeypatch.setattr(host_update, "MOST_IN_FLIGHT", 2**20)
@@ -276,7 +283,7 @@ def tracer():
     return StepTracer(recipe, named_task(recipe), known_target("a100", None).gpu)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_prediction_from_few_blocks_is_that_of_all(tracer, precision):
     spec = plain_spec(1, precision, update="host")
     short, whole = (tracer.trace(spec, BatchShape(1, 16), 2, whole=is_whole) for is_whole in (False, True))

@@ -84,7 +84,9 @@ def assert_same_training(found, expected) -> None:
 # ---------------------------------------------------------------------- exact
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [task if task in ("classify", "chat") else pytest.param(task, marks=pytest.mark.slow) for task in TASKS]
+)
 def test_trains_as_with_padding(tiny, tmp_path, task):
     found, padded = (
         trained(recipe_of(tiny, tmp_path, task, padding), tmp_path / padding) for padding in ("none", "longest")
@@ -104,8 +106,15 @@ def test_a_plan_names_the_tokens_of_a_micro_batch(tiny, tmp_path, caplog):
     assert "steps of 8 rows in micro-batches of 20 tokens" in caplog.text
 
 
-@pytest.mark.parametrize("memory", MICRO_BATCHES)
-@pytest.mark.parametrize("task", ["classify", "chat"])
+@pytest.mark.parametrize(
+    ("task", "memory"),
+    [
+        ("classify", MICRO_BATCHES[0]),
+        ("chat", MICRO_BATCHES[2]),
+        *(pytest.param("classify", memory, marks=pytest.mark.slow) for memory in MICRO_BATCHES[1:]),
+        *(pytest.param("chat", memory, marks=pytest.mark.slow) for memory in MICRO_BATCHES[:2]),
+    ],
+)
 def test_micro_batches_change_nothing(tiny, tmp_path, task, memory):
     whole = trained(recipe_of(tiny, tmp_path, task), tmp_path / "whole")
     divided = trained(recipe_of(tiny, tmp_path, task, memory=memory), tmp_path / "divided")
@@ -131,7 +140,9 @@ def test_memory_that_runs_out_leads_to_single_rows(memory):
     assert all(sum(Rows.lengths[row] for row in micro) <= 50 for micro in batches)
 
 
-@pytest.mark.parametrize("more", [{"memory": {"gradient_checkpointing": "all"}}, {"adapter": "lora"}])
+@pytest.mark.parametrize(
+    "more", [{"memory": {"gradient_checkpointing": "all"}}, pytest.param({"adapter": "lora"}, marks=pytest.mark.slow)]
+)
 def test_with_other_techniques(tiny, tmp_path, more):
     padded = trained(recipe_of(tiny, tmp_path, "chat", "longest", **more), tmp_path / "padded")
     assert_same_training(trained(recipe_of(tiny, tmp_path, "chat", **more), tmp_path / "packed"), padded)

@@ -82,7 +82,13 @@ def assert_close(found, plain, num_eps=64):
     assert torch.equal(found[2], plain[2])
 
 
-@pytest.mark.parametrize("name", [*GATED, *PLAIN])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "gemma3n_text", "bert", "t5") else pytest.param(name, marks=pytest.mark.slow)
+        for name in [*GATED, *PLAIN]
+    ],
+)
 def test_the_step_is_the_untiled_one(name):
     """For padded rows, in two micro-batches, alone and inside recomputed blocks."""
     model = without_dropout(made(name))
@@ -102,7 +108,7 @@ def test_the_step_is_the_untiled_one(name):
     assert all(torch.equal(found[1][key], gradient) for key, gradient in plain[1].items())
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2"))])
 def test_in_half_precision(name):
     """Gradients are rounded to bf16 once for each tile."""
     model = without_dropout(made(name))

@@ -72,8 +72,15 @@ def test_gradient_checkpointing(run, which, wrapped):
     assert look.plan.gradient_checkpointing.startswith(str(which)[:2].replace("{'", "{"))
 
 
-@pytest.mark.parametrize("budget", [None, "8GiB"])
-@pytest.mark.parametrize("which", ["none", "auto"])
+@pytest.mark.parametrize(
+    ("which", "budget"),
+    [
+        ("none", None),
+        ("auto", "8GiB"),
+        pytest.param("none", "8GiB", marks=pytest.mark.slow),
+        pytest.param("auto", None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_config_that_turns_on_checkpointing_does_not_decide(own_folder, tiny, which, budget):
     write_csv(own_folder / "rows.csv", reviews(24))
     folder = Path(shutil.copytree(tiny.folder("llama", num_hidden_layers=4), own_folder / "model"))

@@ -59,7 +59,7 @@ EQUAL = {
     "lora": {"adapter": "lora"},
     "bf16": {"train": {"precision": "bf16"}},
 }
-QUICK = ("adamw", "8-bit", "unfrozen later", "recomputed")
+QUICK = ("8-bit", "unfrozen later", "recomputed")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in EQUAL])

@@ -158,8 +158,8 @@ def logits_of(model, tokenizer):
     ("family", "kind", "task", "head"),
     [
         ("llama", CAUSAL, "causal-lm", {}),
-        ("bert", CLASSIFIER, "classify", THREE),
-        ("gpt2", CLASSIFIER, "classify", THREE),
+        pytest.param("bert", CLASSIFIER, "classify", THREE, marks=pytest.mark.slow),
+        pytest.param("gpt2", CLASSIFIER, "classify", THREE, marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_goes_alone_and_mlflow_finds_its_base(models, tmp_path, tiny, family, kind, task, head):
@@ -246,6 +246,7 @@ def test_what_is_there_is_not_sent_again(models, classifier, monkeypatch):
     assert best_of(models, "reviews") == later
 
 
+@pytest.mark.slow
 def test_best_moves_to_what_is_better(models, classifier, caplog):
     caplog.set_level("INFO", "trimtab")
 

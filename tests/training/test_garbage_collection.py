@@ -12,7 +12,7 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def collector():
+def collector(_counts_frozen_objects):
     """Neither frozen nor disabled, as these tests need it."""
     gc.unfreeze()
     assert gc.isenabled()

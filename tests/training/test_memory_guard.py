@@ -410,9 +410,9 @@ class EvaluationFaults:
 @pytest.mark.parametrize(
     ("calls", "updates", "sizes"),
     [
-        ((), (), [8, 8, 8]),
+        pytest.param((), (), [8, 8, 8], marks=pytest.mark.slow),
         ((2,), (), [8, 8, 4, 4, 4, 4]),  # only that batch is done again
-        ((2, 3, 4), (), [8, 8, 4, 2, 1, 1, 1, 1, 1, 1, 1, 1, *[1] * 8]),
+        pytest.param((2, 3, 4), (), [8, 8, 4, 2, 1, 1, 1, 1, 1, 1, 1, 1, *[1] * 8], marks=pytest.mark.slow),
         ((2, 4), (), [8, 8, 4, 4, 2, 2, 2, 2, 2, 2]),  # the second half of it ran out again
         ((), (2,), [8, 8, *[4] * 6]),  # sums that were added to in part are not used
     ],
@@ -439,11 +439,11 @@ def test_an_evaluation_that_cannot_fit(train, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "sections",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"memory": {"micro_batch": 3}},
         {"train": {"epochs": 1, "precision": "fp16"}},
-        {"train": {"epochs": 1, "freeze": {"base": "2 steps"}}},
-        {"train": {"epochs": 1, "optimizer": "sgd", "momentum": 0.9}},
+        pytest.param({"train": {"epochs": 1, "freeze": {"base": "2 steps"}}}, marks=pytest.mark.slow),
+        pytest.param({"train": {"epochs": 1, "optimizer": "sgd", "momentum": 0.9}}, marks=pytest.mark.slow),
     ],
 )
 def test_a_rehearsal_changes_nothing(train, tiny, sections):

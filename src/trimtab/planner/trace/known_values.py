@@ -69,11 +69,13 @@ class KnownValues:
         """Record how the results of an operation on `meta`, and what it changed, follow from known values."""
         tensors = tensors_in([*args, *kwargs.values()] if kwargs else args)
         addresses = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.is_meta}
+        packet = func._overloadpacket
+        if addresses and addresses.isdisjoint(self._contents) and packet not in _FILLS and packet not in _CHOICES:
+            return  # most operations
         changed = [x for x in tensors_in([args[index] for index in written(func) if index < len(args)]) if x.is_meta]
         outs = tensors_in(out)
         if not changed and all(x.untyped_storage()._cdata in addresses for x in outs):  # views
             return
-        packet = func._overloadpacket
         if packet in _FILLS:
             self._fill(args, *_FILLS[packet], outs[0])
         elif addresses <= self._contents.keys() and torch.Tag.nondeterministic_seeded not in func.tags:
