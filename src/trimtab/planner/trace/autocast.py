@@ -17,7 +17,6 @@ from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 _STAND_INS = ("meta", "cuda")
 _HALF = (torch.float16, torch.bfloat16)
 
-_TRANSFORMS = ("fft", "fft2", "fftn", "rfft", "rfft2", "rfftn", "hfft")
 # products: run in half precision
 _LOWER: set[Any] = {
     functional.linear,
@@ -83,7 +82,6 @@ _UPPER: set[Any] = {
     torch.Tensor.norm,
     torch.Tensor.logsumexp,
 }
-_UPPER |= {getattr(torch.fft, inverse + kind) for inverse in ("", "i") for kind in _TRANSFORMS}
 if hasattr(functional, "rms_norm"):
     _UPPER.add(functional.rms_norm)
 # computed in fp32 from half-precision inputs; they take (input, dim, dtype)
