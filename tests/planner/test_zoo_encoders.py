@@ -74,7 +74,9 @@ def test_other_steps_of_a_classifier_are_predicted(name, options):
 
 
 def test_what_a_gpu_cannot_compute_is_not_predicted():
-    # FNet's transform exists in fp32 alone, and CUDA's autocast does not cast its inputs
+    # FNet's transform exists in fp32 alone, and CUDA's autocast, unlike the CPU's, does not cast its inputs
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not has_kernel("aten::fft_fftn", "AutocastCUDA")
     with pytest.raises(ModelError, match="BFloat16"):
         trimtab.predict_step_memory({"model_type": "fnet"}, "masked-lm", ROWS, LENGTH, precision="bf16")
     assert_predicted("fnet", "masked-lm", precision="fp32")
