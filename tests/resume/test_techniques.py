@@ -21,6 +21,17 @@ CASES = {
         "train": {"precision": "bf16"},
         "memory": {"gradient_checkpointing": "ops", "loss": "chunked", "micro_batch": 5},
     },
+    "experts": {  # in bf16, with experts that get no tokens in some micro-batches
+        "model": {
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "output_router_logits": True,
+        },
+        "adapter": {"kind": "lora", "rank": 4, "experts": True},
+        "train": {"precision": "bf16"},
+        "memory": {"gradient_checkpointing": "all", "micro_batch": 5},
+    },
     "dora": {"adapter": {"kind": "lora", "rank": 4, "dora": True, "dropout": 0.1}, "memory": {"micro_batch": 5}},
     "qdora": {"adapter": {"kind": "qlora", "rank": 4, "dora": True}},
     "ia3": {"adapter": "ia3", "memory": {"gradient_checkpointing": "all", "micro_batch": 5}},
@@ -37,6 +48,10 @@ CASES = {
         "memory": {"padding": "none", "loss": "chunked", "gradient_checkpointing": "all"},
     },
     "prompt": {"adapter": {"kind": "prompt", "tokens": 4}, "memory": {"micro_batch": 5, "loss": "chunked"}},
+    "prefix": {
+        "adapter": {"kind": "prefix", "tokens": 4},
+        "memory": {"micro_batch": 5, "loss": "chunked", "gradient_checkpointing": "all"},
+    },
     "lora in bf16": {"adapter": "lora", "train": {"precision": "bf16"}},
     "lora in fp16": {"adapter": "lora", "train": {"precision": "fp16"}},
     "all together": {
@@ -89,13 +104,13 @@ class Stops:
 )
 def test_bits_are_the_same(own_folder, tiny, case):
     write_csv(own_folder / "rows.csv", reviews(48))
-    sections = CASES[case]
+    sections = dict(CASES[case])
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "attention_dropout": 0.1}
+    model = tiny.folder("llama", **sizes, **sections.pop("model", {}))
 
     def recipe(out):
         return Recipe(
-            model=tiny.folder(
-                "llama", num_hidden_layers=2, hidden_size=64, intermediate_size=96, attention_dropout=0.1
-            ),
+            model=model,
             task="causal-lm",
             data={"train": "rows.csv", "text": "text", "eval_share": 0.25},
             evaluate={"every": "4 steps"},
