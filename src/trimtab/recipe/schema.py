@@ -272,6 +272,11 @@ class MemorySettings(Section):
     train.clip_by: previous-norm; host = gradients, fp32 weights and optimizer state are in host memory, and the CPU
     updates; auto = in-backward where it is possible and faster than what else fits, host if nothing else fits on a GPU,
     else device."""
+    stream_weights: OffloadedBlocks = "auto"
+    """Keep the weights of blocks in pinned host memory, and copy them to the device while the block before computes, in
+    forward and in backward: all = of every block; {every: 2} = of every second block; {all_but_every: 4} and
+    {layers: [0, -1]} as above. Weights that train need update: in-backward, whose optimizer state is streamed with
+    them, or host. auto = all if nothing else fits on an NVIDIA GPU, else none."""
     allow: Allowances = []
     """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
     memory is short."""
