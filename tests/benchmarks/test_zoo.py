@@ -53,6 +53,7 @@ def test_answers_are_counted_by_what_came_of_a_pair(zoo, tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     results = zoo.read_results(path)
     summary = zoo.summary(results)
-    assert "| causal-lm | 3 | 1 | 1 | 1 | 0 | 50.0% |" in summary
-    assert "| all | 5 | 1 | 2 | 2 | 1 | 50.0% |" in summary
+    assert "| causal-lm | 3 | 1 | 1 | 1 | 50.0% |" in summary
+    assert "| all | 5 | 1 | 2 | 2 | 50.0% |" in summary
+    assert "| d | classify | no language |" in summary.partition("small config")[2]
     assert "| e | classify | 6.0 |" in summary.partition("Slower")[2]
