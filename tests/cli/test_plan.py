@@ -140,10 +140,10 @@ def test_more_memory_than_the_card_has_is_refused(plan):
 
 
 BLOCKS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+EXPERTS = {"num_local_experts": 4, "num_key_value_heads": 2}
 UNTRACEABLE = {
-    "mixtral": ("causal-lm", {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 128, **BLOCKS}),
-    "gpt_oss": ("causal-lm", {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 64, **BLOCKS}),
-    "longformer": ("classify", {"attention_window": [16, 16], "intermediate_size": 128, **BLOCKS}),
+    "mixtral": ("causal-lm", {"intermediate_size": 126, **EXPERTS, **BLOCKS}),  # rows that are not aligned
+    "xmod": ("classify", {"intermediate_size": 128, **BLOCKS}),  # no default language
 }
 
 
@@ -162,6 +162,14 @@ def test_a_model_that_cannot_be_traced_is_a_clear_message(plan, own_folder, mode
     assert re.match(r"error: no plan for \w+: its training step cannot be traced \(\w+: ", problem)
     assert cure.startswith("  cure: `trimtab train` with memory.budget")
     assert "memory.micro_batch" in cure
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_has_a_plan(plan, own_folder):
+    write_recipe(own_folder, "mixtral", "causal-lm", {"intermediate_size": 128, **EXPERTS, **BLOCKS})
+    code, out, _ = plan("other.yaml", "--gpu", "a100", "--length", 32)
+    assert code == 0
+    assert "Chosen: micro-batch 4" in out
 
 
 def test_an_adapter_that_does_not_go_with_the_model_leaves_the_rest_of_the_plan(plan, own_folder):

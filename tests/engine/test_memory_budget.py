@@ -276,7 +276,7 @@ def test_more_than_there_is_and_unknown_words_are_refused():
 
 
 class Untraceable(torch.nn.Module):
-    """Asks for the values of its inputs."""
+    """Asks for the values of its weights."""
 
     def __init__(self):
         super().__init__()
@@ -286,8 +286,7 @@ class Untraceable(torch.nn.Module):
         return None
 
     def forward(self, input_ids, attention_mask, labels):
-        ends = input_ids.nonzero()[:, 0].tolist()
-        assert len(ends) >= 0
+        assert next(self.inner.parameters())[0].tolist()
         return self.inner(input_ids, attention_mask, labels=labels)
 
 

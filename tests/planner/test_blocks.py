@@ -44,6 +44,10 @@ CONFIGS = {
         **SMALL,
     },
 }
+DATA_DEPENDENT = {  # shapes depend on where tokens are, or on the experts that they choose
+    "longformer": {"model_type": "longformer", "num_hidden_layers": 7, "attention_window": 8, **SMALL},
+    "switch_transformers": CONFIGS["t5"] | {"model_type": "switch_transformers", "num_layers": 14, "num_experts": 4},
+}
 CAUSAL = SimpleNamespace(
     loss_kind="token-cross-entropy", shifts_labels=True, model_kind="causal-lm", head=dict, name="causal-lm"
 )
@@ -57,7 +61,9 @@ CLASSIFY = SimpleNamespace(
     head=lambda: {"num_labels": 2},
     name="classify",
 )
-TASKS = {"bert": CLASSIFY, "modernbert": CLASSIFY, "t5": SEQ2SEQ}
+TASKS = {"bert": CLASSIFY, "modernbert": CLASSIFY, "longformer": CLASSIFY} | dict.fromkeys(
+    ("t5", "switch_transformers"), SEQ2SEQ
+)
 # the clip of gradients has a number for each tensor of the model, in lists that are as long as there are tensors
 OF_THE_CLIP = {"aten._foreach_norm", "aten.stack", "aten.linalg_vector_norm"}
 
@@ -71,7 +77,7 @@ def tracers():
         if (name, adapter) not in made:
             recipe = Recipe.model_validate(
                 {
-                    "model": {"config": CONFIGS[name], "tokenizer": "train"},
+                    "model": {"config": (CONFIGS | DATA_DEPENDENT)[name], "tokenizer": "train"},
                     "data": {"train": "text.jsonl"},
                     "adapter": SETTINGS.get(adapter, adapter),
                 }
@@ -121,6 +127,7 @@ CASES = [
     if case[0] != "prompt" or name in DECODERS
     if (name, case[0]) != ("modernbert", "ia3")  # PEFT does not know which modules those are
 ]
+CASES += [(name, "none", which) for name in DATA_DEPENDENT for which in ("none", "all")]
 # of each kind something, in every run of the tests; all of them in the slow one
 QUICK = [
     ("llama", "lora", "all"),
@@ -156,7 +163,7 @@ def test_the_derived_trace_is_the_traced_one(tracers, name, adapter, which, monk
         gradient_checkpointing=as_text(which),
         adapter=adapter if isinstance(adapter, str) else adapter["kind"],
     )
-    batch = BatchShape(2, 24, target_length=10 if name == "t5" else None)
+    batch = BatchShape(2, 24, target_length=10 if TASKS.get(name) is SEQ2SEQ else None)
     derived = tracer.trace(spec, batch, num_micro=2)
     traced = tracer.trace(spec, batch, num_micro=2, whole=True)
     assert_same(derived, traced)

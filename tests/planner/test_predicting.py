@@ -96,9 +96,9 @@ def test_a_folder_with_a_config_is_enough(tiny):
 
 @pytest.mark.parametrize("code", ["trimtab", "transformers"])
 def test_a_model_that_cannot_be_traced_is_said_so(code):
-    """Its experts get rows by value."""
+    """Rows of its experts are not aligned as the kernel demands."""
     experts = {"num_local_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_attention_heads": 4}
-    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, **experts}
+    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 126, "vocab_size": 100, **experts}
     with pytest.raises(ModelError, match=r"step cannot be traced \(RuntimeError"):
         trimtab.predict_step_memory(config, "causal-lm", 2, 16, precision="bf16", code=code)
 

@@ -12,6 +12,7 @@ import torch
 
 from trimtab.planner.trace.recorder import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
 
+_VISITS_OF_SOME = ("weights", "state")  # only blocks with buffers are visited again after all parameters
 _BEFORE, _AFTER = 1, 2  # blocks to keep before and after the repeated unit, because their neighbours differ
 
 
@@ -155,13 +156,14 @@ class _Extension:
             if repeat is None or place.owner is None:
                 self._emit(index, 0, marks)
                 continue
-            last = repeat.first + repeat.period - 1
-            if place.kind == "backward" and place.owner.block == last:  # later copies come earlier
+            end = repeat.first + repeat.period
+            is_last = place.owner.block == self._last_of_unit(place, repeat)
+            if place.kind == "backward" and is_last:  # later copies come earlier
                 for copy in range(repeat.num_more, 0, -1):
                     self._emit_unit(place, repeat, copy)
-            after = place.owner.block > last
+            after = place.owner.block >= end
             self._emit(index, repeat.num_more * repeat.period if after else 0, marks)
-            if place.kind != "backward" and place.owner.block == last:
+            if place.kind != "backward" and is_last:
                 for copy in range(1, repeat.num_more + 1):
                     self._emit_unit(place, repeat, copy)
         self._marks += [Mark(mark.name, len(self._events)) for mark in marks]
@@ -204,10 +206,27 @@ class _Extension:
         assert place.owner is not None
         numbers = range(repeat.first, repeat.first + repeat.period)
         for block in reversed(numbers) if place.kind == "backward" else numbers:
-            there = Place(place.kind, Owner(place.owner.stack, block), place.number)
+            there = self._place_of(place, block)
             if there not in self._by_place:
+                if place.kind in _VISITS_OF_SOME:
+                    continue
                 raise NotPeriodic(f"{there} was not traced")
             self._emit(self._by_place[there], copy * repeat.period, [])
+
+    def _last_of_unit(self, place: Place, repeat: Repeat) -> int:
+        """The last block of the repeated unit that has such a place."""
+        assert place.owner is not None
+        last = repeat.first + repeat.period - 1
+        if place.kind in _VISITS_OF_SOME:
+            while last >= repeat.first and self._place_of(place, last) not in self._by_place:
+                last -= 1
+        return last
+
+    @staticmethod
+    def _place_of(place: Place, block: int) -> Place:
+        """The same place of another block."""
+        assert place.owner is not None
+        return Place(place.kind, Owner(place.owner.stack, block), place.number)
 
     def _emit(self, index: int, shift: int, marks: list[Mark]) -> None:
         """Append a segment, with everything in it shifted by a number of blocks."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from trimtab.planner.trace import routing
 from trimtab.planner.trace.autocast import autocast_on_stand_in
 from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 from trimtab.techniques.base import Accelerator
@@ -201,6 +202,7 @@ _TEMPORARIES: dict[Any, Callable[[Gpu, tuple[Any, ...], Any], list[int]]] = {
     aten.convolution_backward: _convolution,
     aten.sum: _sum,
     aten.mean: _sum,
+    aten.sort: lambda gpu, args, out: routing.sort_temporaries(args),
 }
 
 
@@ -251,6 +253,7 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._fused_adam_: _nothing,
     aten._fused_sgd_: _nothing,
     aten._fused_adagrad_: _nothing,
+    **routing.STAND_INS,
 }
 
 
@@ -278,13 +281,16 @@ def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         switches: Any = torch.backends.cuda  # a technique may have switched kernels off
         uses_flash = gpu.flash and switches.flash_sdp_enabled()
-        if uses_flash and query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
+        has_one_width = query.shape[-1] == value.shape[-1]
+        if uses_flash and query.dtype in _HALF and attn_mask is None and has_one_width and query.shape[-1] <= 256:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         grouped = enable_gqa and query.shape[-3] != key.shape[-3]
         # the position biases of T5 are trainable, and not contiguous unless the model copies them
         plain_mask = attn_mask is None or (not attn_mask.requires_grad and attn_mask.stride(-1) == 1)
         uses_efficient = switches.mem_efficient_sdp_enabled()
-        if uses_efficient and not grouped and plain_mask and query.shape[-1] % 4 == 0:
+        alignment = 8 if query.dtype in _HALF else 4  # of the widths of heads, which may differ
+        is_aligned = query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
+        if uses_efficient and not grouped and plain_mask and is_aligned:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, trains)
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 

@@ -16,6 +16,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.planner.trace.blocks import NotPeriodic, extend, watch_blocks
 from trimtab.planner.trace.compiled import compiled_block_patches
 from trimtab.planner.trace.cuda import CudaRules, Gpu, as_on_cuda
+from trimtab.planner.trace.data_dependent import reading_patches
 from trimtab.planner.trace.recorder import Owner, Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened, shorten
 from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
@@ -24,6 +25,8 @@ from trimtab.techniques.apply import trace_patches
 from trimtab.techniques.base import Patch
 
 Work = Callable[[], None]
+# a forward that needs the number of its blocks, such as one with weights that have a part for each block
+_FAILURES_OF_A_SHORTENED_MODEL = (RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError)
 _PATCHES: list[Patch] = [(precision, "say", lambda *_: None), (precision, "_use_tf32", lambda _: None)]
 
 
@@ -52,6 +55,7 @@ def trace_model(
     def traced(short: Shortened) -> Trace:
         recorder = Recorder(CudaRules(gpu), lambda tensor: _read_value(tensor, is_padded))
         patches = [*_PATCHES, *trace_patches(recorder, gpu.accelerator), *compiled_block_patches(recorder, gpu)]
+        patches += reading_patches(recorder.values)
         with as_on_cuda(gpu), stand_ins_on_this_thread(patches), quiet_transformers():
             work = prepare(short, recorder)
             with recorder:
@@ -61,11 +65,12 @@ def trace_model(
         return recorder.trace()
 
     if not whole:
+        short = shorten(skeleton, mark)
         try:
-            short = shorten(skeleton, mark)
             return extend(traced(short), short.repeats)
-        except NotPeriodic:
-            pass
+        except (NotPeriodic, *_FAILURES_OF_A_SHORTENED_MODEL):
+            if not short.repeats:
+                raise
     return traced(shorten(skeleton, allowed=False))
 
 

@@ -14,6 +14,7 @@ import torch
 from trimtab.model.hub import quiet_transformers
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
+from trimtab.planner.trace.example_batch import tell_values
 from trimtab.planner.trace.model_trace import BlockVisits, Work, trace_model
 from trimtab.planner.trace.recorder import Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened
@@ -120,6 +121,7 @@ def trace_loop(
         loop = build(short, recorder)
         recorder.is_timing = False
         _adopt(recorder, loop, batch)
+        tell_values(recorder.values, batch, loop.model.config, is_padded=is_padded)
         return lambda: _run(recorder, loop)
 
     return trace_model(skeleton, prepare, gpu=gpu or Gpu(), is_padded=is_padded, mark=mark, whole=whole)

@@ -14,7 +14,6 @@ from trimtab.build.model import source_of
 from trimtab.build.optimizer import optimizer_of
 from trimtab.build.teacher import cut_student, student_loss, teacher_skeleton, use_plain_attention
 from trimtab.data.metrics import Metrics
-from trimtab.data.packing import MAX_LENGTH, MAX_ROW_LENGTH, ROW_LENGTH, ROW_STARTS
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import TraceError, TrimtabError
@@ -30,6 +29,7 @@ from trimtab.optim.schedules import build_schedule
 from trimtab.planner.shapes import BatchShape, StepTask
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
+from trimtab.planner.trace.example_batch import example_batch, name_missing_tokens
 from trimtab.planner.trace.model_trace import BlockVisits, Work, trace_model
 from trimtab.planner.trace.recorder import Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened
@@ -80,7 +80,7 @@ class StepTracer:
         """
 
         def step(parts: _Parts) -> None:
-            batches = (self._with_targets(_batch(self._task, batch, parts.recorder), parts) for _ in range(num_micro))
+            batches = (self._with_targets(self._batch(batch, parts), parts) for _ in range(num_micro))
             compute = wrap_step(spec, window_gradients)
             limit = self._recipe.train.max_grad_norm
             result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, limit)
@@ -101,7 +101,7 @@ class StepTracer:
             num_labels = int(self._task.head().get("num_labels") or 0)
             loss = make_loss(spec, LossRequest(kind, shifts))
             metrics = partial(Metrics, kind, num_labels=num_labels, shifts_labels=shifts)
-            held_out = _batch(self._task, batch, parts.recorder)
+            held_out = self._batch(batch, parts)
             Evaluator(parts.engine, None, loss, metrics).try_batch(parts.model, held_out)
 
         return self._trace(spec, batch, evaluate, whole)
@@ -121,6 +121,9 @@ class StepTracer:
                 batch[name] = torch.empty((*shape, width), dtype=dtype, device="meta")
         return batch
 
+    def _batch(self, shape: BatchShape, parts: "_Parts") -> dict[str, Any]:
+        return example_batch(self._task, shape, parts.recorder, parts.model.config)
+
     def skeleton(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model on `meta`, before techniques change it."""
         if dtype not in self._skeletons:
@@ -138,7 +141,7 @@ class StepTracer:
             if self._recipe.distill is not None and self._recipe.distill.attention["weight"]:
                 use_plain_attention(self._skeletons[dtype])
             if self._tokenizer is None:
-                _name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
+                name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
         return self._skeletons[dtype]
 
     def teacher(self, precision: str) -> Any:
@@ -150,7 +153,7 @@ class StepTracer:
             task = self._task
             with own_default_dtype():
                 self._teachers[dtype] = teacher_skeleton(self._recipe, task.model_kind, task.head(), dtype)
-            _name_missing_tokens(self._teachers[dtype].config, task.model_kind)
+            name_missing_tokens(self._teachers[dtype].config, task.model_kind)
         return self._teachers[dtype]
 
     # ------------------------------------------------------------------ the trace
@@ -200,7 +203,7 @@ class StepTracer:
             with _stages_recorded(recorder, parts.engine, parts.optimizer.optimizer):
                 if tries_loss_first(spec):
                     with recorder.paused(), torch.no_grad():
-                        parts.loss(parts.model, _batch(self._task, replace(batch, rows=1, length=8), recorder))
+                        parts.loss(parts.model, self._batch(replace(batch, rows=1, length=8), parts))
                 _make_state(parts.optimizer.optimizer, parts.model, visits, recorder)
                 recorder.is_timing = True
                 recorder.mark("step")
@@ -242,13 +245,6 @@ class StepTracer:
         return short.model
 
 
-def _name_missing_tokens(config: Any, kind: str) -> None:
-    """Set token ids that a tokenizer would provide and forward reads; their values do not matter here."""
-    for name, wanting in (("pad_token_id", "sequence-classification"), ("decoder_start_token_id", "seq2seq-lm")):
-        if kind == wanting and getattr(config, name, None) is None:
-            setattr(config, name, 0)
-
-
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
     """An engine of one process for tensors without data: other processes of a run do not trace."""
     return Engine(precision, num_micro, device="meta", world=World())
@@ -277,27 +273,6 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
                 with recorder.on_host() if is_away else contextlib.nullcontext():
                     preallocate_state(optimizer, [master])
     visits.leave()
-
-
-def _batch(task: StepTask, batch: BatchShape, recorder: Recorder) -> dict[str, Any]:
-    shape = (1, batch.packed_tokens) if batch.is_packed else (batch.rows, batch.length)
-    num_rows = batch.max_rows or batch.rows if batch.is_packed else batch.rows
-    names = ("input_ids", "position_ids") if batch.is_packed else ("input_ids", "attention_mask")
-    with recorder.born_as("inputs"):
-        made: dict[str, Any] = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
-        if batch.is_packed:
-            made[ROW_STARTS] = torch.empty(num_rows + 2, dtype=torch.int32, device="meta")
-            made[MAX_LENGTH] = made[MAX_ROW_LENGTH] = batch.length
-            if batch.marks_equal_rows:
-                made[ROW_LENGTH] = batch.length
-        if task.loss_kind == "token-cross-entropy":
-            label_shape = shape if batch.target_length is None else (batch.rows, batch.target_length)
-            made["labels"] = torch.empty(label_shape, dtype=torch.long, device="meta")
-        elif task.loss_kind == "cross-entropy":
-            made["labels"] = torch.empty(num_rows, dtype=torch.long, device="meta")
-        else:
-            made["labels"] = torch.empty((num_rows, batch.num_labels), device="meta")
-    return made
 
 
 # ---------------------------------------------------------------------- stages

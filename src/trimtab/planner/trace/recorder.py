@@ -16,8 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from trimtab.planner.trace.cache import run_on_meta, tensors_in
+from trimtab.planner.trace.data_dependent import depends_on_data, run_with_values
+from trimtab.planner.trace.known_values import KnownValues, written
+from trimtab.planner.trace.routing import flops_of_grouped_product
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_GROUPED = torch.ops.aten._grouped_mm
 _READ = torch.ops.aten._local_scalar_dense.default
 _WITHOUT_KERNEL = 9  # memory traffic of a host that has no such kernel: see `trimtab.optim.stochastic_rounding`
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
@@ -124,12 +128,16 @@ class Recorder(TorchDispatchMode):
 
     Args:
         rules: The rules of the simulated device.
-        answer: Returns the value for code that reads a tensor (`bool(tensor)`, `tensor.item()`).
+        answer: Returns the value for code that reads a tensor (`bool(tensor)`, `tensor.item()`) that is not known.
+
+    Attributes:
+        values: The values of small tensors that are known.
     """
 
     def __init__(self, rules: Rules, answer: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules, self._answer = rules, answer
+        self.values = KnownValues()
         self._living: dict[int, int] = {}  # address of a storage, and its number; -1 is not on the device
         self._stand_for: dict[int, torch.Tensor] = {}  # parameters of tensors on the host, by address
         self._owners_on_host: dict[int, Owner | None] = {}
@@ -223,6 +231,7 @@ class Recorder(TorchDispatchMode):
         """Start a pass of a block, or, without an owner, the code between blocks."""
         if self._is_paused:
             return
+        self.values.enter_block()
         number = self._visits.get((kind, owner), 0)
         self._visits[kind, owner] = number + 1
         self.segments.append(Segment(Place(kind, owner, number), len(self.events), len(self.ops)))
@@ -294,14 +303,28 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _READ and args[0].is_meta:
-            return self._answer(args[0])
+            known = self.values.of(args[0])
+            return self._answer(args[0]) if known is None else known.item()
         if func is _ADD and self._stage == "backward" and not self._is_paused and self._adds_in_place(args, kwargs):
             func = _ADD_IN_PLACE
-        stand_in = self._rules.stand_in(func)
-        out = run_on_meta(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        out = self._run(func, args, kwargs)
+        if self._stage != "optimizer" and self._part != "state":
+            self.values.follow(func, args, kwargs, out)
         if not self._is_paused:
             self._observe(func, args, out)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if depends_on_data(func):
+            out = run_with_values(self.values, self._run_inside, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        stand_in = self._rules.stand_in(func)
+        return run_on_meta(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+
+    def _run_inside(self, func: Any, args: Any) -> Any:
+        """Run an operation that is a part of another one."""
+        return self.__torch_dispatch__(func, (), args)
 
     def note(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Record a replaced kernel that reads and writes these tensors."""
@@ -359,7 +382,7 @@ class Recorder(TorchDispatchMode):
             flops, dtype = _flops(func, args, out)
             tensors += outs
             if is_mutable and not outs:  # what it writes, it has read
-                changed = tensors_in([args[index] for index in _written(func) if index < len(args)])
+                changed = tensors_in([args[index] for index in written(func) if index < len(args)])
                 tensors += [tensor for tensor in changed if tensor.is_meta]
             self.ops.append(Op(name, self.stage, flops, sum(map(tensor_bytes, tensors)), dtype))
             self._share_out(tensors)
@@ -469,13 +492,6 @@ def _known(func: Any) -> tuple[str, bool]:
     return str(func._schema.name).replace("::", "."), bool(func._schema.is_mutable)
 
 
-@cache
-def _written(func: Any) -> list[int]:
-    """Positions of the arguments that an operation changes in place."""
-    arguments = func._schema.arguments
-    return [index for index, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
-
-
 _TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
@@ -498,6 +514,8 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         if any(args[index] for index in _causal(func) if index < len(args)):
             flops //= 2  # kernels skip what lies above the diagonal
         return flops * 5 // 2 if first else flops, dtype
+    if func._overloadpacket is _GROUPED:  # torch counts none
+        return flops_of_grouped_product(*args[:2]), dtype
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0, dtype

@@ -60,8 +60,8 @@ def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
     config = getattr(model.config, "text_config", None) or model.config
     own = tuple(
         repr(values[number])  # such as the kind of each block, or which of them have no positions
-        for name in sorted(vars(config))
-        if isinstance(values := getattr(config, name, None), list | tuple) and number < len(values)
+        for _, values in sorted(vars(config).items())
+        if isinstance(values, list | tuple) and number < len(values)
         if len(values) == getattr(config, "num_hidden_layers", None)
     )
     return type(block).__name__, shapes, own, getattr(block, "attention_type", None)
@@ -96,7 +96,10 @@ def _fit_config(model: Any, lengths: list[int], kept: list[list[int]]) -> None:
             with contextlib.suppress(AttributeError):  # Mamba's are all the same, and follow from their number
                 config.layer_types = [types[number] for number in kept[0]]
         if getattr(config, "num_hidden_layers", None) == lengths[0]:
-            config.num_hidden_layers = len(kept[0])
+            with contextlib.suppress(
+                NotImplementedError
+            ):  # ProphetNet's is the sum of two numbers, which it does not read
+                config.num_hidden_layers = len(kept[0])
     for index, numbers in enumerate(kept):
         for position, number in enumerate(numbers):
             block = stacks_of(model)[index][1][position]
