@@ -22,7 +22,13 @@ SIZES = {
     "bos_token_id": 2,
     "eos_token_id": 3,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
 OTHER_NAMES = {
+    "granitemoe": {"num_local_experts": 4, "output_router_logits": True},
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": _EXPERTS | {"head_dim": 8},
     "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48},
     "gemma3_text": {"head_dim": 8},
     "gemma": {"head_dim": 8},

@@ -85,8 +85,9 @@ class TraceError(ModelError):
     def __init__(self, model: str, cause: Exception) -> None:
         super().__init__(
             f"no plan for {model}: its training step cannot be traced ({summarize_error(cause)})",
-            "train without a plan: `trimtab train` does so by default and halves the micro-batch size when a GPU runs "
-            "out of memory; or set memory.micro_batch and the other keys of memory yourself",
+            "`trimtab train` with memory.budget (a size, or auto) measures on the device what fits, with trial steps "
+            "before the first; without a budget it halves the micro-batch size when a GPU runs out of memory; or set "
+            "memory.micro_batch and the other keys of memory yourself",
         )
 
 

@@ -55,5 +55,13 @@ def test_the_command_of_the_readme(tmp_path):
     assert_learnt(done.stdout)
 
 
+@pytest.mark.slow
+def test_images_within_a_budget(fork_server):
+    child = fork_server.start_script(EXAMPLES / "own_loop_images.py", is_one_file=False)
+    assert child.wait() == 0, child.err
+    assert_learnt(child.out)
+
+
 def test_no_example_is_forgotten():
-    assert {path.name for path in EXAMPLES.rglob("*.py")} == {"own_loop.py", "own_loop_trimtab.py"}
+    names = {"own_loop.py", "own_loop_trimtab.py", "own_loop_images.py"}
+    assert {path.name for path in EXAMPLES.rglob("*.py")} == names

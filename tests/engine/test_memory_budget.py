@@ -336,7 +336,9 @@ def test_a_single_model_and_later_parts_are_told_once(caplog):
 def test_a_loss_that_is_not_the_model_s_is_said(alone, caplog):
     data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows()]
     engine, *_ = prepared("1GiB", parts(data=data))
-    assert "the loss, for which batches have no labels, and evaluation are not predicted" in caplog.text
+    assert (
+        "the loss, which the model does not compute from these batches, and evaluation are not predicted" in caplog.text
+    )
     assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "none"
 
 

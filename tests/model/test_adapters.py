@@ -286,7 +286,7 @@ class TestTargets:
         adapter = add_adapter(model, LoraSpec(rank=2))
         assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "k_proj", "v_proj", "o_proj"}
         (line,) = [message for message in caplog.messages if "leaves out" in message]
-        assert "MixtralExperts" in line
+        assert "(MixtralExperts, MixtralTopKRouter); LoRA adapts experts with adapter.experts: true" in line
 
 
 def test_ranks_and_alphas(tmp_path):

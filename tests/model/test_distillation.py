@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from library_versions import skip_before
 from rounding import assert_same_up_to_rounding
 from tiny_models import KINDS, config_of, tokenizer
 from tiny_runs import NO_DROPOUT
@@ -99,6 +100,8 @@ EVERY_TERM = DistillTerms(T, ALPHA, LayerTerm(0.5), LayerTerm(2.0), None)
 @pytest.mark.parametrize("name", ["bert", "roberta", "llama", "t5"])
 @pytest.mark.parametrize("terms", [DistillTerms(T, ALPHA), DistillTerms(T, ALPHA, top_k=5), EVERY_TERM])
 def test_micro_batches_combine_to_the_whole_batch(name, terms):
+    if name == "t5" and terms is EVERY_TERM:
+        skip_before("5.22", "returns no attentions of T5")
     student, teacher = build(name, 1), frozen(build(name, 2))
     for model in (student, teacher):
         model.set_attn_implementation("eager")

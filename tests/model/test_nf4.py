@@ -16,6 +16,7 @@ from trimtab.model.load import load_model, newly_initialized
 from trimtab.model.nf4 import Nf4, dequantized, is_nf4
 from trimtab.model.quantization import num_weights
 from trimtab.techniques.recomputation import checkpoint_layers
+from trimtab.units import format_bytes
 
 pytest.importorskip("bitsandbytes", reason="an nf4 base needs bitsandbytes")
 
@@ -311,10 +312,10 @@ def test_unquantized_experts_are_reported(caplog, config, name):
     quantized = sum(num_weights(module.weight) for module in model.modules() if is_nf4(module))
     experts = sum(p.numel() for part, p in model.named_parameters() if ".experts." in part)
     total = sum(map(num_weights, model.parameters()))
-    loaded_line, warning = caplog.messages
+    loaded_line, warning = [record.getMessage() for record in caplog.records if record.name == "trimtab"]
     assert f"{quantized / total:.1%} in nf4" in loaded_line
     assert f"({quantized / total:.0%}) are in 4 bits" in warning
-    assert f"the largest others: {name} with {experts / total:.0%}" in warning
+    assert f"the largest others: {name} with {experts / total:.0%}, {format_bytes(2 * experts)}" in warning
     assert "adapter: lora" in warning
 
 

@@ -19,6 +19,7 @@ ENCODERS = sorted(padding_free._ENCODERS)
 DECODERS = sorted(padding_free._DECODERS)
 ALL = [(kind, ROW) for kind in ENCODERS] + [(kind, MASKED) for kind in ENCODERS] + [(kind, CAUSAL) for kind in DECODERS]
 ONE_OF_EACH = [("bert", ROW), ("roberta", MASKED), ("modernbert", ROW), ("llama", CAUSAL)]
+MIXTURES = ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 WINDOWED = {  # windows shorter than rows; some types decide by layer
     "cohere2": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "exaone4": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -45,6 +46,16 @@ def check_equality(model, model_kind, rows=None):
 @pytest.mark.parametrize(("model_type", "model_kind"), ALL)
 def test_equals_padded(model_type, model_kind):
     check_equality(pr.small_model(model_type, model_kind), model_kind)
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_router_losses_do_not_count_filler(model_type):
+    model, rows = pr.small_model(model_type, CAUSAL), pr.some_rows()
+    wanted = model(**pr.padded_batch(rows), use_cache=False).aux_loss
+    enable(model, CAUSAL, Kernel.ROWS)
+    found = [model(**pr.packed_batch(rows, filler)).aux_loss for filler in (0, pr.FILLER, 40)]
+    for loss in found:
+        torch.testing.assert_close(loss, wanted, rtol=16 * torch.finfo().eps, atol=0)
 
 
 @pytest.mark.parametrize("model_type", sorted(WINDOWED))

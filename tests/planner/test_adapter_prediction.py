@@ -11,6 +11,7 @@ from trimtab import Recipe, predict_step_memory
 from trimtab.model.adapter_configs import Ia3Spec, LoraSpec
 from trimtab.model.adapters import add_adapter
 from trimtab.model.load import load_model
+from trimtab.model.prefix_tuning import PrefixSpec
 from trimtab.model.side_network import SideSpec
 from trimtab.model.virtual_tokens import PromptSpec
 from trimtab.planner.shapes import BatchShape
@@ -33,6 +34,7 @@ ADAPTERS = {
     "ia3": ({"kind": "ia3"}, Ia3Spec()),
     "side": ({"kind": "side", "reduction": 4}, SideSpec(reduction=4)),
     "prompt": ({"kind": "prompt", "tokens": 8}, PromptSpec(tokens=8)),
+    "prefix": ({"kind": "prefix", "tokens": 8}, PrefixSpec(tokens=8)),
     "side, every 2": ({"kind": "side", "every": 2, "dropout": 0.1}, SideSpec(every=2, dropout=0.1)),
 }
 ROWS, LENGTH = 4, 32

@@ -30,6 +30,9 @@ PRODUCTS = {
     "addmm": lambda x: torch.addmm(empty(8, device=x.device), x, empty(8, 8, device=x.device)),
     "baddbmm": lambda x: torch.baddbmm(empty(1, 4, 8, device=x.device), x[None], empty(1, 8, 8, device=x.device)),
     "conv1d": lambda x: functional.conv1d(x[None], empty(2, 4, 3, device=x.device)),
+    "conv2d": lambda x: functional.conv2d(x[None], empty(2, 1, 3, 3, device=x.device)),
+    "conv3d": lambda x: functional.conv3d(x[None, None], empty(2, 1, 1, 3, 3, device=x.device)),
+    "conv_transpose2d": lambda x: functional.conv_transpose2d(x[None], empty(1, 2, 3, 3, device=x.device)),
 }
 WIDE = {
     "softmax": lambda x: functional.softmax(x, -1),

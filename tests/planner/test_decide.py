@@ -61,6 +61,7 @@ def test_what_is_open():
         "loss": ("plain", "chunked"),
         "optimizer": ("adamw",),
         "update": ("device", "host"),  # gradients are clipped, so not in backward
+        "stream_weights": ("none", "all"),
         "offload": ("none",),  # embeddings that train stay on the device
         "kernels": ("plain",),
         "tile_tokens": ("none", "4096", "1024"),
@@ -94,6 +95,7 @@ def test_what_is_fixed_is_kept():
         "loss": ("plain",),
         "optimizer": ("adam", "adam8bit"),
         "update": ("device",),
+        "stream_weights": ("none", "all"),
         "offload": ("none", "embeddings"),
         "kernels": ("plain",),
         "tile_tokens": ("none", "4096", "1024"),

@@ -9,6 +9,7 @@ import pytest
 import trimtab
 from tiny_models import config_of
 from trimtab.errors import ModelError, RecipeError
+from trimtab.hardware.catalog import find
 from trimtab.model import linear_cross_entropy
 from trimtab.planner.allocator import CAP_STEP, replay
 from trimtab.planner.memory import PARTS
@@ -82,6 +83,10 @@ def test_a_step_of_ours_takes_what_was_measured(name, monkeypatch):
     heights = [moment.num_bytes for moment in prediction.timeline()]
     assert max(heights) == prediction.allocated
     assert {moment.stage for moment in prediction.timeline()} >= {"forward", "backward"}
+    over_time = prediction.timeline(device=find("h200"))
+    assert max(moment.num_bytes for moment in over_time) == prediction.allocated
+    assert [moment.position for moment in over_time] == sorted(moment.position for moment in over_time)
+    assert {moment.stage for moment in over_time} >= {"forward", "backward"}
 
 
 def test_a_folder_with_a_config_is_enough(tiny):

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import Stopped
+from trimtab.model import streamed_blocks
 from trimtab.runs.journal import VOLATILE_KEYS
 
+STREAMED = {"stream_weights": "all"}
 CASES = {
     "lora": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}},
     "qlora": {"adapter": {"kind": "qlora", "rank": 4}, "train": {"optimizer": "paged-adamw8bit"}},
@@ -20,6 +22,17 @@ CASES = {
         "adapter": {"kind": "lora", "base": "fp8", "rank": 4, "dropout": 0.1},
         "train": {"precision": "bf16"},
         "memory": {"gradient_checkpointing": "ops", "loss": "chunked", "micro_batch": 5},
+    },
+    "experts": {  # in bf16, with experts that get no tokens in some micro-batches
+        "model": {
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "output_router_logits": True,
+        },
+        "adapter": {"kind": "lora", "rank": 4, "experts": True},
+        "train": {"precision": "bf16"},
+        "memory": {"gradient_checkpointing": "all", "micro_batch": 5},
     },
     "dora": {"adapter": {"kind": "lora", "rank": 4, "dora": True, "dropout": 0.1}, "memory": {"micro_batch": 5}},
     "qdora": {"adapter": {"kind": "qlora", "rank": 4, "dora": True}},
@@ -37,6 +50,10 @@ CASES = {
         "memory": {"padding": "none", "loss": "chunked", "gradient_checkpointing": "all"},
     },
     "prompt": {"adapter": {"kind": "prompt", "tokens": 4}, "memory": {"micro_batch": 5, "loss": "chunked"}},
+    "prefix": {
+        "adapter": {"kind": "prefix", "tokens": 4},
+        "memory": {"micro_batch": 5, "loss": "chunked", "gradient_checkpointing": "all"},
+    },
     "lora in bf16": {"adapter": "lora", "train": {"precision": "bf16"}},
     "lora in fp16": {"adapter": "lora", "train": {"precision": "fp16"}},
     "all together": {
@@ -66,6 +83,16 @@ CASES = {
         "train": {"precision": "bf16", "freeze": {"*.layers.0": "6 steps"}},
         "memory": {"update": "host", "micro_batch": 5},
     },
+    "streamed": {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}, "memory": STREAMED | {"micro_batch": 5}},
+    "streamed, qlora": {
+        "adapter": {"kind": "qlora", "rank": 4},
+        "memory": STREAMED | {"gradient_checkpointing": "all"},
+    },
+    "streamed, updated in backward": {
+        "train": {"max_grad_norm": None, "optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}},
+        "memory": STREAMED | {"update": "in-backward", "gradient_checkpointing": "all"},
+    },
+    "streamed, updated on the host": {"train": {"precision": "bf16"}, "memory": STREAMED | {"update": "host"}},
     "unfrozen later, 8 bits": {"train": {"optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}}},
 }
 
@@ -75,6 +102,7 @@ QUICK = {
     "no padding",
     "updated in backward",
     "updated on the host",
+    "streamed, updated in backward",
 }
 
 
@@ -87,15 +115,17 @@ class Stops:
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_bits_are_the_same(own_folder, tiny, case):
+def test_bits_are_the_same(own_folder, tiny, case, monkeypatch):
+    monkeypatch.setattr(streamed_blocks, "MIN_BYTES", 256)
     write_csv(own_folder / "rows.csv", reviews(48))
-    sections = CASES[case]
+    sections = dict(CASES[case])
+    num_blocks = 3 if "streamed" in case else 2
+    sizes = {"num_hidden_layers": num_blocks, "hidden_size": 64, "intermediate_size": 96, "attention_dropout": 0.1}
+    model = tiny.folder("llama", **sizes, **sections.pop("model", {}))
 
     def recipe(out):
         return Recipe(
-            model=tiny.folder(
-                "llama", num_hidden_layers=2, hidden_size=64, intermediate_size=96, attention_dropout=0.1
-            ),
+            model=model,
             task="causal-lm",
             data={"train": "rows.csv", "text": "text", "eval_share": 0.25},
             evaluate={"every": "4 steps"},

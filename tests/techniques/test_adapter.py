@@ -1,4 +1,4 @@
-"""Adapters of a recipe, from training to prediction: DoRA, IA3, PiSSA, OLoRA, LoRA+ and side networks."""
+"""Adapters of a recipe, from training to prediction: DoRA, IA3, PiSSA, OLoRA, LoRA+, side networks, virtual tokens."""
 
 from functools import partial
 
@@ -15,6 +15,8 @@ from trimtab.commands.quantize import quantize
 from trimtab.compress.clustering import ClusterSettings
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapters import adapter_of
+from trimtab.techniques.adapter import AdapterTechnique
+from trimtab.techniques.apply import plain_spec
 
 KINDS = {
     "dora": {"kind": "lora", "rank": 2, "dora": True},
@@ -138,11 +140,15 @@ class TestSideNetwork:
             assert_same_up_to_rounding(weights[1][name], tensor, num_roundings=64, size=size)
 
 
-class TestPromptTuning:
-    """`adapter: prompt`, from training to generation."""
+class TestVirtualTokens:
+    """`adapter: prompt` and `adapter: prefix`, from training to generation."""
+
+    @pytest.fixture(params=["prefix", pytest.param("prompt", marks=pytest.mark.slow)])
+    def kind(self, request):
+        return request.param
 
     @pytest.fixture
-    def tune(self, own_folder, tiny):
+    def tune(self, own_folder, tiny, kind):
         rows = write_csv(own_folder / "rows.csv", reviews(40))
 
         def run(out="run", **sections):
@@ -151,7 +157,7 @@ class TestPromptTuning:
                 model=tiny.folder("gpt2", **NO_DROPOUT["gpt2"]),
                 task="causal-lm",
                 data={"train": str(rows), "text": "text"},
-                adapter={"kind": "prompt", "tokens": 4},
+                adapter={"kind": kind, "tokens": 4},
                 train={"max_steps": 4, "batch_size": 8, "lr": 1e-2} | sections.pop("train", {}),
                 out=str(own_folder / out),
                 track="none",
@@ -162,10 +168,10 @@ class TestPromptTuning:
 
         return run
 
-    def test_from_training_to_generating(self, tune, own_folder):
+    def test_from_training_to_generating(self, tune, kind, own_folder):
         look = tune()
         loaded = load(look.result.best, device="cpu")
-        assert look.result.plan.adapter == "prompt, 4 tokens"
+        assert look.result.plan.adapter == f"{kind}, 4 tokens"
         assert torch.equal(loaded.model.virtual_tokens.weight, look.model.virtual_tokens.weight)
         assert isinstance(loaded.generate("the film", max_new_tokens=4), str)
         assert resume(own_folder / "run", sets=["train.max_steps=6"], progress="quiet", device="cpu").fit.step == 6
@@ -192,6 +198,12 @@ class TestPromptTuning:
         memory = {"loss": "chunked", "gradient_checkpointing": "all", "micro_batch": 3}
         found = tune(out="second", train=sgd, memory=memory).model.virtual_tokens.weight
         assert_same_up_to_rounding(found, plain, num_roundings=64)
+
+
+def test_compiled_blocks_get_no_prefix():
+    spec = plain_spec(1, "bf16", adapter="prefix", compile="blocks")
+    refusal = AdapterTechnique().refuse(spec, None)
+    assert "keys and values through a cache, which train.compile: blocks does not support" in refusal
 
 
 def test_second_matrices_have_a_rate_of_their_own(train, own_folder):

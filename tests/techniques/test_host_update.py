@@ -12,6 +12,7 @@ from trimtab import Recipe, fit, predict_step_memory
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware import catalog
+from trimtab.model import host_areas
 from trimtab.model.half_weights import round_weights
 from trimtab.optim import host_update
 from trimtab.optim.host_update import HostWeights, master_of
@@ -222,7 +223,7 @@ def test_masters_have_storages_of_their_own():
 
 
 def test_too_little_host_memory_is_reported_before_the_first_step(train, monkeypatch):
-    monkeypatch.setattr(host_update, "free_memory", lambda device: host_update.memory_in_use(device) + 2**10)
+    monkeypatch.setattr(host_areas, "free_memory", lambda device: host_areas.memory_in_use(device) + 2**10)
     with pytest.raises(DoesNotFit, match="memory.update: host needs .* of host memory .* 1.0 KiB are available"):
         train("host")
 
@@ -233,10 +234,10 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
             return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
-    monkeypatch.setattr(host_update, "suppress", lambda *_: pytest.raises(Exception))  # there is no GPU here
+    monkeypatch.setattr(host_areas, "suppress", lambda *_: pytest.raises(Exception))  # there is no GPU here
     said = []
-    monkeypatch.setattr(host_update, "log_info_once", said.append)
-    host_update._pin(torch.empty(8, dtype=torch.uint8))
+    monkeypatch.setattr(host_areas, "log_info_once", said.append)
+    host_areas._pin(torch.empty(8, dtype=torch.uint8), "memory.update: host")
     assert "cannot be pinned (CUDA error 2)" in said[0]
     assert "ulimit -l" in said[0]
 

@@ -14,6 +14,8 @@ from techniques.test_gradient_checkpointing import OTHERS, deep, forward, quanti
 from tiny_models import TEXTS, tokenizer
 from trimtab import Recipe
 from trimtab.errors import ModelError, RecipeError
+from trimtab.model.adapter_configs import LoraSpec
+from trimtab.model.adapters import add_adapter
 from trimtab.model.load import load_model
 from trimtab.model.token_tiles import compute_in_tiles, tile_modules, tiled_modules
 from trimtab.planner.memory import predict
@@ -42,8 +44,10 @@ MORE = {
     "phi3": {**SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
 }
+_OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 32}
+MORE["opt"] = {**_OPT, "vocab_size": 300, "activation_function": "gelu"}
 GATED = ["llama", *MORE, "gemma2", "gemma3n_text", "modernbert"]
-PLAIN = ["bert", "roberta", "gpt2", "t5", "encoder-decoder"]
+PLAIN = ["bert", "roberta", "gpt2", "t5", "encoder-decoder", "bart", "marian"]
 
 
 @pytest.fixture(autouse=True)
@@ -266,9 +270,31 @@ def test_what_returns_no_vector_per_token_is_refused():
 # ---------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("name", ["mixtral", "bart", "marian", "albert"])
+def test_blocks_without_a_module_around_their_layers_are_copied_with_them():
+    """OPT, with LoRA: the copy computes with its own weights, in evaluation, too."""
+    model = without_dropout(made("opt"))
+    add_adapter(model, LoraSpec(rank=2, targets=["fc1", "fc2"]))
+    assert tile_modules(model, 5) == 2
+    twin = copy.deepcopy(model)
+    ids = {name: tensor for name, tensor in rows().items() if name in ("input_ids", "attention_mask")}
+    before = model(**ids).logits
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "fc1" in name:
+                parameter.add_(0.5)
+    assert torch.equal(model(**ids).logits, before)
+    changed = twin.eval()(**ids).logits
+    assert not torch.allclose(changed, before, atol=1e-3)
+    tile_modules(twin, None)
+    assert torch.allclose(twin(**ids).logits, changed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "bart", "albert"])
 def test_models_without_such_a_module_are_refused(name):
     model = deep(name)
+    for module in model.modules():
+        if hasattr(module, "activation_dropout"):  # between the layers of BART's MLPs
+            module.activation_dropout = 0.1
     technique = SequenceTiles()
     assert technique.values(case_of(recipe(), model)) == ("none",)
     with pytest.raises(RecipeError, match="have no MLP of their own"):

@@ -511,12 +511,13 @@ def test_what_does_not_fit_is_cut_before_the_first_step(train, monkeypatch, capl
 
 
 def test_the_message_without_a_plan(train, monkeypatch):
-    """A model that cannot be traced has no plan: neither checkpointing nor a chunked loss was tried."""
+    """Neither traced nor measured there is no plan: neither checkpointing nor a chunked loss was tried."""
 
     def cannot(*parts):
         raise NotImplementedError("no such operation")
 
     monkeypatch.setattr(deciding._Question, "_planner", cannot)
+    monkeypatch.setattr("trimtab.planner.trial_step.can_measure_resident_peak", lambda: False)
     monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
     with pytest.raises(DoesNotFit, match="without a plan only smaller micro-batches were tried") as caught:
         train(memory={"budget": "auto"})

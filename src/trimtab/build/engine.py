@@ -9,7 +9,7 @@ from trimtab.build.parts import Data, Tokens
 from trimtab.build.resume_rules import flat
 from trimtab.data.fingerprint import FingerprintError, fingerprint
 from trimtab.data.tasks.base import Task
-from trimtab.distributed.ddp import ignore_parameters
+from trimtab.distributed.ddp import has_routed_modules, ignore_parameters
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.hardware.inventory import find_device, native_precision
@@ -50,7 +50,7 @@ def leave_out_unused(
     model: torch.nn.Module, freezing: Freezing, loss: Loss, task: Task, tokens: Tokens, engine: Engine
 ) -> None:
     """Exclude parameters without a gradient from synchronization; found with a backward on one row."""
-    if not engine.use_distributed:
+    if not engine.use_distributed or has_routed_modules(model):  # which parameters are unused differs by row
         return
     model.to(engine.device)
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

@@ -1,6 +1,6 @@
 """The model of a recipe and its tokenizer, with the techniques that its steps use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,16 @@ from trimtab.build.teacher import cut_student
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
+from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_model, load_skeleton, load_tokenizer, train_tokenizer
 from trimtab.recipe.schema import ModelSettings, Recipe
-from trimtab.techniques.apply import change_model, load_options, method_values
+from trimtab.techniques.apply import change_model, load_options, loads_on_host, method_values
 from trimtab.techniques.base import Accelerator, LoadOptions, Phase, Site, StepSpec
 from trimtab.units import parse_every
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,42 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
     """Load the model with the head that the task needs, and its tokenizer, and add the adapter."""
     source = source_of(recipe)
     tokenizer = _build_tokenizer(source, data)
-    torch.manual_seed(recipe.seed)  # a newly initialized head depends on the seed alone
     half = engine.compute_dtype or torch.float32
     is_pure = engine.mixed_precision == "bf16-pure"
     options = load_options(recipe, LoadOptions(half if is_pure else torch.float32), half)
-    model = load_model(
-        source.model,
-        data.task.model_kind,
-        data.task.head(),
-        tokenizer,
-        trust_remote_code=source.trust_remote_code,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        device=engine.device,
-    )
+
+    def load(device: torch.device) -> torch.nn.Module:
+        torch.manual_seed(recipe.seed)  # a newly initialized head depends on the seed alone
+        return load_model(
+            source.model,
+            data.task.model_kind,
+            data.task.head(),
+            tokenizer,
+            trust_remote_code=source.trust_remote_code,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            device=device,
+        )
+
+    model = _loaded(load, recipe, engine)
     cut_student(recipe, model)
     change_model(model, method_values(recipe), _site(recipe, data, engine), [Phase.ADAPTERS])
     return Loaded(model, tokenizer)
+
+
+def _loaded(load: Callable[[torch.device], torch.nn.Module], recipe: Recipe, engine: Engine) -> torch.nn.Module:
+    """Load weights on the device; or on the host, if a technique takes them from there."""
+    if loads_on_host(recipe):
+        return load(_HOST)
+    try:
+        return load(engine.device)
+    except Exception as error:
+        is_too_large = engine.device.type != "cpu" and is_out_of_memory(error)
+        if not is_too_large or not loads_on_host(recipe, is_too_large=True):
+            raise
+    release_cached_memory(engine.device)  # not in the except block, whose traceback keeps the weights alive
+    say(f"the weights do not fit on {engine.device}, and are loaded in host memory")
+    return load(_HOST)
 
 
 def build_skeleton(recipe: Recipe, data: Data) -> Loaded:

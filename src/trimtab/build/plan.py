@@ -9,7 +9,8 @@ from trimtab.engine.engine import Engine
 from trimtab.errors import RecipeError
 from trimtab.model.quantization import num_weights
 from trimtab.recipe.schema import Recipe
-from trimtab.runs.plan import Outlook, Plan
+from trimtab.runs.outlook import AnyOutlook
+from trimtab.runs.plan import Plan
 from trimtab.techniques.apply import batching_of, plan_texts
 from trimtab.techniques.base import StepSpec
 
@@ -21,7 +22,7 @@ def build_plan(
     loaded: Loaded,
     engine: Engine,
     spec: StepSpec,
-    outlook: Outlook | None = None,
+    outlook: AnyOutlook | None = None,
 ) -> Plan:
     """Build the plan of a run on this machine."""
     batch_size, num_processes = recipe.train.batch_size, engine.num_processes
@@ -58,7 +59,7 @@ def make_plan(
     default_metric: str,
     num_parameters: int,
     num_trainable: int,
-    outlook: Outlook | None,
+    outlook: AnyOutlook | None,
     num_steps: int | None = None,
     num_processes: int = 1,
 ) -> Plan:

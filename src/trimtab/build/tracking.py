@@ -61,7 +61,7 @@ def _about(recipe: Recipe, folder: Path) -> RunDescription:
 
 
 def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
-    """Hardware, versions, data, and what was predicted."""
+    """Hardware, versions, data, and what was predicted or measured before the first step."""
     found = describe_environment(str(engine.device), torch.get_num_threads())
     facts = {
         "trimtab.hardware": found["hardware"],
@@ -71,8 +71,9 @@ def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
     if tokens.eval is not None:
         facts["trimtab.data.eval"] = tokens.eval.content_digest()
     facts |= {f"trimtab.plan.{key}": text for key, text in plan.texts.items()}
-    predicted = {name: value for name, value in plan.as_dict().items() if name.startswith("predicted_")}
-    return facts | {f"trimtab.{name}": str(value) for name, value in predicted.items() if value}
+    known = {name: value for name, value in plan.as_dict().items() if name.startswith(("predicted_", "measured_"))}
+    known.pop("measured_steps", None)
+    return facts | {f"trimtab.{name}": str(value) for name, value in known.items() if value}
 
 
 def sync_run(folder: Path, to: str | None = None) -> str:

@@ -30,6 +30,7 @@ from trimtab.model.losses import Loss, loss_from_function
 from trimtab.optim.schedules import build_schedule
 from trimtab.randomness import set_seed
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.outlook import MeasuredOutlook
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder
 from trimtab.techniques.apply import (
@@ -73,9 +74,9 @@ def build_trainer(
     outside = expected_non_allocator_memory(loads_kernels(plan.spec))
     # what is outside the allocator now grows with the first steps
     cap = cap_memory(engine.device, budget, max(outside, non_allocator_memory(engine.device)))
-    parts = _build_parts(run)
+    parts = build_parts(run)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
-    evaluator = _build_evaluator(run, own_metrics)
+    evaluator = build_evaluator(run, own_metrics)
     memory_guard = _build_memory_guard(run, parts, evaluator, cap)
     checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(parts.optimizer, plan, recipe.train.momentum))
@@ -90,7 +91,7 @@ def build_trainer(
     )
 
 
-def _build_parts(run: ResolvedRun) -> TrainingParts:
+def build_parts(run: ResolvedRun) -> TrainingParts:
     """Prepare everything that an optimizer step is computed with."""
     recipe, engine, plan, task, tokens = run.recipe, run.engine, run.plan, run.data.task, run.tokens
     settings, spec, outputs = recipe.train, plan.spec, None if run.teacher is None else run.teacher.outputs
@@ -137,6 +138,7 @@ def _build_memory_guard(
         rehearses=cap.budget_bytes is not None or not is_cpu,
         # on a CPU the measured peak is that of the process, so the prediction is that of all its memory
         predicted_peak_bytes=plan.predicted_total_bytes if is_cpu else plan.predicted_peak_bytes,
+        measured_peak_bytes=plan.outlook.measured_peak_bytes if isinstance(plan.outlook, MeasuredOutlook) else None,
     )
 
 
@@ -205,7 +207,8 @@ def _evaluation_interval(recipe: Recipe) -> Every:
     return parse_every(recipe.evaluate.every)
 
 
-def _build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> Evaluator | None:
+def build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> Evaluator | None:
+    """What evaluates a run on its held-out rows; None if there are none."""
     recipe, task, tokens, engine, plan = run.recipe, run.data.task, run.tokens, run.engine, run.plan
     decisive = [plan.metric, _stopping_metric(recipe) or plan.metric]
     names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]

@@ -32,6 +32,7 @@ from trimtab.inference.comparison import ModelComparison, OutputDivergence
 from trimtab.log import say
 from trimtab.model.adapter_configs import is_small
 from trimtab.model.adapters import Adapter, load_adapter
+from trimtab.model.expert_weights import adapted_parameter
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import load_config, max_positions, resolve_source
 from trimtab.model.quantization import Quantization, quantizable
@@ -241,10 +242,9 @@ def merge_in_place(model: Any, adapter: Adapter, dtype: torch.dtype) -> None:
     """
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    for name in adapter.targets:
-        layer = model.get_submodule(name)
+    for name, layer in [(name, model.get_submodule(name)) for name in adapter.targets]:  # they can be nested
         base = layer.get_base_layer()
-        if holders[id(base.weight)] > 1:
+        if holders[id(adapted_parameter(layer))] > 1:
             raise ModelError(
                 f"{name} shares its weight with another module, so its adapter cannot be merged", "keep the adapter"
             )

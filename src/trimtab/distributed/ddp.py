@@ -7,7 +7,7 @@ a loss (a micro-batch without labels, a failed backward) contributes zero gradie
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -53,10 +53,14 @@ class DataParallel(DistributedDataParallel):
     def _wrap(self, module: torch.nn.Module, init_sync: bool) -> None:
         # Batch norm statistics are broadcast from rank 0; other buffers are constants.
         has_statistics = any(isinstance(part, _BatchNorm) for part in module.modules())
-        settings: dict[str, Any] = {_BUFFERS_IN_FORWARD: has_statistics, **asdict(self._options)}
+        options = self._options
+        if has_routed_modules(module) and not options.static_graph:
+            options = replace(options, find_unused_parameters=True)
+        self._finds_unused = options.find_unused_parameters
+        settings: dict[str, Any] = {_BUFFERS_IN_FORWARD: has_statistics, **asdict(options)}
         super().__init__(module, init_sync=init_sync, **settings)
         self._trainable = _is_trainable(module)
-        rebuilds_buckets = not (self._options.find_unused_parameters or self._options.static_graph)
+        rebuilds_buckets = not (options.find_unused_parameters or options.static_graph)
         if rebuilds_buckets:
             self._rebuild_buckets()
         self.can_abandon_backward = rebuilds_buckets and not has_statistics
@@ -126,7 +130,7 @@ class DataParallel(DistributedDataParallel):
         if not self._awaits_backward:
             return
         synced = list(self._synced_parameters().values())
-        if self._options.find_unused_parameters:  # torch has marked unused parameters ready in the forward
+        if self._finds_unused:  # torch has marked unused parameters ready in the forward
             used = _leaves_of(loss)
             synced = [parameter for parameter in synced if id(parameter) in used]
         if synced:
@@ -190,7 +194,7 @@ class DataParallel(DistributedDataParallel):
         self._awaits_backward, self._is_checked = False, True
         self._was_shared, self._num_forwards = self._num_forwards > 1, 0
         self.has_unsynced_gradients = False
-        if self._options.find_unused_parameters or self._options.static_graph:
+        if self._finds_unused or self._options.static_graph:
             return
         if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
             raise PrepareError(
@@ -217,6 +221,20 @@ def ignore_parameters(model: torch.nn.Module, names: list[str]) -> None:
     """Exclude these parameters, which never get a gradient, from the averaging of gradients."""
     if names:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+
+
+def has_routed_modules(model: torch.nn.Module) -> bool:
+    """Whether a model has trainable experts that are modules of their own: those without tokens get no gradient.
+
+    Experts in one fused parameter always get one, with zeros for experts without tokens.
+    """
+    lists = torch.nn.ModuleList | torch.nn.ModuleDict
+    return any(
+        isinstance(module, lists)
+        and (name.rpartition(".")[2] == "experts" or hasattr(module, "num_experts"))
+        and any(parameter.requires_grad for parameter in module.parameters())
+        for name, module in model.named_modules()
+    )
 
 
 class _Zero(torch.autograd.Function):

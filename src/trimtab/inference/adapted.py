@@ -122,7 +122,8 @@ def refuse_unmergeable(folder: str | Path) -> None:
             f"{folder} is a side network: it computes beside the base, so no weights of the base could replace it",
             f"{_UNMERGED}; or train a LoRA adapter to merge it",
         )
-    if "PROMPT_TUNING" in adapter_config_path(folder).read_text(encoding="utf-8", errors="replace"):
+    config = adapter_config_path(folder).read_text(encoding="utf-8", errors="replace")
+    if "PROMPT_TUNING" in config or "PREFIX_TUNING" in config:
         raise ModelError(
             f"{folder} holds virtual tokens, which are put before each row: no weights of the base could replace them",
             f"{_UNMERGED}; or train a LoRA adapter to merge it",

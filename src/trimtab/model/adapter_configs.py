@@ -24,11 +24,13 @@ from trimtab.errors import ModelError, RecipeError
 from trimtab.model.adapter_targets import (
     ALL_LINEAR,
     match_values,
+    select_experts,
     select_scaled_inputs,
     select_scaled_modules,
     select_targets,
     shorten_names,
 )
+from trimtab.model.expert_weights import refuse_settings, shorten_parameter_names
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 NAME = "default"  # PEFT's name of the only adapter of a model; not part of the names in its files
@@ -54,9 +56,10 @@ class LoraSpec:
         targets: "all-linear" (every linear module of the base model, no head), or globs on module names, where `*` also
             matches dots and a bare name such as q_proj matches the last part of a name. A module that contains linear
             modules selects all of them.
+        experts: Whether fused expert weights get an adapter as well: two matrices for each expert.
         layers: First and last transformer block to adapt, counted from 0, both inclusive; negative values count from
             the end; encoder blocks come before decoder blocks. None for all.
-        ranks: Other ranks by pattern on module names; the last matching pattern wins.
+        ranks: Other ranks by pattern on names of modules and of expert weights; the last matching pattern wins.
         alphas: Other alphas, likewise.
         trains: Patterns of modules to train in full, besides newly initialized modules, which always are.
         rslora: Scale by alpha / sqrt(rank) instead.
@@ -69,6 +72,7 @@ class LoraSpec:
     alpha: float | None = None
     dropout: float = 0.0
     targets: str | Sequence[str] = ALL_LINEAR
+    experts: bool = False
     layers: tuple[int, int] | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
@@ -85,6 +89,8 @@ class LoraSpec:
             raise RecipeError(f"adapter.dropout is {self.dropout}", "use a share from 0 up to, but not including, 1")
         if self.init != ZERO and self.init not in _PEFT_INITS:
             raise RecipeError(f"adapter.init is {self.init!r}", f"one of {', '.join((ZERO, *_PEFT_INITS))}")
+        if self.experts:
+            refuse_settings(self.dropout, self.dora, None if self.init == ZERO else self.init)
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class AdapterPlan:
 
     Attributes:
         config: PEFT's config, as it is saved.
-        targets: Names of the modules that get an adapter.
+        targets: Names of the modules and of the expert weights that get an adapter.
         words: Description of the adapter for the log.
     """
 
@@ -153,7 +159,9 @@ def plan_adapter(model: Any, spec: LoraSpec | Ia3Spec, kept: Sequence[str]) -> A
 def _plan_lora(model: Any, spec: LoraSpec, kept: Sequence[str]) -> AdapterPlan:
     from peft import LoraConfig
 
-    targets = list(select_targets(model, spec.targets, spec.layers, kept))
+    experts = select_experts(model, spec.layers, kept) if spec.experts else []
+    modules = list(select_targets(model, spec.targets, spec.layers, kept, experts))
+    targets = [*modules, *experts]
     ranks = dict.fromkeys(targets, spec.rank) | match_values(targets, spec.ranks, "adapter.ranks")
     alphas: dict[str, Any] = {name: 2 * ranks[name] if spec.alpha is None else spec.alpha for name in targets}
     alphas |= match_values(targets, spec.alphas, "adapter.alphas")
@@ -165,16 +173,18 @@ def _plan_lora(model: Any, spec: LoraSpec, kept: Sequence[str]) -> AdapterPlan:
             r=common_rank,
             lora_alpha=common_alpha,
             lora_dropout=spec.dropout,
-            target_modules=shorten_names(targets, model),
+            target_modules=shorten_names(modules, model),
+            target_parameters=shorten_parameter_names(experts, model) or None,
             rank_pattern={re.escape(name): rank for name, rank in ranks.items() if rank != common_rank},
             alpha_pattern={re.escape(name): alpha for name, alpha in alphas.items() if alpha != common_alpha},
             use_rslora=spec.rslora,
             use_dora=spec.dora,
-            **_common_settings(model, targets, kept),
+            **_common_settings(model, modules, kept),
         )
     low, high = min(ranks.values()), max(ranks.values())
     rank = str(low) if low == high else f"{low} to {high}"
-    words = f"{'DoRA' if spec.dora else 'LoRA'} of rank {rank} on {len(targets)} modules"
+    words = f"{'DoRA' if spec.dora else 'LoRA'} of rank {rank} on {len(modules)} modules"
+    words += f" and {len(experts)} fused expert weights" if experts else ""
     return AdapterPlan(_with_base(config, model), targets, words)
 
 

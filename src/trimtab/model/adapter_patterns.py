@@ -15,6 +15,7 @@ import torch
 
 from trimtab.errors import ModelError
 from trimtab.model.adapter_targets import shorten_names
+from trimtab.model.expert_weights import fused_experts
 
 _TIMEOUT_S = 2.0  # CPU time for all module names of a model; ordinary patterns take milliseconds
 _MAX_SHOWN = 60
@@ -42,7 +43,8 @@ def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
             setattr(plain, key, shorten_names(found, model) if found else [pattern])
     for key in ("rank_pattern", "alpha_pattern"):
         if hasattr(config, key):  # of LoRA
-            setattr(plain, key, _by_name(getattr(config, key) or {}, names, f"{place}: {key}"))
+            adapted = [*names, *fused_experts(model)]
+            setattr(plain, key, _by_name(getattr(config, key) or {}, adapted, f"{place}: {key}"))
     layers = getattr(config, "layers_pattern", None) or []
     for pattern in [layers] if isinstance(layers, str) else layers:
         if not _PLAIN.fullmatch(pattern):

@@ -3,17 +3,20 @@
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
+from trimtab.model.expert_weights import fused_experts
 from trimtab.model.load import newly_initialized
 from trimtab.model.quantization import base_parts, num_weights
 
 ALL_LINEAR = "all-linear"
+_LINEAR_SUBCLASSES = {"FalconLinear"}  # of transformers that compute what nn.Linear does
+Value = TypeVar("Value")
 _MIN_REPORTED_FRACTION = 0.01  # of the weights without an adapter, below which they are not reported
 
 
@@ -21,11 +24,21 @@ def is_linear(module: torch.nn.Module) -> bool:
     """Whether a module is a linear layer that an adapter can be added to."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, torch.nn.Linear | Conv1D)  # bitsandbytes' Linear4bit is a subclass of Linear
+    if not isinstance(module, torch.nn.Linear | Conv1D):  # bitsandbytes' Linear4bit is a subclass of Linear
+        return False
+    # Subclasses of transformers can compute anything: routers of some models return the experts of each token.
+    kind = type(module)
+    has_own_forward = isinstance(module, torch.nn.Linear) and kind.forward is not torch.nn.Linear.forward
+    is_of_model = kind.__module__.startswith("transformers.models.")
+    return not (has_own_forward and is_of_model) or kind.__name__ in _LINEAR_SUBCLASSES
 
 
 def select_targets(
-    model: Any, patterns: str | Sequence[str], layers: tuple[int, int] | None, kept: Sequence[str]
+    model: Any,
+    patterns: str | Sequence[str],
+    layers: tuple[int, int] | None,
+    kept: Sequence[str],
+    experts: Sequence[str] = (),
 ) -> dict[str, torch.nn.Module]:
     """Select the linear modules that get an adapter, by name, in the model's order.
 
@@ -34,6 +47,7 @@ def select_targets(
         patterns: "all-linear" (every linear module of the base model, no head), or globs on module names.
         layers: First and last transformer block to adapt, both inclusive; negative values count from the end.
         kept: Names of modules that are trained in full; modules inside of them get no adapter.
+        experts: Names of fused expert weights that get an adapter, too.
 
     Raises:
         RecipeError: A pattern or the range of layers matches nothing.
@@ -53,12 +67,32 @@ def select_targets(
                 f"adapter.targets: all-linear finds no linear module in {type(model).__name__}",
                 f"name modules: {', '.join(some)}",
             )
-        _report_left_out(model, base, chosen, kept)
+        _report_left_out(model, base, [*chosen, *kept], experts)
     else:
         several = [patterns] if isinstance(patterns, str) else list(patterns)
         names = {name for pattern in several for name in _linear_of(model, pattern, linear, kept)}
         chosen = {name: module for name, module in linear.items() if name in names}
     return chosen if layers is None else _in_layers(model, chosen, layers)
+
+
+def select_experts(model: Any, layers: tuple[int, int] | None, kept: Sequence[str]) -> list[str]:
+    """Names of the fused expert weights that get an adapter.
+
+    Args:
+        model: A transformers model.
+        layers: First and last transformer block to adapt, as in `select_targets`.
+        kept: Names of modules that are trained in full; weights inside of them get no adapter.
+
+    Raises:
+        RecipeError: There are none.
+    """
+    found = {name: parameter for name, parameter in fused_experts(model).items() if not _inside(name, kept)}
+    if not found:
+        raise RecipeError(
+            f"adapter.experts: {type(model).__name__} has no fused expert weights to adapt",
+            "leave adapter.experts out; adapter.targets: all-linear adapts experts that are linear modules",
+        )
+    return list(found if layers is None else _in_layers(model, found, layers))
 
 
 def select_full_modules(model: Any, patterns: Sequence[str]) -> list[str]:
@@ -183,7 +217,7 @@ def _linear_of(model: Any, pattern: str, linear: Mapping[str, torch.nn.Module], 
     )
 
 
-def _in_layers(model: Any, chosen: dict[str, torch.nn.Module], layers: tuple[int, int]) -> dict[str, torch.nn.Module]:
+def _in_layers(model: Any, chosen: Mapping[str, Value], layers: tuple[int, int]) -> dict[str, Value]:
     blocks = [name for name, _ in blocks_of(model)]
     first, last = (index + len(blocks) if index < 0 else index for index in layers)
     if not 0 <= first <= last < len(blocks):
@@ -199,22 +233,25 @@ def _in_layers(model: Any, chosen: dict[str, torch.nn.Module], layers: tuple[int
     return within
 
 
-def _report_left_out(model: Any, base: set[int], chosen: Mapping[str, torch.nn.Module], kept: Sequence[str]) -> None:
+def _report_left_out(model: Any, base: set[int], adapted: Sequence[str], experts: Sequence[str]) -> None:
     """Log how many weights are matrices but not linear modules, such as fused experts, and so get no adapter."""
     left_out: dict[str, int] = {}
     for name, module in model.named_modules():
-        if id(module) not in base or name in chosen or _inside(name, kept):
+        if id(module) not in base or _inside(name, adapted):
             continue
         if isinstance(module, torch.nn.Embedding) or is_linear(module):
             continue
-        size = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
+        own = module.named_parameters(prefix=name, recurse=False)
+        size = sum(p.numel() for parameter, p in own if p.ndim > 1 and parameter not in experts)
         if size:
             kind = type(module).__name__
             left_out[kind] = left_out.get(kind, 0) + size
     fraction = sum(left_out.values()) / sum(num_weights(parameter) for parameter in model.parameters())
     if fraction > _MIN_REPORTED_FRACTION:
         kinds = ", ".join(sorted(left_out, key=lambda kind: -left_out[kind])[:3])
-        say(f"adapter: all-linear leaves out {fraction:.0%} of the weights, which are in no linear module ({kinds})")
+        cure = "; LoRA adapts experts with adapter.experts: true" if fused_experts(model) and not experts else ""
+        which = f"which are in no linear module ({kinds}){cure}"
+        say(f"adapter: all-linear leaves out {fraction:.0%} of the weights, {which}")
 
 
 def _modules_matching(model: Any, pattern: str, key: str) -> list[str]:

@@ -32,11 +32,14 @@ from trimtab.model.adapter_configs import (
 )
 from trimtab.model.adapter_patterns import resolve_patterns
 from trimtab.model.adapter_targets import select_full_modules
+from trimtab.model.expert_weights import adapted_names
 from trimtab.model.hub import PEFT_CONFIG, is_side_network
 from trimtab.model.load import grown_rows
 from trimtab.model.lora_product import bind_product
 from trimtab.model.nf4 import dequantized, is_nf4
+from trimtab.model.peft_renaming import are_names_of, kept_names, renamed_targets
 from trimtab.model.precision import convert_to_fp32
+from trimtab.model.prefix_tuning import PrefixSpec, attach_prefix, check_prefix, prefix_config
 from trimtab.model.quantization import num_weights
 from trimtab.model.side_network import (
     SIDE_MODULE,
@@ -58,6 +61,8 @@ from trimtab.model.virtual_tokens import (
     prompt_config,
 )
 
+_PREFIX_TUNING = "PREFIX_TUNING"
+_VIRTUAL = ("PROMPT_TUNING", _PREFIX_TUNING)  # kinds of PEFT that train virtual tokens
 _PREFIX = "base_model.model."  # of names in PEFT's files, from its wrapper around the model
 _ATTRIBUTE = "_trimtab_adapter"
 _HALF = (torch.float16, torch.bfloat16)
@@ -162,7 +167,7 @@ def has_peft_adapter(module: torch.nn.Module) -> bool:
     return hasattr(module, "lora_A") or hasattr(module, "ia3_l")
 
 
-def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | PromptSpec) -> Adapter:
+def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | PromptSpec | PrefixSpec) -> Adapter:
     """Add an adapter to a model in place, freeze the rest, and log the number of trainable parameters.
 
     Outputs do not change at first. Initial values are those of PEFT, but drawn from torch's CPU generator: they are the
@@ -177,12 +182,14 @@ def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | Pr
     """
     if adapter_of(model) is not None:
         raise RecipeError(f"{type(model).__name__} already has an adapter", "load the base model again")
-    kept = select_full_modules(model, () if isinstance(spec, PromptSpec) else spec.trains)
-    if isinstance(spec, PromptSpec):
-        check_prompt(model, kept)
+    kept = select_full_modules(model, () if isinstance(spec, PromptSpec | PrefixSpec) else spec.trains)
+    if isinstance(spec, PromptSpec | PrefixSpec):
+        is_prefix = isinstance(spec, PrefixSpec)
+        (check_prefix if is_prefix else check_prompt)(model, kept)
         base = base_of(model)
-        adapter = _attach_prompt(model, prompt_config(model, spec.tokens, (base.name, base.revision)))
-        words = f"{spec.tokens} virtual tokens before each row"
+        make_config = prefix_config if is_prefix else prompt_config
+        adapter = _attach_virtual(model, make_config(model, spec.tokens, (base.name, base.revision)))
+        words = f"{'keys and values of ' if is_prefix else ''}{spec.tokens} virtual tokens before each row"
     elif isinstance(spec, SideSpec):
         base = base_of(model)
         config = plan_side_network(model, spec, (base.name, base.revision))
@@ -191,16 +198,23 @@ def add_adapter(model: torch.nn.Module, spec: LoraSpec | Ia3Spec | SideSpec | Pr
         words = f"side network of width {config.width} that reads {len(config.taps)} of {config.num_blocks} blocks"
     else:
         plan = plan_adapter(model, spec, kept)
-        adapter, words = _inject(model, plan.config, plan.targets, kept), plan.words
+        if renamed := renamed_targets(plan.config, model):
+            names = ", ".join(sorted(renamed))
+            say(f"adapter: PEFT would load {names} as adapters of experts; load this adapter with trimtab, or merge it")
+        with kept_names():
+            adapter, words = _inject(model, plan.config, plan.targets, kept), plan.words
         if isinstance(spec, LoraSpec):
-            adapter.starts = initialize_lora(model, plan.targets, spec)
+            adapter.starts = initialize_lora(model, adapter.targets, spec)
     _make_trainable(model, adapter)
     _report(model, adapter, words)
     return adapter
 
 
-def _attach_prompt(model: Any, config: Any) -> Adapter:
-    attach_virtual_tokens(model, config.num_virtual_tokens)
+def _attach_virtual(model: Any, config: Any) -> Adapter:
+    if config.peft_type == _PREFIX_TUNING:
+        attach_prefix(model, config)
+    else:
+        attach_virtual_tokens(model, config.num_virtual_tokens)
     adapter = Adapter(model, config, Base(config.base_model_name_or_path, config.revision), [VIRTUAL_MODULE], [])
     model.__dict__[_ATTRIBUTE] = adapter
     return adapter
@@ -248,16 +262,17 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
         raise ModelError(f"{place} holds no adapter: it has no {PEFT_CONFIG}", "name the folder of an adapter")
     with peft_errors_explained(place):
         config = PeftConfig.from_pretrained(str(place))
-        if config.peft_type not in (PeftType.LORA, PeftType.IA3, PeftType.PROMPT_TUNING):
-            raise ModelError(f"{place} holds a {config.peft_type} adapter", "use LoRA, IA3 or prompt tuning")
+        if config.peft_type not in (PeftType.LORA, PeftType.IA3, *_VIRTUAL):
+            raise ModelError(f"{place} holds a {config.peft_type} adapter", "use LoRA, IA3, prompt or prefix tuning")
         weights = load_peft_weights(str(place), device="cpu")
-    if config.peft_type == PeftType.PROMPT_TUNING:
-        return _load_prompt(model, config, weights, place, trainable)
+    if config.peft_type in _VIRTUAL:
+        return _load_virtual(model, config, weights, place, trainable)
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
     whole = {name: tensor for name, tensor in weights.items() if not is_small(name)}
     kept = _modules_of(model, whole, place)
-    adapter = _inject(model, config, None, kept, place / PEFT_CONFIG)
-    _read_weights(model, weights, whole, place)
+    with kept_names(are_names_of(model, set(weights) - set(whole))):
+        adapter = _inject(model, config, None, kept, place / PEFT_CONFIG)
+        _read_weights(model, weights, whole, place)
     if trainable:
         _make_trainable(model, adapter)
     else:
@@ -265,12 +280,17 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
     return adapter
 
 
-def _load_prompt(model: Any, config: Any, weights: Mapping[str, torch.Tensor], place: Path, trainable: bool) -> Adapter:
+def _load_virtual(
+    model: Any, config: Any, weights: Mapping[str, torch.Tensor], place: Path, trainable: bool
+) -> Adapter:
     shape = (config.num_virtual_tokens, model.get_input_embeddings().weight.shape[1])
+    if config.peft_type == _PREFIX_TUNING:
+        own = prefix_config(model, config.num_virtual_tokens, (None, None))
+        shape = (config.num_virtual_tokens, own.num_layers * 2 * own.token_dim)
     if set(weights) != {IN_FILE} or tuple(weights[IN_FILE].shape) != shape:
         raise ModelError(f"{place} does not hold {shape[0]} virtual tokens of width {shape[1]}", "load its base model")
-    check_prompt(model, [])
-    adapter = _attach_prompt(model, config)
+    (check_prefix if config.peft_type == _PREFIX_TUNING else check_prompt)(model, [])
+    adapter = _attach_virtual(model, config)
     model.get_submodule(VIRTUAL_MODULE).weight.data = weights[IN_FILE].float()
     if trainable:
         _make_trainable(model, adapter)
@@ -296,7 +316,7 @@ def _load_side(model: Any, place: Path, trainable: bool) -> Adapter:
 def _inject(
     model: Any, config: Any, targets: Sequence[str] | None, kept: Sequence[str], place: Any = "the adapter"
 ) -> Adapter:
-    """Replace linear modules by PEFT's modules, and check that they are exactly `targets` if given."""
+    """Wrap linear modules and experts in PEFT's modules, and check that they are exactly `targets` if given."""
     from peft import inject_adapter_in_model
     from peft.tuners.ia3 import IA3Layer
     from peft.tuners.lora import LoraLayer
@@ -312,8 +332,8 @@ def _inject(
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer | IA3Layer)
     }
-    if targets is not None and set(layers) != set(targets):
-        odd = sorted(set(layers) ^ set(targets))
+    if targets is not None and (adapted := adapted_names(layers)) != set(targets):
+        odd = sorted(adapted ^ set(targets))
         raise RecipeError(f"adapter.targets: PEFT cannot distinguish {odd[0]} from other modules", "name other modules")
     for layer in layers.values():
         layer.train(layer.get_base_layer().training)  # new modules are in training mode

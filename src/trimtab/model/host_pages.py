@@ -14,6 +14,7 @@ from trimtab.log import say
 from trimtab.units import format_bytes
 
 PAGE_BYTES = 2**23
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what a copy writes, and what it reads
 
 
 class HostPages:
@@ -99,6 +100,9 @@ class HostLink:
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], Any] = {}
 
+    def __deepcopy__(self, memo: Any) -> "HostLink":
+        return self  # copies of a model share the streams
+
     def send(self, source: torch.Tensor, room: HostRoom) -> tuple[list[torch.Tensor], Any]:
         """Copy bytes of a device into a room; returns where they are."""
         spans = room.spans(source.numel())
@@ -111,6 +115,20 @@ class HostLink:
         made = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         return made, self._copy(list(zip(torch.split(made, sizes), spans, strict=True)), device, "in")
 
+    def copy_in(self, pairs: Pairs, device: torch.device, after: Any = None) -> Any:
+        """Copy tensors of the host into existing memory of the device; `after` is an event to wait for before."""
+        return self._copy(pairs, device, "in", after)
+
+    def copy_out(self, pairs: Pairs, device: torch.device) -> Any:
+        """Copy tensors of the device into existing host memory, which the host may read after `synchronize`."""
+        return self._copy(pairs, device, "out")
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until all copies to the host are over. This is a host-device sync."""
+        stream = self._streams.get((device, "out"))
+        if stream is not None:
+            stream.synchronize()
+
     def wait_sent(self, event: Any) -> None:
         """Let the current stream wait for a copy to the host."""
         _wait(event)
@@ -119,7 +137,7 @@ class HostLink:
         """Let the current stream wait for a copy from the host."""
         _wait(event)
 
-    def _copy(self, parts: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, direction: str) -> Any:
+    def _copy(self, parts: Pairs, device: torch.device, direction: str, after: Any = None) -> Any:
         if device.type != "cuda":
             for target, source in parts:
                 target.copy_(source)
@@ -129,6 +147,8 @@ class HostLink:
             stream = self._streams[device, direction] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # what is sent has been computed, and the memory of what is fetched is free, when the current stream is here
         stream.wait_stream(torch.cuda.current_stream(device))
+        if after is not None:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             for target, source in parts:
                 target.copy_(source, non_blocking=True)

@@ -7,6 +7,9 @@ A packed batch has the tokens of all rows behind each other, and no attention ma
   The filler row at the end rounds T up; it may be empty, and its output is ignored.
 - `max_length_q`, `max_length_k`: ints, at least the length of the longest row, filler included.
 
+Experts compute filler, too, and nothing reads the result. Auxiliary losses of routers are means over tokens, so for
+them filler is masked.
+
 transformers passes these names on to attention functions. Heads with one output per token return (1, T, …). Heads with
 one output per row read only the first token of each row, so the encoder returns those as (R, 1, H).
 """
@@ -14,6 +17,8 @@ one output per row read only the first token of each row, so the encoder returns
 import sys
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from trimtab.model.packed_attention import Kernel, register_packed_attention
 
@@ -66,17 +71,22 @@ _DECODERS = frozenset(
         "gpt_bigcode",
         "gpt_neox",
         "granite",
+        "granitemoe",
         "llama",
         "ministral3",
         "mistral",
+        "mixtral",
         "olmo",
         "olmo2",
         "olmo3",
+        "olmoe",
         "opt",
         "phi",
         "phi3",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
         "seed_oss",
         "smollm3",
         "starcoder2",
@@ -214,7 +224,7 @@ class _Switch:
             return None
         self._set(self._names[1])
         positions = {"position_ids": kwargs["position_ids"] + self._offset} if self._offset else {}
-        return args, kwargs | positions | self._arguments
+        return args, kwargs | positions | self._arguments | _router_mask(model, kwargs)
 
     def end_forward(self, *_: Any) -> None:
         """Build masks again: parts of a model can be called without the model."""
@@ -230,6 +240,15 @@ class _Switch:
     def _set(self, name: str) -> None:
         for config in self._configs:
             config._attn_implementation = name
+
+
+def _router_mask(model: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The mask with which a model computes the auxiliary loss of its routers; attention gets none of it."""
+    if getattr(model.config, "output_router_logits", None) is not True:
+        return {}
+    boundaries, ids = kwargs[LENGTHS], kwargs["position_ids"]
+    is_token = torch.arange(ids.shape[1], device=ids.device) < boundaries[-2]
+    return {"attention_mask": is_token[None].to(ids.dtype)}
 
 
 def _keep_first_tokens(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

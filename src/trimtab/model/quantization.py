@@ -19,6 +19,7 @@ from trimtab.errors import RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
+from trimtab.units import format_bytes
 
 _MAX_NAMED = 3  # modules that a warning names
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -128,13 +129,17 @@ def warn_if_little_quantized(model: torch.nn.Module, quantization: Quantization)
     if 2 * quantized >= total:
         return
     plain: Counter[str] = Counter()
+    plain_bytes: Counter[str] = Counter()
     owners = {id(p): (name, module) for name, module in model.named_modules() for p in module._parameters.values()}
     for parameter in model.parameters():
         if parameter.is_floating_point():
             name, module = owners[id(parameter)]
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            plain[f"{pattern} ({type(module).__name__})"] += parameter.numel()
-    largest = ", ".join(f"{name} with {count / total:.0%}" for name, count in plain.most_common(_MAX_NAMED))
+            kind = f"{pattern} ({type(module).__name__})"
+            plain[kind] += parameter.numel()
+            plain_bytes[kind] += parameter.nbytes
+    shares = {name: f"{count / total:.0%}" for name, count in plain.most_common(_MAX_NAMED)}
+    largest = ", ".join(f"{name} with {share}, {format_bytes(plain_bytes[name])}" for name, share in shares.items())
     counts = f"{_count_words(quantized)} of {_count_words(total)} weights ({quantized / total:.0%})"
     say(
         f"{quantization.name} base: only {counts} are in {quantization.bits}; the largest others: {largest}. Only "

@@ -6,6 +6,9 @@ precision is rounded once for each tile, where the product over all tokens is ro
 inputs are those of the whole, up to the way in which a library divides products of other sizes.
 
 A module that draws random numbers draws them tile by tile, and the same ones again in backward.
+
+Some blocks have no module around the two layers of their MLP (OPT, BART). There the first layer and the activation
+return their input, and the second layer computes all three: `_replace_layers`.
 """
 
 import re
@@ -25,6 +28,10 @@ _WHOLE_FORWARD = "_trimtab_whole_"
 _NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "feedforward"})
 _CLASSES = re.compile(r"(MLP|Mlp|FeedForward|FFN|DenseActDense|DenseGatedActDense)$")
 _CHUNKED = "feed_forward_chunk"  # a method of BERT's layers and their relatives: intermediate, then output
+# Blocks that call fc1, activation_fn and fc2 one after the other; between the last two BART has dropout.
+_OPEN_BLOCKS = re.compile(r"^(OPTDecoder|(Bart|Marian)(En|De)coder)Layer$")
+_LAYERS = ("fc1", "activation_fn", "fc2")
+_OPEN = " ".join(_LAYERS)
 # Modules that work on each token alone. Containers have no parameters of their own.
 _TOKEN_WISE = re.compile(
     r"(Linear|Linear4bit|DoraLinearLayer|Conv1D|Dropout|Identity|Norm|Activation|GELU|SiLU|ReLU|Tanh|GLU|ParameterDict)$"
@@ -34,7 +41,10 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tiled_modules(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The token-wise modules in the blocks of a model, each with the name of the method that computes it."""
+    """The token-wise modules in the blocks of a model, each with the name of the method that computes it.
+
+    Or a block whose layers have no module around them, with the names of the layers.
+    """
     found: list[tuple[nn.Module, str]] = []
     for _, block in blocks_of(model):
         found += _in_block(block)
@@ -45,6 +55,10 @@ def _in_block(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     parts = [getattr(module, name, None) for name in ("intermediate", "output")]
     if hasattr(module, _CHUNKED) and all(isinstance(part, nn.Module) and _is_token_wise(part) for part in parts):
         yield module, _CHUNKED
+        return
+    if _OPEN_BLOCKS.search(type(module).__name__) and not getattr(module, "activation_dropout", 0.0):
+        if all(_is_token_wise(getattr(module, name)) for name in _LAYERS):
+            yield module, _OPEN
         return
     for name, child in module.named_children():
         is_named = name.lower() in _NAMES or _CLASSES.search(type(child).__name__) is not None
@@ -89,7 +103,10 @@ def tile_modules(model: nn.Module, tile_tokens: int | None) -> int:
         return 0
     found = tiled_modules(model)
     for module, name in found:
-        _replace(module, name, tile_tokens)
+        if name == _OPEN:
+            _replace_layers(module, tile_tokens)
+        else:
+            _replace(module, name, tile_tokens)
     return len(found)
 
 
@@ -102,11 +119,41 @@ def _replace(module: nn.Module, name: str, tile_tokens: int) -> None:
         weights = [weight for part in parts for weight in part.parameters()]
         return compute_in_tiles(own, args[0], weights, tile_tokens)
 
-    # Bound methods follow their object through copy.deepcopy; a closure over the module would not.
+    _set_method(module, name, tiled, module)
+
+
+def _replace_layers(block: nn.Module, tile_tokens: int) -> None:
+    """Let the second layer of an MLP compute the whole MLP, in tiles, and those before it nothing."""
+
+    def tiled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        layers = [getattr(self, name) for name in _LAYERS]
+
+        def run(tile: torch.Tensor) -> torch.Tensor:
+            for layer in layers:
+                tile = layer.__dict__[_WHOLE_FORWARD + "forward"](tile)
+            return tile
+
+        weights = [weight for layer in layers for weight in layer.parameters()]
+        return compute_in_tiles(run, x, weights, tile_tokens)
+
+    def unchanged(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    for name in _LAYERS:
+        layer = getattr(block, name)
+        is_last = name == _LAYERS[-1]
+        _set_method(layer, "forward", tiled if is_last else unchanged, block if is_last else layer)
+
+
+def _set_method(module: nn.Module, name: str, function: Any, owner: nn.Module) -> None:
+    """Replace a method of a module; its own one is kept.
+
+    Bound methods follow their owner through copy.deepcopy; a closure over a module would not.
+    """
     own = getattr(module, name)
-    tiled.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
+    function.__wrapped__ = getattr(own, "__func__", own)  # for inspect.signature
     module.__dict__[_WHOLE_FORWARD + name] = own
-    module.__dict__[name] = MethodType(tiled, module)
+    module.__dict__[name] = MethodType(function, owner)
 
 
 def compute_in_tiles(run: Run, x: torch.Tensor, weights: Sequence[torch.Tensor], tile_tokens: int) -> torch.Tensor:

@@ -74,17 +74,22 @@ class VirtualTokens(nn.Module):
         return output
 
 
-def check_prompt(model: Any, kept: Sequence[str]) -> None:
-    """Refuse models that cannot be tuned by prompts.
+def check_prompt(model: Any, kept: Sequence[str], kind: str = "prompt") -> None:
+    """Refuse models that cannot be tuned by virtual tokens.
+
+    Args:
+        model: The model.
+        kept: Modules that would train in full.
+        kind: The adapter, for messages.
 
     Raises:
         RecipeError: With the reason.
     """
     name, cure = type(model).__name__, "adapter: lora"
     if not name.endswith(("ForCausalLM", "LMHeadModel")) or model.base_model is model:
-        raise RecipeError(f"adapter: prompt is for decoders that generate text, and this is a {name}", cure)
+        raise RecipeError(f"adapter: {kind} is for decoders that generate text, and this is a {name}", cure)
     if kept:
-        raise RecipeError(f"adapter: prompt trains virtual tokens alone, and {kept[0]} is newly initialized", cure)
+        raise RecipeError(f"adapter: {kind} trains virtual tokens alone, and {kept[0]} is newly initialized", cure)
 
 
 def attach_virtual_tokens(model: Any, num_tokens: int) -> None:

@@ -11,23 +11,19 @@ Nothing here depends on CUDA but the stream and pinned memory: on a CPU the same
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import finalize
 
 import torch
 
-from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import free_memory, memory_in_use
-from trimtab.log import log_info_once
 from trimtab.model.half_weights import take_exact
+from trimtab.model.host_areas import empty_on_host, require_host_memory
+from trimtab.model.streamed_blocks import computing_device, is_streamed
 from trimtab.optim.in_backward import register_gradient_hook
-from trimtab.units import format_bytes
 
 SLICE = 2**24  # elements that are converted or added at a time
 MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copied
-_ALIGNMENT = 64  # bytes
 _HOST = torch.device("cpu")
 
 
@@ -40,13 +36,15 @@ class HostWeights:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = list(parameters)
-        device = self.parameters[0].device
+        device = computing_device(self.parameters[0])
         exact = [take_exact(parameter) for parameter in self.parameters]
         self.masters, self.sums = (empty_on_host(exact, pins=device.type == "cuda") for _ in range(2))
         self._queue = _Queue(device)
         self._backward = -1  # number of the backward whose gradients come now
         for index, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
             copy(master, exact[index])
+            if is_streamed(parameter) and parameter.dtype == master.dtype:
+                parameter.data = master  # the host has the weights once
             parameter.master = master  # type: ignore[attr-defined]
             register_gradient_hook(parameter, partial(self._take, index=index))
         self._queue.drain()
@@ -97,6 +95,10 @@ class HostWeights:
     def copy_to_device(self) -> None:
         """Copy the masters to the parameters; the next forward of the device comes after it."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if is_streamed(parameter):  # its block fetches it from host memory
+                if parameter.dtype != master.dtype:
+                    parameter.copy_(master)
+                continue
             if parameter.dtype == master.dtype:
                 copy(parameter, master)
                 continue
@@ -180,50 +182,17 @@ class _Queue:
 # ---------------------------------------------------------------------- host memory
 
 
-def empty_on_host(parameters: Sequence[torch.Tensor], *, pins: bool) -> list[torch.Tensor]:
-    """Uninitialized tensors like these in one area of host memory, which is pinned if asked for."""
-    begins, size = [], 0
-    for parameter in parameters:
-        begins.append(size)
-        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-    area = torch.empty(size, dtype=torch.uint8)
-    if pins:
-        _pin(area)
-    memory = area.numpy()  # a tensor of a part of an array has a storage of its own, which files of weights need
-    return [
-        torch.from_numpy(memory[begin : begin + parameter.nbytes]).view(parameter.dtype).view(parameter.shape)
-        for parameter, begin in zip(parameters, begins, strict=True)
-    ]
-
-
-def _pin(area: torch.Tensor) -> None:
-    """Pin host memory in place; torch's own allocator of pinned memory would round its size up to a power of two."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(area.data_ptr(), area.nbytes, 0))
-    if code == 0:
-        finalize(area.untyped_storage(), runtime.cudaHostUnregister, area.data_ptr()).atexit = False
-        return
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # reads, and so resets, the error of that call
-    log_info_once(
-        f"memory.update: host: {format_bytes(area.nbytes)} of host memory cannot be pinned (CUDA error {code}); copies "
-        "are slower and do not run beside the computation. Look at `ulimit -l` and at the memory limit of the container"
-    )
-
-
 def check_host_memory(needed_bytes: int) -> None:
     """Check that host memory suffices, before any of it is used.
 
     Raises:
         DoesNotFit: It does not.
     """
-    available = free_memory(_HOST) - memory_in_use(_HOST)
-    if needed_bytes > available:
-        raise DoesNotFit(
-            f"memory.update: host needs {format_bytes(needed_bytes)} of host memory for weights, gradients and "
-            f"optimizer state, and {format_bytes(available)} are available\n  cure: train.optimizer: adamw8bit, "
-            "adapter: lora, or a machine with more memory"
-        )
+    require_host_memory(
+        needed_bytes,
+        "memory.update: host needs {} of host memory for weights, gradients and optimizer state",
+        "train.optimizer: adamw8bit, adapter: lora, or a machine with more memory",
+    )
 
 
 Build = Callable[[list[dict[str, Any]], torch.device], torch.optim.Optimizer]

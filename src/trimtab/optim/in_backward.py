@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trimtab.model.streamed_blocks import computing_device
+
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -24,6 +26,7 @@ class AfterBackward:
 
     has_changed_weights = False  # in the present window
     words_if_divided = ""  # what changes if a batch is divided into micro-batches, for a message
+    words_against_dividing = ""  # why a batch cannot be divided; empty if it can
 
     is_updating = False  # in the backward of the present window
 
@@ -83,7 +86,7 @@ class InBackward(AfterBackward):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        device = self._optimizer.param_groups[0]["params"][0].device
+        device = computing_device(self._optimizer.param_groups[0]["params"][0])
         self._last_norm = None if state["norm"] is None else state["norm"].to(device)
 
     @contextmanager

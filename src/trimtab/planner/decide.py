@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,17 +17,21 @@ from trimtab.data.batching import Batching
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.errors import DoesNotFit, TraceError, summarize_error
+from trimtab.hardware.memory import resolve_budget
 from trimtab.log import say
 from trimtab.model.chunked_loss import check_chunked_loss
 from trimtab.planner.explain import Change, cannot_fit, rung
+from trimtab.planner.measured_plan import measure_plan
 from trimtab.planner.memory import Prediction
 from trimtab.planner.recipe_planner import RecipePlanner
-from trimtab.planner.search import Ladder, Row, Space
+from trimtab.planner.search import Ladder, Row, Space, halved_sizes
 from trimtab.planner.shapes import LengthsOfData
 from trimtab.planner.target import Target, target_here
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
+from trimtab.planner.trial_step import TrialError, TrialSteps
 from trimtab.recipe.schema import Recipe
-from trimtab.runs.plan import Outlook, Plan
+from trimtab.runs.outlook import AnyOutlook, Outlook
+from trimtab.runs.plan import Plan
 from trimtab.techniques.apply import (
     check_settings,
     memory_advice,
@@ -103,7 +107,7 @@ class Decision:
     """The specification of a run's steps, and its prediction."""
 
     spec: StepSpec
-    outlook: Outlook | None = None
+    outlook: AnyOutlook | None = None
 
 
 def decide(
@@ -116,11 +120,13 @@ def decide(
     has_own_loss: bool = False,
     stored: Plan | None = None,
     teacher: Teacher | None = None,
+    trials: TrialSteps | None = None,
 ) -> Decision:
     """Choose values for everything that a recipe leaves at `auto`.
 
-    On a GPU, or with a budget, the planner searches for them; a resumed run keeps its plan. On a CPU without a budget
-    nothing is predicted: the batch is one micro-batch, and nothing is recomputed.
+    On a GPU, or with a budget, the planner searches for them; a resumed run keeps its plan. Where a step cannot be
+    traced, trial steps on the device are measured if there is a budget. On a CPU without a budget nothing is predicted:
+    the batch is one micro-batch, and nothing is recomputed.
 
     Args:
         recipe: The recipe.
@@ -131,9 +137,10 @@ def decide(
         has_own_loss: Whether the user passed a loss function.
         stored: The plan of the run to resume.
         teacher: The teacher of the run.
+        trials: Measures steps; None if only predictions may decide.
 
     Raises:
-        DoesNotFit: Nothing fits into the memory of a GPU.
+        DoesNotFit: Nothing fits into the memory of a GPU, or nothing that was measured fits.
         RecipeError: The recipe asks for something that is not possible.
     """
     needs_logits = has_own_loss or recipe.distill is not None
@@ -144,18 +151,26 @@ def decide(
     if stored is not None and _is_still_good(stored, recipe):
         return Decision(question.with_stored(stored.spec), stored.outlook)
 
+    is_measured = recipe.memory.budget is not None and trials is not None and trials.obstacle is None
+
     def search_plan() -> Decision | str | None:
         try:
             return question.by_search()
         except DoesNotFit as error:
             return str(error)
         except Exception as error:  # a model that cannot be traced may train all the same
-            say(_words_without_plan(error))
+            say(_words_without_plan(error, is_measured, trials))
             return None
 
     found = engine.decide_on_main_process(search_plan)
     if isinstance(found, str):
         raise DoesNotFit(found)
+    if found is None and is_measured and trials is not None:
+        try:
+            return question.by_measuring(trials)
+        except TrialError as error:  # the run may work all the same, and if not, its own error is clearer
+            if engine.is_main_process:
+                say(f"no trial step could be measured ({error}): {_words_on_trying()}")
     return Decision(question.without_plan(stored)) if found is None else found
 
 
@@ -183,10 +198,19 @@ def _is_still_good(stored: Plan, recipe: Recipe) -> bool:
     return budget is None or budget == "auto" or outlook.budget_bytes == parse_bytes(budget)
 
 
-def _words_without_plan(error: Exception) -> str:
+def _words_without_plan(error: Exception, is_measured: bool, trials: TrialSteps | None) -> str:
     what = error.problem if isinstance(error, TraceError) else f"no plan could be made ({summarize_error(error)})"
-    cures = ", ".join(["a smaller memory.micro_batch", *memory_advice()])
-    return f"{what}: the batch is tried as one micro-batch; if memory runs out, set {cures}"
+    if is_measured:
+        return f"{what}: trial steps on the device are measured instead"
+    obstacle = None if trials is None else trials.obstacle
+    reason = "" if obstacle is None else f" ({obstacle})"
+    measure = ["memory.budget: auto to measure what fits"] if obstacle is None else []
+    return f"{what}{reason}: {_words_on_trying(measure)}"
+
+
+def _words_on_trying(more: Sequence[str] = ()) -> str:
+    cures = ", ".join([*more, "a smaller memory.micro_batch", *memory_advice()])
+    return f"the batch is tried as one micro-batch; if memory runs out, set {cures}"
 
 
 @dataclass(frozen=True)
@@ -225,6 +249,16 @@ class _Question:
         row = choose_row(planner)
         return Decision(row.spec, outlook_of(planner, row))
 
+    def by_measuring(self, trials: TrialSteps) -> Decision:
+        """Let trial steps on the device choose; all processes measure the same ones."""
+        budget = resolve_budget(self.recipe.memory.budget, self.engine.device) or 0
+        budget = self.engine.decide_on_main_process(lambda: budget)  # free memory differs by process
+        asked = micro_batch_asked(self.recipe, max(self.tokens.train.lengths))
+        whole = min(self.recipe.train.batch_size, len(self.tokens.train))
+        sizes = halved_sizes(math.ceil(whole / self.engine.num_processes)) if asked is None else [self._micro_batch()]
+        found = measure_plan(trials, self.without_plan(None), self.case, sizes, budget)
+        return Decision(*found)
+
     @cached_property
     def case(self) -> Case:
         """The input of the techniques' rules."""
@@ -260,8 +294,11 @@ class _Question:
         @cache
         def find(how: str) -> str | None:
             row = self.data.task.collate([self.tokens.train[0]])
-            with self.engine.autocast():
-                return check_chunked_loss(self.loaded.model, to_device(row, self.engine.device), how)
+            here = next(self.loaded.model.parameters()).device  # weights may be loaded in host memory
+            is_placed, dtype = here == self.engine.device, self.engine.compute_dtype
+            cast = torch.autocast(here.type, dtype or torch.bfloat16, enabled=dtype is not None)
+            with self.engine.autocast() if is_placed else cast:
+                return check_chunked_loss(self.loaded.model, to_device(row, here), how)
 
         return find
 

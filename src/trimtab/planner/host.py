@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab.planner.trace.recorder import Trace
-from trimtab.techniques.base import TO_HOST, HostUse
+from trimtab.techniques.base import TO_HOST, WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, HostUse
 
 GIB = 2**30
 # Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured on H200 hosts.
@@ -47,7 +47,13 @@ class HostPrediction:
 
 
 def predict_host(
-    trace: Trace, *, loaded_bytes: int, use: HostUse, num_kept: int = 2, trained_bytes: int | None = None
+    trace: Trace,
+    *,
+    loaded_bytes: int,
+    use: HostUse,
+    num_kept: int = 2,
+    trained_bytes: int | None = None,
+    shares_weights: bool = False,
 ) -> HostPrediction:
     """Predict host memory and disk space from the trainable parameters and optimizer state in a trace.
 
@@ -58,12 +64,16 @@ def predict_host(
         num_kept: Number of checkpoints to keep; 0 if none is written.
         trained_bytes: Bytes of the trainable parameters in the dtype that they are updated in; None = as they are on
             the device.
+        shares_weights: Whether the weights that are updated on the host are also those that are streamed from it.
     """
     trained = trained_bytes
     if trained is None:
         trained = sum(trace.births[storage].size for storage in trace.gradients)
     state = sum(birth.size for birth in trace.births.values() if birth.part == "state")
     paged = trained // 4 * _PAGED_BYTES if use.pages_state else 0
+    streamed_state = state_on_host(trace)
+    state += streamed_state
+    streamed = 0 if use.updates_on_host and shares_weights else weights_on_host(trace)
     if use.updates_on_host:  # none of it is on the device
         state, paged = int(trained * use.state_ratio), 0
     saved = trained + state + paged
@@ -71,7 +81,7 @@ def predict_host(
     return HostPrediction(
         process=PROCESS_BYTES,
         loading=0 if use.streams_weights else loaded_bytes,
-        kept=use.kept_bytes + paged + moved + activations_on_host(trace),
+        kept=use.kept_bytes + paged + moved + activations_on_host(trace) + streamed + streamed_state,
         snapshot=saved,
         checkpoint=saved,
         model=trained if use.exports_trainable else loaded_bytes,
@@ -81,13 +91,32 @@ def predict_host(
 
 def activations_on_host(trace: Trace) -> int:
     """The most bytes of activations that a traced step has on the host: what the forward of a micro-batch sends."""
+    return _most_in_forward(trace, TO_HOST)
+
+
+def weights_on_host(trace: Trace) -> int:
+    """Bytes of streamed weights: what the forward of a micro-batch fetches.
+
+    If the state of an optimizer is streamed, that of the last block is fetched in forward, and is counted here.
+    """
+    return _most_in_forward(trace, WEIGHTS_FROM_HOST)
+
+
+def state_on_host(trace: Trace) -> int:
+    """Bytes of streamed optimizer state: backward copies streamed weights and their state back to the host."""
+    sent = sum(op.moved for op in trace.ops if op.name == WEIGHTS_TO_HOST)
+    return max(0, sent - weights_on_host(trace))
+
+
+def _most_in_forward(trace: Trace, name: str) -> int:
+    """The most bytes that go in one direction over the host link in the forward of a micro-batch."""
     most = sent = 0
     stage = ""
     for op in trace.ops:
         if op.stage == "forward" and stage != "forward":  # of another micro-batch
             sent = 0
         stage = op.stage
-        if op.name == TO_HOST:
+        if op.name == name and op.stage == "forward":
             sent += op.moved
             most = max(most, sent)
     return most

@@ -5,6 +5,7 @@ generator involved is restored, so the loop sees the same batches as without thi
 """
 
 import copy
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trimtab.randomness import preserve_host_random_state
 
 _MOST_ROWS_READ = 512
+_TOKENS = "input_ids"
 
 
 class NoBatch(Exception):
@@ -62,7 +64,7 @@ class LargestBatch:
 
 
 def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
-    """Build the batch with the longest rows of a loader, from a sample of at most 512 rows.
+    """Build the batch with the largest rows of a loader, from a sample of at most 512 rows.
 
     Args:
         loader: The loader; it is not changed.
@@ -87,14 +89,15 @@ def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
         count = min(-(-size // num_parts), total)
         num_read = min(total, max(_MOST_ROWS_READ, count))
         rows = _read(dataset, [index * total // num_read for index in range(num_read)])
-        lengths = [_lengths_of(row) for row in rows]
-        chosen = _longest(lengths, count)
+        sizes = [_sizes_of(row) for row in rows]
+        chosen = _largest(sizes, count)
         batch = collate([rows[index] for index in chosen])
-    if not any(lengths):
+    if not any(sizes):
         return _seen(batch, count, None, f"the first of {total:,}")
     of_all = f"all {total:,}" if num_read == total else f"a sample of {num_read:,} of {total:,}"
-    is_uneven = count > 1 and any(length != lengths[0] for length in lengths)
-    return _seen(batch, count, is_uneven, f"the longest of {of_all}")
+    is_uneven = count > 1 and any(size != sizes[0] for size in sizes)
+    word = "longest" if _TOKENS in sizes[0] else "largest"
+    return _seen(batch, count, is_uneven, f"the {word} of {of_all}")
 
 
 def _read(dataset: Any, indices: list[int]) -> list[Any]:
@@ -125,15 +128,15 @@ def _copied(generator: Any) -> Any:
     return generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
 
 
-def _lengths_of(row: Any) -> dict[Any, int]:
-    """The length of every field of a row that is a sequence."""
+def _sizes_of(row: Any) -> dict[Any, int]:
+    """The size of every field of a row that is a sequence or an array: tokens, or numbers of an image."""
     if isinstance(row, Mapping):
         fields = list(row.items())
     elif isinstance(row, list | tuple):
         fields = list(enumerate(row))
     else:
         return {}
-    return {name: len(value) for name, value in fields if _is_sequence(value)}
+    return {name: _size_of(value) for name, value in fields if _is_sequence(value)}
 
 
 def _is_sequence(value: Any) -> bool:
@@ -142,14 +145,19 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _longest(lengths: Sequence[dict[Any, int]], count: int) -> list[int]:
-    """Positions of the longest rows, including the longest of every field, because a batch is padded to it."""
-    names = list(dict.fromkeys(name for row in lengths for name in row))
+def _size_of(value: Any) -> int:
+    # the first dimension of an image is that of its colours, and that of a spectrogram its frequencies
+    return math.prod(value.shape) if hasattr(value, "shape") else len(value)
+
+
+def _largest(sizes: Sequence[dict[Any, int]], count: int) -> list[int]:
+    """Positions of the largest rows, including the largest of every field, because a batch is padded to it."""
+    names = list(dict.fromkeys(name for row in sizes for name in row))
     if not names:
         return list(range(count))
-    first = "input_ids" if "input_ids" in names else names[0]
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index].get(first, 0))
-    needed = [max(order, key=lambda index: lengths[index].get(name, 0)) for name in names]
+    first = _TOKENS if _TOKENS in names else names[0]
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index].get(first, 0))
+    needed = [max(order, key=lambda index: sizes[index].get(name, 0)) for name in names]
     return list(dict.fromkeys([order[0], *needed, *order]))[:count]
 
 
@@ -162,9 +170,12 @@ def _seen(batch: Any, rows: int, is_uneven: bool | None, origin: str) -> Largest
     values = dict(batch.items())
     mask = values.get("attention_mask")
     has_padding = isinstance(mask, torch.Tensor) and bool((mask == 0).any())
-    tokens = values.get("input_ids")
+    tokens = values.get(_TOKENS)
     length = int(tokens.shape[1]) if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
-    if isinstance(tokens, torch.Tensor) and tokens.dim():
-        rows = int(tokens.shape[0])
+    # where there are no tokens: images, or sounds
+    arrays = [tokens, *values.values()]
+    first = next((value for value in arrays if isinstance(value, torch.Tensor) and value.dim()), None)
+    if first is not None:
+        rows = int(first.shape[0])
     inputs = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in values.items()}
     return LargestBatch(inputs, rows, length, has_padding or bool(is_uneven), origin)

@@ -4,21 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trimtab.hardware.catalog import Device
 from trimtab.hardware.memory import expected_non_allocator_memory
 from trimtab.planner.allocator import EMPTY_CACHE, peaks, round_size, runs_under, smallest_cap
+from trimtab.planner.anatomy import PARTS, part_of, stage_at
 from trimtab.planner.graph_memory import GraphMemory, graph_memory, with_graph_workspaces, with_kept
+from trimtab.planner.timeline import Moment, timeline
 from trimtab.planner.trace.recorder import Event, Trace
-
-PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The memory in use at one moment of the step."""
-
-    position: float  # 0 = start of the step, 1 = end
-    stage: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -78,9 +70,14 @@ class Prediction:
         parts = {**self.parts, "temporaries": self.parts["temporaries"] + kept}
         return replace(self, allocated=allocated, parts=parts, expandable=False)
 
-    def timeline(self, num_points: int = 200) -> list[Moment]:
-        """Allocated memory over the step, downsampled by the maximum of each interval."""
-        return _timeline(self.trace, num_points)
+    def timeline(self, num_points: int = 200, device: Device | None = None) -> list[Moment]:
+        """Allocated memory over the step by anatomy, downsampled by the maximum of each interval.
+
+        Args:
+            num_points: The number of intervals, at most.
+            device: Spaces moments by the predicted time on a device; None by the number of allocations and frees.
+        """
+        return timeline(self.trace, num_points, device)
 
 
 def predict(trace: Trace, *, with_kernels: bool = False, graphs: GraphMemory | None = None) -> Prediction:
@@ -95,7 +92,7 @@ def predict(trace: Trace, *, with_kernels: bool = False, graphs: GraphMemory | N
     return Prediction(
         allocated=peak,
         parts=_parts(trace, position),
-        stage=_stage_at(trace, position),
+        stage=stage_at(trace, position),
         outside=expected_non_allocator_memory(with_kernels),
         trace=trace,
         graphs=graphs,
@@ -154,47 +151,5 @@ def _parts(trace: Trace, position: int) -> dict[str, int]:
             del living[storage]
     found = dict.fromkeys(PARTS, 0)
     for storage, size in living.items():
-        found[_part_of(trace, storage)] += size
+        found[part_of(trace, storage)] += size
     return found
-
-
-def _part_of(trace: Trace, storage: int) -> str:
-    birth = trace.births[storage]
-    if birth.part == "weights":
-        return "weights"
-    if birth.part == "state":
-        return "optimizer state"
-    if storage in trace.gradients:
-        return "gradients"
-    if birth.part in ("inputs", "library", "optimizer"):
-        return "temporaries"
-    if birth.is_wide:
-        return "logits and loss"
-    return "activations" if birth.part in ("forward", "recompute") else "temporaries"
-
-
-def _stage_at(trace: Trace, position: int) -> str:
-    names = [mark.name for mark in trace.marks if mark.event <= position]
-    last = names[-1] if names else ""
-    return last.removesuffix(" begins") if last.endswith(" begins") else "forward"
-
-
-def _timeline(trace: Trace, num_points: int) -> list[Moment]:
-    begin = max((mark.event for mark in trace.marks if mark.name.startswith("step")), default=0)
-    heights, in_use = [], 0
-    sizes: dict[int, int] = {}
-    for storage, size in trace.events:
-        if size:
-            sizes[storage] = round_size(size)
-            in_use += sizes[storage]
-        else:
-            in_use -= sizes.pop(storage)
-        heights.append(in_use)
-    stretch = max(1, (len(heights) - begin) // num_points)
-    moments = []
-    for start in range(begin, len(heights), stretch):
-        part = heights[start : start + stretch]
-        at = start + part.index(max(part))
-        share = (at - begin) / max(1, len(heights) - begin)
-        moments.append(Moment(share, _stage_at(trace, at), max(part)))
-    return moments

@@ -156,7 +156,14 @@ class OwnLoop:
         if step.has_loss:
             yield "work of the loop besides model(**batch).loss, and evaluation, is not predicted"
         else:
-            yield "the loss, for which batches have no labels, and evaluation are not predicted"
+            yield "the loss, which the model does not compute from these batches, and evaluation are not predicted"
+        if step.compared_rows is not None:
+            yield (
+                f"the loss compares the rows of a batch with each other ({step.compared_rows}), so smaller batches "
+                "are another loss, also with gradient accumulation"
+            )
+            if engine.num_processes > 1:
+                yield "every process compares its own rows only"
         if step.recomputes_already:
             yield "the model's own gradient checkpointing is kept"
         reason = eight_bit_obstacle(optimizer) if self._allow else None
@@ -263,8 +270,7 @@ class _LoopPlanner:
         if batch.rows > 1:
             rows = self._largest(spec, lambda rows: batch.resized(rows=rows), batch.rows)
             if rows is not None:
-                size = rows * self._num_parts
-                words = f"DataLoader(batch_size={size}), with gradient_accumulation_steps for the same batch"
+                words = f"DataLoader(batch_size={rows * self._num_parts}), {self._same_batch}"
                 yield self._change(words, spec, batch.resized(rows=rows))
         for technique in TECHNIQUES:
             for suggestion in technique.suggest(spec, self._case):
@@ -277,6 +283,12 @@ class _LoopPlanner:
             length = self._largest(spec, lambda length: batch.resized(length=length), batch.length, step)
             if length is not None:
                 yield self._change(f"rows of at most {length} tokens", spec, batch.resized(length=length))
+
+    @property
+    def _same_batch(self) -> str:
+        if self._step.compared_rows is not None:
+            return "which is another loss: fewer rows are compared"
+        return "with gradient_accumulation_steps for the same batch"
 
     def _change(self, words: str, spec: StepSpec, batch: LargestBatch | None = None) -> Change:
         fits = self.target.fits(self.prediction(spec, batch), SPARE)

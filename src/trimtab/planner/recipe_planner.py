@@ -18,9 +18,9 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.load import max_positions
 from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
-from trimtab.planner.host import HostPrediction, activations_on_host, predict_host
+from trimtab.planner.host import HostPrediction, activations_on_host, predict_host, weights_on_host
 from trimtab.planner.memory import Prediction, predict, predict_captured, predict_evaluation
-from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
+from trimtab.planner.search import Estimate, Ladder, Row, Space, halved_sizes, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
 from trimtab.planner.target import SPARE, Target
 from trimtab.planner.time import captured_ops, step_seconds
@@ -41,7 +41,7 @@ from trimtab.techniques.apply import (
     refusal,
     start_seconds,
 )
-from trimtab.techniques.base import Axis, Case, Phase, Site, StepSpec, compute_dtype
+from trimtab.techniques.base import WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, Axis, Case, Phase, Site, StepSpec, compute_dtype
 from trimtab.units import parse_every
 
 _LENGTH_STEP = 64  # of the search for the longest rows
@@ -151,7 +151,7 @@ class RecipePlanner:
     @cached_property
     def _micro_batches(self) -> tuple[int, ...]:
         asked = micro_batch_asked(self.recipe, self.lengths.longest)
-        return tuple(_halved(self.batch_size)) if asked is None else (min(asked, self.batch_size),)
+        return tuple(halved_sizes(self.batch_size)) if asked is None else (min(asked, self.batch_size),)
 
     def _precision(self, method: Mapping[str, str]) -> str:
         precision = self.precision
@@ -244,6 +244,7 @@ class RecipePlanner:
             loaded_bytes=fp32_bytes * weight_bytes // torch.float32.itemsize,
             use=use,
             trained_bytes=trained,
+            shares_weights=compute_dtype(spec.precision) in (None, tracer.weight_dtype(spec.precision)),
             num_kept=0 if self.recipe.checkpoint.every is None else self.recipe.checkpoint.keep,
         )
 
@@ -265,11 +266,11 @@ class RecipePlanner:
         return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps)
 
     def _fits(self, spec: StepSpec, found: Prediction) -> bool:
-        """Whether a step fits on the device, and the activations that leave it on the host."""
+        """Whether a step fits on the device, and the activations and weights that are not there on the host."""
         if not self.target.fits(found, SPARE):
             return False
         room = self.target.host_bytes
-        if room is None or not activations_on_host(found.trace):
+        if room is None or not (activations_on_host(found.trace) or weights_on_host(found.trace)):
             return True
         return self._num_processes * self._host(spec, found).memory <= room
 
@@ -303,7 +304,10 @@ class RecipePlanner:
         for space in spaces:
             is_last = len(spaces) > 1 and space is spaces[-1] and self._usual_space is not self.space
             shows_all = thorough and not is_last  # too many combinations to show what cannot be chosen
-            found = search(space, self.estimate, room=self.target.room(SPARE), thorough=shows_all)
+            room = self.target.room(SPARE)
+            if is_last and rows and min(map(_bytes_of_weights, rows.values())) > room:
+                space = replace(space, axes=_with_least_weights(space.axes))
+            found = search(space, self.estimate, room=room, thorough=shows_all)
             rows |= {row.spec: row for row in found.rows}
             chosen = found.chosen
             if chosen is not None:
@@ -470,12 +474,17 @@ def _small_values(axis: Axis) -> Axis:
     return replace(axis, values=values)
 
 
-def _halved(batch_size: int) -> Iterator[int]:
-    rows = batch_size
-    while rows > 1:
-        yield rows
-        rows = math.ceil(rows / 2)
-    yield 1
+def _bytes_of_weights(row: Row) -> int:
+    """What a step needs on the device before it has computed anything."""
+    return row.estimate.parts["weights"] + row.estimate.outside_bytes
+
+
+def _with_least_weights(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The same values, without those that are of no use where the weights alone do not fit."""
+    shrinking = [axis for axis in axes if axis.technique.shrinks_weights and len(axis.values) > 1]
+    if len(shrinking) != 1:  # either of them may be enough
+        return axes
+    return tuple(replace(axis, values=axis.values[-1:]) if axis is shrinking[0] else axis for axis in axes)
 
 
 def _split(ops: Iterable[Op]) -> tuple[list[Op], list[Op], list[Op]]:
@@ -509,7 +518,7 @@ def _scaled(ops: list[Op], share: float, is_packed: bool) -> list[Op]:
         return ops
     known: dict[int, Op] = {}  # blocks that repeat share their operations
     for op in ops:
-        if id(op) not in known and op.stage in _OF_WEIGHTS:
+        if id(op) not in known and (op.stage in _OF_WEIGHTS or op.name in (WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST)):
             known[id(op)] = op
         elif id(op) not in known:
             flops = op.flops * (share**2 if "attention" in op.name and not is_packed else share)

@@ -14,6 +14,7 @@ from trimtab.build.teacher import build_teacher
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine.engine import Engine
 from trimtab.planner.decide import decide, stored_plan
+from trimtab.planner.trial_step import TrialSteps
 from trimtab.recipe.schema import Recipe
 
 
@@ -29,7 +30,7 @@ def resolve_run(
         loss: A loss function passed by the user.
 
     Raises:
-        DoesNotFit: Nothing fits into the memory of a GPU.
+        DoesNotFit: Nothing fits into the memory of a GPU, or nothing that was measured fits.
         UserError: The recipe, its data or its model cannot be used.
     """
     written = with_absolute_paths(asked)  # for readers in another directory
@@ -44,7 +45,15 @@ def resolve_run(
     freezing = build_freezing(recipe, loaded)
     before = None if resumed is None else stored_plan(resumed)
     decision = decide(
-        recipe, data, tokens, loaded, engine, has_own_loss=loss is not None, stored=before, teacher=teacher
+        recipe,
+        data,
+        tokens,
+        loaded,
+        engine,
+        has_own_loss=loss is not None,
+        stored=before,
+        teacher=teacher,
+        trials=TrialSteps(recipe, data, tokens, loaded, freezing, engine, loss, teacher),
     )
     place_model(recipe, data, loaded, decision.spec, freezing, engine)
     plan = build_plan(recipe, data, tokens, loaded, engine, decision.spec, decision.outlook)

@@ -7,6 +7,7 @@ first and the last are not predicted for a micro-batch where a straight line bet
 technique that declares nothing may turn out faster or slower, smaller or larger: all its values are predicted.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -274,6 +275,15 @@ def _guess(sizes: Sequence[int], fits: Row, fails: Row, room: int) -> int:
     slope = (fails.least_bytes - fits.least_bytes) / (fails.spec.micro_batch - fits.spec.micro_batch)
     size = fits.spec.micro_batch + (room - fits.least_bytes) / max(slope, 1.0)
     return next((at for at, known in enumerate(sizes) if known <= size), len(sizes) - 1)
+
+
+def halved_sizes(batch_size: int) -> Iterator[int]:
+    """The micro-batch sizes among which a plan chooses: the whole batch, its half, and so on."""
+    rows = batch_size
+    while rows > 1:
+        yield rows
+        rows = math.ceil(rows / 2)
+    yield 1
 
 
 def largest(

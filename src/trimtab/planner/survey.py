@@ -19,6 +19,7 @@ from trimtab.planner.target import Target, known_target, target_here
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.load import LoadedRecipe
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.outlook import Outlook
 from trimtab.runs.plan import Plan
 from trimtab.techniques.apply import batching_of
 from trimtab.techniques.base import StepSpec
@@ -66,7 +67,9 @@ class Survey:
         """What the chosen plan needs besides training steps, and what the ladder does not show."""
         left_out = [f"Not shown: {method}: {reason}" for method, reason in self.left_out.items()]
         outlook = None if self.plan is None else self.plan.outlook
-        if outlook is None or outlook.predicted_host_bytes is None or outlook.predicted_disk_bytes is None:
+        if not isinstance(outlook, Outlook):
+            return left_out
+        if outlook.predicted_host_bytes is None or outlook.predicted_disk_bytes is None:
             return left_out
         words = [
             f"host memory at most {format_bytes(outlook.predicted_host_bytes)}",

@@ -6,8 +6,8 @@ time: at every moment the slower of the two limits it. Copies of weights and gra
 in order; what the host computes itself waits for both. No step waits for the one before: the host launches the first
 operations of a step while the device still computes the last ones of the previous step.
 
-Copies of activations run on two more timelines, one for each direction: they begin when the device has reached
-them, and the device waits where it needs what they carry.
+Copies of activations and of streamed weights run on two more timelines, one for each direction: they begin when the
+device has reached them, and the device waits where it needs what they carry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,20 @@ from dataclasses import dataclass, field
 
 from trimtab.hardware.catalog import Device
 from trimtab.planner.trace.recorder import Op
-from trimtab.techniques.base import FROM_HOST, TO_HOST, UPDATE_CALL, WAIT_FROM_HOST, WAIT_TO_HOST
+from trimtab.techniques.base import (
+    FROM_HOST,
+    IN_AFTER_OUT,
+    TO_HOST,
+    UPDATE_CALL,
+    WAIT_FROM_HOST,
+    WAIT_TO_HOST,
+    WEIGHTS_FROM_HOST,
+    WEIGHTS_TO_HOST,
+)
 
-_LINK_OPS = frozenset((TO_HOST, FROM_HOST, WAIT_TO_HOST, WAIT_FROM_HOST))
+_COPIES = {TO_HOST: TO_HOST, WEIGHTS_TO_HOST: TO_HOST, FROM_HOST: FROM_HOST, WEIGHTS_FROM_HOST: FROM_HOST}
 _WAITED_FOR = {WAIT_TO_HOST: TO_HOST, WAIT_FROM_HOST: FROM_HOST}
+_LINK_OPS = frozenset((*_COPIES, *_WAITED_FOR, IN_AFTER_OUT))
 
 
 @dataclass(frozen=True)
@@ -181,9 +191,13 @@ class _Link:
         seconds = op.moved / self._rate
         if op.name in _WAITED_FOR:  # until so many bytes are left
             return max(finished, self._free[_WAITED_FOR[op.name]] - seconds)
+        if op.name == IN_AFTER_OUT:
+            self._free[FROM_HOST] = max(self._free[FROM_HOST], self._free[TO_HOST])
+            return finished
         if self._is_cpu:
             return finished + seconds
-        self._free[op.name] = max(self._free[op.name], launched, finished) + seconds
+        direction = _COPIES[op.name]
+        self._free[direction] = max(self._free[direction], launched, finished) + seconds
         return finished
 
 

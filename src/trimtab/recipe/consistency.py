@@ -18,13 +18,15 @@ _COLUMNS = {
 }
 _ADAMS = ("adamw", "adam")
 _USED_BY = {"betas": _ADAMS, "eps": (*_ADAMS, "adagrad"), "momentum": ("sgd",)}
-_LORA = {"rank", "alpha", "dropout", "targets", "layers", "ranks", "alphas", "trains", "rslora", "dora", "lr_ratio"}
+_LORA = {"rank", "alpha", "dropout", "targets", "experts", "layers", "ranks", "alphas", "trains", "rslora", "dora"}
+_LORA |= {"lr_ratio"}
 _ADAPTER_KEYS = {
     "lora": _LORA | {"base", "init"},
     "qlora": _LORA | {"init"},  # refused for another reason
     "ia3": {"targets", "layers", "trains"},
     "side": {"reduction", "every", "dropout", "trains"},
     "prompt": {"tokens"},
+    "prefix": {"tokens"},
 }
 _LANGUAGE_MODELING = ("causal-lm", "chat", "seq2seq", "masked-lm")
 
@@ -143,6 +145,11 @@ def _in_adapter(adapter: "AdapterSettings") -> Iterator[Mistake]:
     if is_quantized and adapter.init != "zero":
         text = f"found {adapter.init}; it changes the base weights, which are stored in {stored}; write zero"
         yield _mistake("adapter.init", text, "adapter.kind", "adapter.base")
+    if adapter.experts:
+        for name in ("dropout", "dora", "init"):
+            if (value := getattr(adapter, name)) != _default(adapter, name):
+                text = f"found {shown(value)}; adapters on fused experts do not have it; leave one of them out"
+                yield _mistake(f"adapter.{name}", text, "adapter.experts")
     if base is not None and adapter.dora:
         text = f"found true; PEFT cannot read base weights in {base}; leave one of them out"
         yield _mistake("adapter.dora", text, "adapter.base")

@@ -55,7 +55,8 @@ _VALUES: dict[str, dict[str, str]] = {
     "adapter": {
         "dora": "{kind: lora, dora: true}",
         **_all("prompt_tuning prompt-tuning", "prompt"),
-        **_all("prefix prefix_tuning prefix-tuning p_tuning p-tuning", "prompt (the nearest)"),
+        **_all("prefix_tuning prefix-tuning", "prefix"),
+        **_all("p_tuning p-tuning", "prompt (the nearest)"),
     },
     "early_stopping.mode": {"maximize": "max", "minimize": "min", "true": "max", "false": "min", "auto": "null"},
     "evaluate.every": {"steps": "500 steps", "epochs": "epoch", "no": "1000 epochs", "never": "1000 epochs"},
@@ -320,7 +321,7 @@ _HF_SCRIPTS: dict[str, Answer] = {
     **_all("prompt_tuning_init prompt_tuning_init_text", _omit("virtual tokens start as those of random tokens")),
     **_all(
         "prefix_projection encoder_hidden_size",
-        _omit("prefix tuning and P-tuning are not supported; adapter: prompt is"),
+        _omit("prefixes train without a projection, and P-tuning is not supported"),
     ),
     "feedforward_modules": _omit("found by the type of the model, or by their shapes"),
     **_all("load_in_4bit use_4bit", _write("adapter", _if_on("qlora", "none"))),

@@ -197,11 +197,12 @@ class TrainSettings(Section):
 class AdapterSettings(Section):
     """Adapters: small modules that train while the base model is frozen."""
 
-    kind: Literal["lora", "qlora", "ia3", "side", "prompt"] = "lora"
+    kind: Literal["lora", "qlora", "ia3", "side", "prompt", "prefix"] = "lora"
     """lora = low-rank matrices added to the base weights; qlora = the same on 4-bit (nf4) base weights; ia3 = one
     factor for each output of keys and values and each input of the second layer of an MLP; side = a narrow network
     beside the base that reads its hidden states, so that backward never enters the base; prompt = embeddings of virtual
-    tokens before each row (prompt tuning), for decoders."""
+    tokens before each row (prompt tuning), for decoders; prefix = keys and values of virtual tokens before each row, in
+    every block (prefix tuning), for decoders."""
     base: Literal["fp8"] | None = None
     """How kind lora stores the frozen base weights: fp8 = in 8 bits, and multiplied in fp8, on NVIDIA GPUs from compute
     capability 8.9 (emulated on a CPU); null = in the dtype of matrix products."""
@@ -214,10 +215,13 @@ class AdapterSettings(Section):
     targets: Targets | None = None
     """Modules that get an adapter; all-linear = every linear layer of the base, not the head; null = all-linear, with
     kind ia3 those that PEFT chooses for the type of the model."""
+    experts: bool = False
+    """Adapt fused expert weights too, with two matrices of this rank for each expert; they are no linear modules and
+    not among targets."""
     layers: BlockRange | None = None
     """First and last block that get adapters, counted from 0; null = all blocks."""
     ranks: dict[str, PositiveInt] = {}
-    """Rank by pattern of module names: {'*.down_proj': 32}; the last matching pattern wins."""
+    """Rank by pattern of module names, or of expert weights: {'*.down_proj': 32}; the last matching pattern wins."""
     alphas: dict[str, PositiveFloat] = {}
     """Alpha by pattern of module names; the last matching pattern wins."""
     trains: Patterns = []
@@ -237,7 +241,7 @@ class AdapterSettings(Section):
     every: PositiveInt = 1
     """A side network reads every so-manyth block of the model, and always the last one."""
     tokens: PositiveInt = 20
-    """Number of virtual tokens of prompt tuning."""
+    """Number of virtual tokens of prompt and prefix tuning."""
 
 
 class MemorySettings(Section):
@@ -268,6 +272,11 @@ class MemorySettings(Section):
     train.clip_by: previous-norm; host = gradients, fp32 weights and optimizer state are in host memory, and the CPU
     updates; auto = in-backward where it is possible and faster than what else fits, host if nothing else fits on a GPU,
     else device."""
+    stream_weights: OffloadedBlocks = "auto"
+    """Keep the weights of blocks in pinned host memory, and copy them to the device while the block before computes, in
+    forward and in backward: all = of every block; {every: 2} = of every second block; {all_but_every: 4} and
+    {layers: [0, -1]} as above. Weights that train need update: in-backward, whose optimizer state is streamed with
+    them, or host. auto = all if nothing else fits on an NVIDIA GPU, else none."""
     allow: Allowances = []
     """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
     memory is short."""
@@ -404,9 +413,9 @@ class Recipe(Section):
     """What to train on."""
     train: TrainSettings = TrainSettings()
     """How to train."""
-    adapter: Literal["none", "lora", "qlora", "ia3", "side", "prompt"] | AdapterSettings = "none"
-    """Train and save a small adapter instead of all weights: lora, qlora (4-bit base weights), ia3, side, prompt, or a
-    mapping such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
+    adapter: Literal["none", "lora", "qlora", "ia3", "side", "prompt", "prefix"] | AdapterSettings = "none"
+    """Train and save a small adapter instead of all weights: lora, qlora (4-bit base weights), ia3, side, prompt,
+    prefix, or a mapping such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
     distill: DistillSettings | None = None
     """Train the model to give the outputs of a larger one; null = train on labels alone."""
     memory: MemorySettings = MemorySettings()

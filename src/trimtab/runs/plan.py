@@ -4,50 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from trimtab.runs.outlook import AnyOutlook, outlook_as_dict, read_outlook
 from trimtab.techniques.apply import describe, values_in_plan
 from trimtab.techniques.base import StepSpec
 from trimtab.techniques.optimizer_state import OptimizerState
-from trimtab.units import format_bytes, format_seconds
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """The prediction for a run.
-
-    Attributes:
-        budget_bytes: Memory of the device that may be used.
-        predicted_peak_bytes: The peak of allocated tensors, as the allocator counts it.
-        predicted_total_bytes: What the device needs for that.
-        predicted_step_s: Seconds of an optimizer step.
-        predicted_parts: The peak by anatomy.
-        eval_micro_batch: The largest number of held-out rows that one process evaluates in one forward; None where
-            that is not decided here.
-        predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
-        predicted_host_bytes: The most host memory, while loading or while a checkpoint is saved.
-        predicted_disk_bytes: The most disk space, for checkpoints and the best model.
-    """
-
-    budget_bytes: int
-    predicted_peak_bytes: int
-    predicted_total_bytes: int
-    predicted_step_s: float
-    predicted_parts: Mapping[str, int]
-    eval_micro_batch: int | None = None
-    predicted_eval_peak_bytes: int | None = None
-    predicted_host_bytes: int | None = None
-    predicted_disk_bytes: int | None = None
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self | None:
-        """The prediction in a plan.json; None where nothing was predicted."""
-        if values.get("predicted_peak_bytes") is None:
-            return None
-        return cls(**{own.name: values.get(own.name) for own in fields(cls)})  # type: ignore[arg-type]
-
-
-_NOTHING_PREDICTED: dict[str, Any] = {
-    own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)
-}
 
 
 @dataclass(frozen=True)
@@ -55,14 +15,15 @@ class Plan:
     """The decisions of one run.
 
     The values of techniques are attributes as well, by their keys: `plan.loss`. So are those of the prediction,
-    such as `plan.predicted_peak_bytes`; these are None where nothing was predicted: on a CPU without a budget.
+    such as `plan.predicted_peak_bytes`; these are None where nothing was predicted: on a CPU without a budget, and for
+    a model whose step cannot be traced.
 
     Attributes:
         device: Where this process trains.
         spec: How a step is made.
         texts: The value of each technique, as plan.json has it.
         micro_batch_tokens: The most tokens of a packed micro-batch of one process; None if batches are divided by rows.
-        outlook: The prediction.
+        outlook: The prediction, or what trial steps measured.
     """
 
     device: str
@@ -81,16 +42,16 @@ class Plan:
     padding_share: float
     metric: str
     micro_batch_tokens: int | None = None
-    outlook: Outlook | None = field(default=None)
+    outlook: AnyOutlook | None = field(default=None)
 
     def __getattr__(self, name: str) -> Any:
         # only called for what is no field
         texts: Mapping[str, str] = self.__dict__.get("texts", {})
         if name in texts:
             return texts[name]
-        if name in _NOTHING_PREDICTED:
-            outlook = self.__dict__.get("outlook")
-            return _NOTHING_PREDICTED[name] if outlook is None else getattr(outlook, name)
+        outlook = outlook_as_dict(self.__dict__.get("outlook"))
+        if name in outlook:
+            return outlook[name]
         raise AttributeError(f"a plan has no attribute {name!r}")
 
     @classmethod
@@ -102,7 +63,7 @@ class Plan:
         return cls(
             spec=spec,
             texts={key: str(values.get(key, value)) for key, value in techniques.items()},
-            outlook=Outlook.from_dict(values),
+            outlook=read_outlook(values),
             **{name: value for name, value in values.items() if name in known},
         )
 
@@ -125,7 +86,6 @@ class Plan:
         """Plain values, for JSON."""
         own = {name: value for name, value in vars(self).items() if name not in ("spec", "texts", "outlook")}
         device, batch_size = own.pop("device"), own.pop("batch_size")
-        predicted = _NOTHING_PREDICTED if self.outlook is None else vars(self.outlook)
         return {
             "device": device,
             "precision": self.precision,
@@ -133,7 +93,7 @@ class Plan:
             "micro_batch_size": self.micro_batch_size,
             **own,
             **self.texts,
-            **{name: dict(value) if isinstance(value, Mapping) else value for name, value in predicted.items()},
+            **outlook_as_dict(self.outlook),
         }
 
     def describe(self) -> list[str]:
@@ -148,29 +108,12 @@ class Plan:
         return [
             f"{where}, {self.precision}, {self.spec[OptimizerState.key]}; {trainable}",
             *([f"techniques: {techniques}"] if techniques else []),
-            *self._prediction(),
+            *([] if self.outlook is None else [self.outlook.words()]),
             f"{self.num_train_rows:,} training rows, {self.num_eval_rows:,} held-out rows; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} per epoch), "
             f"warmup {self.warmup_steps:,}; best by {self.metric}",
         ]
-
-    def _prediction(self) -> list[str]:
-        outlook = self.outlook
-        if outlook is None:
-            return []
-        return [
-            f"predicted: {format_bytes(outlook.predicted_total_bytes)} of {format_bytes(outlook.budget_bytes)}, "
-            f"{format_seconds(outlook.predicted_step_s)} per step{self.host_words()}"
-        ]
-
-    def host_words(self) -> str:
-        """The predicted use of host memory and disk, if there is such a prediction."""
-        outlook = self.outlook
-        if outlook is None or outlook.predicted_host_bytes is None or outlook.predicted_disk_bytes is None:
-            return ""
-        host, disk = format_bytes(outlook.predicted_host_bytes), format_bytes(outlook.predicted_disk_bytes)
-        return f"; at most {host} of host memory, {disk} of disk"
 
 
 def _millions(count: int) -> str:

@@ -12,6 +12,7 @@ from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.techniques.padding import Padding
 from trimtab.techniques.recomputation import GradientCheckpointing
 from trimtab.techniques.sequence_tiles import SequenceTiles
+from trimtab.techniques.streamed_weights import StreamedWeights
 from trimtab.techniques.weight_update import WeightUpdate
 
 TECHNIQUES: list[Technique] = [
@@ -21,6 +22,7 @@ TECHNIQUES: list[Technique] = [
     ChunkedLoss(),
     OptimizerState(),
     WeightUpdate(),
+    StreamedWeights(),
     HostEmbeddings(),
     FusedKernels(),
     SequenceTiles(),

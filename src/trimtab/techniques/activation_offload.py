@@ -13,15 +13,18 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
-from trimtab.model.host_pages import PAGE_BYTES, HostLink
+from trimtab.model.host_pages import PAGE_BYTES, HostLink, Pairs
 from trimtab.model.offloaded_blocks import offload_blocks
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
 from trimtab.techniques.base import (
     FROM_HOST,
+    IN_AFTER_OUT,
     TO_HOST,
     WAIT_FROM_HOST,
     WAIT_TO_HOST,
+    WEIGHTS_FROM_HOST,
+    WEIGHTS_TO_HOST,
     Accelerator,
     Case,
     HostUse,
@@ -84,11 +87,11 @@ class ActivationOffload(Technique):
         offload_blocks(model, [blocks[number] for number in chosen], pins=site.device.type == "cuda")
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Copies take time on the link; what is on the host takes no device memory."""
+        """Copies take time on the link, whatever they copy; what is on the host takes no device memory."""
         sent = {TO_HOST: 0, FROM_HOST: 0}
 
-        def copy(direction: str, num_bytes: int) -> int:
-            recorder.transfer(direction, num_bytes)
+        def copy(direction: str, num_bytes: int, name: str | None = None) -> int:
+            recorder.transfer(name or direction, num_bytes)
             sent[direction] += num_bytes
             return sent[direction]
 
@@ -101,11 +104,21 @@ class ActivationOffload(Technique):
             del recorder.ops[num_ops:]  # to allocate takes no time on the device
             return made, copy(FROM_HOST, sum(spans))
 
+        def copy_in(link: HostLink, pairs: Pairs, device: torch.device, after: Any = None) -> int:
+            if after is not None:
+                recorder.transfer(IN_AFTER_OUT, 0)
+            return copy(FROM_HOST, sum(target.nbytes for target, _ in pairs), WEIGHTS_FROM_HOST)
+
+        def copy_out(link: HostLink, pairs: Pairs, device: torch.device) -> int:
+            return copy(TO_HOST, sum(target.nbytes for target, _ in pairs), WEIGHTS_TO_HOST)
+
         def wait(link: HostLink, event: int, direction: str, name: str) -> None:
             recorder.transfer(name, sent[direction] - event)  # what may still be on its way
 
         yield HostLink, "send", send
         yield HostLink, "fetch", fetch
+        yield HostLink, "copy_in", copy_in
+        yield HostLink, "copy_out", copy_out
         yield HostLink, "wait_sent", lambda link, event: wait(link, event, TO_HOST, WAIT_TO_HOST)
         yield HostLink, "wait_fetched", lambda link, event: wait(link, event, FROM_HOST, WAIT_FROM_HOST)
 

@@ -20,6 +20,7 @@ from trimtab.model.adapter_targets import ALL_LINEAR
 from trimtab.model.adapters import add_adapter
 from trimtab.model.fp8 import Fp8
 from trimtab.model.nf4 import Nf4
+from trimtab.model.prefix_tuning import PrefixSpec
 from trimtab.model.quantization import Quantization, quantizable
 from trimtab.model.side_network import SideSpec
 from trimtab.model.virtual_tokens import PromptSpec
@@ -42,8 +43,8 @@ from trimtab.techniques.base import (
 _FP8 = "lora-fp8"
 _SUGGESTED = {"lora": "LoRA", _FP8: "LoRA on fp8 weights", "qlora": "QLoRA"}
 _SIDE = "side"
-_PROMPT = "prompt"
-_WORDS = _SUGGESTED | {"ia3": "IA3", _SIDE: "side network", _PROMPT: "prompt tuning"}
+_PROMPT, _PREFIX = "prompt", "prefix"
+_WORDS = _SUGGESTED | {"ia3": "IA3", _SIDE: "side network", _PROMPT: "prompt tuning", _PREFIX: "prefix tuning"}
 _QUANTIZATIONS: dict[str, type[Quantization]] = {_FP8: Fp8, "qlora": Nf4}
 _USUAL_LR = 1e-4  # adapters learn slowly below this rate
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that share one
@@ -75,13 +76,13 @@ def has_quantized_base(recipe: Recipe) -> bool:
 def has_plain_lora(recipe: Recipe) -> bool:
     """Whether the adapter of a recipe is LoRA in the form that blocks are compiled with."""
     settings = adapter_settings(recipe)
-    return settings is not None and settings.kind in ("lora", "qlora") and not settings.dora
+    return settings is not None and settings.kind in ("lora", "qlora") and not (settings.dora or settings.experts)
 
 
 def num_virtual_tokens(recipe: Recipe | None) -> int:
     """Tokens that an adapter puts before each row."""
     settings = None if recipe is None else adapter_settings(recipe)
-    return settings.tokens if settings is not None and settings.kind == _PROMPT else 0
+    return settings.tokens if settings is not None and settings.kind in (_PROMPT, _PREFIX) else 0
 
 
 def learning_rates(recipe: Recipe, model: torch.nn.Module) -> dict[int, float]:
@@ -114,7 +115,10 @@ class AdapterTechnique(Technique):
         return (value,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Compiled blocks are not tested beside a side network."""
+        """Compiled blocks are not tested beside a side network, nor with the keys and values of a prefix."""
+        if spec[self.key] == _PREFIX and spec["compile"] != "off":
+            compiled = f"train.compile: {spec['compile']}"
+            return f"adapter: prefix gives blocks keys and values through a cache, which {compiled} does not support"
         if spec[self.key] == _SIDE and spec["compile"] != "off":
             compiled = f"train.compile: {spec['compile']}"
             return f"adapter: side runs the blocks of the base without gradients, which {compiled} does not support"
@@ -178,11 +182,11 @@ class AdapterTechnique(Technique):
         return range(first, last + 1).__contains__
 
     def names_blocks(self, recipe: Recipe | None) -> bool:
-        """Patterns with a digit may mean single blocks; blocks of a side network are traced with those of the base."""
+        """Patterns with a digit may mean single blocks; side networks and prefixes are of all blocks."""
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None:
             return False
-        if settings.kind == _SIDE:
+        if settings.kind in (_SIDE, _PREFIX):  # a prefix is one tensor of all blocks
             return True
         patterns = f"{settings.targets} {settings.ranks} {settings.alphas} {settings.trains}"
         return any(letter.isdigit() for letter in patterns)
@@ -206,12 +210,13 @@ class AdapterTechnique(Technique):
             return value
         if settings.kind == _SIDE:
             return f"{value}, reduction {settings.reduction}, every {settings.every}"
-        if settings.kind == _PROMPT:
+        if settings.kind in (_PROMPT, _PREFIX):
             return f"{value}, {settings.tokens} tokens"
         if "rank" not in _spec_fields(settings):
             return value
         init = "" if settings.init == "zero" else settings.init
         options = ["rslora" if settings.rslora else "", "dora" if settings.dora else "", init]
+        options.append("experts" if settings.experts else "")
         return ", ".join([value, f"rank {settings.rank}", *filter(None, options)])
 
     def value_in(self, text: str) -> str:
@@ -229,6 +234,7 @@ _SPECS: dict[str, type[Any]] = {
     "ia3": Ia3Spec,
     _SIDE: SideSpec,
     _PROMPT: PromptSpec,
+    _PREFIX: PrefixSpec,
 }
 
 

@@ -135,6 +135,11 @@ def load_options(recipe: Recipe, options: LoadOptions, half: torch.dtype) -> Loa
     return options
 
 
+def loads_on_host(recipe: Recipe, *, is_too_large: bool = False) -> bool:
+    """Whether weights are loaded in host memory; `is_too_large` if loading on the device has run out of memory."""
+    return any(technique.loads_on_host(recipe, is_too_large=is_too_large) for technique in TECHNIQUES)
+
+
 def change_model(model: torch.nn.Module, values: Values, site: Site, phases: Iterable[Phase] = Phase) -> None:
     """Change a model in place, phase by phase."""
     for phase in phases:

@@ -26,7 +26,9 @@ from trimtab.recipe.yaml_text import as_yaml
 Effect = Literal["exact", "rounding", "method"]
 # Names of operations of a trace that use the link between host and device: copies, and waits for them.
 TO_HOST, FROM_HOST = "host_link.out", "host_link.in"
+WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST = "host_link.weights_out", "host_link.weights_in"  # whatever the size of a batch
 WAIT_TO_HOST, WAIT_FROM_HOST = "host_link.wait_out", "host_link.wait_in"
+IN_AFTER_OUT = "host_link.in_after_out"  # the next copy from the host begins when those to it are over
 OnResume = Literal["free", "from here on", "refused"]
 
 
@@ -253,6 +255,12 @@ class TraceRecorder(Protocol):
     def on_host(self) -> AbstractContextManager[None]:
         """A context in which new tensors take no device memory."""
 
+    def born_as(self, part: str) -> AbstractContextManager[None]:
+        """A context in which new tensors are this part of the anatomy."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Record existing tensors as allocated now."""
+
     def transfer(self, name: str, num_bytes: int) -> None:
         """Count a copy between host and device; or a wait until at most so many bytes are on their way."""
 
@@ -317,6 +325,7 @@ class Technique:
         is_decided_first: Whether its values are compared once, for the largest micro-batch, and only the best one is
             searched further: what is faster there is faster in all plans.
         last_resorts: Values that are searched only if nothing fits without them; None = all but the first one.
+        shrinks_weights: Whether further values need less device memory for weights.
         may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
         needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
         advice: The value to suggest where memory ran out and nothing was predicted.
@@ -336,6 +345,7 @@ class Technique:
     is_slower_with_each_value: ClassVar[bool] = False
     is_decided_first: ClassVar[bool] = False
     last_resorts: ClassVar[tuple[str, ...] | None] = ()
+    shrinks_weights: ClassVar[bool] = False
     may_fail_in_trace: ClassVar[bool] = False
     needs_prediction: ClassVar[bool] = False
     advice: ClassVar[str | None] = None
@@ -399,6 +409,15 @@ class Technique:
     def load(self, value: str, options: LoadOptions, half: torch.dtype) -> LoadOptions:
         """How weights are loaded; `half` is the dtype that matrix products compute in."""
         return options
+
+    def loads_on_host(self, recipe: Recipe, *, is_too_large: bool) -> bool:
+        """Whether weights are loaded in host memory, from where the technique takes them.
+
+        Args:
+            recipe: The recipe.
+            is_too_large: Whether loading on the device has run out of memory.
+        """
+        return False
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Change a model in place; called in the order of phases, for `off` only with `changes_model_when_off`."""

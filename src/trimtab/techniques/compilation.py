@@ -29,6 +29,7 @@ from trimtab.model.captured_step import (
 )
 from trimtab.model.compile_time import compile_seconds, compiling_may_pay
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
+from trimtab.model.expert_weights import fused_experts
 from trimtab.techniques.adapter import adapter_settings, has_plain_lora, has_quantized_base
 from trimtab.techniques.base import Case, OnResume, Phase, Site, StepSpec, Technique, Trial
 
@@ -158,7 +159,9 @@ def may_compile(case: Case) -> bool:
     pays = compiling_may_pay(case.num_steps, capability, has_triton=has_triton)
     # a layer that is dropped at random is drawn on the host, which a graph would do once
     drops_layers = bool(getattr(getattr(case.model, "config", None), "layerdrop", 0))
-    return pays and not has_quantized_base(recipe) and not drops_layers and bool(blocks_of(case.model))
+    if drops_layers or fused_experts(case.model):  # blocks with experts were not measured
+        return False
+    return pays and not has_quantized_base(recipe) and bool(blocks_of(case.model))
 
 
 def _divides_batches(spec: StepSpec, case: Case) -> bool:

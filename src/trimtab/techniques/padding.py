@@ -13,7 +13,7 @@ from trimtab.data.batching import Batching
 from trimtab.log import log_info_once
 from trimtab.model.packed_attention import Kernel, kernel_for
 from trimtab.model.padding_free import enable, find_problem
-from trimtab.techniques.adapter import num_virtual_tokens
+from trimtab.techniques.adapter import adapter_settings, num_virtual_tokens
 from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 
@@ -40,8 +40,9 @@ class Padding(Technique):
         return ("none",) if problem is None else ("longest",)
 
     def _problem(self, case: Case) -> str | None:
-        if num_virtual_tokens(case.recipe):
-            return "virtual tokens are put before each row (adapter: prompt)"
+        settings = None if case.recipe is None else adapter_settings(case.recipe)
+        if settings is not None and num_virtual_tokens(case.recipe):
+            return f"virtual tokens are put before each row (adapter: {settings.kind})"
         if case.has_own_loss:
             return "a custom loss gets rows of equal length"
         return find_problem(case.model, case.model_kind, _kernel(case.accelerator, case.compute_dtype))

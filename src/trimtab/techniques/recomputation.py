@@ -213,7 +213,8 @@ def _recomputed(
 
 def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     values = (*args, *kwargs.values())
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values) or any(
+    # also a prefix of keys and values, which comes as a cache: see `trimtab.model.prefix_tuning`
+    return any(getattr(value, "requires_grad", False) for value in values) or any(
         parameter.requires_grad for parameter in block.parameters()
     )
 
@@ -238,7 +239,8 @@ def _without_cache(
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    stores_nothing = getattr(value, "stores_nothing", False)
+    return hasattr(value, "get_seq_length") and hasattr(value, "update") and not stores_nothing
 
 
 def _keeping_nothing(devices: list[torch.device]) -> tuple[WatchedDraws, ReplayedDraws]:

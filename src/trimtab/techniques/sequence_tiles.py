@@ -55,7 +55,7 @@ class SequenceTiles(Technique):
         if not is_possible:
             raise RecipeError(
                 f"{_KEY}: the blocks of {type(case.model).__name__} have no MLP of their own that works on each token "
-                "alone (experts, or layers without a module around them)",
+                "alone (experts, or layers without a module around them, or with dropout between them)",
                 f"{_KEY}: none",
             )
         return (asked,)

@@ -48,6 +48,7 @@ class WeightUpdate(Technique):
     phase = Phase.PLACEMENT
     is_slower_with_each_value = True
     last_resorts = (_HOST,)
+    shrinks_weights = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The recipe's value; `auto` may update in backward if nothing has to be known of all gradients before.
@@ -85,6 +86,11 @@ class WeightUpdate(Technique):
         if value == _IN_BACKWARD and spec.micro_batch < case.num_rows:
             return f"{self.setting}: {value} needs the whole batch in one micro-batch"
         return None
+
+    @staticmethod
+    def is_in_backward(value: str) -> bool:
+        """Whether weights are updated in backward."""
+        return value == _IN_BACKWARD
 
     def can_keep(self, value: str, case: Case) -> bool:
         """Several processes update on the device."""

@@ -51,6 +51,7 @@ class MemoryGuard:
         cap: The memory limit of the run.
         rehearses: Whether to run the largest batches before step 1.
         predicted_peak_bytes: The prediction of what `peak_memory` measures; None without a plan.
+        measured_peak_bytes: What trial steps measured, in place of a prediction.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class MemoryGuard:
         cap: MemoryCap,
         rehearses: bool,
         predicted_peak_bytes: int | None,
+        measured_peak_bytes: int | None = None,
     ) -> None:
         self._engine, self._optimizer, self._evaluator = parts.engine, parts.optimizer, evaluator
         self._model = parts.model
@@ -70,7 +72,7 @@ class MemoryGuard:
         self._planned = self._sampler.micro_batch_size
         self._rollback = Rollback(parts.engine, parts.model)
         self._rehearsal = Rehearsal(parts, self._rollback, released_later, max_grad_norm)
-        self._rehearses, self._predicted = rehearses, predicted_peak_bytes
+        self._rehearses, self._predicted, self._measured = rehearses, predicted_peak_bytes, measured_peak_bytes
         self._rehearsed: Peak | None = None  # of training and evaluation
         self._rehearsed_evaluation = Peak(0, 0)
         self.cap = cap
@@ -160,9 +162,12 @@ class MemoryGuard:
                 f"the step\n  cure: resume with memory.micro_batch: {rows}"
             )
         if before <= num_processes:
-            has_plan = self._predicted is not None or not self.cap.budget_bytes
+            has_plan = self._expected is not None or not self.cap.budget_bytes
             tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
             raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {CURES}")
+        obstacle = updates_of(self._model).words_against_dividing
+        if obstacle:
+            raise DoesNotFit(f"{failure} {where}, and the batch cannot be divided: {obstacle}\n  cure: {CURES}")
         sampler.set_micro_batch_size(after)
         captured = captured_micro_batches_of(self._model)
         if captured is not None:  # the memory of graphs that are too large is not free for smaller ones
@@ -184,6 +189,8 @@ class MemoryGuard:
         numbers = {"peak_memory_bytes": peak_memory(device), "peak_reserved_bytes": peak_reserved(device)}
         if self._predicted is not None:
             numbers["predicted_peak_bytes"] = self._predicted
+        if self._measured is not None:
+            numbers["measured_peak_bytes"] = self._measured
         if self._rehearsed is not None:
             numbers["preflight_peak_bytes"] = self._rehearsed.allocated_bytes
             if self._evaluator is not None:
@@ -192,18 +199,22 @@ class MemoryGuard:
 
     def summary(self) -> str:
         """Describe the peak of the run in a line; empty if it was neither predicted nor rehearsed."""
-        if self._predicted is None and self._rehearsed is None:
+        if self._expected is None and self._rehearsed is None:
             return ""
         device = self._engine.device
         return f"memory: {self._describe(Peak(peak_memory(device), peak_reserved(device)))}"
+
+    @property
+    def _expected(self) -> int | None:
+        return self._measured if self._predicted is None else self._predicted
 
     def _describe(self, peak: Peak) -> str:
         text = format_bytes(peak.allocated_bytes)
         if peak.reserved_bytes != peak.allocated_bytes:
             text += f" ({format_bytes(peak.reserved_bytes)} reserved)"
-        if self._predicted:
-            difference = peak.allocated_bytes / self._predicted - 1
-            text += f"; predicted {format_bytes(self._predicted)} ({difference:+.1%})"
+        if self._expected:
+            difference, word = peak.allocated_bytes / self._expected - 1, "predicted" if self._predicted else "measured"
+            text += f"; {word} {format_bytes(self._expected)} ({difference:+.1%})"
         if self.cap.budget_bytes:
             text += f"; budget {format_bytes(self.cap.budget_bytes)}"
         return text

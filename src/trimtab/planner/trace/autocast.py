@@ -23,6 +23,10 @@ _LOWER: set[Any] = {
     functional.linear,
     functional.conv1d,
     functional.conv2d,
+    functional.conv3d,
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
     functional.bilinear,
     torch.matmul,
     torch.mm,
@@ -35,6 +39,10 @@ _LOWER: set[Any] = {
     torch.chain_matmul,
     torch.conv1d,
     torch.conv2d,
+    torch.conv3d,
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
     torch.Tensor.matmul,
     torch.Tensor.__matmul__,
     torch.Tensor.__rmatmul__,
@@ -167,7 +175,8 @@ class Autocast(TorchFunctionMode):
             return value
         if value.dtype is torch.float64:
             return value
-        if value.is_leaf and value.requires_grad and dtype is not torch.float32 and not value._is_view():
+        is_cached = value.is_leaf and value.requires_grad and dtype is not torch.float32 and not value._is_view()
+        if is_cached and torch.is_autocast_cache_enabled():
             if id(value) not in self._state.copies:
                 self._state.copies[id(value)] = (value, value.to(dtype))
             return self._state.copies[id(value)][1]

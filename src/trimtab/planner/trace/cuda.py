@@ -1,6 +1,6 @@
 """Properties of a step on CUDA that `meta` tensors do not show: choice of kernels, workspaces, fused optimizers.
 
-They hold for torch 2.11 to 2.13; measured rows in tests/planner verify each.
+They hold for torch 2.11 to 2.13; measured rows in tests/planner verify each, except that of convolutions.
 """
 
 import contextlib
@@ -179,12 +179,27 @@ def _packed_attention_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> lis
     return found
 
 
+def _convolution(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
+    """An allowance for cuDNN's workspace, which depends on the algorithm that cuDNN takes and was not measured.
+
+    Its fast kernels need the channels of a pixel side by side, and copy inputs, weights and results into that order.
+    Groups, such as those of a state-space model, have kernels of their own.
+    """
+    num_groups = next(value for value in reversed(args) if type(value) is int)
+    if num_groups != 1:
+        return []
+    tensors = [value for value in (*args[:3], out) if isinstance(value, torch.Tensor) and value.dim() > 1]
+    return [sum(tensor.numel() * tensor.element_size() for tensor in tensors)]
+
+
 _TEMPORARIES: dict[Any, Callable[[Gpu, tuple[Any, ...], Any], list[int]]] = {
     aten.embedding_dense_backward: _embedding_backward,
     aten._safe_softmax: _safe_softmax,
     aten._softmax_backward_data: _softmax_backward,
     aten._flash_attention_backward: _packed_attention_backward,
     aten._foreach_norm: _foreach_norm,
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution,
     aten.sum: _sum,
     aten.mean: _sum,
     aten.sort: lambda gpu, args, out: routing.sort_temporaries(args),

@@ -5,6 +5,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ class BlockVisits:
     def adopt_weights(self, model: torch.nn.Module) -> None:
         """Record all parameters and buffers of the model that are in device memory."""
         for tensor in (*model.parameters(), *model.buffers(), *quantization_tensors(model)):
-            if not getattr(tensor, "is_in_host_memory", False):
+            is_away = getattr(tensor, "is_in_host_memory", False)
+            with self._recorder.on_host() if is_away else nullcontext():
                 self.adopt(tensor, [tensor], "weights")
         self.leave()
 

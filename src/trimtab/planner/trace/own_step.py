@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from trimtab.planner.trace.recorder import Recorder, Trace
 from trimtab.planner.trace.shortened_model import Shortened
 from trimtab.techniques.apply import block_marker, change_model, change_optimizer
 from trimtab.techniques.base import Site, StepSpec
+
+_COMPARES_ROWS = "logits_per_"  # CLIP and its relatives name similarities so: logits_per_image, logits_per_text
 
 
 class OwnStep:
@@ -44,7 +47,8 @@ class OwnStep:
         self._num_micro = min(2, num_micro)  # two represent any larger number: from the second on gradients exist
         self._optimizer, self._target = optimizer, target
         self.recomputes_already = bool(getattr(model, "is_gradient_checkpointing", False))
-        self.has_loss = False  # seen in the first trace
+        self.has_loss = False  # seen in the first trace, like the next one
+        self.compared_rows: str | None = None  # an output that compares all rows of a batch with each other
         self._skeleton, self._originals = _without_weights(model)
         self._blocks = [block for _, blocks in stacks_of(self._skeleton) for block in blocks]
         self._group_of = {
@@ -119,14 +123,20 @@ class OwnStep:
         return Loop(model, optimizer, step)
 
     def _loss_of(self, output: Any) -> torch.Tensor:
+        fields = dict(output.items()) if isinstance(output, Mapping) else {}
+        self.compared_rows = next((name for name in fields if str(name).startswith(_COMPARES_ROWS)), None)
         loss = getattr(output, "loss", None)
         self.has_loss = isinstance(loss, torch.Tensor)
         if isinstance(loss, torch.Tensor):
             return loss
         logits = logits_of(output)
-        if logits is None:
-            raise NoBatch(f"the model returns neither a loss nor logits, but {type(output).__name__}")
-        return logits.mean()
+        if logits is not None:
+            return logits.mean()
+        # hidden states, embeddings or similarities, of which the loop makes its loss: of which ones is not known
+        results = [value for value in fields.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+        if not results:
+            raise NoBatch(f"the model returns nothing that can be differentiated, but {type(output).__name__}")
+        return torch.stack([result.float().mean() for result in results]).sum()
 
     # ------------------------------------------------------------------ the optimizer
 

@@ -22,6 +22,7 @@ from trimtab.model.distillation import PROBABILITIES, TOKENS
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
+from trimtab.model.streamed_blocks import is_streamed
 from trimtab.optim.host_update import master_of
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
@@ -268,7 +269,8 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
             if parameter.requires_grad:
                 visits.visit(parameter, "state")
                 master = master_of(parameter)
-                with contextlib.nullcontext() if master is parameter else recorder.on_host():
+                is_away = master is not parameter or is_streamed(parameter)
+                with recorder.on_host() if is_away else contextlib.nullcontext():
                     preallocate_state(optimizer, [master])
     visits.leave()
 

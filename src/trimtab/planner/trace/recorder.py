@@ -251,10 +251,13 @@ class Recorder(TorchDispatchMode):
     def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Record existing tensors of parameters as host memory; operations on such tensors alone run on the host."""
         self._has_host_weights = True
-        with self.on_host():
-            self.adopt(tensors, "host")
         for tensor, parameter in zip(tensors, parameters, strict=True):
-            self._stand_for[tensor.untyped_storage()._cdata] = parameter
+            address = tensor.untyped_storage()._cdata
+            if address == parameter.untyped_storage()._cdata:  # the parameter itself is on the host, and is adopted
+                continue
+            with self.on_host():
+                self.adopt([tensor], "host")
+            self._stand_for[address] = parameter
 
     def adopt_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record the tensors in `.grad` of the parameters as gradients."""

@@ -1,0 +1,90 @@
+"""Areas of host memory for tensors that a device reads and writes often: pinned in place, of exactly their size."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from trimtab.errors import DoesNotFit
+from trimtab.hardware.memory import free_memory, memory_in_use
+from trimtab.log import log_info_once
+from trimtab.units import format_bytes
+
+_ALIGNMENT = 512  # bytes, as in memory of its own: kernels may choose their algorithm by it
+_HOST = torch.device("cpu")
+
+
+def empty_on_host(
+    tensors: Sequence[torch.Tensor], *, pins: bool, key: str = "memory.update: host"
+) -> list[torch.Tensor]:
+    """Uninitialized tensors like these in one area of host memory.
+
+    Args:
+        tensors: The tensors; their strides are kept if they have no gaps.
+        pins: Whether to pin the area, so that copies run beside computation; where that fails, it is ordinary memory.
+        key: The setting that needs it, for the message in that case.
+    """
+    begins, size = [], 0
+    for tensor in tensors:
+        begins.append(size)
+        size += aligned(tensor.nbytes)
+    area = torch.empty(size, dtype=torch.uint8)
+    if pins:
+        _pin(area, key)
+    memory = area.numpy()  # a tensor of a part of an array has a storage of its own, which files of weights need
+    parts = [memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=True)]
+    return [laid_out(torch.from_numpy(part), tensor) for tensor, part in zip(tensors, parts, strict=True)]
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes from the beginning of a tensor to that of the next one."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def laid_out(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes seen as a tensor of the dtype, shape and, if it has no gaps, strides of another one."""
+    whole = memory.view(like.dtype)
+    return whole.as_strided(like.size(), like.stride()) if _has_no_gaps(like) else whole.view(like.size())
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _pin(area: torch.Tensor, key: str) -> None:
+    """Pin host memory in place; torch's own allocator of pinned memory would round its size up to a power of two."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(area.data_ptr(), area.nbytes, 0))
+    if code == 0:
+        finalize(area.untyped_storage(), runtime.cudaHostUnregister, area.data_ptr()).atexit = False
+        return
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # reads, and so resets, the error of that call
+    log_info_once(
+        f"{key}: {format_bytes(area.nbytes)} of host memory cannot be pinned (CUDA error {code}); copies "
+        "are slower and do not run beside the computation. Look at `ulimit -l` and at the memory limit of the container"
+    )
+
+
+def require_host_memory(needed_bytes: int, what: str, cure: str) -> None:
+    """Check that host memory suffices, before any of it is used.
+
+    Args:
+        needed_bytes: Bytes that will be used.
+        what: What needs them, for the message: "memory.update: host needs {} of host memory for weights".
+        cure: What to do instead.
+
+    Raises:
+        DoesNotFit: It does not.
+    """
+    available = free_memory(_HOST) - memory_in_use(_HOST)
+    if needed_bytes > available:
+        needed = what.format(format_bytes(needed_bytes))
+        raise DoesNotFit(f"{needed}, and {format_bytes(available)} are available\n  cure: {cure}")

@@ -1,0 +1,28 @@
+"""The anatomy of a step's memory: which part a storage belongs to, and which stage of the step an event."""
+
+from trimtab.planner.trace.recorder import Trace
+
+PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
+
+
+def part_of(trace: Trace, storage: int) -> str:
+    """The part of the anatomy that a storage belongs to; one of `PARTS`."""
+    birth = trace.births[storage]
+    if birth.part == "weights":
+        return "weights"
+    if birth.part == "state":
+        return "optimizer state"
+    if storage in trace.gradients:
+        return "gradients"
+    if birth.part in ("inputs", "library", "optimizer"):
+        return "temporaries"
+    if birth.is_wide:
+        return "logits and loss"
+    return "activations" if birth.part in ("forward", "recompute") else "temporaries"
+
+
+def stage_at(trace: Trace, position: int) -> str:
+    """The stage of the step at the event of this index: "forward", "backward" or "optimizer"."""
+    names = [mark.name for mark in trace.marks if mark.event <= position]
+    last = names[-1] if names else ""
+    return last.removesuffix(" begins") if last.endswith(" begins") else "forward"
