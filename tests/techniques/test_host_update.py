@@ -1,6 +1,7 @@
 """Weights that are updated in host memory: the numbers of a step on the device, and nothing of it on the device."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -328,6 +329,10 @@ def test_host_memory_is_that_of_weights_gradients_and_state(precision, optimizer
     found = planner.host(planner.space.reference())
     each = 4 if precision == "bf16" else 2
     assert found.kept == pytest.approx((2 * each + state) * NUM_WEIGHTS, rel=0.02)
+    for host, fits in ((found.memory, True), (found.memory - 1, False), (None, True)):
+        target = replace(known_target("a100", None), host_bytes=host)
+        planner = RecipePlanner(recipe, named_task(recipe), target, OneLength(16))
+        assert planner.estimate(planner.space.reference()).fits is fits
     assert found.checkpoint == pytest.approx((each + state) * NUM_WEIGHTS, rel=0.02)
 
 

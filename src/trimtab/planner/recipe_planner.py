@@ -18,7 +18,7 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.load import max_positions
 from trimtab.model.quantization import num_weights
 from trimtab.planner.explain import Change
-from trimtab.planner.host import HostPrediction, activations_on_host, predict_host, weights_on_host
+from trimtab.planner.host import HostPrediction, predict_host
 from trimtab.planner.memory import Prediction, predict, predict_captured, predict_evaluation
 from trimtab.planner.search import Estimate, Ladder, Row, Space, halved_sizes, largest, search
 from trimtab.planner.shapes import BatchShape, Lengths, StepTask
@@ -266,13 +266,12 @@ class RecipePlanner:
         return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps)
 
     def _fits(self, spec: StepSpec, found: Prediction) -> bool:
-        """Whether a step fits on the device, and the activations and weights that are not there on the host."""
+        """Whether a step fits on the device, and what techniques keep on the host, if anything, there."""
         if not self.target.fits(found, SPARE):
             return False
         room = self.target.host_bytes
-        if room is None or not (activations_on_host(found.trace) or weights_on_host(found.trace)):
-            return True
-        return self._num_processes * self._host(spec, found).memory <= room
+        host = None if room is None else self._host(spec, found)
+        return host is None or not host.kept or self._num_processes * host.memory <= room
 
     def needed_bytes(self, row: Row) -> int:
         """The smallest allocator limit under which a row runs."""
