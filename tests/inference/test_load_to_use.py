@@ -58,6 +58,25 @@ def test_a_run_tells_its_task_and_length(tmp_path):
     assert load(tmp_path / "run", device="cpu").max_length == 64  # the model's positions
 
 
+def test_a_class_that_is_trained_for_several_tasks(tmp_path):
+    """BART's has a head for masked-lm and for seq2seq; what trimtab trained it for counts."""
+    tok = tokenizer()
+    model = load_model(config_of("bart"), "masked-lm", {}, tok)
+    export_model(tmp_path / "masked", model, tok, card={"task": "masked-lm"})
+    assert load(tmp_path / "masked", device="cpu").task_name == "masked-lm"
+    export_model(tmp_path / "unknown", model, tok, card={})
+    assert load(tmp_path / "unknown", device="cpu").task_name == "seq2seq"
+
+
+def test_a_class_whose_name_does_not_tell_its_task(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    tok = tokenizer()
+    model = load_model({"model_type": "bert-generation", "is_decoder": True, **sizes}, "causal-lm", {}, tok)
+    assert type(model).__name__ == "BertGenerationDecoder"
+    export_model(tmp_path, model, tok, card={})
+    assert load(tmp_path, device="cpu").task_name == "causal-lm"
+
+
 def test_a_chat_template_makes_a_chat_model(tmp_path):
     tok = tokenizer()
     tok.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

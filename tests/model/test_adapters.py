@@ -216,6 +216,16 @@ class TestTargets:
         ]
         assert sorted(self.targets()) == sorted(expected)
 
+    def test_mamba_leaves_out_what_peft_refuses(self, caplog):
+        """A fused kernel reads the weight of out_proj without calling it."""
+        caplog.set_level(logging.INFO, logger="trimtab")
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "state_size": 8}
+        settings = {"model_type": "mamba2", "n_groups": 1, "vocab_size": 300, **sizes}
+        model = load_model(settings, "causal-lm", {}, tokenizer())
+        adapter = add_adapter(model, LoraSpec(rank=2))
+        assert {name.rpartition(".")[2] for name in adapter.targets} == {"in_proj"}
+        assert "adapter: out_proj gets none" in caplog.text
+
     def test_heads_get_no_adapter(self):
         assert not [name for name in self.targets("encoder-decoder") if "cls" in name]
         assert not [name for name in self.targets("roberta") if "lm_head" in name]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 
 import pytest
@@ -328,6 +329,35 @@ def test_no_head_of_that_kind(tmp_path):
 def test_settings_that_a_config_class_does_not_declare(model_type, settings):
     config = build_config({"model_type": model_type, **settings}, None, "model.config")
     assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_keys_of_older_config_files():
+    older = {"rope_theta": 5e5, "use_cache": False, "sep_token_id": 2, "attn_implementation": "eager"}
+    config = build_config(config_of("llama") | older, None, "model.config")
+    assert config.rope_parameters["rope_theta"] == 5e5
+    assert config.use_cache is False
+    with pytest.raises(RecipeError, match="rope_theta: bert has no such setting"):
+        build_config(config_of("bert") | {"rope_theta": 5e5}, None, "model.config")
+
+
+def test_infinity_in_a_config_file():
+    """transformers writes it as an object; Mamba's blocks have it by default."""
+    with quiet_transformers():
+        saved = json.loads(CONFIG_MAPPING["mamba2"]().to_json_string())
+        assert saved["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+        assert list(build_config(saved, None, "model.config").time_step_limit) == [0.0, math.inf]
+
+
+def test_the_text_model_inside_a_model_gets_the_pad_token():
+    """A classifier on several rows reads it there."""
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"head_dim": 16, "intermediate_size": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    config = {"model_type": "gemma3", "text_config": text | {"vocab_size": 400, "pad_token_id": None}}
+    config |= {"vision_config": vision | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
+    model = load_model(config, "sequence-classification", {"num_labels": 2}, tokenizer())
+    assert model.config.text_config.pad_token_id == tokenizer().pad_token_id
+    assert model(**batch_of(TEXTS)).logits.shape == (len(TEXTS), 2)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "qwen3_moe", "falcon_mamba", "gemma3_text"])

@@ -1,5 +1,7 @@
 """Losses: equal to those of transformers, exact means and weights, in fp32, without a host-device sync."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -155,6 +157,25 @@ def test_no_key_value_cache_is_made_and_the_config_is_unchanged():
         build_loss("token-cross-entropy")(model, token_batch())
         assert seen == [None]
         assert model.config.use_cache
+
+
+def test_no_key_value_cache_is_made_where_the_text_config_asks_for_one():
+    text = SimpleNamespace(use_cache=True)
+    model = TextInside(SimpleNamespace(get_text_config=lambda: text))
+    build_loss("token-cross-entropy")(model, token_batch())
+    assert model.used_cache is False
+
+
+class TextInside(torch.nn.Module):
+    """A model of text and images: its own config does not say whether it uses a cache."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None, **others):
+        self.used_cache = use_cache
+        return {"logits": torch.nn.functional.one_hot(input_ids, 300).float()}
 
 
 def test_shapes_that_torch_would_broadcast_are_refused():

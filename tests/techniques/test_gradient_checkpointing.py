@@ -347,6 +347,21 @@ def test_a_cache_is_not_filled_twice():
         model.train()(**{**rows(), "attention_mask": None}, past_key_values=past)
 
 
+def test_a_cache_of_linear_attention_is_not_filled_twice():
+    """Its layers do not count tokens."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    sizes |= {"linear_value_head_dim": 16, "head_dim": 16, "vocab_size": 300, "num_hidden_layers": 2}
+    settings = {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention"], **sizes}
+    model = load_model(settings, "causal-lm", {}, tokenizer()).train()
+    checkpoint_layers(model, "all")
+    assert model(**rows(), use_cache=True).past_key_values.get_seq_length(0) == 0
+    with torch.no_grad():
+        past = model.eval()(**rows(), use_cache=True).past_key_values
+    with pytest.raises(RecipeError, match="got non-empty past_key_values"):
+        model.train()(**{**rows(), "attention_mask": None}, past_key_values=past)
+
+
 def test_checkpointing_of_transformers_is_turned_off(caplog):
     caplog.set_level(logging.INFO, logger="trimtab")
     model = deep("bert")

@@ -9,7 +9,7 @@ import torch
 
 from trimtab.checkpoint.export import read_facts, shards_of
 from trimtab.compress.weight_files import can_read_files
-from trimtab.inference.adapted import model_kind
+from trimtab.inference.model_kind import model_kind
 from trimtab.model.load import load_config, load_skeleton
 
 _GENERATION = "generation_config.json"
@@ -42,7 +42,7 @@ def open_files(source: str, dtype: torch.dtype = torch.float32) -> ModelFiles | 
     paths = _weight_files(Path(source))
     if not paths:
         return None
-    kind = model_kind(source, load_config(source))
+    kind = model_kind(source, load_config(source), read_facts(source).get("task"))
     skeleton = load_skeleton(source, kind, {}, None, dtype=dtype)
     return ModelFiles(source, kind, paths, skeleton) if can_read_files(paths, skeleton) else None
 

@@ -10,6 +10,7 @@ import torch
 
 from trimtab.checkpoint.export import read_facts, read_quantization
 from trimtab.errors import ModelError, UserError
+from trimtab.inference.model_kind import KINDS_OF_TASKS, model_kind
 from trimtab.log import say
 from trimtab.model.adapter_configs import is_small
 from trimtab.model.adapters import load_adapter
@@ -80,7 +81,8 @@ def read_adapter_source(folder: str | Path, *, trust_remote_code: bool = False) 
         raise ModelError(f"{path} does not name its base model", "set base_model_name_or_path in it")
     base_config = _load_base_config(folder, str(base), trust_remote_code)
     adapter = facts.get("adapter") or {}
-    kind = facts.get("kind") or _KINDS.get(str(settings.get("task_type"))) or model_kind(str(base), base_config)
+    of_facts = KINDS_OF_TASKS.get(str(facts.get("task"))) or facts.get("kind")
+    kind = of_facts or _KINDS.get(str(settings.get("task_type"))) or model_kind(str(base), base_config)
     head = facts.get("head") or {}
     if kind == "sequence-classification" and not head:
         head = _read_head(folder)
@@ -230,25 +232,3 @@ def load_base(
             quantization=quantization,
             device=device,
         )
-
-
-def model_kind(name: str, config: Any) -> str:
-    """Return the kind of a model from the class that it was saved from.
-
-    Raises:
-        ModelError: If that class has no head for a task.
-    """
-    architecture = next(iter(getattr(config, "architectures", None) or []), None)
-    if architecture is None or architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return "causal-lm"
-    if architecture.endswith("ForSequenceClassification"):
-        return "sequence-classification"
-    if architecture.endswith("ForMaskedLM"):
-        return "masked-lm"
-    is_encoder_decoder = getattr(config, "is_encoder_decoder", False) and not architecture.endswith("Model")
-    if is_encoder_decoder or architecture in ("EncoderDecoderModel", "MarianMTModel"):
-        return "seq2seq-lm"
-    raise ModelError(
-        f"{name} is a {architecture}, which has no head for a task",
-        f"train one: trimtab train --model {name} --data FILE",
-    )

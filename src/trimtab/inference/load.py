@@ -13,7 +13,8 @@ from trimtab.compress.clustered_model import load_clustered_model
 from trimtab.compress.clustered_modules import ClusteredModule
 from trimtab.compress.weight_formats import check_stored_formats
 from trimtab.errors import DataError, ModelError
-from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, model_kind, read_adapter_source
+from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, read_adapter_source
+from trimtab.inference.model_kind import model_kind
 from trimtab.inference.onnx_generator import load_onnx_model
 from trimtab.inference.onnx_model import OnnxModel, is_onnx
 from trimtab.model.adapters import adapter_of
@@ -195,7 +196,7 @@ def load(
     facts = read_facts(place) if place.is_dir() else {}
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    request = _Request(name, folder, torch.device(device), dtype, trust_remote_code, decode)
+    request = _Request(name, folder, torch.device(device), dtype, trust_remote_code, decode, facts.get("task"))
     if decode != "once" and not is_clustered(folder):
         raise ModelError(f"decode={decode!r} is for clustered models, and {name} is none", "leave decode out")
     load_form = next(load_form for is_form, load_form in _FORMS if is_form(folder))
@@ -220,7 +221,7 @@ def best_model(experiment: str, metric: str | None = None, *, uri: str | None = 
 
 @dataclass(frozen=True)
 class _Request:
-    """Which model to load, and how; `folder` is what `name` was resolved to."""
+    """Which model to load, and how; `folder` is what `name` was resolved to, `task` what it was trained for."""
 
     name: str
     folder: str
@@ -228,6 +229,7 @@ class _Request:
     dtype: torch.dtype | None
     trust_remote_code: bool
     decode: str
+    task: str | None
 
     @property
     def config(self) -> Any:
@@ -252,7 +254,7 @@ def _load_adapter(request: _Request) -> _Found:
 
 def _load_clustered(request: _Request) -> _Found:
     config, tokenizer = request.config, request.tokenizer
-    kind = model_kind(request.name, config)
+    kind = model_kind(request.name, config, request.task)
     model: Any = load_clustered_model(
         request.folder,
         kind,
@@ -265,12 +267,12 @@ def _load_clustered(request: _Request) -> _Found:
 
 def _load_onnx(request: _Request) -> _Found:
     model, tokenizer = load_onnx_model(request.folder), request.tokenizer
-    return model, tokenizer, task_name_of(model_kind(request.name, model.config), model.config, tokenizer)
+    return model, tokenizer, task_name_of(model_kind(request.name, model.config, request.task), model.config, tokenizer)
 
 
 def _load_whole(request: _Request) -> _Found:
     name, config, tokenizer = request.name, request.config, request.tokenizer
-    kind = model_kind(name, config)
+    kind = model_kind(name, config, request.task)
     task_name = task_name_of(kind, config, tokenizer)
     form: dict[str, Any] = {"dtype": request.dtype or torch.float32}
     if is_quantized_config(config) and not name.endswith(".gguf"):

@@ -17,6 +17,9 @@ from trimtab.model.quantization import base_parts, num_weights
 ALL_LINEAR = "all-linear"
 _LINEAR_SUBCLASSES = {"FalconLinear"}  # of transformers that compute what nn.Linear does
 Value = TypeVar("Value")
+# Of these types PEFT refuses adapters on the output layer of Mamba blocks, whatever else has that name.
+_MAMBA_TYPES = frozenset(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"))
+_MAMBA_OUTPUT = "out_proj"
 _MIN_REPORTED_FRACTION = 0.01  # of the weights without an adapter, below which they are not reported
 
 
@@ -44,7 +47,8 @@ def select_targets(
 
     Args:
         model: A transformers model.
-        patterns: "all-linear" (every linear module of the base model, no head), or globs on module names.
+        patterns: "all-linear" (every linear module of the base model, no head, none that PEFT refuses), or globs on
+            module names.
         layers: First and last transformer block to adapt, both inclusive; negative values count from the end.
         kept: Names of modules that are trained in full; modules inside of them get no adapter.
         experts: Names of fused expert weights that get an adapter, too.
@@ -60,7 +64,10 @@ def select_targets(
     }
     if patterns == ALL_LINEAR:
         base = {id(module) for part in base_parts(model) for module in part.modules()}
-        chosen = {name: module for name, module in linear.items() if id(module) in base}
+        in_kernels = [name for name in linear if _is_in_mamba_kernel(model, name)]
+        chosen = {name: linear[name] for name in linear if id(linear[name]) in base and name not in in_kernels}
+        if in_kernels:
+            say(f"adapter: {_MAMBA_OUTPUT} gets none: PEFT refuses it, as kernels of Mamba read its weight directly")
         if not chosen:
             some = [name for name, _ in model.named_modules() if name and name.count(".") < 2][:12]
             raise RecipeError(
@@ -156,6 +163,12 @@ def select_scaled_inputs(model: Any, targets: Sequence[str]) -> list[str]:
     if endings is not None:
         return [name for name in targets if _ends_with(name, endings)]
     return [name for name in targets if _narrows(model.get_submodule(name))]
+
+
+def _is_in_mamba_kernel(model: Any, name: str) -> bool:
+    """Whether a fused kernel may read the weight of a linear module without calling it: PEFT refuses an adapter."""
+    kind = getattr(model.config, "model_type", None)
+    return kind in _MAMBA_TYPES and name.rpartition(".")[2] == _MAMBA_OUTPUT
 
 
 def _ends_with(name: str, endings: Sequence[str]) -> bool:

@@ -233,8 +233,9 @@ def _report(model: Any, adapter: Adapter, words: str) -> None:
     whole = f"; {', '.join(kept[:3])}{' …' if len(kept) > 3 else ''} in full" if kept else ""
     num_parameters = adapter.num_parameters
     say(f"adapter: {words}{whole}; {num_parameters:,} trainable parameters ({num_parameters / max(1, total):.2%})")
-    num_rows, embeddings = grown_rows(model), model.get_input_embeddings()
-    if num_rows and not embeddings.weight.requires_grad:
+    num_rows = grown_rows(model)
+    if num_rows and not model.get_input_embeddings().weight.requires_grad:
+        embeddings = model.get_input_embeddings()
         name = next(name for name, module in model.named_modules() if module is embeddings)
         say(f"adapter: {num_rows} new rows of the embeddings are frozen; to train them: adapter.trains: [{name}]")
 

@@ -27,9 +27,13 @@ POSITIONS_AFTER_PAD = {
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 # Settings that every model accepts, although its config class does not declare them.
-_FOR_ANY_MODEL = {"decoder_start_token_id", "forced_eos_token_id", "tie_word_embeddings", "is_decoder"} | {
-    f"{role}_token_id" for role in ("pad", "bos", "eos")
+_FOR_ANY_MODEL = {
+    *("decoder_start_token_id", "forced_eos_token_id", "tie_word_embeddings", "is_decoder", "use_cache"),
+    *("attn_implementation", *(f"{role}_token_id" for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk"))),
 }
+# Keys of older config.json files that transformers moves into `rope_parameters`, where a model has these.
+_OLDER_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+_SPECIAL_FLOAT = "__float__"  # transformers writes infinity to config.json as {"__float__": "Infinity"}
 _SET_BY_CONFIG = re.compile(r'\bself\.(_?[a-z]\w*) = |\bkwargs\.(?:get|pop)\("(\w+)"')
 _READ_BY_MODEL = re.compile(r'\bconfig\.([a-z]\w*)|attr\((?:self\.)?config, "(\w+)"')
 _PROVENANCE = ("_name_or_path", "transformers_version")  # in every config.json, but not settings
@@ -99,7 +103,8 @@ def build_config(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
     fields = {field.name for field in dataclasses.fields(config_class)}
     names = config_class.attribute_map  # aliases of fields, in both directions
     known = fields | set(names) | set(names.values()) | _FOR_ANY_MODEL
-    settings = {name: value for name, value in settings.items() if name not in _PROVENANCE}
+    known |= _OLDER_ROPE if "rope_parameters" in fields else set()
+    settings = {name: _decoded(value) for name, value in settings.items() if name not in _PROVENANCE}
     for name in settings:
         if name not in known and name not in _undeclared_settings(config_class):
             near = get_close_matches(name, known | _undeclared_settings(config_class), n=3)
@@ -119,6 +124,15 @@ def build_config(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
     except Exception as error:  # config classes raise many types, always about a value
         problem = str(error).strip().splitlines()[-1].strip()
         raise RecipeError(f"{key} is not valid: {problem}", "fix the value that the message names") from error
+
+
+def _decoded(value: Any) -> Any:
+    """Settings as Python has them, from what transformers writes to a config.json."""
+    if isinstance(value, Mapping):
+        if set(value) == {_SPECIAL_FLOAT}:
+            return float(value[_SPECIAL_FLOAT])
+        return {name: _decoded(inner) for name, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
 @cache

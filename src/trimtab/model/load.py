@@ -320,8 +320,8 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> list[str]:
     if tokenizer is None:
         return []
     notes = []
-    num_rows, num_ids = model.get_input_embeddings().weight.shape[0], num_token_ids(tokenizer)
-    if num_ids > num_rows:
+    num_rows, num_ids = _num_embeddings(model), num_token_ids(tokenizer)
+    if num_rows is not None and num_ids > num_rows:
         try:
             model.resize_token_embeddings(num_ids, mean_resizing=False)
         except NotImplementedError as error:
@@ -334,6 +334,14 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> list[str]:
         notes.append(f"embeddings grown from {num_rows:,} to {num_ids:,} rows for the tokenizer")
     _set_token_ids(model, tokenizer)
     return notes
+
+
+def _num_embeddings(model: Any) -> int | None:
+    """Rows of the token embeddings; None if the model names no such table: CANINE, which hashes tokens; Perceiver."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 @torch.no_grad()
@@ -353,6 +361,9 @@ def _set_token_ids(model: Any, tokenizer: Any) -> None:
         config.pad_token_id = pad
         if generation is not None:
             generation.pad_token_id = pad
+    text_config = config.get_text_config()
+    if pad is not None and getattr(text_config, "pad_token_id", None) is None:  # a classifier reads the inner one
+        text_config.pad_token_id = pad
     if starts_with_last_token(config.model_type):
         if generation is not None and generation.decoder_start_token_id is None:
             generation.update(**generation_start(tokenizer, config.model_type))

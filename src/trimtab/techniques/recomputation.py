@@ -227,7 +227,7 @@ def _without_cache(
     if not caches:
         return args, kwargs
     layer = next((module.layer_idx for module in block.modules() if hasattr(module, "layer_idx")), 0)
-    if any(cache.get_seq_length(layer) for cache in caches):
+    if any(_has_entries(cache, layer) for cache in caches):
         raise RecipeError(
             f"{_KEY}: {type(block).__name__} got non-empty past_key_values, which recomputation would extend twice",
             f"train without past_key_values, or {_KEY}: none",
@@ -236,6 +236,13 @@ def _without_cache(
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
+
+
+def _has_entries(cache: Any, layer: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length(layer))
+    except ValueError:  # a layer of linear attention has a state of fixed size
+        return bool(cache.has_previous_state(layer))
 
 
 def _is_cache(value: Any) -> bool:

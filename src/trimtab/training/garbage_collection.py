@@ -13,7 +13,7 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
     """Exclude all objects that are alive now from collections. Does nothing if the caller froze or disabled `gc`."""
-    if gc.get_freeze_count() or not gc.isenabled():
+    if not gc.isenabled() or gc.get_freeze_count():  # counting takes 0.2 s where a million objects are frozen
         yield
         return
     gc.collect()  # garbage that is frozen would stay until the end

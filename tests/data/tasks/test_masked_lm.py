@@ -1,5 +1,7 @@
 """Masked language modelling: what is hidden depends on seed, epoch and row alone, in the shares that are promised."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from task_tokenizers import make_rows
@@ -45,6 +47,24 @@ def test_a_slow_tokenizer_gives_the_same_examples(bert, encoded, tmp_path):
     ]
     assert max(found.lengths) == 16
     assert found.num_truncated == 0
+
+
+def test_a_decoder_reads_the_original_tokens_shifted(bert, encoded):
+    """As in the pretraining of BART; MBart's starts with the last token of the row."""
+    task, dataset = build_task("masked-lm", ROWS), encoded[1]
+    examples = [dataset[i] for i in (0, 3)]
+    ids = [example["input_ids"].tolist() for example in examples]
+    for config, starts in (
+        (SimpleNamespace(is_encoder_decoder=True, decoder_start_token_id=7), [7, 7]),
+        (SimpleNamespace(is_encoder_decoder=True, model_type="mbart"), [row[-1] for row in ids]),
+    ):
+        task.bind(bert, config)
+        task.bind(bert)  # as `encode` does: what the config said stays
+        batch = task.collate(examples)
+        for row, start, found in zip(ids, starts, batch["decoder_input_ids"].tolist(), strict=True):
+            assert found[: len(row)] == [start, *row[:-1]]
+    task.bind(bert, SimpleNamespace(is_encoder_decoder=False))
+    assert "decoder_input_ids" not in task.collate(examples)
 
 
 def test_a_row_is_masked_alike_in_every_batch(encoded):

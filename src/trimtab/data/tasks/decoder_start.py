@@ -1,5 +1,6 @@
 """The token that a decoder starts with: from the config, or, for multilingual models, the target's language code."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,31 @@ _STARTS_WITH_LAST_TOKEN = frozenset(("mbart", "plbart", "fsmt"))
 def starts_with_last_token(model_type: str | None) -> bool:
     """Whether the decoder of this model type reads the last token of the target first, in training."""
     return model_type in _STARTS_WITH_LAST_TOKEN
+
+
+@dataclass(frozen=True)
+class DecoderStart:
+    """How the inputs of a decoder start.
+
+    Attributes:
+        token_id: The token that every row starts with; None for the pad token, as in T5.
+        is_last_token: Whether a row starts with the last token of its target instead.
+    """
+
+    token_id: int | None = None
+    is_last_token: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> "DecoderStart":
+        """As a transformers config says."""
+        token_id = getattr(config, "decoder_start_token_id", None)
+        is_last = starts_with_last_token(getattr(config, "model_type", None))
+        return cls(None if token_id is None else int(token_id), is_last)
+
+    def shifted(self, targets: Tensor, mask: Tensor, pad_id: int) -> Tensor:
+        """The inputs of the decoder for targets that are padded on the right; `mask` is True at their tokens."""
+        first = pad_id if self.token_id is None else self.token_id
+        return shift_right(targets, mask, None if self.is_last_token else first)
 
 
 def shift_right(targets: Tensor, mask: Tensor, start_id: int | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Batch, Problem, Task
+from trimtab.data.tasks.decoder_start import DecoderStart
 from trimtab.data.tasks.padding import IGNORED
 from trimtab.data.tasks.texts import TextColumns, column_texts
 from trimtab.data.tasks.tokenization import tokenize_in_pieces
@@ -38,6 +39,7 @@ class MaskedLM(Task):
         self._texts = texts
         self._seed = seed
         self._mask_id = -1
+        self._decoder_start: DecoderStart | None = None
         self._is_special = torch.empty(0, dtype=torch.bool)
         self._plain_ids = torch.empty(0, dtype=torch.long)
 
@@ -50,6 +52,8 @@ class MaskedLM(Task):
         if tokenizer.mask_token_id is None:
             raise ModelError("the tokenizer has no mask token", "use an encoder such as BERT, or set task: causal-lm")
         super().bind(tokenizer, config)
+        if config is not None:
+            self._decoder_start = DecoderStart.of(config) if getattr(config, "is_encoder_decoder", False) else None
         self._mask_id = int(tokenizer.mask_token_id)
         self._is_special = torch.zeros(len(tokenizer), dtype=torch.bool)
         self._is_special[torch.tensor(tokenizer.all_special_ids)] = True
@@ -65,7 +69,10 @@ class MaskedLM(Task):
         return TokenDataset.from_examples({"input_ids": ids} for ids in pieces)
 
     def collate(self, examples: list[dict[str, Tensor]], epoch: int = 0) -> Batch:
-        """Pad a batch and mask it; labels are the original tokens at the chosen positions."""
+        """Pad a batch and mask it; labels are the original tokens at the chosen positions.
+
+        A decoder, if the model has one, reads all original tokens shifted right, as in the pretraining of BART.
+        """
         batch = self.collate_inputs(examples)
         ids = batch["input_ids"]
         rows = torch.tensor([int(example["row"]) for example in examples])
@@ -73,6 +80,9 @@ class MaskedLM(Task):
         choice, kind, other = (uniform(self._seed, epoch, rows, positions, draw) for draw in range(3))
         chosen = (choice < _LABELLED) & batch["attention_mask"].bool() & ~self._is_special[ids]
         batch["labels"] = torch.where(chosen, ids, IGNORED)
+        if self._decoder_start is not None:
+            mask = batch["attention_mask"].bool()
+            batch["decoder_input_ids"] = self._decoder_start.shifted(ids, mask, self.pad_id)
         random_ids = self._plain_ids[(other * len(self._plain_ids)).long()]
         masked = torch.where(kind < _MASKED, self._mask_id, torch.where(kind < _MASKED_OR_RANDOM, random_ids, ids))
         batch["input_ids"] = torch.where(chosen, masked, ids)

@@ -8,7 +8,7 @@ from torch import Tensor
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Batch, Problem, Task
 from trimtab.data.tasks.columns import require
-from trimtab.data.tasks.decoder_start import shift_right, starts_with_last_token
+from trimtab.data.tasks.decoder_start import DecoderStart
 from trimtab.data.tasks.padding import IGNORED, pad, token_mask
 from trimtab.data.tasks.texts import column_texts, text_problem
 from trimtab.data.tasks.tokenization import tokenize
@@ -31,8 +31,7 @@ class Seq2Seq(Task):
         super().__init__({"text": source, "target": target}, said, on_bad_rows)
         self._source = source
         self._target = target
-        self._start_id: int | None = None
-        self._starts_with_last_token = False
+        self._start = DecoderStart()
 
     def bind(self, tokenizer: Any, config: Any = None) -> None:
         """Read the pad token, and from the config the token that the decoder starts with.
@@ -42,10 +41,7 @@ class Seq2Seq(Task):
         """
         super().bind(tokenizer, config)
         if config is not None:
-            self._starts_with_last_token = starts_with_last_token(getattr(config, "model_type", None))
-        start_id = getattr(config, "decoder_start_token_id", None)
-        if start_id is not None:
-            self._start_id = int(start_id)
+            self._start = DecoderStart.of(config)
 
     def problem(self, rows: Rows, index: int) -> Problem:
         """Report a missing source or target."""
@@ -69,8 +65,8 @@ class Seq2Seq(Task):
         """Pad encoder inputs and labels; the decoder's input is the labels shifted right."""
         batch = self.collate_inputs(examples)
         mask = token_mask(examples, "labels")
-        start_id = None if self._starts_with_last_token else self.pad_id if self._start_id is None else self._start_id
-        batch["decoder_input_ids"] = shift_right(pad(examples, "labels", self.pad_id, mask), mask, start_id)
+        targets = pad(examples, "labels", self.pad_id, mask)
+        batch["decoder_input_ids"] = self._start.shifted(targets, mask, self.pad_id)
         batch["labels"] = pad(examples, "labels", IGNORED, mask)
         return batch
 
