@@ -147,7 +147,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
     dead = dead_pid()
     for state in ("writing", "removing"):
         left(tmp_path, f".t.{state}-{dead}")
-    (tmp_path / f".t.writing-{dead + 1}").write_text("half of a file of predictions")
+    (tmp_path / f".t.writing-{dead_pid()}").write_text("half of a file of predictions")
     stays = left(tmp_path, f".other.writing-{dead}")  # nobody writes that one now
     write(tmp_path / "t", "x")
     assert names(tmp_path) == {"t", stays.name}

@@ -269,9 +269,10 @@ class RecipePlanner:
         """Whether a step fits on the device, and what techniques keep on the host, if anything, there."""
         if not self.target.fits(found, SPARE):
             return False
-        room = self.target.host_bytes
-        host = None if room is None else self._host(spec, found)
-        return host is None or not host.kept or self._num_processes * host.memory <= room
+        if self.target.host_bytes is None:
+            return True
+        host = self._host(spec, found)
+        return not host.kept or self._num_processes * host.memory <= self.target.host_bytes
 
     def needed_bytes(self, row: Row) -> int:
         """The smallest allocator limit under which a row runs."""
