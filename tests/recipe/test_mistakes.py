@@ -54,8 +54,8 @@ def test_six_mistakes_are_six_lines(tmp_path):
         "  recipe.yaml:8: train.epochs: found 0; allowed: a number above 0",
         "  recipe.yaml:9: fp16: found true; a key of HF Trainer; write train.precision: fp16",
         "  recipe.yaml:10: adapter: found 'lorra'; allowed: none | lora | qlora | ia3 | side | prompt | prefix, or a "
-        "mapping with the keys kind, base, rank, alpha, dropout, targets, experts, layers, ranks, alphas, trains, rslora, "
-        "dora, init, lr_ratio, reduction, every, tokens; did you mean lora?",
+        "mapping with the keys kind, base, rank, alpha, dropout, targets, experts, layers, ranks, alphas, trains, "
+        "rslora, dora, init, lr_ratio, reduction, every, tokens; did you mean lora?",
     ]
 
 
