@@ -178,5 +178,5 @@ def test_an_adapter_that_does_not_go_with_the_model_leaves_the_rest_of_the_plan(
     code, out, _ = plan("other.yaml", "--gpu", "a100", "--length", 8)
     assert code == 0
     assert "Chosen: micro-batch 4" in out
-    assert "Not shown: lora: PEFT cannot use the adapter" in out
-    assert "LoRA," not in out
+    assert "Not shown: qlora: no plan for MambaForCausalLM: its training step cannot be traced" in out
+    assert "QLoRA," not in out

@@ -104,6 +104,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "transformers.masking_utils.sdpa_mask": "attention backends, packed rows",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS": "packed rows",
     "transformers.models.auto.configuration_auto.CONFIG_MAPPING": "models from a config",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "the task of a saved model",
     "transformers.pytorch_utils.Conv1D": "adapters and quantized weights of GPT-2",
     "transformers.quantizers.auto.register_quantizer": "fp8 weights",
     "transformers.quantizers.base.HfQuantizer": "fp8 weights",
