@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from kept_bytes import Births
+from library_versions import skip_before
 from trimtab.planner.trace import deferred_values
 from trimtab.planner.trace.data_dependent import reading_patches
 from trimtab.planner.trace.example_batch import example_tokens, name_missing_tokens, tell_values
@@ -115,6 +116,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "is_padded"), CASES)
 def test_a_forward_pass_keeps_what_a_real_one_keeps(name, is_padded, recorder):
+    if name == "longformer":
+        skip_before("5.22", "divides Longformer's rows by code that cannot be traced")
     real, logits = real_bytes(name, is_padded)
     traced, traced_logits = traced_bytes(name, is_padded, recorder)
     assert traced_logits.shape == logits.shape

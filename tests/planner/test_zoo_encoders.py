@@ -10,6 +10,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import trimtab
+from library_versions import skip_before
 from trimtab.errors import ModelError
 from trimtab.model.load import AUTO_CLASSES
 
@@ -46,6 +47,8 @@ def assert_predicted(name, task, precision="bf16", **settings):
 
 @pytest.mark.parametrize(("name", "task"), QUICK)
 def test_a_sample_is_predicted(name, task):
+    if name == "longformer":
+        skip_before("5.22", "divides Longformer's rows by code that cannot be traced")
     assert_predicted(name, task)
 
 
