@@ -121,7 +121,8 @@ def main():
     parser.add_argument("--device", help="where to train; found by default")
     args = parser.parse_args()
     args.name = args.name or args.model.stem
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    # names alone: the folders of a machine say nothing
+    settings = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = {"machine": machine(device, torch.get_num_threads(), ["torch", "transformers"]), "settings": settings}
     rows, test = paragraphs(args.train, args.work / "train.jsonl"), args.work / "test.jsonl"
