@@ -167,6 +167,17 @@ WORKS = {
         peers=("hf-trainer+liger+compile", "hf-trainer+liger", "accelerate+liger", "lightning+liger"),
         precision="bf16-pure",
     ),
+    "llama-8b-full": Work(
+        words="Llama of 8 B parameters, all of them trained, weights in bf16, rows of 2,048 tokens",
+        task="causal-lm",
+        config=LLAMA_8B,
+        lengths=ROWS_OF_2048,
+        batch_size=1,
+        num_steps=16,
+        lr=1e-5,
+        peers=("hf-trainer+liger+recompute",),
+        precision="bf16-pure",
+    ),
     "llama-8b-qlora": Work(
         words="Llama of 8 B parameters in 4 bits, LoRA of rank 16 on all linear modules, rows of 2,048 tokens",
         task="causal-lm",

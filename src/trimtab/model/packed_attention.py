@@ -228,7 +228,7 @@ def _equal_rows(
         torch.unflatten(x.squeeze(0), 1, (-1, row_length)).transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)
     )
     prefer_cudnn: AbstractContextManager[Any] = nullcontext()
-    if kernel is Kernel.FLASH:
+    if kernel is Kernel.FLASH and not torch.compiler.is_compiling():  # torch's compiler would split its graph here
         prefer_cudnn = sdpa_kernel(_CUDNN_FIRST, set_priority=True)
     with prefer_cudnn:
         output_RHLD = functional.scaled_dot_product_attention(
