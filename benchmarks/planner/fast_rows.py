@@ -218,9 +218,9 @@ def measure(name: str, is_small: bool, is_alone: bool) -> dict[str, Any]:
 # ---------------------------------------------------------------------- all rows
 
 
-def run_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_row(name: str, options: argparse.Namespace, script: str = __file__) -> dict[str, Any]:
     """Start the process of a row and read what it tells; a failure is told too."""
-    command = [sys.executable, __file__, "--row", name, "--jobs", str(options.jobs), *(["--small"] * options.small)]
+    command = [sys.executable, script, "--row", name, "--jobs", str(options.jobs), *(["--small"] * options.small)]
     num_threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
     threads = {"OMP_NUM_THREADS": num_threads, "TORCHINDUCTOR_COMPILE_THREADS": num_threads}
     quiet = {"TRIMTAB_CACHE": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

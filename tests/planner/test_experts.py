@@ -6,7 +6,13 @@ from tests.allocated_bytes import peak_bytes
 from tests.kept_bytes import kept_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab import Recipe
+from trimtab.planner.shapes import BatchShape
+from trimtab.planner.survey import named_task
+from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.plain_step import trace_plain_step
+from trimtab.planner.trace.recipe_step import StepTracer
+from trimtab.techniques.apply import plain_spec
 
 ROWS, LENGTH = 2, 24
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -94,6 +100,19 @@ def _peak_in(trace):
         total += size or -trace.births[storage].size
         peak = max(peak, total)
     return peak
+
+
+@pytest.mark.parametrize("adapter", ["none", {"kind": "lora", "experts": True}])
+def test_experts_of_a_run_in_mixed_precision_are_traced_in_half_precision(adapter):
+    config = _SMALL | SHAPES["mixtral"]
+    recipe = Recipe(
+        model={"config": config, "tokenizer": "train"}, task="causal-lm", data={"train": "no.csv"}, adapter=adapter
+    )
+    kind = "none" if adapter == "none" else adapter["kind"]
+    for precision, dtype in (("bf16", "bf16"), ("fp32", "fp32")):
+        spec = plain_spec(ROWS, precision, adapter=kind, optimizer="adamw")
+        trace = StepTracer(recipe, named_task(recipe), Gpu()).trace(spec, BatchShape(ROWS, LENGTH))
+        assert {op.dtype for op in trace.ops if op.name == "aten._grouped_mm"} == {dtype}
 
 
 def test_grouped_products_refuse_rows_that_are_not_aligned_as_the_kernel_does():

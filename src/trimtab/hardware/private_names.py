@@ -96,6 +96,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "transformers.PreTrainedModel._keep_in_fp32_modules": "quantized weights",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "quantized weights",
     "transformers.PretrainedConfig._attn_implementation": "attention backends, packed rows",
+    "transformers.PretrainedConfig._experts_implementation": "experts in half precision",
     "transformers.core_model_loading.ConversionOps": "fp8 weights",
     "transformers.integrations.gguf.gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS": "GGUF files",
     "transformers.integrations.sdpa_attention.repeat_kv": "attention backends",

@@ -10,6 +10,7 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
+from trimtab.model.direct_reads import directly_read
 from trimtab.model.expert_weights import fused_experts
 from trimtab.model.load import newly_initialized
 from trimtab.model.quantization import base_parts, num_weights
@@ -47,14 +48,14 @@ def select_targets(
 
     Args:
         model: A transformers model.
-        patterns: "all-linear" (every linear module of the base model, no head, none that PEFT refuses), or globs on
-            module names.
+        patterns: "all-linear" (every linear module of the base model, no head, none that PEFT refuses or whose weight
+            is read directly), or globs on module names.
         layers: First and last transformer block to adapt, both inclusive; negative values count from the end.
         kept: Names of modules that are trained in full; modules inside of them get no adapter.
         experts: Names of fused expert weights that get an adapter, too.
 
     Raises:
-        RecipeError: A pattern or the range of layers matches nothing.
+        RecipeError: A pattern or the range of layers matches nothing, or only modules whose weight is read directly.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = {
@@ -62,12 +63,12 @@ def select_targets(
         for name, module in model.named_modules()
         if is_linear(module) and module is not output and not _inside(name, kept)
     }
+    read = {name: reader for name, reader in directly_read(model).items() if name in linear}
     if patterns == ALL_LINEAR:
         base = {id(module) for part in base_parts(model) for module in part.modules()}
-        in_kernels = [name for name in linear if _is_in_mamba_kernel(model, name)]
-        chosen = {name: linear[name] for name in linear if id(linear[name]) in base and name not in in_kernels}
-        if in_kernels:
-            say(f"adapter: {_MAMBA_OUTPUT} gets none: PEFT refuses it, as kernels of Mamba read its weight directly")
+        refused = {name for name in linear if name in read or _is_refused_by_peft(model, name)}
+        chosen = {name: linear[name] for name in linear if id(linear[name]) in base and name not in refused}
+        _report_direct_reads([name for name in refused if id(linear[name]) in base], read)
         if not chosen:
             some = [name for name, _ in model.named_modules() if name and name.count(".") < 2][:12]
             raise RecipeError(
@@ -77,7 +78,7 @@ def select_targets(
         _report_left_out(model, base, [*chosen, *kept], experts)
     else:
         several = [patterns] if isinstance(patterns, str) else list(patterns)
-        names = {name for pattern in several for name in _linear_of(model, pattern, linear, kept)}
+        names = {name for pattern in several for name in _adaptable(model, pattern, linear, kept, read)}
         chosen = {name: module for name, module in linear.items() if name in names}
     return chosen if layers is None else _in_layers(model, chosen, layers)
 
@@ -165,8 +166,33 @@ def select_scaled_inputs(model: Any, targets: Sequence[str]) -> list[str]:
     return [name for name in targets if _narrows(model.get_submodule(name))]
 
 
-def _is_in_mamba_kernel(model: Any, name: str) -> bool:
-    """Whether a fused kernel may read the weight of a linear module without calling it: PEFT refuses an adapter."""
+def _report_direct_reads(names: Sequence[str], read: Mapping[str, str]) -> None:
+    """Log which linear modules get no adapter because something else computes with their weights."""
+    if names:
+        last = sorted({name.rpartition(".")[2] for name in names})
+        readers = sorted({read[name] for name in names if name in read}) or ["kernels of Mamba"]
+        why = f"{', '.join(readers)} may read the weight directly, past an adapter"
+        say(f"adapter: {', '.join(last)} gets none: {why}")
+
+
+def _adaptable(
+    model: Any, pattern: str, linear: Mapping[str, torch.nn.Module], kept: Sequence[str], read: Mapping[str, str]
+) -> list[str]:
+    """The linear modules that a pattern names, without those whose weight is read directly."""
+    found = _linear_of(model, pattern, linear, kept)
+    past = [name for name in found if name in read]
+    if past and len(past) == len(found):
+        raise RecipeError(
+            f"adapter.targets: {pattern!r} matches {past[0]}, whose weight {read[past[0]]} reads directly: an adapter "
+            "would have no effect",
+            f"remove {pattern!r}, or train the module in full: adapter.trains: [{pattern!r}]",
+        )
+    _report_direct_reads(past, read)
+    return [name for name in found if name not in read]
+
+
+def _is_refused_by_peft(model: Any, name: str) -> bool:
+    """Whether PEFT refuses an adapter on a linear module, because kernels of Mamba have an argument of that name."""
     kind = getattr(model.config, "model_type", None)
     return kind in _MAMBA_TYPES and name.rpartition(".")[2] == _MAMBA_OUTPUT
 

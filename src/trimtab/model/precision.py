@@ -16,6 +16,7 @@ import torch
 
 from trimtab.errors import RecipeError
 from trimtab.log import say
+from trimtab.model.half_experts import cast_experts, restore_experts
 from trimtab.model.half_weights import is_rounded
 
 _DTYPES = {"no": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
@@ -62,6 +63,7 @@ class Precision:
         else:
             trained = [p for p in model.parameters() if p.requires_grad and not is_rounded(p)]
             convert_to_fp32(trained, model_name=type(model).__name__)
+            cast_experts(model)
         precision = self
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +80,7 @@ class Precision:
         own = model.__dict__.pop(_OWN_FORWARD, None)
         if own is None:
             return
+        restore_experts(model)
         del model.__dict__["forward"]
         if own != model.forward:
             model.forward = own

@@ -19,6 +19,7 @@ from trimtab.errors import RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
+from trimtab.model.direct_reads import directly_read
 from trimtab.units import format_bytes
 
 _MAX_NAMED = 3  # modules that a warning names
@@ -153,13 +154,17 @@ def _count_words(count: int) -> str:
 
 
 def quantizable(model: Any) -> list[str]:
-    """Names of the linear modules of the base model, without heads and modules that have to stay in fp32."""
+    """Names of the linear modules of the base model, without heads and modules that have to stay in fp32.
+
+    Modules whose weight other code reads directly stay as they are, too: it would read packed integers.
+    """
     from transformers.pytorch_utils import Conv1D
 
     output = model.get_output_embeddings()
     fragile = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     fragile += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     base = {id(module) for part in base_parts(model) for module in part.modules()}
+    read = directly_read(model)
     return [
         name
         for name, module in model.named_modules()
@@ -167,6 +172,7 @@ def quantizable(model: Any) -> list[str]:
         if type(module) in (torch.nn.Linear, Conv1D)
         and id(module) in base
         and module is not output
+        and name not in read
         and not set(fragile) & set(name.split("."))
     ]
 

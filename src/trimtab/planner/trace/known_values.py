@@ -70,7 +70,8 @@ class KnownValues:
         tensors = tensors_in([*args, *kwargs.values()] if kwargs else args)
         addresses = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.is_meta}
         packet = func._overloadpacket
-        if addresses and addresses.isdisjoint(self._contents) and packet not in _FILLS and packet not in _CHOICES:
+        is_unknown = addresses and self._contents.keys().isdisjoint(addresses)  # which looks up the few addresses
+        if is_unknown and packet not in _FILLS and packet not in _CHOICES:
             return  # most operations
         changed = [x for x in tensors_in([args[index] for index in written(func) if index < len(args)]) if x.is_meta]
         outs = tensors_in(out)
