@@ -226,7 +226,7 @@ class Quantized(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as in torch, after a host-device sync if it is paged."""
-        sync_paged_state(self)
+        sync_host_state(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ class Quantized(torch.optim.Optimizer):
         self.state = held
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        sync_paged_state(self)
+        sync_host_state(self)
         for number, parameter in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(number)
             if not saved:
@@ -246,7 +246,7 @@ class Quantized(torch.optim.Optimizer):
             _copy_into(self.state[parameter], saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        sync_paged_state(self)
+        sync_host_state(self)
         own = {"is_paged": self.is_paged, "rounds_stochastically": self.rounds_stochastically, "_maps": {}}
         return {**super().__getstate__(), **own}
 
@@ -288,8 +288,13 @@ def is_paged(value: Any) -> bool:
     return bool(getattr(value, "is_paged", False))
 
 
-def sync_paged_state(optimizer: torch.optim.Optimizer) -> None:
-    """Do a host-device sync before the host accesses paged state, which torch treats as ordinary host memory."""
+def sync_host_state(optimizer: torch.optim.Optimizer) -> None:
+    """Do a host-device sync before the host accesses state in host memory that the device uses as well.
+
+    That is paged state, which torch treats as ordinary host memory, and `trimtab.optim.offloaded_state`.
+    """
+    if "state_on_host" in vars(optimizer):
+        vars(optimizer)["state_on_host"].settle()
     if getattr(optimizer, "is_paged", False) and torch.cuda.is_available():
         torch.cuda.synchronize()
 
