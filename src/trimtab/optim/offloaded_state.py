@@ -26,11 +26,12 @@ from trimtab.optim.quantized import BLOCK
 from trimtab.optim.stochastic_rounding import flat
 
 KEY = "memory.offload_state"
-SLOT_BYTES = 2**25  # of state that visits at a time
+SLOT_BYTES = 2**24  # of state that visits at a time
 NUM_SLOTS = 8  # that are fetched, in use or on their way back
 MIN_ELEMENTS = 2**16  # the state of smaller parameters stays on the device: its copies take longer to launch
 _LENGTHS = 16 * BLOCK  # slices have a multiple of this many elements
 _MOST_BYTES_PER_ELEMENT = 9  # two fp32 moments, and room to align tensors
+_SMALLEST_SLOT = aligned(_LENGTHS * _MOST_BYTES_PER_ELEMENT)
 _MARK = "has_state_on_host"
 
 Key = tuple[int, int]  # a parameter and the number of a slice
@@ -51,7 +52,7 @@ class OffloadedState:
         for parameter in parameters:
             vars(parameter)[_MARK] = True
         largest = max((parameter.numel() for parameter in parameters), default=0)
-        self._slot_bytes = min(SLOT_BYTES, aligned(largest * _MOST_BYTES_PER_ELEMENT))
+        self._slot_bytes = max(_SMALLEST_SLOT, min(SLOT_BYTES, aligned(largest * _MOST_BYTES_PER_ELEMENT)))
         buffer = device_visits.empty_buffer(NUM_SLOTS * self._slot_bytes, device, "state")
         self._free = deque(_Slot(part) for part in buffer.split(self._slot_bytes)) if parameters else deque[_Slot]()
         self._pieces: dict[Key, _Piece] = {}
@@ -166,7 +167,7 @@ class OffloadedState:
     def _take(self, key: Key) -> "_Slot":
         """The buffer with the state of a slice; the current stream waits until it is there."""
         if key in self._seen or not self._order:  # another pass begins, or the first one
-            order = list(self._seen) or self._usual_order()
+            order = list(self._seen) or self._usual_order(key)
             if order != self._order:  # what was fetched ahead may never be taken
                 self._forget()
             self._order, self._seen = order, {}
@@ -179,9 +180,11 @@ class OffloadedState:
         self._link.wait_fetched(slot.arrived)
         return slot
 
-    def _usual_order(self) -> list[Key]:
-        """Backward usually completes the gradients of those parameters first that were used last."""
-        return [key for parameter in reversed(self._parameters) for key in self._keys.get(id(parameter), ())]
+    def _usual_order(self, first: Key) -> list[Key]:
+        """That of the parameters after backward; in backward it usually is the reverse."""
+        is_after = first[0] == id(self._parameters[0])
+        parameters = self._parameters if is_after else self._parameters[::-1]
+        return [key for parameter in parameters for key in self._keys.get(id(parameter), ())]
 
     def _fetch(self, key: Key) -> None:
         piece, slot = self._pieces[key], self._free.popleft()
@@ -281,8 +284,8 @@ def offload_state(
     Args:
         build: Builds an optimizer for parameter groups on a device.
         groups: The parameter groups.
-        device: The device of the parameters.
+        device: The device that the optimizer is built for.
     """
     optimizer = build(groups, device)
-    OffloadedState(optimizer, device)
+    OffloadedState(optimizer, groups[0]["params"][0].device)
     return optimizer

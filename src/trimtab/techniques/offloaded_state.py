@@ -14,7 +14,7 @@ from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.model.host_areas import require_host_memory
 from trimtab.optim.build import PAGED
-from trimtab.optim.offloaded_state import KEY, MIN_ELEMENTS, OffloadedState, offload_state
+from trimtab.optim.offloaded_state import KEY, OffloadedState, has_state_on_host, offload_state
 from trimtab.optim.state_size import bytes_of_groups
 from trimtab.techniques.adapter import AdapterTechnique
 from trimtab.techniques.base import (
@@ -87,10 +87,10 @@ class StateOffload(Technique):
         def build_offloaded(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
             if device.type == "cpu":
                 say(f"{KEY} saves nothing on a CPU: state is copied within host memory")
-            device = groups[0]["params"][0].device
-            if device.type != "meta":
+            optimizer = offload_state(build, groups, device)
+            if groups[0]["params"][0].device.type != "meta":
                 _check_host_memory(groups, spec)
-            return offload_state(build, groups, device)
+            return optimizer
 
         return build_offloaded
 
@@ -99,7 +99,8 @@ class StateOffload(Technique):
         take = OffloadedState._take
 
         def take_recorded(self: OffloadedState, key: tuple[int, int]) -> Any:
-            recorder.note(UPDATE_CALL, [])
+            tensors = self._pieces[key].state.values()
+            recorder.note(UPDATE_CALL, [tensor[:0] for tensor in tensors])  # for the block that it belongs to
             return take(self, key)
 
         yield OffloadedState, "_take", take_recorded
@@ -113,7 +114,7 @@ _ONE_PROCESS = f"{KEY} works with one process, which has the state of all weight
 
 
 def _check_host_memory(groups: list[dict[str, Any]], spec: StepSpec) -> None:
-    large = [{"params": [p for p in group["params"] if p.numel() >= MIN_ELEMENTS]} for group in groups]
+    large = [{"params": [p for p in group["params"] if has_state_on_host(p)]} for group in groups]
     needed = bytes_of_groups(spec[OptimizerState.key], large, rounds_stochastically=spec.precision == "bf16-pure")
     cure = "train.optimizer: adamw8bit, adapter: lora, or a machine with more memory"
     require_host_memory(needed, KEY + " needs {} of host memory for the optimizer's state", cure)
