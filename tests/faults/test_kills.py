@@ -64,11 +64,14 @@ def test_the_time_limit(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["in-backward", "host"])
-def test_killed_with_weights_that_are_updated_elsewhere(stage, update):
+@pytest.mark.parametrize(
+    ("update", "state"), [("in-backward", "none"), ("in-backward", "host"), ("device", "host"), ("host", "none")]
+)
+def test_killed_with_weights_that_are_updated_elsewhere(stage, update, state):
     """A real SIGKILL after a step behind the last checkpoint; the run ends as an undisturbed one."""
-    in_backward = {"train": {"max_grad_norm": None}, "memory": {"update": update, "micro_batch": "auto"}}
-    changes = in_backward if update == "in-backward" else {"memory": {"update": update}}
+    memory = {"update": update, "offload_state": state}
+    in_backward = {"train": {"max_grad_norm": None}, "memory": {**memory, "micro_batch": "auto"}}
+    changes = in_backward if update == "in-backward" else {"memory": memory}
     recipe = stage.recipe(**changes)
     child = stage.train(recipe, at={"17": "die"})
     assert child.wait() == -signal.SIGKILL, child.said[-3000:]

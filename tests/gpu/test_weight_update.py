@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from trimtab.model.half_weights import round_weights
-from trimtab.optim import host_update
+from trimtab.optim import host_update, offloaded_state
 from trimtab.optim.build import build_optimizer
 from trimtab.optim.host_update import build_on_host, master_of
 from trimtab.optim.in_backward import update_in_backward, updates_of
+from trimtab.optim.offloaded_state import offload_state
+from trimtab.optim.quantized import sync_host_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,6 +56,41 @@ def test_in_backward_equals_a_step_after_it(optimizer):
             made.zero_grad()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "adamw8bit"])
+def test_state_on_the_host_gives_the_same_bits(monkeypatch, optimizer, in_backward):
+    """With many small slices and few buffers; many times, because races are rare."""
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**19)
+    monkeypatch.setattr(offloaded_state, "NUM_SLOTS", 3)
+
+    def plain(groups, device):
+        return build_optimizer(optimizer, groups, lr=1e-3, device=device)
+
+    weights, states = [], []
+    for offloads in (True, False):
+        model = layers()
+        groups = groups_of(model)
+        made = offload_state(plain, groups, CUDA) if offloads else plain(groups, CUDA)
+        if in_backward:
+            update_in_backward(model, made)
+        for rows in batches(3) * 10:
+            updates_of(model).begin_window(1)
+            model(rows).square().mean().backward()
+            made.step()
+            made.zero_grad()
+        sync_host_state(made)
+        large = [p for p in model.parameters() if p.dim() > 1]
+        for value in (value for p in large for value in made.state[p].values() if torch.is_tensor(value)):
+            assert not value.dim() or value.is_cuda is not offloads
+            assert not value.dim() or not offloads or value.is_pinned()
+        weights.append([p.detach().clone() for p in model.parameters()])
+        states.append([v.cpu() for p in large for v in made.state[p].values() if torch.is_tensor(v)])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
 @pytest.mark.parametrize(("most", "size"), [(2**28, 2**24), (0, 2**16)])
@@ -126,6 +163,9 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("update", "precision", "rows", "train"),
     [
+        ("in-backward, state on the host", "bf16", 4, {"max_grad_norm": None}),
+        ("in-backward, state on the host", "bf16-pure", 4, {"max_grad_norm": None, "optimizer": "adamw8bit"}),
+        ("device, state on the host", "bf16", 2, {}),
         ("in-backward", "bf16", 4, {"max_grad_norm": None}),
         ("in-backward", "bf16-pure", 4, {"max_grad_norm": None}),
         ("host", "bf16", 4, {}),
@@ -134,6 +174,8 @@ LLAMA = {
     ],
 )
 def test_the_peak_is_the_predicted_one(tmp_path, fresh_peaks, update, precision, rows, train, recompute):
+    name, _, state = update.partition(", ")
+    where = {"update": name, "offload_state": "host" if state else "none"}
     text = " ".join(str(number) for number in range(400))
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"{number} {text}"}) + "\n" for number in range(16)))
@@ -142,7 +184,7 @@ def test_the_peak_is_the_predicted_one(tmp_path, fresh_peaks, update, precision,
         "task": "causal-lm",
         "data": {"train": str(path), "eval_share": 0, "max_length": 256},
         "train": {"max_steps": 3, "batch_size": 4, "precision": precision, "compile": "off", **train},
-        "memory": {"budget": "auto", "update": update, "gradient_checkpointing": recompute, "kernels": "plain"},
+        "memory": {"budget": "auto", **where, "gradient_checkpointing": recompute, "kernels": "plain"},
         "checkpoint": {"every": None},
         "track": "none",
         "out": str(tmp_path / "run"),

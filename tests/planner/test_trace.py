@@ -379,7 +379,7 @@ def _replaced():
         (torch.Tensor, "backward"),
         *((module, "_get_fused_kernels_supported_devices") for module in (*optim, torch.utils._foreach_utils)),
         *((module, "_get_foreach_kernels_supported_devices") for module in (*optim, torch.utils._foreach_utils)),
-        *((quantized, name) for name in ("require_extra", "bitsandbytes_functions")),
+        *((quantized, name) for name in ("require_extra", "bitsandbytes_functions", "_kernel_for")),
         *((quantized.Quantized, name) for name in ("_buffer", "_maps_on", "_call")),
         *((stochastic_rounding, name) for name in ("_kernel_for", "has_fused")),
         (stochastic_rounding.RoundingNoise, "_generator_for"),

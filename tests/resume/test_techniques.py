@@ -12,6 +12,7 @@ from tiny_runs import lines_of, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import Stopped
 from trimtab.model import streamed_blocks
+from trimtab.optim import offloaded_state
 from trimtab.runs.journal import VOLATILE_KEYS
 
 STREAMED = {"stream_weights": "all"}
@@ -79,6 +80,14 @@ CASES = {
         "train": {"max_grad_norm": None, "precision": "bf16-pure", "optimizer": "adamw8bit"},
         "memory": {"update": "in-backward"},
     },
+    "updated in backward, state on the host": {
+        "train": {"max_grad_norm": None, "optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}},
+        "memory": {"update": "in-backward", "offload_state": "host", "gradient_checkpointing": "all"},
+    },
+    "state on the host, bf16-pure": {
+        "train": {"precision": "bf16-pure"},
+        "memory": {"offload_state": "host", "micro_batch": 5},
+    },
     "updated on the host": {
         "train": {"precision": "bf16", "freeze": {"*.layers.0": "6 steps"}},
         "memory": {"update": "host", "micro_batch": 5},
@@ -117,6 +126,7 @@ class Stops:
 )
 def test_bits_are_the_same(own_folder, tiny, case, monkeypatch):
     monkeypatch.setattr(streamed_blocks, "MIN_BYTES", 256)
+    monkeypatch.setattr(offloaded_state, "MIN_ELEMENTS", 256)
     write_csv(own_folder / "rows.csv", reviews(48))
     sections = dict(CASES[case])
     num_blocks = 3 if "streamed" in case else 2

@@ -17,7 +17,7 @@ from trimtab.checkpoint.frozen_base import FrozenBase, find_changed, frozen_para
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.errors import CheckpointError
 from trimtab.optim.host_update import master_of, masters_of
-from trimtab.optim.quantized import allocate_state, sync_paged_state
+from trimtab.optim.quantized import allocate_state, sync_host_state
 from trimtab.randomness import random_state, restore_random_state, seed_by_rank
 
 TensorSource = Callable[[str], torch.Tensor]
@@ -176,7 +176,7 @@ class OptimizerPart:
 
     def capture(self) -> Any:
         """Return the options of each group and the state and gradient of each parameter."""
-        sync_paged_state(self._optimizer)
+        sync_host_state(self._optimizer)
         names, parameters, state = self._names(), self._parameters(), self._optimizer.state
         left_out = ("params", *self._IMPLEMENTATION)
         return {
@@ -237,7 +237,7 @@ class OptimizerPart:
         The state of a parameter without saved state is removed; its first gradient creates it.
         """
         names, states, gradients = self._names(), entries(tree["state"]), entries(tree["gradients"])
-        sync_paged_state(self._optimizer)
+        sync_host_state(self._optimizer)
         allocate_state(self._optimizer, [p for p in self._parameters() if names[id(p)] in states])
         for group, saved in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             for key, value in entries(saved).items():

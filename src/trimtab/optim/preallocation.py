@@ -4,7 +4,7 @@ The optimizer's own code allocates it, called with zero gradients expanded from 
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,25 @@ def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[tor
         parameters: Parameters that are trainable now or later.
     """
     wanted = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
-    if hasattr(optimizer, "allocate_state") or hasattr(optimizer, "get_state_buffer"):
+    if "allocate_state" in vars(optimizer):  # of `trimtab.optim.offloaded_state`
+        allocate_state(optimizer, wanted)
+    else:
+        preallocate_as_usual(optimizer, wanted)
+
+
+@torch.no_grad()
+def preallocate_as_usual(optimizer: torch.optim.Optimizer, wanted: Sequence[torch.Tensor]) -> None:
+    """Allocate the state of parameters as the optimizer's class does it, where the parameters are.
+
+    Args:
+        optimizer: The optimizer.
+        wanted: Parameters without state.
+    """
+    own: Any = getattr(type(optimizer), "allocate_state", None)
+    if own is not None:
+        own(optimizer, wanted)
+        return
+    if hasattr(optimizer, "get_state_buffer"):
         allocate_state(optimizer, wanted)
         return
     if isinstance(optimizer, torch.optim.SGD):

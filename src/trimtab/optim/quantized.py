@@ -2,15 +2,20 @@
 
 Only the kernels are from bitsandbytes. Its optimizer classes are not used because they do a host-device sync after
 every parameter, decouple the weight decay of Adam, do not page the state of Adagrad, and load paged state unpaged.
+
+The kernels compute with fp32 weights and gradients. Others are converted in slices, which moves 44 bytes per bf16
+parameter and more for rounding; with Triton, Adam and AdamW run as one kernel instead: `quantized_kernel`.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from trimtab.hardware.extras import require_extra
+from trimtab.hardware.extras import has_package, require_extra
+from trimtab.log import log_info_once
 from trimtab.optim.stochastic_rounding import SLICE, RoundingNoise, flat
 
 BLOCK = 256  # elements that share a scale
@@ -93,15 +98,16 @@ class Quantized(torch.optim.Optimizer):
         functions = bitsandbytes_functions()
         for index, group in enumerate(self.param_groups):
             chance = RoundingNoise(group, index) if self.rounds_stochastically else None
-            for parameter in group["params"]:
+            for number, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
                     self.allocate_state([parameter])
-                    self._update(functions, group, parameter, chance)
+                    self._update(functions, group, parameter, chance, number)
         return loss
 
     def _update(
-        self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: RoundingNoise | None
+        self, functions: Any, group: dict[str, Any], parameter: torch.Tensor, chance: RoundingNoise | None, number: int
     ) -> None:
+        """Update one parameter, the `number`-th of its group."""
         assert parameter.grad is not None
         state = self.state[parameter]
         state["step"] += 1
@@ -110,7 +116,57 @@ class Quantized(torch.optim.Optimizer):
                 functions.prefetch_tensor(state[key])
         weights, gradient = flat(parameter), flat(parameter.grad)
         decay = group["weight_decay"] if self._decays_gradients else 0.0
-        needs_copy = weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay
+        needs_copy = bool(weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay)
+        kernel = self._kernel_without_copies(state) if needs_copy else None
+        if kernel is not None:
+            seed = chance.seed + number if chance is not None else None
+            self._update_without_copies(kernel, functions, group, weights, gradient, state, seed)
+        else:
+            self._update_in_slices(functions, group, weights, gradient, state, chance, needs_copy=needs_copy)
+        if not parameter.is_contiguous():
+            parameter.copy_(weights.view_as(parameter))
+
+    def _kernel_without_copies(self, state: dict[str, Any]) -> Any:
+        """The module with a kernel that needs no fp32 weights and gradients; None if there is none for this state."""
+        is_possible = self._num_moments == 2 and "absmax2" in state and not is_paged(state["state1"])
+        return _kernel_for(state["state1"].device) if is_possible else None
+
+    def _update_without_copies(
+        self,
+        kernel: Any,
+        functions: Any,
+        group: dict[str, Any],
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        seed: int | None,
+    ) -> None:
+        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        maps = self._maps_on(functions, weights.device)
+        for begin in range(0, weights.numel(), _MAX_ELEMENTS):
+            here = slice(begin, begin + _MAX_ELEMENTS)
+            part = _parts(state, here)
+            tensors = [
+                weights[here],
+                gradient[here],
+                *(part[key] for key in ("state1", "state2", "absmax1", "absmax2")),
+            ]
+            kernel.step_adam(
+                tensors, maps, state["step"], **options, decouples=not self._decays_gradients, seed=seed, begin=begin
+            )
+
+    def _update_in_slices(
+        self,
+        functions: Any,
+        group: dict[str, Any],
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        chance: RoundingNoise | None,
+        *,
+        needs_copy: bool,
+    ) -> None:
+        decay = group["weight_decay"] if self._decays_gradients else 0.0
         on_host = weights.device.type == "cpu"  # its kernel makes fp32 copies of all arguments
         length = SLICE if needs_copy or on_host else _MAX_ELEMENTS
         for begin in range(0, weights.numel(), length):
@@ -125,8 +181,6 @@ class Quantized(torch.optim.Optimizer):
                 chance.round_into(weights[here], exact, exact_grad)  # the copied gradient is reused for the noise
             elif weights.dtype is not torch.float32:
                 weights[here] = exact
-        if not parameter.is_contiguous():
-            parameter.copy_(weights.view_as(parameter))
 
     def _call(
         self,
@@ -172,7 +226,7 @@ class Quantized(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as in torch, after a host-device sync if it is paged."""
-        sync_paged_state(self)
+        sync_host_state(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,7 +236,7 @@ class Quantized(torch.optim.Optimizer):
         self.state = held
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        sync_paged_state(self)
+        sync_host_state(self)
         for number, parameter in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(number)
             if not saved:
@@ -192,7 +246,7 @@ class Quantized(torch.optim.Optimizer):
             _copy_into(self.state[parameter], saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        sync_paged_state(self)
+        sync_host_state(self)
         own = {"is_paged": self.is_paged, "rounds_stochastically": self.rounds_stochastically, "_maps": {}}
         return {**super().__getstate__(), **own}
 
@@ -234,8 +288,13 @@ def is_paged(value: Any) -> bool:
     return bool(getattr(value, "is_paged", False))
 
 
-def sync_paged_state(optimizer: torch.optim.Optimizer) -> None:
-    """Do a host-device sync before the host accesses paged state, which torch treats as ordinary host memory."""
+def sync_host_state(optimizer: torch.optim.Optimizer) -> None:
+    """Do a host-device sync before the host accesses state in host memory that the device uses as well.
+
+    That is paged state, which torch treats as ordinary host memory, and `trimtab.optim.offloaded_state`.
+    """
+    if "state_on_host" in vars(optimizer):
+        vars(optimizer)["state_on_host"].settle()
     if getattr(optimizer, "is_paged", False) and torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -264,6 +323,25 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
 def bitsandbytes_functions() -> Any:
     """The module `bitsandbytes.functional`, imported on first use: it is optional and takes seconds."""
     return importlib.import_module("bitsandbytes.functional")
+
+
+@functools.cache
+def _kernel_for(device: torch.device) -> Any:
+    """The module with the Triton kernel if a trial step works on the device; else None."""
+    if device.type != "cuda" or not has_package("triton"):
+        return None
+    try:
+        kernel: Any = importlib.import_module("trimtab.optim.quantized_kernel")
+        tensors = [torch.ones(2, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        tensors += [torch.zeros(2, dtype=torch.uint8, device=device) for _ in range(2)]
+        tensors += [torch.zeros(1, device=device) for _ in range(2)]
+        maps = [torch.zeros(256, device=device) for _ in range(2)]
+        options: dict[str, Any] = {"lr": 0.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}
+        kernel.step_adam(tensors, maps, 1, **options, decouples=True, seed=2**62)
+    except Exception as error:  # Triton needs a C compiler and raises arbitrary exceptions if it fails
+        log_info_once(f"weights are updated in fp32 slices, because the faster Triton kernel does not run: {error}")
+        return None
+    return kernel
 
 
 def _paged_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

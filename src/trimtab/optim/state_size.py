@@ -1,8 +1,9 @@
 """Exact size of the state of an optimizer, computed before the optimizer exists: for plans and disk-space checks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,6 +72,22 @@ def state_bytes(
     if fused_form(name, device, momentum):
         return StateSize(moments + _STEP_BYTES)
     return StateSize(moments, host_bytes=_STEP_BYTES)
+
+
+def bytes_of_groups(
+    name: str, groups: Iterable[dict[str, Any]], *, rounds_stochastically: bool, dtype: torch.dtype | None = None
+) -> int:
+    """The size of the state of all parameters of groups, with momentum if there may be any.
+
+    Args:
+        name: One of `trimtab.optim.build.OPTIMIZERS`.
+        groups: The parameter groups.
+        rounds_stochastically: As for `build_optimizer`.
+        dtype: Dtype in which parameters are updated; None = their own.
+    """
+    parameters = (parameter for group in groups for parameter in group["params"])
+    options: dict[str, Any] = {"momentum": 0.9, "rounds_stochastically": rounds_stochastically, "device": "cpu"}
+    return sum(state_bytes(name, p.shape, dtype or p.dtype, **options).num_bytes for p in parameters)
 
 
 def _quantized_bytes(num_elements: int, num_moments: int, pages: bool) -> StateSize:

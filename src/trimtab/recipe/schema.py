@@ -272,6 +272,10 @@ class MemorySettings(Section):
     train.clip_by: previous-norm; host = gradients, fp32 weights and optimizer state are in host memory, and the CPU
     updates; auto = in-backward where it is possible and faster than what else fits, host if nothing else fits on a GPU,
     else device."""
+    offload_state: Literal["auto", "none", "host"] = "auto"
+    """Where the optimizer's state is: none = on the device; host = in pinned host memory, from which it visits the
+    device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights train and
+    nothing else fits on an NVIDIA GPU, else none."""
     stream_weights: OffloadedBlocks = "auto"
     """Keep the weights of blocks in pinned host memory, and copy them to the device while the block before computes, in
     forward and in backward: all = of every block; {every: 2} = of every second block; {all_but_every: 4} and

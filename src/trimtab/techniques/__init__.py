@@ -8,6 +8,7 @@ from trimtab.techniques.chunked_loss import ChunkedLoss
 from trimtab.techniques.compilation import Compilation
 from trimtab.techniques.host_embeddings import HostEmbeddings
 from trimtab.techniques.kernels import FusedKernels
+from trimtab.techniques.offloaded_state import StateOffload
 from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.techniques.padding import Padding
 from trimtab.techniques.recomputation import GradientCheckpointing
@@ -23,6 +24,7 @@ TECHNIQUES: list[Technique] = [
     OptimizerState(),
     WeightUpdate(),
     StreamedWeights(),
+    StateOffload(),
     HostEmbeddings(),
     FusedKernels(),
     SequenceTiles(),

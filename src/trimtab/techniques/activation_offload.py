@@ -90,8 +90,14 @@ class ActivationOffload(Technique):
         """Copies take time on the link, whatever they copy; what is on the host takes no device memory."""
         sent = {TO_HOST: 0, FROM_HOST: 0}
 
-        def copy(direction: str, num_bytes: int, name: str | None = None) -> int:
-            recorder.transfer(name or direction, num_bytes)
+        def copy(direction: str, num_bytes: int) -> int:
+            recorder.transfer(direction, num_bytes)
+            sent[direction] += num_bytes
+            return sent[direction]
+
+        def copy_all(direction: str, on_host: list[torch.Tensor], name: str) -> int:
+            num_bytes = sum(tensor.nbytes for tensor in on_host)
+            recorder.transfer(name, num_bytes, on_host)
             sent[direction] += num_bytes
             return sent[direction]
 
@@ -107,10 +113,10 @@ class ActivationOffload(Technique):
         def copy_in(link: HostLink, pairs: Pairs, device: torch.device, after: Any = None) -> int:
             if after is not None:
                 recorder.transfer(IN_AFTER_OUT, 0)
-            return copy(FROM_HOST, sum(target.nbytes for target, _ in pairs), WEIGHTS_FROM_HOST)
+            return copy_all(FROM_HOST, [source for _, source in pairs], WEIGHTS_FROM_HOST)
 
         def copy_out(link: HostLink, pairs: Pairs, device: torch.device) -> int:
-            return copy(TO_HOST, sum(target.nbytes for target, _ in pairs), WEIGHTS_TO_HOST)
+            return copy_all(TO_HOST, [target for target, _ in pairs], WEIGHTS_TO_HOST)
 
         def wait(link: HostLink, event: int, direction: str, name: str) -> None:
             recorder.transfer(name, sent[direction] - event)  # what may still be on its way

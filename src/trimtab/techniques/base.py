@@ -261,8 +261,8 @@ class TraceRecorder(Protocol):
     def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Record existing tensors as allocated now."""
 
-    def transfer(self, name: str, num_bytes: int) -> None:
-        """Count a copy between host and device; or a wait until at most so many bytes are on their way."""
+    def transfer(self, name: str, num_bytes: int, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Count a copy of tensors between host and device; or a wait until at most so many bytes are on their way."""
 
     def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Record existing tensors of parameters as host memory, which does not count."""

@@ -104,13 +104,19 @@ class OptimizerState(Technique):
             for tensors in members:
                 recorder.note("trimtab.rounded_adam", tensors)
 
+        def step_adam8bit(tensors: list[torch.Tensor], *args: Any, **options: Any) -> None:
+            weights, _, *state = tensors
+            recorder.note("trimtab.adam8bit", [*tensors, weights, *state])  # read and written
+
         kernel = SimpleNamespace(LONGEST=2**62, step_adam=step_adam)
+        kernel8bit = SimpleNamespace(step_adam=step_adam8bit) if accelerator.is_cuda else None
         yield quantized, "require_extra", lambda *_: None
         yield build, "require_extra", lambda *_: None
         yield quantized, "bitsandbytes_functions", lambda: None
         yield quantized.Quantized, "_buffer", paged_or_not
         yield quantized.Quantized, "_maps_on", maps
         yield quantized.Quantized, "_call", call
+        yield quantized, "_kernel_for", lambda _: kernel8bit
         yield stochastic_rounding, "_kernel_for", lambda _: kernel
         yield stochastic_rounding, "has_fused", lambda *_: True
         yield stochastic_rounding.RoundingNoise, "_generator_for", lambda *_: None

@@ -19,7 +19,7 @@ from trimtab.model.adapters import adapter_of
 from trimtab.model.half_weights import linear_parameters, round_weights
 from trimtab.optim import host_update, in_backward
 from trimtab.optim.in_backward import InBackward, update_in_backward
-from trimtab.optim.state_size import state_bytes
+from trimtab.optim.state_size import bytes_of_groups
 from trimtab.recipe.consistency import conflicts_in_backward
 from trimtab.techniques.base import (
     UPDATE_CALL,
@@ -92,6 +92,11 @@ class WeightUpdate(Technique):
     def is_in_backward(value: str) -> bool:
         """Whether weights are updated in backward."""
         return value == _IN_BACKWARD
+
+    @staticmethod
+    def is_on_host(value: str) -> bool:
+        """Whether weights are updated in host memory."""
+        return value == _HOST
 
     def can_keep(self, value: str, case: Case) -> bool:
         """Several processes update on the device."""
@@ -173,16 +178,8 @@ def _one_process(value: str) -> str:
 
 def _needed_bytes(groups: list[dict[str, Any]], spec: StepSpec) -> int:
     """Host memory for weights, gradients and state of the parameters."""
-    needed, rounds = 0, spec.precision == "bf16-pure"
+    rounds = spec.precision == "bf16-pure"
     dtype = torch.bfloat16 if rounds else torch.float32
-    for parameter in (parameter for group in groups for parameter in group["params"]):
-        size = state_bytes(
-            spec[OptimizerState.key],
-            parameter.shape,
-            dtype,
-            momentum=0.9,  # if there is any
-            rounds_stochastically=rounds,
-            device="cpu",
-        )
-        needed += 2 * parameter.numel() * dtype.itemsize + size.num_bytes
-    return needed
+    num_elements = sum(parameter.numel() for group in groups for parameter in group["params"])
+    state = bytes_of_groups(spec[OptimizerState.key], groups, rounds_stochastically=rounds, dtype=dtype)
+    return 2 * num_elements * dtype.itemsize + state

@@ -24,6 +24,7 @@ from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
 from trimtab.model.streamed_blocks import is_streamed
 from trimtab.optim.host_update import master_of
+from trimtab.optim.offloaded_state import has_state_on_host
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
 from trimtab.planner.shapes import BatchShape, StepTask
@@ -269,7 +270,7 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
             if parameter.requires_grad:
                 visits.visit(parameter, "state")
                 master = master_of(parameter)
-                is_away = master is not parameter or is_streamed(parameter)
+                is_away = master is not parameter or is_streamed(parameter) or has_state_on_host(parameter)
                 with recorder.on_host() if is_away else contextlib.nullcontext():
                     preallocate_state(optimizer, [master])
     visits.leave()

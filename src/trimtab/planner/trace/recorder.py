@@ -335,10 +335,11 @@ class Recorder(TorchDispatchMode):
             self.ops.append(Op(name, stage, 0, moved, "fp32"))
             self._share_out(tensors)
 
-    def transfer(self, name: str, num_bytes: int) -> None:
+    def transfer(self, name: str, num_bytes: int, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Record a copy over the host link, or a wait for one; see `trimtab.techniques.base`."""
         if self.is_timing and not self._is_paused:
             self.ops.append(Op(name, self.stage, 0, num_bytes, "fp32"))
+            self._share_out(list(tensors))
 
     def copy_weights(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Record a copy between host and device, which runs beside the computation."""
