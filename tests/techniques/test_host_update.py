@@ -238,7 +238,7 @@ def test_masters_have_storages_of_their_own():
 
 def test_too_little_host_memory_is_reported_before_the_first_step(train, monkeypatch):
     monkeypatch.setattr(memory, "free_in_cgroups", lambda: [2**10])  # the limit of a container
-    with pytest.raises(DoesNotFit, match="memory.update: host needs .* of host memory .* are available"):
+    with pytest.raises(DoesNotFit, match="memory.update needs .* of host memory .* are available"):
         train("host")
 
 

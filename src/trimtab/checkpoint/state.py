@@ -16,7 +16,7 @@ from trimtab.checkpoint.codec import Encoded, Tree, decode, dtype_and_shape, enc
 from trimtab.checkpoint.frozen_base import FrozenBase, find_changed, frozen_parameters, unsaved_parameters
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.errors import CheckpointError
-from trimtab.optim.host_update import master_of, masters_of
+from trimtab.optim.host_update import master_of, masters_of, optimized
 from trimtab.optim.quantized import allocate_state, sync_host_state
 from trimtab.randomness import random_state, restore_random_state, seed_by_rank
 
@@ -170,7 +170,7 @@ class OptimizerPart:
             names.update({id(p): f"group{index}.{position}" for position, p in enumerate(group["params"])})
         for index, model in enumerate(self._models):
             prefix = f"{index}:" if len(self._models) > 1 else ""
-            held = ((name, id(master_of(p))) for name, p in model.named_parameters())
+            held = ((name, id(optimized(p))) for name, p in model.named_parameters())
             names.update({number: prefix + name for name, number in held if number in names})
         return names
 

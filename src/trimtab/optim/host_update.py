@@ -27,31 +27,30 @@ MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copie
 _HOST = torch.device("cpu")
 
 
-class HostWeights:
-    """Masters of parameters in host memory, and the copies between host and device.
+class HostGradients:
+    """Gradients that leave the device as soon as they are complete.
 
     Args:
         parameters: The parameters; those that are frozen now may be unfrozen later.
+        holders: For each of them a tensor in host memory, whose `.grad` the gradient becomes.
+        sums: Host memory for the gradients.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
-        device = computing_device(self.parameters[0])
-        exact = [take_exact(parameter) for parameter in self.parameters]
-        self.masters, self.sums = (empty_on_host(exact, pins=device.type == "cuda") for _ in range(2))
-        self._queue = _Queue(device)
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], holders: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
+    ) -> None:
+        self.parameters, self.holders, self.sums = list(parameters), list(holders), list(sums)
+        self._queue = _Queue(computing_device(self.parameters[0]))
         self._backward = -1  # number of the backward whose gradients come now
-        for index, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            copy(master, exact[index])
-            if is_streamed(parameter) and parameter.dtype == master.dtype:
-                parameter.data = master  # the host has the weights once
-            parameter.master = master  # type: ignore[attr-defined]
-            register_gradient_hook(parameter, partial(self._take, index=index))
-        self._queue.drain()
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy weights to the device after every step of the optimizer of the masters."""
-        optimizer.register_step_post_hook(lambda *_: self.copy_to_device())
+    def watch(self) -> None:
+        """Take the gradients of the parameters from now on."""
+        for index, parameter in enumerate(self.parameters):
+            register_gradient_hook(parameter, partial(self._take, index=index))
+
+    def settle(self) -> None:
+        """Wait until all gradients are on the host. This is a host-device sync."""
+        self._queue.drain()
 
     def _take(self, parameter: torch.Tensor, index: int) -> None:
         """Move a complete gradient to the host, or add it to the sum that is there."""
@@ -62,10 +61,10 @@ class HostWeights:
             self._backward = backward
             if self._queue.is_busy:  # with copies of a backward that failed
                 self._queue.drain()
-            torch.autograd.Variable._execution_engine.queue_callback(self._queue.drain)
-        master, total = self.masters[index], self.sums[index]
-        if master.grad is None:
-            master.grad = total
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+        holder, total = self.holders[index], self.sums[index]
+        if holder.grad is None:
+            holder.grad = total
             self._send(total, gradient)
         else:
             self._add(total, gradient)
@@ -91,6 +90,31 @@ class HostWeights:
                 copy(to, total)
             self._queue.keep(total, gradient)
 
+
+class HostWeights(HostGradients):
+    """Masters of parameters in host memory, and the copies between host and device.
+
+    Args:
+        parameters: The parameters; those that are frozen now may be unfrozen later.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        pins = computing_device(parameters[0]).type == "cuda"
+        exact = [take_exact(parameter) for parameter in parameters]
+        self.masters, sums = (empty_on_host(exact, pins=pins) for _ in range(2))
+        super().__init__(parameters, self.masters, sums)
+        for parameter, master, source in zip(self.parameters, self.masters, exact, strict=True):
+            copy(master, source)
+            if is_streamed(parameter) and parameter.dtype == master.dtype:
+                parameter.data = master  # the host has the weights once
+            parameter.master = master  # type: ignore[attr-defined]
+        self._queue.drain()
+        self.watch()
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy weights to the device after every step of the optimizer of the masters."""
+        optimizer.register_step_post_hook(lambda *_: self.copy_to_device())
+
     @torch.no_grad()
     def copy_to_device(self) -> None:
         """Copy the masters to the parameters; the next forward of the device comes after it."""
@@ -109,8 +133,13 @@ class HostWeights:
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that the optimizer updates: a parameter's master in host memory, or the parameter itself."""
+    """The tensor with the exact weights: a parameter's master in host memory, or the parameter itself."""
     return getattr(parameter, "master", parameter)
+
+
+def optimized(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that the optimizer knows and whose `.grad` it reads: a master, a stand-in, or the parameter itself."""
+    return getattr(parameter, "stand_in", master_of(parameter))
 
 
 def masters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -193,7 +222,7 @@ def check_host_memory(needed_bytes: int) -> None:
     """
     require_host_memory(
         needed_bytes,
-        "memory.update: host needs {} of host memory for weights, gradients and optimizer state",
+        "memory.update needs {} of host memory for gradients, optimizer state, and with host also weights",
         "train.optimizer: adamw8bit, adapter: lora, or a machine with more memory",
     )
 

@@ -18,7 +18,7 @@ import torch
 
 from trimtab.model.streamed_blocks import computing_device
 
-_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class AfterBackward:
@@ -35,6 +35,10 @@ class AfterBackward:
 
     def finish_window(self) -> torch.Tensor | None:
         """Return the norm of the gradients before they were clipped; None if they were not."""
+        return None
+
+    def clip(self, max_norm: float) -> torch.Tensor | None:
+        """Clip the gradients of the window in a way of its own, and return their norm; None if there is no such way."""
         return None
 
     @contextmanager
@@ -72,7 +76,7 @@ class InBackward(AfterBackward):
         self.is_updating, self.has_changed_weights = num_micro_batches == 1, False
         self._norms, self._max_norm, self._factor = [], max_norm, None
         if max_norm is not None and self._last_norm is not None:
-            self._factor = (max_norm / (self._last_norm + _EPSILON)).clamp(max=1.0)
+            self._factor = (max_norm / (self._last_norm + CLIP_EPSILON)).clamp(max=1.0)
 
     def finish_window(self) -> torch.Tensor | None:
         """Return the norm of the gradients before they were clipped, which the next window is clipped by."""
@@ -149,7 +153,12 @@ def update_in_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
         model: The prepared model.
         optimizer: The optimizer of its parameters, before it is prepared.
     """
-    _known[model] = InBackward(optimizer)
+    set_updates(model, InBackward(optimizer))
+
+
+def set_updates(model: torch.nn.Module, updates: AfterBackward) -> None:
+    """Let the weights of a model change in another way from now on."""
+    _known[model] = updates
 
 
 def updates_of(model: torch.nn.Module) -> AfterBackward:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,15 +26,29 @@ from trimtab.optim.quantized import BLOCK
 from trimtab.optim.stochastic_rounding import flat
 
 KEY = "memory.offload_state"
-SLOT_BYTES = 2**24  # of state that visits at a time
+SLOT_BYTES = 2**24  # of state that visits at a time; twice as much with gradients
 NUM_SLOTS = 8  # that are fetched, in use or on their way back
 MIN_ELEMENTS = 2**16  # the state of smaller parameters stays on the device: its copies take longer to launch
 _LENGTHS = 16 * BLOCK  # slices have a multiple of this many elements
-_MOST_BYTES_PER_ELEMENT = 9  # two fp32 moments, and room to align tensors
+_MOST_BYTES_PER_ELEMENT = 13  # two fp32 moments, a gradient, and room to align tensors
+_GRADIENT = "gradient"  # its name among what visits the device; no optimizer's state has it
 _SMALLEST_SLOT = aligned(_LENGTHS * _MOST_BYTES_PER_ELEMENT)
 _MARK = "has_state_on_host"
 
 Key = tuple[int, int]  # a parameter and the number of a slice
+
+
+class GradientsOnHost(Protocol):
+    """Gradients in host memory, of parameters that stand-ins in host memory represent in the optimizer."""
+
+    def parameter_of(self, stand_in: torch.Tensor) -> torch.Tensor:
+        """The parameter on the device."""
+
+    def sum_of(self, stand_in: torch.Tensor) -> torch.Tensor:
+        """Its gradient on the host."""
+
+    def clipped(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A slice of a gradient on the device as the optimizer gets it; may be changed in place."""
 
 
 class OffloadedState:
@@ -42,17 +56,24 @@ class OffloadedState:
 
     Args:
         optimizer: The optimizer, without state yet; from now on its steps fetch it.
-        device: The device of the parameters.
+        device: The device of the weights.
+        gradients: Gradients in host memory, which visit the device with the state of all parameters; None if they are
+            on the device.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device, self._link = optimizer, device, HostLink()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.numel() >= MIN_ELEMENTS]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, gradients: "GradientsOnHost | None" = None
+    ) -> None:
+        self._optimizer, self._device, self._link, self._gradients = optimizer, device, HostLink(), gradients
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if gradients is None:
+            parameters = [parameter for parameter in parameters if parameter.numel() >= MIN_ELEMENTS]
         self._parameters = parameters
         for parameter in parameters:
             vars(parameter)[_MARK] = True
         largest = max((parameter.numel() for parameter in parameters), default=0)
-        self._slot_bytes = max(_SMALLEST_SLOT, min(SLOT_BYTES, aligned(largest * _MOST_BYTES_PER_ELEMENT)))
+        most = SLOT_BYTES if gradients is None else 2 * SLOT_BYTES
+        self._slot_bytes = max(_SMALLEST_SLOT, min(most, aligned(largest * _MOST_BYTES_PER_ELEMENT)))
         buffer = device_visits.empty_buffer(NUM_SLOTS * self._slot_bytes, device, "state")
         self._free = deque(_Slot(part) for part in buffer.split(self._slot_bytes)) if parameters else deque[_Slot]()
         self._pieces: dict[Key, _Piece] = {}
@@ -104,7 +125,10 @@ class OffloadedState:
                 state[name] = home.copy_(value)
         for name in large:
             mark_streamed(state[name], self._device)
-        pieces = _slices(parameter, {name: state[name] for name in large}, self._slot_bytes)
+        visitors = {name: state[name] for name in large}
+        if self._gradients is not None:
+            visitors[_GRADIENT] = self._gradients.sum_of(parameter)
+        pieces = _slices(parameter, visitors, self._slot_bytes)
         made = {(id(parameter), number): piece for number, piece in enumerate(pieces)}
         self._pieces.update(made)
         self._free.extend(self._fetched.pop(key) for key in made if key in self._fetched)  # of former state
@@ -129,22 +153,27 @@ class OffloadedState:
 
     def _update(self, group: dict[str, Any], number: int, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        weights, gradient, state = flat(parameter), flat(parameter.grad), self._optimizer.state[parameter]
+        home = parameter if self._gradients is None else self._gradients.parameter_of(parameter)
+        weights, gradient = flat(home), flat(parameter.grad)
+        state = self._optimizer.state[parameter]
         for key in (keys := self._keys[id(parameter)]):
             piece, slot = self._pieces[key], self._take(key)
             # scalars, such as the number of steps, change with the last slice
             own = {name: value if key == keys[-1] else _copied(value) for name, value in state.items()}
-            own.update(slot.views)
+            own.update(slot.state)
+            here = gradient[piece.here]
+            if self._gradients is not None:
+                here = self._gradients.clipped(slot.views[_GRADIENT])
             options = dict(group)
             if "rounding_seed" in group:
                 options["rounding_seed"] = f"{group['rounding_seed']} {number} {key[1]}"
-            with self._only(options, weights[piece.here], gradient[piece.here], own):
+            with self._only(options, weights[piece.here], here, own):
                 type(self._optimizer).step(self._optimizer)
             self._send_back(piece, slot)
             self._fetch_ahead()
-        state.update({name: value for name, value in own.items() if name not in piece.state})
-        if not parameter.is_contiguous():
-            parameter.copy_(weights.view_as(parameter))
+        state.update({name: value for name, value in own.items() if name not in slot.state})
+        if not home.is_contiguous():
+            home.copy_(weights.view_as(home))
 
     @contextmanager
     def _only(
@@ -191,12 +220,14 @@ class OffloadedState:
         slot.hold(piece)
         # the later one of the copies to the host that it must not overtake
         after = max((sent for sent in (slot.sent, piece.sent) if sent is not None), key=lambda s: s[0], default=None)
-        pairs = [(slot.views[name], tensor) for name, tensor in piece.state.items()]
+        pairs = [(slot.views[name], tensor) for name, tensor in piece.visitors.items()]
         slot.arrived = self._link.copy_in(pairs, self._device, None if after is None else after[1])
         self._fetched[key] = slot
 
     def _fetch_ahead(self) -> None:
         while self._free:
+            if self._next >= len(self._order) and self._gradients is not None:
+                return  # the next gradients do not exist yet
             self._next %= len(self._order)
             if self._order[self._next] in self._fetched:
                 return
@@ -204,7 +235,7 @@ class OffloadedState:
             self._next += 1
 
     def _send_back(self, piece: "_Piece", slot: "_Slot") -> None:
-        pairs = [(tensor, slot.views[name]) for name, tensor in piece.state.items()]
+        pairs = [(piece.visitors[name], view) for name, view in slot.state.items()]
         self._num_sent += 1
         slot.sent = piece.sent = self._num_sent, self._link.copy_out(pairs, self._device)
         self._free.append(slot)
@@ -212,10 +243,10 @@ class OffloadedState:
 
 @dataclass
 class _Piece:
-    """The state of a slice of a parameter, in host memory."""
+    """The state of a slice of a parameter, in host memory, perhaps with its gradient."""
 
     here: slice
-    state: dict[str, torch.Tensor]
+    visitors: dict[str, torch.Tensor]
     sent: tuple[int, Any] | None = None  # number and event of the last copy to the host
 
 
@@ -232,9 +263,14 @@ class _Slot:
         """Lay out the state of a slice."""
         begin = 0
         self.views = {}
-        for name, tensor in piece.state.items():
+        for name, tensor in piece.visitors.items():
             self.views[name] = laid_out(self.buffer[begin : begin + tensor.nbytes], tensor)
             begin += aligned(tensor.nbytes)
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What goes back to the host."""
+        return {name: view for name, view in self.views.items() if name != _GRADIENT}
 
 
 def _slices(parameter: torch.Tensor, state: dict[str, torch.Tensor], most_bytes: int) -> Iterator[_Piece]:

@@ -266,12 +266,13 @@ class MemorySettings(Section):
     offload: Literal["auto", "none", "embeddings"] = "auto"
     """Weights to keep in host memory: embeddings = the token embeddings, if they are frozen; auto = embeddings if an
     adapter trains and no faster plan fits, else none."""
-    update: Literal["auto", "device", "in-backward", "host"] = "auto"
+    update: Literal["auto", "device", "in-backward", "streamed", "host"] = "auto"
     """Where and when weights are updated: device = after backward; in-backward = each weight as soon as its gradient is
     complete, which is freed then; needs the whole batch in one micro-batch, and train.max_grad_norm: null or
-    train.clip_by: previous-norm; host = gradients, fp32 weights and optimizer state are in host memory, and the CPU
-    updates; auto = in-backward where it is possible and faster than what else fits, host if nothing else fits on a GPU,
-    else device."""
+    train.clip_by: previous-norm; streamed = gradients and optimizer state are in host memory, from where they visit the
+    device slice by slice when all gradients are known; host = gradients, fp32 weights and optimizer state are in host
+    memory, and the CPU updates; auto = in-backward where it is possible and faster than what else fits, streamed or
+    host if nothing else fits on a GPU, else device."""
     offload_state: Literal["auto", "none", "host"] = "auto"
     """Where the optimizer's state is: none = on the device; host = in pinned host memory, from which it visits the
     device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights train and

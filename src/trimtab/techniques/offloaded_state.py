@@ -61,7 +61,7 @@ class StateOffload(Technique):
         optimizer = spec[OptimizerState.key]
         if case.num_processes > 1:
             return _ONE_PROCESS
-        if WeightUpdate.is_on_host(spec[WeightUpdate.key]):
+        if WeightUpdate.has_state_on_host(spec[WeightUpdate.key]):
             return f"{WeightUpdate.setting}: {spec[WeightUpdate.key]} has all state in host memory; {KEY}: none"
         if spec[StreamedWeights.key] != StreamedWeights.off:
             return f"{StreamedWeights.setting} streams the state of weights that train with them; {KEY}: none"
@@ -99,7 +99,7 @@ class StateOffload(Technique):
         take = OffloadedState._take
 
         def take_recorded(self: OffloadedState, key: tuple[int, int]) -> Any:
-            tensors = self._pieces[key].state.values()
+            tensors = self._pieces[key].visitors.values()
             recorder.note(UPDATE_CALL, [tensor[:0] for tensor in tensors])  # for the block that it belongs to
             return take(self, key)
 

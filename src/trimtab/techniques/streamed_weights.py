@@ -89,6 +89,8 @@ class StreamedWeights(Technique):
                 f"{KEY} needs weights that train to be updated in backward or on the host, and {WeightUpdate.setting} "
                 f"is {WeightUpdate.off}; {WeightUpdate.setting}: host, or an adapter"
             )
+        if WeightUpdate.is_streamed(spec[WeightUpdate.key]):
+            return f"{KEY} does not work with {WeightUpdate.setting}: {spec[WeightUpdate.key]}, whose weights stay"
         shared = _shared_weight(case.model, spec[self.key]) if case.model is not None else None
         return f"{KEY}: {shared} is used by several blocks, or outside of its block" if shared else None
 

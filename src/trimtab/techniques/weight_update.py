@@ -1,7 +1,10 @@
-"""Where and when weights are updated: on the device after backward, each one inside backward, or on the host.
+"""Where and when weights are updated: on the device, each one inside backward, streamed, or on the host.
 
 In backward every gradient is used and freed as soon as it is complete, so the gradients of a model never exist at the
 same time. Weights then change before all gradients are known: nothing can be clipped, scaled, skipped or accumulated.
+
+Streamed, gradients leave the device as they are made, and wait on the host, where the optimizer's state is. When all
+are known, slices of both visit the device, which updates its weights.
 
 On the host are the gradients, which leave the device as they are made, the optimizer's state, and fp32 weights. Weights
 change after all gradients are known, so nothing is lost but time. In mixed precision linear layers, except the output
@@ -18,8 +21,10 @@ from trimtab.errors import RecipeError
 from trimtab.model.adapters import adapter_of
 from trimtab.model.half_weights import linear_parameters, round_weights
 from trimtab.optim import host_update, in_backward
+from trimtab.optim.build import PAGED
 from trimtab.optim.in_backward import InBackward, update_in_backward
 from trimtab.optim.state_size import bytes_of_groups
+from trimtab.optim.streamed_update import build_streamed
 from trimtab.recipe.consistency import conflicts_in_backward
 from trimtab.techniques.base import (
     UPDATE_CALL,
@@ -37,7 +42,7 @@ from trimtab.techniques.base import (
 from trimtab.techniques.compilation import Compilation
 from trimtab.techniques.optimizer_state import OptimizerState
 
-_IN_BACKWARD, _HOST = "in-backward", "host"
+_IN_BACKWARD, _STREAMED, _HOST = "in-backward", "streamed", "host"
 
 
 class WeightUpdate(Technique):
@@ -48,13 +53,13 @@ class WeightUpdate(Technique):
     off = "device"
     phase = Phase.PLACEMENT
     is_slower_with_each_value = True
-    last_resorts = (_HOST,)
+    last_resorts = (_STREAMED, _HOST)
     shrinks_weights = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The recipe's value; `auto` may update in backward if nothing has to be known of all gradients before.
 
-        It updates on the host only if all weights of a model train on a GPU and nothing else fits.
+        It streams, or updates on the host, only if all weights of a model train on a GPU and nothing else fits.
         """
         asked = str(self.asked(case.recipe))
         if asked != "auto":
@@ -67,7 +72,7 @@ class WeightUpdate(Technique):
         if not any(conflicts_in_backward(case.recipe)):
             found.append(_IN_BACKWARD)
         if case.accelerator.is_cuda and case.recipe.adapter == "none":
-            found.append(_HOST)
+            found += [_STREAMED, _HOST]
         return tuple(found)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
@@ -79,6 +84,8 @@ class WeightUpdate(Technique):
             return _one_process(value)
         if Compilation().captures(spec[Compilation.key]):
             return f"{self.setting}: {value} does not work with CUDA graphs; {Compilation.setting}: blocks"
+        if value == _STREAMED and not _is_elementwise(spec[OptimizerState.key]):
+            return f"{self.setting}: {value} does not work with {spec[OptimizerState.key]}; train.optimizer: adamw8bit"
         if value == _IN_BACKWARD and spec.precision == "fp16":
             return (
                 f"{self.setting}: {value} does not work with fp16, which skips a step if any gradient overflows; "
@@ -94,9 +101,14 @@ class WeightUpdate(Technique):
         return value == _IN_BACKWARD
 
     @staticmethod
-    def is_on_host(value: str) -> bool:
-        """Whether weights are updated in host memory."""
-        return value == _HOST
+    def is_streamed(value: str) -> bool:
+        """Whether gradients and state visit the device slice by slice."""
+        return value == _STREAMED
+
+    @staticmethod
+    def has_state_on_host(value: str) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        return value in (_STREAMED, _HOST)
 
     def can_keep(self, value: str, case: Case) -> bool:
         """Several processes update on the device."""
@@ -115,7 +127,7 @@ class WeightUpdate(Technique):
             round_weights(weights, site.compute_dtype)
 
     def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
-        """Add the hooks that update in backward, or build an optimizer of weights on the host."""
+        """Add the hooks that update in backward, or build an optimizer of tensors on the host."""
 
         def build_in_backward(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
             optimizer = build(groups, device)
@@ -126,7 +138,12 @@ class WeightUpdate(Technique):
             host_update.check_host_memory(_needed_bytes(groups, spec))
             return host_update.build_on_host(build, groups)
 
-        return {_IN_BACKWARD: build_in_backward, _HOST: build_for_host}.get(spec[self.key], build)
+        def build_for_slices(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+            host_update.check_host_memory(_needed_bytes(groups, spec))
+            return build_streamed(build, groups, device, model)
+
+        builds = {_IN_BACKWARD: build_in_backward, _STREAMED: build_for_slices, _HOST: build_for_host}
+        return builds.get(spec[self.key], build)
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """The norm of the last gradients, by which the next ones may be clipped."""
@@ -135,7 +152,8 @@ class WeightUpdate(Technique):
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
         """Tell the recorder what is a gradient before it is freed, when the optimizer runs, and what is on the host."""
-        update, take, follow = InBackward._update, host_update.HostWeights._take, host_update.HostWeights.follow
+        update, take, watch = InBackward._update, host_update.HostGradients._take, host_update.HostGradients.watch
+        settle = host_update.HostGradients.settle
 
         def update_recorded(self: InBackward, parameter: torch.Tensor, group: int, number: int) -> None:
             recorder.adopt_gradients([parameter])
@@ -143,33 +161,41 @@ class WeightUpdate(Technique):
                 recorder.note(UPDATE_CALL, [])
                 update(self, parameter, group, number)
 
-        def take_recorded(self: host_update.HostWeights, parameter: torch.Tensor, index: int) -> None:
-            if self.masters[index].grad is None:  # those of further micro-batches are added, and temporary
+        def take_recorded(self: host_update.HostGradients, parameter: torch.Tensor, index: int) -> None:
+            if self.holders[index].grad is None:  # those of further micro-batches are added, and temporary
                 recorder.adopt_gradients([parameter])
             take(self, parameter, index)
 
-        def empty_on_host(parameters: Sequence[torch.Tensor], *, pins: bool) -> list[torch.Tensor]:
+        def empty_on_host(parameters: Sequence[torch.Tensor], *, pins: bool, key: str = "") -> list[torch.Tensor]:
             return [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
 
-        def follow_recorded(self: host_update.HostWeights, optimizer: torch.optim.Optimizer) -> None:
-            for tensors in (self.masters, self.sums):
+        def watch_recorded(self: host_update.HostGradients) -> None:
+            masters = self.masters if isinstance(self, host_update.HostWeights) else []
+            for tensors in filter(None, (masters, self.sums)):
                 recorder.adopt_on_host(tensors, self.parameters)
-            follow(self, optimizer)
+            watch(self)
+
+        def settle_recorded(self: host_update.HostGradients) -> None:
+            settle(self)
+            recorder.note("trimtab.wait", [total[:0] for total in self.sums[:1]])  # for the copies of all gradients
 
         yield in_backward.InBackward, "_update", update_recorded
-        yield host_update.HostWeights, "_take", take_recorded
-        yield host_update.HostWeights, "follow", follow_recorded
+        yield host_update.HostGradients, "_take", take_recorded
+        yield host_update.HostGradients, "watch", watch_recorded
+        yield host_update.HostGradients, "settle", settle_recorded
         yield host_update, "empty_on_host", empty_on_host
         yield host_update, "copy", recorder.copy_weights
         yield host_update, "check_host_memory", lambda _: None
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
         """Weights, gradients and state may be on the host."""
-        return HostUse(updates_on_host=value == _HOST)
+        gradients = sum(p.numel() for p in model.parameters()) * weight_bytes if value == _STREAMED else 0
+        return HostUse(kept_bytes=gradients, updates_on_host=value == _HOST)
 
     def describe(self, value: str) -> str:
         """Such as "updates in backward"."""
-        return "updates in backward" if value == _IN_BACKWARD else f"updates on the {value}"
+        names = {_IN_BACKWARD: "updates in backward", _STREAMED: "streamed updates"}
+        return names.get(value, f"updates on the {value}")
 
 
 def _one_process(value: str) -> str:
@@ -177,9 +203,15 @@ def _one_process(value: str) -> str:
 
 
 def _needed_bytes(groups: list[dict[str, Any]], spec: StepSpec) -> int:
-    """Host memory for weights, gradients and state of the parameters."""
+    """Host memory for gradients and state of the parameters, and for weights if the host updates them."""
     rounds = spec.precision == "bf16-pure"
     dtype = torch.bfloat16 if rounds else torch.float32
     num_elements = sum(parameter.numel() for group in groups for parameter in group["params"])
     state = bytes_of_groups(spec[OptimizerState.key], groups, rounds_stochastically=rounds, dtype=dtype)
-    return 2 * num_elements * dtype.itemsize + state
+    num_copies = 2 if spec[WeightUpdate.key] == _HOST else 1
+    return num_copies * num_elements * dtype.itemsize + state
+
+
+def _is_elementwise(optimizer: str) -> bool:
+    """Whether the state of an optimizer can visit the device in slices."""
+    return optimizer != "adafactor" and not optimizer.startswith(PAGED)

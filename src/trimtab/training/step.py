@@ -15,7 +15,7 @@ from trimtab.data.packing import count_tokens
 from trimtab.engine.engine import Engine
 from trimtab.model.captured_step import Compute, compute_plainly
 from trimtab.model.losses import Loss
-from trimtab.optim.host_update import master_of
+from trimtab.optim.host_update import optimized
 from trimtab.optim.in_backward import updates_of
 
 
@@ -74,8 +74,10 @@ def window_gradients(
     if updates.is_updating:
         norm = updates.finish_window()
     elif (max_grad_norm or skips_nonfinite) and engine.sync_gradients:
-        parameters = [parameter for parameter in _parameters_of(model) if parameter.grad is not None]
-        norm = engine.clip_grad_norm_(parameters, max_grad_norm or math.inf)
+        norm = updates.clip(max_grad_norm or math.inf)
+        if norm is None:
+            parameters = [parameter for parameter in _parameters_of(model) if parameter.grad is not None]
+            norm = engine.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     loss_sum = torch.stack(losses).sum() if losses else torch.zeros((), device=engine.device)
     if skips_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
         return StepResult(torch.zeros_like(loss_sum), 0.0, None, num_tokens, was_skipped=True)
@@ -86,12 +88,12 @@ _known: WeakKeyDictionary[torch.nn.Module, list[torch.Tensor]] = WeakKeyDictiona
 
 
 def _parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters of a model, or their masters on the host.
+    """The parameters of a model, or what holds their gradients on the host.
 
     They are collected once: walking over a BERT's modules takes a millisecond of every step.
     """
     if model not in _known:
-        _known[model] = [master_of(parameter) for parameter in model.parameters()]
+        _known[model] = [optimized(parameter) for parameter in model.parameters()]
     return _known[model]
 
 

@@ -23,7 +23,7 @@ from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_skeleton
 from trimtab.model.losses import Loss
 from trimtab.model.streamed_blocks import is_streamed
-from trimtab.optim.host_update import master_of
+from trimtab.optim.host_update import optimized
 from trimtab.optim.offloaded_state import has_state_on_host
 from trimtab.optim.preallocation import preallocate_state
 from trimtab.optim.schedules import build_schedule
@@ -269,10 +269,10 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
         for parameter in model.parameters():
             if parameter.requires_grad:
                 visits.visit(parameter, "state")
-                master = master_of(parameter)
-                is_away = master is not parameter or is_streamed(parameter) or has_state_on_host(parameter)
+                known = optimized(parameter)
+                is_away = known is not parameter or is_streamed(parameter) or has_state_on_host(parameter)
                 with recorder.on_host() if is_away else contextlib.nullcontext():
-                    preallocate_state(optimizer, [master])
+                    preallocate_state(optimizer, [known])
     visits.leave()
 
 
