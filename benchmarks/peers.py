@@ -136,7 +136,9 @@ def in_child(settings, name, seed, folder, timeout_s):
     """Start a run; what it found, or why it found nothing."""
     place = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
     # Compiled code and tokens of a tool are kept from round to round, unless every run has to begin from nothing.
-    cache = place / "cache" if settings.cold else folder / "cache" / name.replace("/", "_")
+    # The name of its folder has no spaces: where code of a block is C++, torch's compiler command would fail.
+    own_folder = "".join(letter if letter.isalnum() else "_" for letter in name)
+    cache = place / "cache" if settings.cold else folder / "cache" / own_folder
     caches = {"TRIMTAB_CACHE": "trimtab", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     environment = os.environ | {key: str(cache / value) for key, value in caches.items()}
     environment |= {"OMP_NUM_THREADS": str(settings.threads)}

@@ -11,6 +11,7 @@ from trimtab.techniques.recomputation import checkpoint_layers
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:cuDNN Attention defaults"),  # once in a process
 ]
 
 RECOMPUTED = ["none", "all", {"every": 2}]

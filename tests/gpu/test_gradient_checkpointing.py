@@ -40,9 +40,9 @@ def rows(count=4, length=128):
     return {"input_ids": ids, "labels": ids}
 
 
-def loss_of(model, dtype):
+def loss_of(model, dtype, batch=None):
     with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
-        return model(**rows(), **({"use_cache": False} if "Llama" in type(model).__name__ else {})).loss
+        return model(**(batch or rows()), **({"use_cache": False} if "Llama" in type(model).__name__ else {})).loss
 
 
 def step(model, dtype):

@@ -35,7 +35,7 @@ def train(tiny, tmp_path, own_folder, monkeypatch):
     forward, numbers = BertModel.forward, itertools.count()
 
     def reads(self, input_ids=None, **kwargs):
-        assert input_ids.cpu().numpy().min() >= 0  # not possible without data
+        assert input_ids.data_ptr()  # tensors without data have no address
         return forward(self, input_ids=input_ids, **kwargs)
 
     reads.__wrapped__ = forward

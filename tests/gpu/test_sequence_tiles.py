@@ -29,7 +29,8 @@ def test_the_step_is_the_untiled_one(which, dtype):
 
 
 def test_the_peak_is_lower():
-    model = a_llama(intermediate_size=8192)
+    model = a_llama(intermediate_size=8192).requires_grad_(False)  # gradients of weights would be most of the memory
+    model.get_input_embeddings().weight.requires_grad_(True)
     checkpoint_layers(model, "all")
     loss_of(model, torch.bfloat16).backward()
 

@@ -154,6 +154,25 @@ def test_adapters_are_inside_the_graph(dropout):
 
 
 @pytest.mark.slow
+def test_the_scaling_of_an_adapter_is_a_constant():
+    """As a symbol it would be a scalar on the host, for which inductor compiles C++ code."""
+    model = tiny_model(num_blocks=2)
+    shake(add_adapter(model, LoraSpec(rank=4, alpha=12)))
+    graphs = []
+
+    def look(graph, inputs):
+        graphs.append((graph, inputs))
+        return graph.forward
+
+    _, compiled, blocks = with_compiled(model, backend=look)
+    gradients(compiled, 8)
+    assert blocks.failure is None
+    ((graph, inputs),) = graphs
+    assert not any(isinstance(value, float | torch.SymFloat) for value in inputs)
+    assert 3.0 in {value for node in graph.graph.nodes for value in node.args if isinstance(value, float)}
+
+
+@pytest.mark.slow
 def test_adapters_in_bf16_round_like_the_plain_product():
     model = tiny_model(num_blocks=2)
     shake(add_adapter(model, LoraSpec(rank=4)))

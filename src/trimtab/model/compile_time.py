@@ -5,7 +5,7 @@ import torch
 from trimtab.model.blocks import blocks_of
 
 _KIND_S = 12.0  # to compile one kind of block without a cache: 10 s for BERT, 9 s for Llama on an H200's host
-_ADAPTER_FACTOR = 4.0  # blocks of Llama with LoRA on all linear layers: 40 to 60 s, by host
+_ADAPTER_FACTOR = 2.0  # blocks of Llama with LoRA on all linear layers have three times as many products
 _SIZE_S = 0.3  # to run one size of micro-batch and to capture it: 4.3 s for 16 sizes of BERT-base
 _FEWEST_STEPS = 200  # in fewer steps the seconds of a compiler are not saved again
 _FIRST_CAPABILITY = (8, 0)  # older GPUs compute so slowly that they rarely wait for Python

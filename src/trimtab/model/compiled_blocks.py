@@ -199,7 +199,9 @@ def _compiling() -> Iterator[None]:
     """The settings of torch while it may compile.
 
     The backward is compiled with the forward, so that a failure is met before anything was computed. Two sizes that are
-    equal by chance get a symbol each. torch warns about tensors that its compiler itself reads.
+    equal by chance get a symbol each. Floats (the scaling of an adapter) are constants: as symbols they would be
+    computed on the host, by C++ code whose compilation takes longer than that of all kernels of the block. torch warns
+    about tensors that its compiler itself reads.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -208,7 +210,7 @@ def _compiling() -> Iterator[None]:
     lowers_backward = {"force_non_lazy_backward_lowering": True}
     known = {name: value for name, value in lowers_backward.items() if hasattr(functorch_config, name)}
     with (
-        dynamo_config.patch(recompile_limit=_MOST_GRAPHS),
+        dynamo_config.patch(recompile_limit=_MOST_GRAPHS, specialize_float=True),
         functorch_config.patch(known),
         symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         warnings.catch_warnings(),

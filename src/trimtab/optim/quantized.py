@@ -116,12 +116,13 @@ class Quantized(torch.optim.Optimizer):
                 functions.prefetch_tensor(state[key])
         weights, gradient = flat(parameter), flat(parameter.grad)
         decay = group["weight_decay"] if self._decays_gradients else 0.0
-        needs_copy = bool(weights.dtype is not torch.float32 or gradient.dtype is not torch.float32 or decay)
-        kernel = self._kernel_without_copies(state) if needs_copy else None
+        is_exact = weights.dtype is torch.float32 and gradient.dtype is torch.float32
+        kernel = None if is_exact else self._kernel_without_copies(state)
         if kernel is not None:
             seed = chance.seed + number if chance is not None else None
             self._update_without_copies(kernel, functions, group, weights, gradient, state, seed)
         else:
+            needs_copy = not is_exact or bool(decay)
             self._update_in_slices(functions, group, weights, gradient, state, chance, needs_copy=needs_copy)
         if not parameter.is_contiguous():
             parameter.copy_(weights.view_as(parameter))
