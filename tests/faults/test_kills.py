@@ -65,7 +65,8 @@ def test_the_time_limit(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("update", "state"), [("in-backward", "none"), ("in-backward", "host"), ("device", "host"), ("host", "none")]
+    ("update", "state"),
+    [("in-backward", "none"), ("in-backward", "host"), ("device", "host"), ("streamed", "none"), ("host", "none")],
 )
 def test_killed_with_weights_that_are_updated_elsewhere(stage, update, state):
     """A real SIGKILL after a step behind the last checkpoint; the run ends as an undisturbed one."""

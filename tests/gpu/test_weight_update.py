@@ -12,6 +12,7 @@ from trimtab.optim.host_update import build_on_host, master_of
 from trimtab.optim.in_backward import update_in_backward, updates_of
 from trimtab.optim.offloaded_state import offload_state
 from trimtab.optim.quantized import sync_host_state
+from trimtab.optim.streamed_update import build_streamed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,6 +94,51 @@ def test_state_on_the_host_gives_the_same_bits(monkeypatch, optimizer, in_backwa
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_streamed_updates_equal_those_on_the_device(monkeypatch, optimizer, num_micro_batches):
+    """With many small slices and few buffers; many times, because races are rare. Nothing is clipped."""
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**18)
+    monkeypatch.setattr(offloaded_state, "NUM_SLOTS", 3)
+
+    def plain(groups, device):
+        return build_optimizer(optimizer, groups, lr=1e-3, device=device)
+
+    weights = []
+    for streams in (True, False):
+        model = layers()
+        groups = groups_of(model)
+        made = build_streamed(plain, groups, CUDA, model) if streams else plain(groups, CUDA)
+        for _ in range(20):
+            updates_of(model).begin_window(num_micro_batches)
+            for rows in batches(num_micro_batches):
+                model(rows).square().mean().backward()
+            assert all((p.grad is None) is streams for p in model.parameters())
+            made.step()
+            made.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+def test_streamed_gradients_are_clipped_on_the_device():
+    model, other = layers(), layers()
+    optimizer, reference = build_streamed(build, groups_of(model), CUDA, model), build(groups_of(other), CUDA)
+    for rows in batches(4):
+        updates_of(model).begin_window(1, 0.01)
+        for one in (model, other):
+            one(rows).square().mean().backward()
+        norm = updates_of(model).clip(0.01)
+        assert norm.is_cuda
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 0.01))
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("most", "size"), [(2**28, 2**24), (0, 2**16)])
 def test_sums_of_gradients_on_the_host_are_those_of_the_device(monkeypatch, most, size):
     """Also if the device waits for every copy, and with many slices; many times, because races are rare."""
@@ -168,6 +214,9 @@ LLAMA = {
         ("device, state on the host", "bf16", 2, {}),
         ("in-backward", "bf16", 4, {"max_grad_norm": None}),
         ("in-backward", "bf16-pure", 4, {"max_grad_norm": None}),
+        ("streamed", "bf16", 4, {}),
+        ("streamed", "bf16", 2, {}),  # two micro-batches
+        ("streamed", "bf16-pure", 4, {"optimizer": "adamw8bit"}),
         ("host", "bf16", 4, {}),
         ("host", "bf16", 2, {}),  # two micro-batches
         ("host", "bf16-pure", 4, {}),

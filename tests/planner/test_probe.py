@@ -221,6 +221,26 @@ def test_memory_that_runs_out_in_a_trial(train, untraceable, figures, monkeypatc
 
 @needs_resident_peak
 @pytest.mark.slow
+@pytest.mark.parametrize(("every", "copies"), [("epoch", 3), (None, 0)])
+def test_a_trial_has_the_copy_that_checkpoints_are_written_from(
+    train, untraceable, figures, monkeypatch, every, copies
+):
+    """On a CPU the snapshot of a checkpoint is in the memory that is measured: weights and two moments of Adam."""
+    taken = []
+
+    class Noted(trial_step.Snapshots):
+        def take(self, parts):
+            taken.append(sum(t.nbytes for part in parts.values() for t in part.tensors.values() if t.dim()))
+            return super().take(parts)
+
+    monkeypatch.setattr(trial_step, "Snapshots", Noted)
+    plan = train(memory={"budget": "300MiB"}, checkpoint={"every": every}).plan
+    assert set(taken) == ({4 * copies * plan.num_parameters} if copies else set())
+    assert plan.measured_steps
+
+
+@needs_resident_peak
+@pytest.mark.slow
 def test_nothing_fits(train, untraceable, figures):
     with pytest.raises(DoesNotFit, match=r"does not fit: needs 110\.0 MiB, measured, 5\.0 MiB over") as caught:
         train(memory={"budget": "105MiB"})

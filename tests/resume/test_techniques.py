@@ -88,6 +88,10 @@ CASES = {
         "train": {"precision": "bf16-pure"},
         "memory": {"offload_state": "host", "micro_batch": 5},
     },
+    "streamed updates, bf16-pure in 8 bits": {
+        "train": {"precision": "bf16-pure", "optimizer": "adamw8bit", "freeze": {"*.layers.0": "6 steps"}},
+        "memory": {"update": "streamed", "micro_batch": 5},
+    },
     "updated on the host": {
         "train": {"precision": "bf16", "freeze": {"*.layers.0": "6 steps"}},
         "memory": {"update": "host", "micro_batch": 5},

@@ -202,18 +202,20 @@ def test_what_does_not_go_together(train, sections, words):
 
 @pytest.mark.slow
 def test_auto_streams_with_clipping_if_nothing_else_fits(monkeypatch):
-    monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**21)
+    """The CPU has no fused kernel for 8-bit state."""
+    monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**22)
+    monkeypatch.setattr(host_update, "MOST_IN_FLIGHT", 2**22)
 
     def chosen(memory):
         recipe = Recipe(
             model={"config": {**LLAMA, "hidden_size": 1024}, "tokenizer": "train"},
             task="causal-lm",
             data={"train": "nowhere"},
-            train={"batch_size": 1, "precision": "fp32", "compile": "off"},
+            train={"batch_size": 1, "precision": "bf16-pure", "optimizer": "adamw8bit", "compile": "off"},
             memory={"gradient_checkpointing": "none", "loss": "plain", "stream_weights": "none"},
         )
         return next((r for r in survey(recipe, gpu="a100", length=16, memory=memory).rungs if r.is_chosen), None)
 
     plenty = chosen("8GiB")
     assert plenty.spec["update"] == "device"
-    assert chosen(f"{plenty.total_bytes // 2**20 - 400}MiB").spec["update"] == "streamed"
+    assert chosen(f"{plenty.total_bytes // 2**20 - 150}MiB").spec["update"] == "streamed"

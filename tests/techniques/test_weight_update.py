@@ -265,7 +265,7 @@ def test_auto_updates_in_backward_only_without_clipping_and_only_if_nothing_fast
             task="causal-lm",
             data={"train": "nowhere"},
             train={"batch_size": 1, "precision": "fp32", "compile": "off", **settings},
-            memory={"gradient_checkpointing": "none", "loss": "plain"},
+            memory={"gradient_checkpointing": "none", "loss": "plain", "offload_state": "none"},
         )
         return next((r for r in survey(recipe, gpu="a100", length=16, memory=memory).rungs if r.is_chosen), None)
 

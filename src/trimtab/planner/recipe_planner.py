@@ -467,7 +467,8 @@ def _small_values(axis: Axis) -> Axis:
     if technique.is_decided_first:
         values = values[:1]
     elif technique.last_resorts:
-        values = tuple(dict.fromkeys((_usual_values(axis)[-1], values[-1])))
+        resorts = (value for value in values if value in technique.last_resorts)
+        values = tuple(dict.fromkeys((_usual_values(axis)[-1], *resorts)))
     elif technique.is_slower_with_each_value and technique.last_resorts is not None:
         ends = (values[0], values[-1])
         values = tuple(dict.fromkeys(ends)) if technique.phase is Phase.RECOMPUTATION else values[-1:]

@@ -6,8 +6,7 @@ own: the run's weights, random numbers and position in the data are the same aft
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ from trimtab.build.model import place_model
 from trimtab.build.parts import Data, Loaded, ResolvedRun, Tokens
 from trimtab.build.plan import build_plan
 from trimtab.build.training import build_evaluator, build_parts
+from trimtab.checkpoint.codec import encode
+from trimtab.checkpoint.snapshot import Snapshots
 from trimtab.distributed.world import World
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, summarize_error
@@ -129,12 +130,13 @@ class TrialSteps:
         if device.type == "cpu":
             outside = 0
         state = random_state()
-        with self.engine.busy("measuring trial steps"), muted(), _peak_counted(device):
+        with self.engine.busy("measuring trial steps"), muted():
+            _count_peak(device)
             cap_memory(device, budget_bytes, outside)
             failure = self._attempt(spec, work)
             peak = resident_peak() if device.type == "cpu" else peak_memory(device)
         restore_random_state(state)
-        release_cached_memory(device)
+        _count_peak(device)  # neither the memory nor the peak of a trial is the run's
         peak, has_failed = self._of_all_processes(peak, failure)
         if has_failed:
             return Measured(spec, num_tokens, fits=False)
@@ -177,10 +179,20 @@ class TrialSteps:
         preallocate_state(parts.optimizer.optimizer, parameters)
         rollback = Rollback(engine, parts.model)
         rehearsal = Rehearsal(parts, rollback, freezing.released_later(), self.recipe.train.max_grad_norm)
+        snapshot = self._snapshot(parameters, parts.optimizer.optimizer)
         try:
             return work(run, rehearsal)
         finally:
+            snapshot.drop()
             engine.free_memory()
+
+    def _snapshot(self, parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Snapshots:
+        """The copy of weights and state that a run on a CPU has beside its steps, from its first checkpoint on."""
+        snapshot = Snapshots()
+        if self.engine.device.type == "cpu" and self.recipe.checkpoint.every is not None:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            snapshot.take({"state": encode([trained, optimizer.state_dict()["state"]])})
+        return snapshot
 
     def _of_all_processes(self, peak: int, failure: OutOfMemory | str | None) -> tuple[int, bool]:
         """The largest peak of any process, and whether memory ran out in any: all of them choose alike."""
@@ -203,15 +215,13 @@ def _evaluation_of(num_rows: int) -> Callable[[ResolvedRun, Rehearsal], Peak | O
     return work
 
 
-@contextmanager
-def _peak_counted(device: torch.device) -> Iterator[None]:
+def _count_peak(device: torch.device) -> None:
     """Count the peak from here on, with as little in the allocator's cache as possible."""
     release_cached_memory(device)
     if device.type == "cpu":
         reset_resident_peak()
     else:
         reset_peak_memory(device)
-    yield
 
 
 def copied_without_weights(model: torch.nn.Module, freezing: Freezing) -> tuple[torch.nn.Module, Freezing]:
