@@ -59,13 +59,14 @@ def directly_read(model: torch.nn.Module) -> dict[str, str]:
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, str] = {}
     for reader in model.modules():
-        for read in _reads(type(reader)):
+        kind: Any = type(reader)
+        for read in _reads(kind):
             target: Any = reader
             for part in read.path:
                 target = getattr(target, part, None)
             is_used = all(guard.holds(reader) for guard in read.guards)
             if is_used and isinstance(target, torch.nn.Linear | Conv1D) and id(target) in names:
-                found.setdefault(names[id(target)], type(reader).__name__)
+                found.setdefault(names[id(target)], kind.__name__)
     return found
 
 
@@ -112,12 +113,12 @@ def _methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 def _reads_below(node: ast.AST, guards: tuple[_Guard, ...]) -> Iterator[_Read]:
     """The reads in a piece of source, with the conditions of the branches that they are in."""
     if isinstance(node, ast.If):
-        for part in node.body:
-            yield from _reads_below(part, guards + _guards(node.test))
-        for part in (node.test, *node.orelse):
-            yield from _reads_below(part, guards)
+        for statement in node.body:
+            yield from _reads_below(statement, guards + _guards(node.test))
+        for other in (node.test, *node.orelse):
+            yield from _reads_below(other, guards)
         return
-    if isinstance(node, ast.Attribute) and node.attr in _NO_VALUES | _private(node):
+    if isinstance(node, ast.Attribute) and _is_no_value(node.attr) and _path_to_weight(node.value):
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NO_READERS:
         return
@@ -129,9 +130,9 @@ def _reads_below(node: ast.AST, guards: tuple[_Guard, ...]) -> Iterator[_Read]:
         yield from _reads_below(part, guards)
 
 
-def _private(node: ast.Attribute) -> set[str]:
-    """The name of an attribute that begins with an underscore: a mark on the parameter, not its values."""
-    return {node.attr} if node.attr.startswith("_") and _path_to_weight(node.value) else set()
+def _is_no_value(name: str) -> bool:
+    """Whether an attribute of a parameter says nothing about its values: its form, or a mark on it."""
+    return name in _NO_VALUES or name.startswith("_")
 
 
 def _path_to_weight(node: ast.AST) -> tuple[str, ...]:
