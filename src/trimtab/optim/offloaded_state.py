@@ -168,8 +168,12 @@ class OffloadedState:
             options = dict(group)
             if "rounding_seed" in group:
                 options["rounding_seed"] = f"{group['rounding_seed']} {number} {key[1]}"
-            with self._only(options, weights[piece.here], here, own):
-                type(self._optimizer).step(self._optimizer)
+            try:
+                with self._only(options, weights[piece.here], here, own):
+                    type(self._optimizer).step(self._optimizer)
+            except BaseException:  # memory may run out; a run then continues from its last checkpoint
+                self._free.append(slot)
+                raise
             self._send_back(piece, slot)
             self._fetch_ahead()
         state.update({name: value for name, value in own.items() if name not in piece.visitors})
