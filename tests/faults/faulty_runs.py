@@ -30,7 +30,10 @@ from tiny_runs import TinyModels
 from trimtab import Recipe, fit
 from trimtab.data.tokens import TokenDataset
 from trimtab.errors import TrimtabError
+from trimtab.optim import offloaded_state
 from trimtab.run import resume as resume_run
+
+offloaded_state.MIN_ELEMENTS = 256  # the parameters of tiny models are smaller than those that are worth it
 
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.utime", "ctypes.dlsym")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -22,7 +22,7 @@ NAMES = ["adamw", "adam", "adagrad", "sgd", "adamw8bit", "adam8bit", "adagrad8bi
 def _small_slices(monkeypatch):
     monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**16)
     monkeypatch.setattr(offloaded_state, "NUM_SLOTS", 3)
-    monkeypatch.setattr(offloaded_state, "MIN_ELEMENTS", 1000)
+    monkeypatch.setattr(offloaded_state, "MIN_ELEMENTS", 256)
 
 
 def layers(seed=0):
@@ -70,7 +70,7 @@ def test_the_bits_are_those_of_a_plain_step(name, in_backward):
     assert same(model, plain)
     assert not any(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     large = [parameter for parameter in model.parameters() if has_state_on_host(parameter)]
-    assert len(large) == 3
+    assert len(large) == 4, "8-bit optimizers have fp32 state of one of them"
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert optimizer.state[ours].keys() == usual.state[theirs].keys()
         for key, value in optimizer.state[ours].items():

@@ -27,6 +27,11 @@ MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copie
 _HOST = torch.device("cpu")
 
 
+def empty_sums(tensors: Sequence[torch.Tensor], *, pins: bool, key: str) -> list[torch.Tensor]:
+    """Host memory for gradients of tensors like these."""
+    return empty_on_host(tensors, pins=pins, key=key)
+
+
 class HostGradients:
     """Gradients that leave the device as soon as they are complete.
 

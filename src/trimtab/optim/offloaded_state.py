@@ -75,7 +75,8 @@ class OffloadedState:
         most = SLOT_BYTES if gradients is None else 2 * SLOT_BYTES
         self._slot_bytes = max(_SMALLEST_SLOT, min(most, aligned(largest * _MOST_BYTES_PER_ELEMENT)))
         buffer = device_visits.empty_buffer(NUM_SLOTS * self._slot_bytes, device, "state")
-        self._free = deque(_Slot(part) for part in buffer.split(self._slot_bytes)) if parameters else deque[_Slot]()
+        begins = range(0, buffer.numel(), self._slot_bytes)
+        self._free = deque(_Slot(buffer[begin : begin + self._slot_bytes]) for begin in begins)
         self._pieces: dict[Key, _Piece] = {}
         self._keys: dict[int, list[Key]] = {}  # the slices of each parameter
         self._fetched: dict[Key, _Slot] = {}  # ahead
@@ -167,11 +168,15 @@ class OffloadedState:
             options = dict(group)
             if "rounding_seed" in group:
                 options["rounding_seed"] = f"{group['rounding_seed']} {number} {key[1]}"
-            with self._only(options, weights[piece.here], here, own):
-                type(self._optimizer).step(self._optimizer)
+            try:
+                with self._only(options, weights[piece.here], here, own):
+                    type(self._optimizer).step(self._optimizer)
+            except BaseException:  # memory may run out; a run then continues from its last checkpoint
+                self._free.append(slot)
+                raise
             self._send_back(piece, slot)
             self._fetch_ahead()
-        state.update({name: value for name, value in own.items() if name not in slot.state})
+        state.update({name: value for name, value in own.items() if name not in piece.visitors})
         if not home.is_contiguous():
             home.copy_(weights.view_as(home))
 

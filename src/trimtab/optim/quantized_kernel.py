@@ -131,7 +131,7 @@ def step_adam(
     num_elements, (beta1, beta2) = tensors[0].numel(), betas
     if not num_elements:
         return
-    with torch.cuda.device_of(tensors[0]):
+    with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
         _kernel[(triton.cdiv(num_elements, _BLOCK * _ROWS),)](
             *tensors,
             *maps,

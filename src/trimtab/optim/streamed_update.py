@@ -36,7 +36,7 @@ class StreamedGradients(HostGradients, AfterBackward):
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         device = computing_device(parameters[0])
         like = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
-        sums = host_update.empty_on_host(like, pins=device.type == "cuda", key=KEY)
+        sums = host_update.empty_sums(like, pins=device.type == "cuda", key=KEY)
         at = torch.device("meta") if device.type == "meta" else torch.device("cpu")
         stand_ins = [torch.empty((), dtype=p.dtype, device=at).expand(p.shape) for p in parameters]
         super().__init__(parameters, stand_ins, sums)
@@ -81,7 +81,9 @@ class StreamedGradients(HostGradients, AfterBackward):
         """Scale the slices of this step on the device, if the gradients are still those that were measured."""
         if not self._norms or any(self.sums[index]._version != self._versions[index] for index in self._norms):
             return None
-        norm = torch.linalg.vector_norm(torch.stack([self._norms[index] for index in sorted(self._norms)]))
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([self._norms[index] for index in sorted(self._norms)])
+        )
         if max_norm < math.inf:
             self._factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         return norm

@@ -206,7 +206,7 @@ def _needed_bytes(groups: list[dict[str, Any]], spec: StepSpec) -> int:
     """Host memory for gradients and state of the parameters, and for weights if the host updates them."""
     rounds = spec.precision == "bf16-pure"
     dtype = torch.bfloat16 if rounds else torch.float32
-    num_elements = sum(parameter.numel() for group in groups for parameter in group["params"])
+    num_elements: int = sum(parameter.numel() for group in groups for parameter in group["params"])
     state = bytes_of_groups(spec[OptimizerState.key], groups, rounds_stochastically=rounds, dtype=dtype)
     num_copies = 2 if spec[WeightUpdate.key] == _HOST else 1
     return num_copies * num_elements * dtype.itemsize + state
