@@ -1,0 +1,52 @@
+"""docs/techniques/: one page for each technique, with a picture of our own tools, and keys that a recipe takes."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.recipe.schema import Recipe
+from trimtab.recipe.yaml_text import read_yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "techniques").glob("*.md"))
+NAMES = {
+    *("mixed-precision", "gradient-accumulation", "gradient-checkpointing", "lora", "optimizers", "attention"),
+    *("offload", "distillation", "quantization", "clustering"),
+}
+
+
+def test_the_pages_are_these_and_all_are_linked():
+    assert {page.stem for page in PAGES} == NAMES
+    overview = (ROOT / "docs" / "techniques.md").read_text()
+    assert NAMES <= set(re.findall(r"\]\(techniques/([\w-]+)\.md\)", overview))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_a_picture_and_says_when_to_use_it(page, monkeypatch):
+    text = page.read_text()
+    assert "\n## When to use it\n" in text
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    drawn = set(importlib.import_module("timelines").PICTURES)
+    drawn |= set(re.findall(r"technique-([\w-]+)\.svg", (ROOT / "benchmarks" / "pictures.py").read_text()))
+    sys.modules.pop("timelines")
+    pictures = re.findall(r"!\[[^\]]{40,}\]\(\.\./images/([\w.-]+)\)", text)
+    assert pictures
+    named = {re.sub(r"^technique-|\.svg$", "", picture) for picture in pictures} - {"clustering.png"}
+    assert named <= drawn
+
+
+BLOCKS = [
+    (page.stem, block)
+    for page in PAGES
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_every_block_is_part_of_a_recipe(name, block):
+    assert len(BLOCKS) >= len(NAMES) - 2  # quantization and clustering have commands
+    values = read_yaml(block, name).values
+    Recipe(**{"model": "bert-base-uncased", "data": {"train": "reviews.csv"}, **values})
