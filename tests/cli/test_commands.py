@@ -42,6 +42,7 @@ SURFACE = {
         *("--vary", "--warmup-steps", "RECIPE"),
     ],
     "config": ["--default", "--to"],
+    "convert": ["--out", "CONFIG"],
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
     "demo": ["--json", "--lm", "--out", "--quiet"],
     "doctor": [],

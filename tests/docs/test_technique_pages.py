@@ -1,8 +1,6 @@
 """docs/techniques/: one page for each technique, with a picture of our own tools, and keys that a recipe takes."""
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,17 +19,16 @@ NAMES = {
 def test_the_pages_are_these_and_all_are_linked():
     assert {page.stem for page in PAGES} == NAMES
     overview = (ROOT / "docs" / "techniques.md").read_text()
-    assert NAMES <= set(re.findall(r"\]\(techniques/([\w-]+)\.md\)", overview))
+    assert set(re.findall(r"\]\(techniques/([\w-]+)\.md\)", overview)) >= NAMES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_has_a_picture_and_says_when_to_use_it(page, monkeypatch):
+def test_a_page_has_a_picture_and_says_when_to_use_it(page):
     text = page.read_text()
     assert "\n## When to use it\n" in text
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    drawn = set(importlib.import_module("timelines").PICTURES)
-    drawn |= set(re.findall(r"technique-([\w-]+)\.svg", (ROOT / "benchmarks" / "pictures.py").read_text()))
-    sys.modules.pop("timelines")
+    timelines, pictures = ((ROOT / "benchmarks" / f"{name}.py").read_text() for name in ("timelines", "pictures"))
+    drawn = {*re.findall(r'"([\w-]+)": Picture\(', timelines), *re.findall(r"technique-([\w-]+)\.svg", pictures)}
+    assert len(drawn) > 10
     pictures = re.findall(r"!\[[^\]]{40,}\]\(\.\./images/([\w.-]+)\)", text)
     assert pictures
     named = {re.sub(r"^technique-|\.svg$", "", picture) for picture in pictures} - {"clustering.png"}
