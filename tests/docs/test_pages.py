@@ -112,6 +112,7 @@ def parts_of_a_loop():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of HF Trainer, in the script of a page that replaces it
 def test_every_python_block_runs(folder_of_a_reader):
     found = blocks("python")
     assert len(found) >= 3
