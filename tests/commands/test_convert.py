@@ -244,6 +244,17 @@ def test_bad_input_is_one_message(convert, text, message):
     assert caught.value.cure
 
 
+def test_what_contradicts_is_listed(convert):
+    text = "base_model: a\ndatasets: [{path: a.csv, type: completion}]\nmax_steps: 5\nnum_epochs: 2\n"
+    found, recipe = convert(text + "bfloat16: true\noptimizer: adafactor\n")
+    assert recipe.train.max_steps == 5
+    assert dict(found.omitted)["num_epochs"] == "max_steps decides"
+    (name, value, reason), *others = found.lost
+    assert (name, value, others) == ("bfloat16", "train.precision: bf16-pure", [])
+    assert "adafactor" in reason
+    assert recipe.train.precision == "auto"
+
+
 def test_a_wrong_value_is_listed(convert):
     found, _ = convert("base_model: a\ndatasets: [{path: a.csv, type: completion}]\nadapter: 3\nlearning_rate: many")
     assert [name for name, _, _ in found.lost] == ["adapter", "learning_rate"]

@@ -71,6 +71,23 @@ class Converted:
         """
         return Recipe(**_nested(self.settings))
 
+    def drop_contradictions(self) -> None:
+        """Move settings that contradict others from the recipe to the list of what is lost.
+
+        Raises:
+            RecipeError: If the recipe is not valid for another reason.
+        """
+        while True:
+            try:
+                self.recipe()
+                return
+            except RecipeError as error:
+                found = re.search(r"^\s+([\w.]+): (.*)$", error.problem, flags=re.MULTILINE)
+                if found is None or found[1] not in self.settings:
+                    raise
+                value, names = self.settings.pop(found[1]), self.origins.pop(found[1])
+                self.lost.append((", ".join(names), f"{found[1]}: {as_yaml(value)}", found[2]))
+
     def render(self, source: str) -> str:
         """Write the recipe as YAML, with the origin of every value, and the list of what is not in it."""
         lines = [f"# Converted from {source} by `trimtab convert`. Next: trimtab check, then trimtab plan."]
@@ -125,7 +142,7 @@ def convert_axolotl(path: Path) -> Converted:
     _add_defaults(found, config)
     if "data.train" not in found.settings:
         raise RecipeError(f"{path}: no source of rows that a recipe can name", _cure_of_data(found))
-    found.recipe()
+    found.drop_contradictions()
     return found
 
 
@@ -159,11 +176,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _add_defaults(found: Converted, config: Mapping[str, Any]) -> None:
     """Write what Axolotl does where the file says nothing, if a recipe would do something else."""
     for name, value in DEFAULTS.items():
-        is_replaced = (name == "num_epochs" and config.get("max_steps")) or (
-            name == "val_set_size" and config.get("test_datasets")
-        )
-        if config.get(name) is None and not is_replaced:
-            found.add(f"{name} (Axolotl's default)", value, AXOLOTL[name](value, {**config, name: value}))
+        answer = AXOLOTL[name](value, {**config, name: value})
+        is_replaced = name == "val_set_size" and config.get("test_datasets")
+        if config.get(name) is None and answer.settings and not is_replaced:
+            found.add(f"{name} (Axolotl's default)", value, answer)
 
 
 def _cure_of_data(found: Converted) -> str:

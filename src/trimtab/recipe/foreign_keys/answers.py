@@ -176,6 +176,13 @@ def batch_size(value: Any, section: Mapping[str, Any]) -> Answer:
     return Answer(text, settings, note=f"{rows} × {steps}, on one device")
 
 
+def packing(value: Any, section: Mapping[str, Any]) -> Answer:
+    """Convert a flag for packed rows."""
+    if value is False:
+        return written({"memory.padding": "longest"})
+    return written({"memory.padding": "none"}, "rows of a batch are concatenated, and attention stays within each")
+
+
 def tracker(value: Any) -> str:
     """Convert names of trackers to `track.uri`."""
     words = {str(word).lower() for word in (value if isinstance(value, list | tuple) else [value])}
@@ -193,8 +200,3 @@ WORKERS = omit("data is loaded in the background automatically")
 RESUME = omit("`trimtab resume RUN` resumes a run")
 TRACKING = write("track.uri", tracker, "MLflow; local is a store in runs/")
 MAX_STEPS = write("train.max_steps", lambda value: None if value == -1 else value)
-PACKING = write(
-    "memory.padding",
-    lambda value: "longest" if value is False else "none",
-    "rows of a batch are concatenated, and attention stays within each",
-)

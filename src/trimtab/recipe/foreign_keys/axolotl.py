@@ -7,7 +7,6 @@ from trimtab.recipe.foreign_keys.answers import (
     AUTOMATIC,
     LAUNCH,
     NOT_YET,
-    PACKING,
     RESUME,
     UNSUPPORTED,
     UPLOAD,
@@ -20,6 +19,7 @@ from trimtab.recipe.foreign_keys.answers import (
     left_out,
     lose,
     omit,
+    packing,
     renamed,
     steps_of,
     write,
@@ -89,8 +89,9 @@ def _all_linear(value: Any, section: Mapping[str, Any]) -> Answer:
 
 
 def _layers(value: Any, section: Mapping[str, Any]) -> Answer:
-    if isinstance(value, list) and _are_counts(*value[1:]) and value == list(range(value[0], value[0] + len(value))):
-        return written({"adapter.layers": [value[0], value[-1]]})
+    blocks = value if isinstance(value, list) and all(isinstance(block, int) for block in value) else []
+    if blocks and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+        return written({"adapter.layers": [blocks[0], blocks[-1]]})
     return left_out("adapter.layers takes the first and the last of consecutive blocks", is_lost=True)
 
 
@@ -116,7 +117,8 @@ def _eight_bits(value: Any, section: Mapping[str, Any]) -> Answer:
 
 def _batch(value: Any, section: Mapping[str, Any]) -> Answer:
     """Combine micro_batch_size, gradient_accumulation_steps and batch_size, of which a file has two."""
-    rows, total = section.get("micro_batch_size") or 1, section.get("batch_size")
+    rows: Any = section.get("micro_batch_size") or 1
+    total: Any = section.get("batch_size")
     steps = section.get("gradient_accumulation_steps") or (total // rows if _are_counts(rows, total) else 1)
     if not _are_counts(rows, steps):
         return Answer("write train.batch_size: rows per optimizer step; memory.micro_batch: rows per forward pass")
@@ -157,7 +159,7 @@ def _precision(key: str) -> Rule:
 
 def _recompute(value: Any, section: Mapping[str, Any]) -> Answer:
     word = str(value).lower()
-    if not word.startswith("offload"):
+    if word != "unsloth" and not word.startswith("offload"):
         return written({"memory.gradient_checkpointing": "all" if is_on(value) else "none"})
     note = "the nearest: in host memory, not on disk" if word == "offload_disk" else ""
     return written({"memory.gradient_checkpointing": "all", "memory.offload_activations": "all"}, note)
@@ -195,9 +197,16 @@ def _interval(key: str) -> Rule:
     return rule
 
 
+def _epochs(value: Any, section: Mapping[str, Any]) -> Answer:
+    if _are_counts(section.get("max_steps")):
+        return left_out("max_steps decides")
+    return written({"train.epochs": value})
+
+
 def _length(value: Any, section: Mapping[str, Any]) -> Answer:
-    truncates = section.get("excess_length_strategy") == "truncate"
-    return written({"data.max_length": value}, "" if truncates else "Axolotl drops longer rows, trimtab truncates them")
+    is_text = section.get("pretraining_dataset") or "completion" in str(section.get("datasets"))  # cut into blocks
+    drops = not is_text and section.get("excess_length_strategy") != "truncate"
+    return written({"data.max_length": value}, "Axolotl drops longer rows, trimtab truncates them" if drops else "")
 
 
 def _special_tokens(value: Any, section: Mapping[str, Any]) -> Answer:
@@ -234,6 +243,8 @@ def _plugins(value: Any, section: Mapping[str, Any]) -> Answer:
     others = [str(name) for name in names if not any(word in str(name).lower() for word in known)]
     if others:
         return left_out(f"trimtab has no plugins: {', '.join(others)}", is_lost=True)
+    if any("cut_cross_entropy" in str(name).lower() for name in names):
+        return written({"memory.loss": "chunked"})
     return left_out("memory.kernels and memory.loss choose these kernels")
 
 
@@ -249,8 +260,9 @@ _SPEED = omit("for speed alone; memory.kernels and train.compile choose fused ke
 
 AXOLOTL: dict[str, Rule] = {
     **{name: HF_TRAINER[name] for name in _HF_NAMES},
-    **renamed("num_epochs=train.epochs eval_batch_size=evaluate.batch_size mlflow_tracking_uri=track.uri"),
+    **renamed("eval_batch_size=evaluate.batch_size mlflow_tracking_uri=track.uri"),
     **renamed("mlflow_experiment_name=track.experiment mlflow_run_name=name seed=seed"),
+    "num_epochs": _epochs,
     "base_model": _model,
     "tokenizer_config": write("model.tokenizer"),
     "trust_remote_code": _trusted,
@@ -278,10 +290,11 @@ AXOLOTL: dict[str, Rule] = {
     "activation_offloading": _offload,
     "sequence_len": _length,
     "excess_length_strategy": lambda value, section: left_out("longer rows are truncated", is_lost=value != "truncate"),
-    **all_of("sample_packing batch_flattening", PACKING),
+    **all_of("sample_packing batch_flattening", packing),
     "val_set_size": _share,
     "evals_per_epoch": _per_epoch("evaluate.every", "1000 epochs"),
     "saves_per_epoch": _per_epoch("checkpoint.every", None),
+    "evaluation_strategy": HF_TRAINER["eval_strategy"],
     "eval_steps": _interval("evaluate.every"),
     "save_steps": _interval("checkpoint.every"),
     "torch_compile": write("train.compile", lambda value: "auto" if value == "auto" else if_on("blocks", "off")(value)),
@@ -319,6 +332,9 @@ AXOLOTL: dict[str, Rule] = {
     ),
     **all_of("hub_model_id hub_strategy hub_revision hf_use_auth_token push_dataset_to_hub", UPLOAD),
     **all_of(
+        "cls_model_config tokenizer_use_mistral_common tokenizer_save_jinja_files merge_method save_first_step "
+        "peft_autocast_adapter_dtype experimental_skip_move_to_device embeddings_skip_upcast is_preprocess "
+        "preprocess_iterable total_num_tokens total_supervised_tokens sample_packing_eff_est axolotl_config_path "
         "strict debug model_type tokenizer_type tokenizer_use_fast tokenizer_legacy base_model_config "
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model is_falcon_derived_model "
         "gradient_checkpointing_kwargs lora_fan_in_fan_out low_cpu_mem_usage lora_on_cpu save_safetensors "
@@ -346,7 +362,7 @@ AXOLOTL: dict[str, Rule] = {
     ),
     **all_of(
         "deepspeed fsdp fsdp_config fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size "
-        "sequence_parallel_degree dp_shard_size dp_replicate_size",
+        "sequence_parallel_degree heads_k_stride ring_attn_func dp_shard_size dp_replicate_size",
         NOT_YET,
     ),
     **all_of("loss_watchdog_threshold loss_watchdog_patience", lose("train.on_nan acts on losses that are not finite")),
@@ -354,6 +370,12 @@ AXOLOTL: dict[str, Rule] = {
     **all_of("tokens added_tokens_overrides", lose("add them to the tokenizer, save it, and write model.tokenizer")),
     **all_of("qat quantization", lose("`trimtab quantize` quantizes after training")),
     **all_of(
+        "torchdistx_path adam_epsilon2 adam_beta3 lr_quadratic_warmup lr_div_factor use_kernels flash_optimum "
+        "model_quantization_config model_quantization_config_kwargs peft_layer_replication peft_ensure_weight_tying "
+        "peft_trainable_token_indices loraplus_lr_embedding relora_prune_method relora_cpu_offload bench_split "
+        "pose_split_on_token_ids pose_max_context_len pose_num_chunks flex_attn_compile_kwargs num_labels "
+        "llama4_linearized_experts dataset_shard_num dataset_shard_idx max_prompt_len rl_beta orpo_alpha rpo_alpha "
+        "simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight dpo_use_weighting "
         "lr_groups embedding_lr embedding_lr_scale cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs "
         "optim_args optim_target_modules neftune_noise_alpha noisy_embedding_alpha relora relora_steps "
         "relora_prune_ratio lisa_n_layers lisa_step_interval flex_attention s2_attention eval_table_size "

@@ -9,7 +9,6 @@ from trimtab.recipe.foreign_keys.answers import (
     MAX_STEPS,
     NOT_YET,
     ON_CPU,
-    PACKING,
     QUIET,
     RESUME,
     TRACKING,
@@ -26,6 +25,7 @@ from trimtab.recipe.foreign_keys.answers import (
     lose,
     metric_name,
     omit,
+    packing,
     renamed,
     steps_of,
     write,
@@ -212,7 +212,7 @@ ACCELERATE: dict[str, Rule] = {
 }
 
 TRL: dict[str, Rule] = {
-    **all_of("packing eval_packing padding_free sample_packing", PACKING),
+    **all_of("packing eval_packing padding_free sample_packing", packing),
     "packing_strategy": omit("memory.padding: none packs by best fit within a batch"),
     **all_of("completion_only_loss assistant_only_loss", omit("task: chat computes the loss on answers only")),
 }
