@@ -23,10 +23,10 @@ ENGLISH = {"loss", "optimizer", "adapter", "kernels", "padding", "compile", "upd
 
 
 def files_with(pattern: str) -> list[str]:
-    """Files of the package; those that answer keys of other tools, which name keys of all techniques, count as one."""
+    """Files of the package, but for those that answer keys of other tools: they name keys of all techniques."""
     found = re.compile(pattern)
     paths = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if found.search(path.read_text())]
-    return sorted({"recipe/foreign_keys" if FOREIGN in path.parents else str(path) for path in paths})
+    return [str(path) for path in paths if FOREIGN not in path.parents]
 
 
 def home_of(technique: Technique) -> str:
