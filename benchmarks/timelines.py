@@ -185,6 +185,7 @@ def draw(picture: Picture, path: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
+    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text: rounding below would make outlines of letters vanish
     timelines = [moments_of(sets, picture) for _, sets in picture.panels]
     num_panels = len(timelines)
     figure, panels = pyplot.subplots(1, num_panels, figsize=(9.6, 3.5), facecolor="white", sharey=True)

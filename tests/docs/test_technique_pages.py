@@ -35,6 +35,22 @@ def test_a_page_has_a_picture_and_says_when_to_use_it(page):
     assert named <= drawn
 
 
+CAPTIONS = [
+    (page.name, caption, name)
+    for page in [*PAGES, ROOT / "docs" / "techniques.md"]
+    for caption, name in re.findall(r"!\[([^\]]+)\]\([./]*images/(technique-[\w-]+\.svg)\)", page.read_text())
+]
+
+
+@pytest.mark.parametrize(("page", "caption", "name"), CAPTIONS, ids=[name for _, _, name in CAPTIONS])
+def test_captions_say_what_the_pictures_show(page, caption, name):
+    """Peaks in the words for a picture are those that are written in it; without visible text there would be none."""
+    drawing = (ROOT / "docs" / "images" / name).read_text()
+    assert "scale(0.0)" not in drawing, "letters of no size"
+    peaks = re.findall(r">([\d.]+) GiB<", drawing)
+    assert set(re.findall(r"\d+\.\d", caption)) <= set(peaks), f"{page}: {caption}"
+
+
 BLOCKS = [
     (page.stem, block)
     for page in PAGES
