@@ -220,7 +220,7 @@ def test_a_prompt_of_its_own(convert):
     found, recipe = convert(OWN_PROMPT)
     assert (recipe.task, recipe.data.prompt, recipe.data.answer) == ("chat", "question", "answer")
     assert (recipe.train.precision, recipe.train.schedule) == ("fp16", "constant")
-    assert (recipe.train.epochs, recipe.data.max_length) == (1, 512), "Axolotl's defaults"
+    assert (recipe.train.epochs, recipe.data.max_length, recipe.train.warmup) == (1, 512, 0.03), "Axolotl's defaults"
     assert recipe.memory.attention_backend == "efficient"
     assert {name for name, _, _ in found.lost} == {"datasets.1", "val_set_size"}
     assert "format" in found.notes["task"]

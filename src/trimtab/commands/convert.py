@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.addresses import HIDDEN, is_secret_name
 from trimtab.errors import RecipeError
 from trimtab.recipe.foreign_keys.answers import Answer, left_out
-from trimtab.recipe.foreign_keys.axolotl import AXOLOTL, DEFAULTS, REFUSED
+from trimtab.recipe.foreign_keys.axolotl import AXOLOTL, DEFAULTS, INSTEAD, REFUSED
 from trimtab.recipe.foreign_keys.axolotl_data import dataset_answers
 from trimtab.recipe.mistakes import shown
 from trimtab.recipe.schema import Recipe
@@ -177,8 +177,8 @@ def _add_defaults(found: Converted, config: Mapping[str, Any]) -> None:
     """Write what Axolotl does where the file says nothing, if a recipe would do something else."""
     for name, value in DEFAULTS.items():
         answer = AXOLOTL[name](value, {**config, name: value})
-        is_replaced = name == "val_set_size" and config.get("test_datasets")
-        if config.get(name) is None and answer.settings and not is_replaced:
+        is_given = any(config.get(key) is not None for key in (name, INSTEAD.get(name, name)))
+        if answer.settings and not is_given:
             found.add(f"{name} (Axolotl's default)", value, answer)
 
 

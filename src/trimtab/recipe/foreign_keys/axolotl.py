@@ -35,7 +35,10 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw_torch_fused",
     "sequence_len": 512,
     "val_set_size": 0.0,
+    "warmup_ratio": 0.03,  # and at most 100 steps
 }
+# The other key with which a file may say the same.
+INSTEAD = {"val_set_size": "test_datasets", "warmup_ratio": "warmup_steps"}
 # Keys of other kinds of training: a recipe without them would be another run.
 REFUSED = {
     "rl": "preference and reinforcement learning",
@@ -379,7 +382,7 @@ AXOLOTL: dict[str, Rule] = {
         "lr_groups embedding_lr embedding_lr_scale cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs "
         "optim_args optim_target_modules neftune_noise_alpha noisy_embedding_alpha relora relora_steps "
         "relora_prune_ratio lisa_n_layers lisa_step_interval flex_attention s2_attention eval_table_size "
-        "eval_max_new_tokens "
+        "eval_max_new_tokens eval_sequence_len "
         "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset curriculum_sampling min_sample_len "
         "default_system_message eot_tokens dataset_exact_deduplication revision_of_model gptq bnb_config_kwargs peft "
         "lora_target_parameters peft_layers_pattern max_memory fp8 use_pose profiler_steps accelerator_config "
