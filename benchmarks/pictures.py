@@ -139,6 +139,89 @@ def draw_clustering(path: Path) -> None:
     pyplot.close(figure)
 
 
+FORMS = {  # the kinds of small-forms.json: what their names start with, and a color
+    "palettes": (("cluster",), OURS),
+    "8 and 4 bits": (("int8", "nf4", "fp8", "bnb"), PLAIN),
+    "half precision": (("bf16", "fp16"), "#1a7f37"),
+    "ONNX": (("onnx",), "#8250df"),
+}
+
+
+def draw_forms(path: Path) -> None:
+    """Size on disk against the divergence from the original, for every form of one model that is not exact."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
+    report = json.loads((RESULTS / "small-forms.json").read_text())
+    forms = {name: row for name, row in report["forms"].items() if row.get("disk_mb") and row["kl"] > 1e-6}
+    figure, axes = pyplot.subplots(figsize=(8, 3.9), facecolor="white")
+    for kind, (starts, color) in FORMS.items():
+        of_it = {name: row for name, row in forms.items() if name.startswith(starts) and "by" not in name}
+        sizes, divergences = [row["disk_mb"] for row in of_it.values()], [row["kl"] for row in of_it.values()]
+        axes.scatter(sizes, divergences, label=kind, color=color, s=36, linewidths=0, zorder=2)
+        for name, row in of_it.items():
+            side = {"xytext": (-6, 0), "ha": "right"} if name == "bnb-int8" else {"xytext": (6, 0)}  # beside fp8
+            axes.annotate(name, (row["disk_mb"], row["kl"]), **side, **BESIDE, fontsize=9)
+    original = report["forms"]["original"]["disk_mb"]
+    axes.axvline(original, color=MUTED, linewidth=1, linestyle=":", zorder=1)
+    axes.annotate("original", (original, 1e-3), (-6, 0), ha="right", **BESIDE, fontsize=9, color=MUTED)
+    axes.set_yscale("log")
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("MB on disk")
+    axes.set_ylabel("mean KL divergence from the original")
+    axes.set_title(report["model"], fontsize=10, loc="left")
+    axes.legend(frameon=False, loc="lower left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+LENGTHS = (30, 21, 17, 14, 12, 9, 7, 5)  # tokens of the rows in the picture of padding
+
+
+def draw_padding(path: Path) -> None:
+    """The same rows padded to the longest, and as one sequence without padding: tokens, and pairs of attention."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
+    colors = pyplot.get_cmap("tab20").colors
+    longest, total = max(LENGTHS), sum(LENGTHS)
+    figure, (padded, packed) = pyplot.subplots(2, 1, figsize=(9.6, 3.6), facecolor="white", height_ratios=(4, 1))
+    for number, length in enumerate(LENGTHS):
+        padded.barh(number, longest, color="#eaeef2", height=0.84)
+        padded.barh(number, length, color=colors[2 * number], height=0.84)
+        packed.barh(0, length, left=sum(LENGTHS[:number]), color=colors[2 * number], height=0.84)
+        packed.text(sum(LENGTHS[:number]) + length / 2, 0, str(length), ha="center", va="center", fontsize=9)
+    num_padded = longest * len(LENGTHS)
+    padded.set_title(
+        f"padding: longest    {len(LENGTHS)} × {longest} = {num_padded} tokens computed, {num_padded - total} of them "
+        "padding",
+        fontsize=10,
+        loc="left",
+        family="monospace",
+    )
+    packed.set_title(
+        f"padding: none       {total} tokens computed, attention within each row",
+        fontsize=10,
+        loc="left",
+        family="monospace",
+    )
+    padded.invert_yaxis()
+    for axes in (padded, packed):
+        axes.set_xlim(0, total)
+        axes.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
 def _num_widths(results: list[dict[str, Any]]) -> int:
     """How many numbers of bits were measured; of one, there is no line to draw."""
     return len({round(row["bits"]) for row in results if "kl" in row})
@@ -158,3 +241,5 @@ if __name__ == "__main__":
     else:
         draw_accuracy(IMAGES / "predicted-against-measured.svg")
         draw_clustering(IMAGES / "clustering.png")
+        draw_forms(IMAGES / "technique-quantization.svg")
+        draw_padding(IMAGES / "technique-padding.svg")

@@ -3,8 +3,10 @@
 Everything is predicted, without a GPU. Each picture is docs/images/technique-NAME.svg.
 """
 
+import json
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from trimtab.training.garbage_collection import gc_disabled
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-RECIPE = ROOT / "benchmarks" / "memory" / "cards" / "llama-1b.yaml"
+RECIPES = ROOT / "benchmarks" / "memory" / "cards"
 GPU = "h100"
 GIB = 2**30
 TEXT, MUTED, SHADE = "#1f2328", "#8c959f", "#f3f4f6"
@@ -27,16 +29,23 @@ LORA = "adapter=lora train.lr=2e-4"
 ALL = "memory.gradient_checkpointing=all"
 LONG = f"{LORA} {ALL} train.batch_size=1 memory.padding=longest"
 FULL = "train.max_grad_norm=null memory.gradient_checkpointing=all"
+BATCH = f"{LORA} train.batch_size=8 memory.padding=longest"
+PADDED = f"{LORA} memory.padding=longest"
+STUDENT = f"model.config.num_hidden_layers=8 memory.padding=longest memory.loss=plain {ALL}"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels with a title and settings each, of one model and one batch."""
+    """Panels with a title and settings each, of one model and one batch.
+
+    TEACHER in the settings is a folder with the config of the recipe's model.
+    """
 
     title: str
     panels: tuple[tuple[str, str], ...]
     rows: int = 4
     length: int = 2048
+    recipe: str = "llama-1b"
 
 
 PICTURES = {
@@ -97,18 +106,74 @@ PICTURES = {
             ("adapter: side", "adapter=side train.lr=2e-3"),
         ),
     ),
+    "mixed-precision": Picture(
+        "All weights of a Llama of 1 B, 4 × 2,048 tokens, AdamW",
+        (
+            ("precision: fp32", "train.precision=fp32 memory.padding=longest"),
+            ("precision: bf16", "train.precision=bf16 memory.padding=longest"),
+            ("precision: bf16-pure", "train.precision=bf16-pure memory.padding=longest"),
+        ),
+    ),
+    "gradient-accumulation": Picture(
+        "LoRA on a Llama of 1 B, a batch of 8 × 2,048 tokens",
+        (
+            ("micro_batch: 8", f"{BATCH} memory.micro_batch=8"),
+            ("micro_batch: 4", f"{BATCH} memory.micro_batch=4"),
+            ("micro_batch: 2", f"{BATCH} memory.micro_batch=2"),
+        ),
+    ),
+    "optimizers": Picture(
+        "All weights of a Llama of 1 B, 4 × 2,048 tokens, every block recomputed",
+        (
+            ("optimizer: adamw", ALL),
+            ("optimizer: adamw8bit", f"{ALL} train.optimizer=adamw8bit"),
+            ("optimizer: paged-adamw8bit", f"{ALL} train.optimizer=paged-adamw8bit"),
+        ),
+    ),
+    "attention": Picture(
+        "LoRA on a Llama of 1 B, 4 × 2,048 tokens",
+        (
+            ("attention_backend: math", f"{PADDED} memory.attention_backend=math"),
+            ("attention_backend: flash", f"{PADDED} memory.attention_backend=flash"),
+        ),
+    ),
+    "distillation": Picture(
+        "A Llama of 8 layers learns from one of 16 (1 B), 4 × 2,048 tokens, every block recomputed",
+        (
+            ("labels alone", STUDENT),
+            ("distill", f"{STUDENT} distill.teacher=TEACHER"),
+            ("cache: disk, top_k: 64", f"{STUDENT} distill.teacher=TEACHER distill.cache=disk distill.top_k=64"),
+        ),
+    ),
+    "streamed-weights": Picture(
+        "LoRA on a Llama of 8 B, 1 × 2,048 tokens, every block recomputed",
+        (
+            ("stream_weights: none", f"{LORA} {ALL}"),
+            ("stream_weights: all", f"{LORA} {ALL} memory.stream_weights=all"),
+        ),
+        rows=1,
+        recipe="llama-8b",
+    ),
 }
 
 
 @gc_disabled()
-def moments_of(sets: str, rows: int, length: int) -> list[Moment]:
+def moments_of(sets: str, picture: Picture) -> list[Moment]:
     """The predicted memory of a step."""
-    settings = [*sets.split(), f"memory.micro_batch={rows}"]
-    if not any(text.startswith("train.batch_size=") for text in settings):
-        settings.append(f"train.batch_size={rows}")
-    recipe = load_recipe(RECIPE, {}, settings).recipe
+    with tempfile.TemporaryDirectory() as folder:
+        return _moments(sets.replace("TEACHER", folder).split(), picture, Path(folder))
+
+
+def _moments(settings: list[str], picture: Picture, teacher: Path) -> list[Moment]:
+    for key in ("memory.micro_batch", "train.batch_size"):
+        if not any(text.startswith(f"{key}=") for text in settings):
+            settings.append(f"{key}={picture.rows}")
+    path = RECIPES / f"{picture.recipe}.yaml"
+    config = load_recipe(path, {}, ()).recipe.model.config
+    (teacher / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    recipe = load_recipe(path, {}, settings).recipe
     target = known_target(GPU, None)
-    planner = planner_for(recipe, target, None, length)
+    planner = planner_for(recipe, target, None, picture.length)
     return planner.prediction(planner.space.reference()).timeline(160, target.device)
 
 
@@ -120,7 +185,8 @@ def draw(picture: Picture, path: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
-    timelines = [moments_of(sets, picture.rows, picture.length) for _, sets in picture.panels]
+    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text: rounding below would make outlines of letters vanish
+    timelines = [moments_of(sets, picture) for _, sets in picture.panels]
     num_panels = len(timelines)
     figure, panels = pyplot.subplots(1, num_panels, figsize=(9.6, 3.5), facecolor="white", sharey=True)
     top = max(moment.num_bytes for moments in timelines for moment in moments) / GIB

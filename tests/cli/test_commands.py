@@ -42,6 +42,7 @@ SURFACE = {
         *("--vary", "--warmup-steps", "RECIPE"),
     ],
     "config": ["--default", "--to"],
+    "convert": ["--out", "CONFIG"],
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
     "demo": ["--json", "--lm", "--out", "--quiet"],
     "doctor": [],
@@ -296,6 +297,21 @@ def test_an_internal_error_keeps_its_traceback(trimtab, bert, monkeypatch):
 
 
 # ---------------------------------------------------------------------- from init to runs
+
+
+def test_convert_and_check(trimtab, bert):
+    config = f"base_model: {bert}\ndatasets: [{{path: reviews.csv, type: completion}}]\nlearning_rate: 1e-4\nrex: 1\n"
+    Path("axolotl.yml").write_text(config)
+    printed = trimtab("convert", "axolotl.yml")
+    assert (printed.code, printed.err) == (0, "")
+    done = trimtab("convert", "axolotl.yml", "--out", "converted.yaml")
+    assert done.code == 0
+    assert "1 without an equivalent\n  rex: not a key that" in done.out
+    assert Path("converted.yaml").read_text() == printed.out
+    assert trimtab("check", "converted.yaml").code == 0
+    again = trimtab("convert", "axolotl.yml", "--out", "converted.yaml")
+    assert (again.code, again.out) == (2, "")
+    assert "converted.yaml exists" in again.err
 
 
 def test_init_check_train(trimtab, bert):

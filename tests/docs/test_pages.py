@@ -38,6 +38,8 @@ def folder_of_a_reader(tmp_path, monkeypatch):
         writer = csv.writer(file)
         writer.writerow(("text", "label"))
         writer.writerows([("what a great film it was", "good"), ("the worst film that I ever saw", "bad")] * 12)
+    config = "base_model: bert-base-uncased\ndatasets: [{path: reviews.csv, type: completion}]\nlearning_rate: 1e-4\n"
+    (tmp_path / "axolotl.yml").write_text(config)
     return tmp_path
 
 
@@ -110,6 +112,7 @@ def parts_of_a_loop():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of HF Trainer, in the script of a page that replaces it
 def test_every_python_block_runs(folder_of_a_reader):
     found = blocks("python")
     assert len(found) >= 3

@@ -16,8 +16,11 @@ A recipe is one YAML file, or the same settings as flags (`--set train.lr=3e-5`)
   with the origin of every value. `trimtab check --schema` prints the JSON Schema for editors.
 - A setting that is a word or a mapping can be written in parts: `--set adapter=lora --set adapter.rank=8` is
   `{kind: lora, rank: 8}`. Settings on one command line that contradict each other are refused.
-- Keys of HF Trainer, Accelerate or Lightning are answered with the key of trimtab. Keys marked "Not supported yet" are
-  refused when they are set to anything else: no setting is ever ignored silently.
+- Keys of [HF Trainer](coming-from/hf-trainer.md), [Accelerate](coming-from/accelerate.md),
+  [Lightning](coming-from/lightning.md), [TRL and PEFT](coming-from/trl-peft.md), [Axolotl](coming-from/axolotl.md),
+  [Unsloth](coming-from/unsloth.md), [torchtune](coming-from/torchtune.md) and [Ludwig](coming-from/ludwig.md) are
+  answered with the key of trimtab; `trimtab convert` translates a whole config of Axolotl. Keys marked "Not supported
+  yet" are refused when they are set to anything else: no setting is ever ignored silently.
 
 Names of metrics are in [training.md](training.md#metrics), keys that save memory or time in
 [techniques.md](techniques.md), terms in [glossary.md](glossary.md).

@@ -20,7 +20,7 @@ from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
 from trimtab.cli.quantize import quantize
-from trimtab.cli.recipe import check, data_show, init, plan
+from trimtab.cli.recipe import check, convert, data_show, init, plan
 from trimtab.cli.runs import best, checkpoints, pull, runs, track_sync, ui
 from trimtab.cli.shrink import shrink
 from trimtab.cli.train import INTERRUPTED, compare, demo, resume, train
@@ -39,6 +39,7 @@ app.command()(quantize)
 app.command()(cluster)
 app.command()(export)
 app.command()(distill)
+app.command()(convert)
 _data = typer.Typer(help="Inspect training data.", no_args_is_help=True)
 _data.command("show")(data_show)
 app.add_typer(_data, name="data")

@@ -1,4 +1,4 @@
-"""Commands on a recipe before it trains: init, check, plan and data show."""
+"""Commands on a recipe before it trains: init, convert, check, plan and data show."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,48 @@ def init(
     """Write a recipe file with every key documented."""
     from trimtab.recipe.load import render_commented_yaml
 
-    if to.exists():
-        raise RecipeError(f"{to} exists", "choose another file with --to, or remove this one")
+    _refuse_existing(to, "--to")
     text = render_commented_yaml({"model": model, "data.train": data, "data.eval": eval_data, "task": task})
-    try:
-        to.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(f"{to} cannot be written: {error.strerror}", "choose another file with --to") from error
+    _write_recipe(to, text, "--to")
     typer.echo(f"{to} written; next: trimtab check {to}")
+
+
+def convert(
+    config: Annotated[Path, typer.Argument(help="Config file of Axolotl (YAML).")],
+    out: Annotated[Path | None, typer.Option(help="File to write; must not exist. Default: print the recipe.")] = None,
+) -> None:
+    """Convert a config of Axolotl to a commented recipe."""
+    from trimtab.commands.convert import convert_axolotl
+
+    if out is not None:
+        _refuse_existing(out, "--out")
+    converted = convert_axolotl(config)
+    text = converted.render(config.name)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    _write_recipe(out, text, "--out")
+    typer.echo(
+        f"{out} written: {converted.num_translated} keys translated, {len(converted.omitted) + len(converted.empty)} "
+        f"not needed or empty, {len(converted.lost)} without an equivalent"
+    )
+    for name, _, reason in converted.lost:
+        typer.echo(f"  {name}: {reason}")
+    typer.echo(f"next: trimtab check {out}")
+
+
+def _refuse_existing(path: Path, option: str) -> None:
+    if path.exists():
+        raise RecipeError(f"{path} exists", f"choose another file with {option}, or remove this one")
+
+
+def _write_recipe(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"{path} cannot be written: {error.strerror}", f"choose another file with {option}"
+        ) from error
 
 
 def check(
