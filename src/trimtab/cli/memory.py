@@ -21,6 +21,12 @@ def memory(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; replaces reading the data.")] = None,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("memory.html"),
     snapshot: Annotated[Path | None, typer.Option(help="Also write a file for torch's memory viewer.")] = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure", help="Run a few steps and measure one. Default: on a GPU in this machine."
+        ),
+    ] = None,
     device: Device = None,
     sets: Sets = None,
     quiet: Quiet = False,
@@ -33,7 +39,7 @@ def memory(
         raise RecipeError("--gpu and --device exclude each other", "pass --gpu for a GPU that is not in this machine")
     source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
     flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": budget}
-    picture = draw_memory(load(recipe, sets, flags).recipe, gpu=gpu, device=device, length=length)
+    picture = draw_memory(load(recipe, sets, flags).recipe, gpu=gpu, device=device, length=length, measures=measure)
     write_page(picture.page, out)
     if snapshot is not None:
         write_snapshot(picture.snapshot, snapshot)

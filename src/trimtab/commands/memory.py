@@ -2,11 +2,14 @@
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import RecipeError
+from trimtab.commands.measured_step import MeasuredStep, measure_step
+from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.hardware.inventory import find_device
+from trimtab.hardware.memory import is_out_of_memory
 from trimtab.planner.memory_picture import page_of, predicted_record, predicted_snapshot
 from trimtab.planner.survey import RecipeRows, planner_for
 from trimtab.planner.target import known_target, target_here
@@ -50,19 +53,57 @@ class MemoryPicture:
         return lines
 
 
-@one_plan_at_a_time()
-@gc_disabled()
 def draw_memory(
-    recipe: Recipe, *, gpu: str | None = None, device: str | None = None, length: int | None = None
+    recipe: Recipe,
+    *,
+    gpu: str | None = None,
+    device: str | None = None,
+    length: int | None = None,
+    measures: bool | None = None,
 ) -> MemoryPicture:
-    """Predict the memory of one step of the plan that a run would use.
+    """Draw the memory of one step of the plan that a run would use: predicted, and measured if the device is here.
 
     Args:
         recipe: The recipe.
         gpu: A known device that is not in this machine.
         device: The device in this machine, such as "cuda:1"; found if left out.
         length: Tokens of every row; no data is read then.
+        measures: Whether to load the model and run a few steps, too; None does on a GPU in this machine.
+
+    Raises:
+        RecipeError: A step is to be measured without its device or its rows.
     """
+    if measures and (gpu is not None or length is not None):
+        raise RecipeError(
+            "only a step on a device of this machine, with rows of the data, can be measured",
+            "leave out --gpu and --length, or --measure",
+        )
+    if measures is None:
+        measures = gpu is None and length is None and find_device(device).type == "cuda"
+    measured, problem = _measure(recipe, device) if measures else (None, "")
+    return _picture(recipe, gpu, device, length, measured, problem)
+
+
+def _measure(recipe: Recipe, device: str | None) -> tuple[MeasuredStep | None, str]:
+    """The measured step, or why there is none."""
+    try:
+        return measure_step(recipe, device), ""
+    except Exception as error:
+        if not (isinstance(error, DoesNotFit) or is_out_of_memory(error)):
+            raise
+        return None, "Not measured: the step does not fit into the memory of the device."
+
+
+@one_plan_at_a_time()
+@gc_disabled()
+def _picture(
+    recipe: Recipe,
+    gpu: str | None,
+    device: str | None,
+    length: int | None,
+    measured: MeasuredStep | None,
+    problem: str,
+) -> MemoryPicture:
     budget = recipe.memory.budget
     target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
     rows = None if length is not None else RecipeRows(recipe)
@@ -70,11 +111,16 @@ def draw_memory(
     limit = planner.max_positions()
     if length is not None and limit is not None and length > limit:
         raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
-    ladder = planner.choose()
-    row = ladder.chosen or ladder.smallest
-    records = [predicted_record(planner, row.spec)]
-    page = page_of(planner, row.spec, records)
-    return MemoryPicture(page, predicted_snapshot(planner, row.spec), ladder.chosen is not None)
+    if measured is None:
+        ladder = planner.choose()
+        spec, fits = (ladder.chosen or ladder.smallest).spec, ladder.chosen is not None
+        records, snapshot = [], None
+    else:
+        spec, fits, records, snapshot = measured.spec, True, [measured.record], measured.snapshot
+    page = page_of(planner, spec, [predicted_record(planner, spec), *records])
+    if problem:
+        page = replace(page, notes=[problem, *page.notes])
+    return MemoryPicture(page, snapshot or predicted_snapshot(planner, spec), fits)
 
 
 def write_page(page: MemoryPage, path: Path) -> None:

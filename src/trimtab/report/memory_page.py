@@ -14,9 +14,10 @@ from trimtab.report.step_record import ALLOCATED, LikeTensors, Moment, StepRecor
 from trimtab.units import format_bytes
 
 _NUM_POINTS = 320
-_NUM_TENSORS = 20
+_NUM_TENSORS = 15
 _WIDTH, _HEIGHT = 1000, 400  # of the picture's own coordinates; it is stretched to the page
 _MIB, _GIB = 2**20, 2**30
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # where there is little room
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,18 @@ def render_memory_page(page: MemoryPage) -> str:
     highest = max(peak.num_bytes for peak in peaks)
     shown_limit = page.limit_bytes if page.limit_bytes is not None and page.limit_bytes <= 1.6 * highest else None
     scale = _Scale(max(highest, shown_limit or 0), shown_limit)
-    sections = [
-        _section(record, peak, scale, number)
-        for number, (record, peak) in enumerate(zip(page.records, peaks, strict=True))
-    ]
+    pairs = list(zip(page.records, peaks, strict=True))
+    pictures = [_picture(record, peak, scale, number) for number, (record, peak) in enumerate(pairs)]
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in page.facts.items())
     notes = "".join(f'<p class="muted">{escape(note)}</p>' for note in page.notes)
     body = "\n".join(
         [
             f"<h1>{escape(page.title)}</h1>",
             f"<dl>{facts}</dl>" if facts else "",
-            *sections,
+            *pictures,
             "<h2>Parts at the peak</h2>",
             _parts_table(page.records, peaks),
+            *(_tensors_table(record, peak, is_only=len(pairs) == 1) for record, peak in pairs),
             notes,
         ]
     )
@@ -122,13 +122,11 @@ class _Scale:
         return round(_HEIGHT * (1 - self.share(num_bytes)), 1)
 
 
-def _section(record: StepRecord, peak: Moment, scale: _Scale, number: int) -> str:
+def _picture(record: StepRecord, peak: Moment, scale: _Scale, number: int) -> str:
     heading = f"{record.source.capitalize()} on {record.device}" if record.device else record.source.capitalize()
     picture = _plot(record, peak, scale, number) if record.times else _bar(peak)
-    return (
-        f"<h2>{escape(heading)}</h2>\n<p>{escape(describe_peak(record, peak))}.</p>\n{_legend(peak)}\n{picture}\n"
-        f"{_tensors_table(record, peak)}"
-    )
+    words = escape(describe_peak(record, peak))
+    return f"<h2>{escape(heading)}</h2>\n<p>{words}.</p>\n{_legend(peak)}\n{picture}"
 
 
 def _legend(peak: Moment) -> str:
@@ -229,7 +227,7 @@ def _shades(spans: Sequence[tuple[str, float, float]]) -> list[str]:
 def _stage_labels(spans: Sequence[tuple[str, float, float]]) -> str:
     return "".join(
         f'<span style="left: {100 * begin:.2f}%; width: {100 * (end - begin):.2f}%" title="{escape(name)}">'
-        f"{escape(name) if end - begin > 0.03 else ''}</span>"
+        f"<b>{escape(name)}</b><i>{escape(_SHORT.get(name, name[:3]))}</i></span>"
         for name, begin, end in spans
     )
 
@@ -264,31 +262,39 @@ def _points(record: StepRecord, moments: Sequence[Moment], peak: Moment) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if not seconds:
+        return "0"
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 or not seconds else f"{1e6 * seconds:.3g} µs"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
 
 
 # ---------------------------------------------------------------------- tables
 
 
-def _tensors_table(record: StepRecord, peak: Moment) -> str:
+def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
     rows = []
     for group in record.largest(peak.change, _NUM_TENSORS):
         each = f"{group.count} × {format_bytes(group.num_bytes)}" if group.count > 1 else ""
-        name = f"<code>{escape(group.name)}</code>" if group.name else "(no module)"
-        detail = ", ".join(text for text in (group.part, _op(group)) if text)
+        detail = ", ".join(text for text in (group.part, _op(group), each) if text)
         rows.append(
             f'<tr class="{css_name(group.part)}"><td class="number">{format_bytes(group.total_bytes)}</td>'
-            f'<td><span class="swatch"></span>{name}<br><small>{escape(detail)}</small></td>'
-            f'<td class="number">{each}</td></tr>'
+            f'<td class="named"><span class="swatch"></span><span>{_name(group)}<br>'
+            f"<small>{escape(detail)}</small></span></td></tr>"
         )
+    which = "" if is_only else f", {record.source}"
     return (
-        "<h2>Largest tensors at the peak</h2>\n"
+        f"<h2>Largest tensors at the peak{escape(which)}</h2>\n"
         '<p class="muted">Tensors of equal blocks are in one row; * is the number of the block.</p>\n'
-        '<table class="tensors"><thead><tr><th class="number">together</th><th>module or parameter</th>'
-        f'<th class="number">each</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        '<table class="tensors"><thead><tr><th class="number">bytes</th><th>module or parameter</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
     )
+
+
+def _name(group: LikeTensors) -> str:
+    if group.name:
+        return f"<code>{escape(group.name)}</code>"
+    return "loss" if group.part == "logits and loss" else "outside of the model"
 
 
 def _parts_table(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:

@@ -40,11 +40,17 @@ dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 0.75rem 0 0; break-inside: avoid; }
 .frame { display: grid; grid-template-columns: 4.6rem 1fr; grid-template-rows: 1.5rem auto 1.5rem; }
 .stages { grid-column: 2; position: relative; font-size: 0.85rem; color: var(--muted); }
-.stages span { position: absolute; overflow: hidden; white-space: nowrap; text-align: center; }
+.stages span { position: absolute; overflow: hidden; white-space: nowrap; text-align: center; height: 1.5rem;
+  container-type: inline-size; }
+.stages b, .stages i { font-weight: 400; font-style: normal; }
+.stages i { display: none; }
+@container (max-width: 4.2rem) { .stages b { display: none; } .stages i { display: inline; } }
+@container (max-width: 1.7rem) { .stages i { display: none; } }
 .heights { position: relative; font-size: 0.8rem; color: var(--muted); font-variant-numeric: tabular-nums; }
 .heights span { position: absolute; right: 0.5rem; transform: translateY(50%); white-space: nowrap; }
 .times { grid-column: 2; position: relative; font-size: 0.8rem; color: var(--muted); }
 .times span { position: absolute; transform: translateX(-50%); white-space: nowrap; top: 0.2rem; }
+@media (max-width: 30rem) { .times span:nth-child(even) { display: none; } }
 .times span:first-child { transform: none; }
 .times span:last-child { transform: translateX(-100%); }
 .plot { position: relative; height: clamp(15rem, 42vw, 25rem); border: solid var(--line); border-width: 0 0 1px 1px;
@@ -80,6 +86,8 @@ td.number, th.number { text-align: right; white-space: nowrap; font-variant-nume
 tr { break-inside: avoid; }
 tr.sum td { font-weight: 600; }
 td:last-child, th:last-child { padding-right: 0; }
+td.named { display: flex; align-items: baseline; gap: 0.1rem; }
+td.named .swatch { flex: none; }
 .tensors td:first-child, .tensors th:first-child { width: 1%; }
 @media print {
   body { max-width: none; padding: 0; }

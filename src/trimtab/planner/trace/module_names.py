@@ -106,4 +106,4 @@ def _follow(module: torch.nn.Module, name: str, names: ModuleNames) -> None:
         names.leave()
 
     module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, always_call=True)  # recomputation ends with an exception
