@@ -114,7 +114,7 @@ class MemoryWatch:
         """Start to record."""
         from torch.profiler import ProfilerActivity, profile
 
-        self._known = self._named_blocks()
+        self._known = named_blocks(self._model, self._optimizer, self._device)
         self._unknown_bytes = self._in_use_now() - sum(block.size for block in self._known.values())
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -161,54 +161,27 @@ class MemoryWatch:
             profile = with_lifetimes(profile, self.history, self._known)
         elif self._unknown_bytes > 0:
             profile.blocks.append(Block(self._unknown_bytes, -1, "temporaries"))
-        for address, named in self._named_blocks().items():  # such as state that was allocated in this step
+        for address, named in named_blocks(
+            self._model, self._optimizer, self._device
+        ).items():  # such as state that was allocated in this step
             block = profile.living.get(address)
             if block is not None and not block.part:
                 block.name_as(named)
         _assign_parts(profile)
         return profile
 
-    # ------------------------------------------------------------------ tensors that are known without a record
-
     def _in_use_now(self) -> int:
         if self._device.type == "cpu":
             return sum(block.size for block in self._known.values())
         return int(torch.get_device_module(self._device).memory_allocated(self._device))
-
-    def _named_blocks(self) -> dict[int, Block]:
-        """Return the weights, gradients and optimizer state on the device, by the address of their storage."""
-        found: dict[int, Block] = {}
-        for part, name, tensor in self._named_tensors():
-            storage = tensor.untyped_storage()
-            if self._is_here(tensor) and storage.nbytes():
-                address, size = storage.data_ptr(), storage.nbytes()
-                found.setdefault(address, Block(size, -1, part, size, name=name, address=address))
-        return found
-
-    def _named_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            # scales and code tables of bitsandbytes
-            for part_of_weight in (tensor, *_tensors_in(getattr(tensor, "quant_state", None))):
-                yield "weights", name, part_of_weight
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                yield "gradients", name, parameter.grad
-        for key, state in self._optimizer.state.items():
-            for tensor in _tensors_in(state):
-                yield "optimizer state", names.get(id(key), ""), tensor
-
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        is_elsewhere = getattr(tensor, "is_paged", False) or getattr(tensor, "is_in_host_memory", False)
-        return tensor.device.type == self._device.type and not is_elsewhere
 
     def _host_bytes(self, part: str) -> int:
         if self._device.type == "cpu":
             return 0
         elsewhere = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for found, _, tensor in self._named_tensors()
-            if found == part and not self._is_here(tensor)
+            for found, _, tensor in _named_tensors(self._model, self._optimizer)
+            if found == part and not _is_on(tensor, self._device)
         }
         return sum(elsewhere.values())
 
@@ -253,6 +226,36 @@ class MemoryWatch:
         reserved = torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return max(0, reserved - in_use), max(0, total - free - reserved)
+
+
+def named_blocks(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[int, Block]:
+    """Return the weights, gradients and optimizer state on a device, by the address of their storage."""
+    found: dict[int, Block] = {}
+    for part, name, tensor in _named_tensors(model, optimizer):
+        storage = tensor.untyped_storage()
+        if _is_on(tensor, device) and storage.nbytes():
+            address, size = storage.data_ptr(), storage.nbytes()
+            found.setdefault(address, Block(size, -1, part, size, name=name, address=address))
+    return found
+
+
+def _named_tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        # with scales and code tables of bitsandbytes
+        for tensor in (weight, *_tensors_in(getattr(weight, "quant_state", None))):
+            yield "weights", name, tensor
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield "gradients", name, parameter.grad
+    for key, state in optimizer.state.items():
+        for tensor in _tensors_in(state):
+            yield "optimizer state", names.get(id(key), ""), tensor
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    is_elsewhere = getattr(tensor, "is_paged", False) or getattr(tensor, "is_in_host_memory", False)
+    return tensor.device.type == device.type and not is_elsewhere
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
