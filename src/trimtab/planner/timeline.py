@@ -66,7 +66,7 @@ def _allocations(trace: Trace, begin: int, *, with_libraries: bool) -> list[Allo
         if not size or (died is not None and died < begin) or not (with_libraries or _is_tensor(trace, storage)):
             continue
         born = index - begin if index >= begin else -1
-        op = trace.births[storage].op.removeprefix("aten.")
+        op = "" if trace.births[storage].part == "library" else trace.births[storage].op.removeprefix("aten.")
         end = None if died is None else died - begin
         found.append(Allocation(round_size(size), part_of(trace, storage), name_of(trace, storage), op, born, end))
     return found
