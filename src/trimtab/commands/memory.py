@@ -11,8 +11,7 @@ from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.hardware.memory import is_out_of_memory
 from trimtab.planner.memory_picture import page_of, predicted_record, predicted_snapshot
-from trimtab.planner.survey import RecipeRows, planner_for
-from trimtab.planner.target import known_target, target_here
+from trimtab.planner.survey import planner_on
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.schema import Recipe
 from trimtab.report.memory_page import MemoryPage, describe_peak, describe_tensors, render_memory_page
@@ -104,13 +103,7 @@ def _picture(
     measured: MeasuredStep | None,
     problem: str,
 ) -> MemoryPicture:
-    budget = recipe.memory.budget
-    target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
-    rows = None if length is not None else RecipeRows(recipe)
-    planner = planner_for(recipe, target, rows, length)
-    limit = planner.max_positions()
-    if length is not None and limit is not None and length > limit:
-        raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
+    planner, _ = planner_on(recipe, recipe.memory.budget, gpu, device, length)
     if measured is None:
         ladder = planner.choose()
         spec, fits = (ladder.chosen or ladder.smallest).spec, ladder.chosen is not None

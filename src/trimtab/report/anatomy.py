@@ -290,7 +290,7 @@ def _name_modules(model: torch.nn.Module) -> list[Any]:
 
     def enter(name: str, *called_with: object) -> None:
         scope = torch.profiler.record_function(f"{MODULE}{name}")
-        scope.__enter__()
+        scope.__enter__()  # type: ignore[no-untyped-call]
         running.append((name, scope))
 
     def leave(name: str, *called_with: object) -> None:

@@ -51,7 +51,7 @@ class ModuleNames:
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        position = bisect_right(self._numbers, node._sequence_nr()) - 1  # type: ignore[attr-defined]
+        position = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._modules[position] if position >= 0 else ""
 
     def enter(self, name: str) -> None:
@@ -66,7 +66,7 @@ class ModuleNames:
         self._note()
 
     def _note(self) -> None:
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._modules.append(self._running[-1] if self._running else "")
 
 
