@@ -34,25 +34,26 @@ def run_out(monkeypatch):
 
 @pytest.fixture
 def train(tiny, tmp_path):
-    def train(name="run", **sections):
+    def train(progress="quiet", **sections):
         usual = {
             "model": tiny.folder("bert", **NO_DROPOUT["bert"]),
             "data": {"train": reviews(16), "eval": None, "eval_share": 0},
             "train": {"epochs": 1, "lr": 1e-3, "batch_size": 8, "log_every": 1},
             "checkpoint": {"every": None, "best": False},
-            "out": str(tmp_path / name),
+            "out": str(tmp_path / "run"),
         }
-        return fit(Recipe(**usual | sections), progress="quiet", device="cpu")
+        return fit(Recipe(**usual | sections), progress=progress, device="cpu")
 
     return train
 
 
-def test_the_picture_is_beside_the_message(train, run_out, tmp_path):
+def test_the_picture_is_beside_the_message(train, run_out, tmp_path, capsys):
     run_out(1)
-    train()
-    (note,) = [line["note"] for line in lines_of(tmp_path / "run") if "note" in line]
+    train(progress="plain")
     path = tmp_path / "run" / "out-of-memory.html"
-    assert note == (f"out of memory (64.00 MiB more were needed) at step 1: micro-batch size 8 → 4\n  picture: {path}")
+    what = "out of memory (64.00 MiB more were needed) at step 1: micro-batch size 8 → 4"
+    assert f"{what}\n  picture: {path}\n" in "".join(capsys.readouterr())
+    assert [line["note"] for line in lines_of(tmp_path / "run") if "note" in line] == [what]
     page = path.read_text()
     assert "<h1>Out of memory (64.00 MiB more were needed) at step 1: " in page
     assert "Predicted on cpu" in page
@@ -94,3 +95,16 @@ def test_a_step_that_cannot_be_predicted_is_retried_all_the_same(train, run_out,
     (note,) = [line["note"] for line in lines_of(tmp_path / "run") if "note" in line]
     assert note.endswith("micro-batch size 8 → 4")
     assert not (tmp_path / "run" / "out-of-memory.html").exists()
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_runs_out_is_drawn(train, tmp_path, monkeypatch):
+    def step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 …")
+
+    monkeypatch.setattr("trimtab.training.loop.take_step", step)
+    with pytest.raises(DoesNotFit, match="in the optimizer at step 1") as failure:
+        train()
+    path = tmp_path / "run" / "out-of-memory.html"
+    assert str(failure.value).endswith(f"memory.micro_batch\n  picture: {path}")
+    assert "Out of memory (2.00 GiB more were needed) in the optimizer at step 1" in path.read_text()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.planner.explain import words_of
+from trimtab.planner.memory import predict
 from trimtab.planner.recipe_planner import RecipePlanner
 from trimtab.planner.timeline import event_times, step_record
 from trimtab.planner.torch_snapshot import torch_snapshot
@@ -18,9 +19,11 @@ from trimtab.units import format_bytes
 def predicted_record(planner: RecipePlanner, spec: StepSpec) -> StepRecord:
     """The allocations of a predicted step, named by module, spaced by predicted time."""
     found, target = planner.prediction(spec), planner.target
-    beyond = {"outside the allocator": found.outside}
-    if not target.is_cpu:
-        beyond = {"allocator slack": max(0, found.needed - found.allocated), **beyond}
+    if target.is_cpu:
+        beyond = {"outside the allocator": found.outside}
+    else:  # the slack includes what fixed segments leave in blocks
+        slack = max(0, found.needed - sum(predict(found.trace).parts.values()))
+        beyond = {"allocator slack": slack, "outside the allocator": found.outside}
     return step_record(found.trace, target.device, name=target.name, beyond=beyond)
 
 

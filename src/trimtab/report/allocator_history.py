@@ -105,6 +105,8 @@ def _lives(history: History) -> tuple[list[Block], dict[int, Block], list[int]]:
         if action == "alloc":
             assert address is not None
             size = -(-int(entry["size"]) // _ROUNDING) * _ROUNDING or _ROUNDING
+            if address in living:  # its release is not in the history
+                living[address].died = len(times_ns)
             living[address] = Block(size, len(times_ns), address=address)
             blocks.append(living[address])
         elif action in _FREED and address in living:

@@ -124,16 +124,17 @@ class _Scale:
 
 def _picture(record: StepRecord, peak: Moment, scale: _Scale, number: int) -> str:
     heading = f"{record.source.capitalize()} on {record.device}" if record.device else record.source.capitalize()
-    picture = _plot(record, peak, scale, number) if record.times else _bar(peak)
+    moments = record.timeline(_NUM_POINTS)
+    picture = _plot(record, moments, peak, scale, number) if record.times else _bar(peak)
     words = escape(describe_peak(record, peak))
-    return f"<h2>{escape(heading)}</h2>\n<p>{words}.</p>\n{_legend(peak)}\n{picture}"
+    return f"<h2>{escape(heading)}</h2>\n<p>{words}.</p>\n{_legend(moments)}\n{picture}"
 
 
-def _legend(peak: Moment) -> str:
+def _legend(moments: Sequence[Moment]) -> str:
     items = [
         f'<span class="{css_name(part)}" style="white-space: nowrap"><span class="swatch"></span>{escape(part)}</span>'
         for part in ALLOCATED
-        if peak.parts.get(part)
+        if any(moment.parts[part] for moment in moments)
     ]
     return f'<p class="muted">{" &ensp; ".join(items)}</p>'
 
@@ -149,8 +150,7 @@ def _bar(peak: Moment) -> str:
     return f'<div class="bar">{spans}</div>'
 
 
-def _plot(record: StepRecord, peak: Moment, scale: _Scale, number: int) -> str:
-    moments = record.timeline(_NUM_POINTS)
+def _plot(record: StepRecord, moments: Sequence[Moment], peak: Moment, scale: _Scale, number: int) -> str:
     spans = record.stage_spans()
     svg = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
@@ -294,7 +294,7 @@ def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
 def _name(group: LikeTensors) -> str:
     if group.name:
         return f"<code>{escape(group.name)}</code>"
-    return "loss" if group.part == "logits and loss" else "outside of the model"
+    return "loss" if group.part == "logits and loss" else "no module"
 
 
 def _parts_table(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:

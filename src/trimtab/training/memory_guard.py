@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved, release_cached_memory
+from trimtab.hardware.memory import (
+    MemoryCap,
+    describe_failed_allocation,
+    is_out_of_memory,
+    peak_memory,
+    peak_reserved,
+    release_cached_memory,
+)
 from trimtab.log import say
 from trimtab.model.captured_step import captured_micro_batches_of
 from trimtab.optim.in_backward import updates_of
@@ -75,9 +82,7 @@ class MemoryGuard:
         self._planned = self._sampler.micro_batch_size
         self._picture: FailurePicture = picture or NoPicture()
         self._has_drawn = False
-        self._rollback = Rollback(
-            parts.engine, parts.model, lambda: self._picture.capture(parts.model, parts.optimizer)
-        )
+        self._rollback = Rollback(parts.engine, parts.model, self._capture)
         self._rehearsal = Rehearsal(parts, self._rollback, released_later, max_grad_norm)
         self._rehearses, self._predicted, self._measured = rehearses, predicted_peak_bytes, measured_peak_bytes
         self._rehearsed: Peak | None = None  # of training and evaluation
@@ -114,9 +119,10 @@ class MemoryGuard:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            drawn = self.draw_now(error, "before the first step")
             raise DoesNotFit(
                 "the model and its optimizer state alone do not fit into memory\n"
-                f"  cure: train.optimizer: adamw8bit, {CURES}"
+                f"  cure: train.optimizer: adamw8bit, {CURES}{drawn}"
             ) from error
 
     def _rehearse_evaluation(self) -> Peak:
@@ -195,6 +201,15 @@ class MemoryGuard:
         words = f"micro-batch size {' → '.join(shown)}{updates_of(self._model).words_if_divided}"
         drawn = self._draw(failure, where, -(-before // num_processes)) if draws and not self._has_drawn else ""
         return f"{failure} {where}: {words}{drawn}"
+
+    def draw_now(self, error: Exception, where: str) -> str:
+        """Draw what is in memory while an error is handled that ends the run; return words for its message."""
+        self._capture()
+        rows = min(self._sampler.micro_batch_size, self._sampler.batch_size, len(self._sampler.lengths))
+        return self._draw(OutOfMemory(describe_failed_allocation(error)), where, -(-rows // self._engine.num_processes))
+
+    def _capture(self) -> None:
+        self._picture.capture(self._model, self._optimizer)
 
     def _draw(self, failure: OutOfMemory, where: str, micro_batch: int) -> str:
         """Draw the memory of a failed step in this process; return words for the message."""
