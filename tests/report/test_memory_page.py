@@ -90,6 +90,13 @@ def test_parts_of_the_table_add_up_to_the_peak():
     assert sizes == [300, 200, 500, 850]
 
 
+def test_measured_is_compared_with_predicted():
+    larger = record(source="measured", allocations=(Allocation(525 * MIB, "weights"),))
+    text = render_memory_page(MemoryPage("A step", [record(), larger]))
+    assert "The measured peak differs from the predicted one by +5.0%." in text
+    assert "differs" not in render_memory_page(MemoryPage("A step", [record()]))
+
+
 @pytest.mark.parametrize(("limit", "shown"), [(520 * MIB, True), (8000 * MIB, False), (None, False)])
 def test_a_limit_that_is_near_is_drawn(limit, shown):
     text = render_memory_page(MemoryPage("A step", [record()], limit_bytes=limit))

@@ -55,6 +55,7 @@ def render_memory_page(page: MemoryPage) -> str:
             f"<dl>{facts}</dl>" if facts else "",
             *pictures,
             "<h2>Parts at the peak</h2>",
+            _comparison(page.records, peaks),
             _parts_table(page.records, peaks),
             *(_tensors_table(record, peak, is_only=len(pairs) == 1) for record, peak in pairs),
             notes,
@@ -295,6 +296,16 @@ def _name(group: LikeTensors) -> str:
     if group.name:
         return f"<code>{escape(group.name)}</code>"
     return "loss" if group.part == "logits and loss" else "no module"
+
+
+def _comparison(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:
+    """How far a measured step is from the predicted one; empty unless there are both."""
+    sizes = {record.source: peak.num_bytes for record, peak in zip(records, peaks, strict=True) if record.times}
+    if set(sizes) != {"predicted", "measured"}:
+        return ""
+    return (
+        f"<p>The measured peak differs from the predicted one by {sizes['measured'] / sizes['predicted'] - 1:+.1%}.</p>"
+    )
 
 
 def _parts_table(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:
