@@ -280,8 +280,8 @@ def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
         detail = ", ".join(text for text in (group.part, _op(group), each) if text)
         rows.append(
             f'<tr class="{css_name(group.part)}"><td class="number">{format_bytes(group.total_bytes)}</td>'
-            f'<td class="named"><span class="swatch"></span><span>{_name(group)}<br>'
-            f"<small>{escape(detail)}</small></span></td></tr>"
+            f'<td><div class="named"><span class="swatch"></span><span>{_name(group)}<br>'
+            f"<small>{escape(detail)}</small></span></div></td></tr>"
         )
     which = "" if is_only else f", {record.source}"
     return (

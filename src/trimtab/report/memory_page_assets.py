@@ -63,7 +63,8 @@ figure { margin: 0.75rem 0 0; break-inside: avoid; }
 .grid { stroke: var(--line); stroke-width: 1; vector-effect: non-scaling-stroke; }
 .limit { stroke: var(--strong); stroke-width: 1.5; stroke-dasharray: 6 4; vector-effect: non-scaling-stroke; }
 .peak { position: absolute; transform: translate(-50%, -100%); font-weight: 600; font-size: 0.85rem;
-  white-space: nowrap; padding-bottom: 2px; }
+  white-space: nowrap; padding-bottom: 2px;
+  text-shadow: 0 0 3px var(--page), 0 0 3px var(--page), 0 0 3px var(--page); }
 .peak::after { content: ""; position: absolute; left: 50%; bottom: -3px; width: 6px; height: 6px; margin-left: -3px;
   border-radius: 50%; background: var(--text); }
 .peak.left { transform: translate(0, -100%); } .peak.left::after { left: 0; }
@@ -86,8 +87,8 @@ td.number, th.number { text-align: right; white-space: nowrap; font-variant-nume
 tr { break-inside: avoid; }
 tr.sum td { font-weight: 600; }
 td:last-child, th:last-child { padding-right: 0; }
-td.named { display: flex; align-items: baseline; gap: 0.1rem; }
-td.named .swatch { flex: none; }
+.named { display: flex; align-items: baseline; gap: 0.1rem; }
+.named .swatch { flex: none; }
 .tensors td:first-child, .tensors th:first-child { width: 1%; }
 @media print {
   body { max-width: none; padding: 0; }
