@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from trimtab.commands.measured_step import MeasuredStep, measure_step
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.hardware.memory import is_out_of_memory
+from trimtab.log import muted
 from trimtab.planner.memory_picture import page_of, predicted_record, predicted_snapshot
 from trimtab.planner.survey import planner_on
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
@@ -103,7 +105,8 @@ def _picture(
     measured: MeasuredStep | None,
     problem: str,
 ) -> MemoryPicture:
-    planner, _ = planner_on(recipe, recipe.memory.budget, gpu, device, length)
+    with nullcontext() if measured is None else muted():  # what it says about the data has been said
+        planner, _ = planner_on(recipe, recipe.memory.budget, gpu, device, length)
     if measured is None:
         ladder = planner.choose()
         spec, fits = (ladder.chosen or ladder.smallest).spec, ladder.chosen is not None
