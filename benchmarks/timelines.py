@@ -14,8 +14,8 @@ from typing import Any
 from trimtab.planner.anatomy import PARTS
 from trimtab.planner.survey import planner_for
 from trimtab.planner.target import known_target
-from trimtab.planner.timeline import Moment
 from trimtab.recipe.load import load_recipe
+from trimtab.report.step_record import Moment
 from trimtab.training.garbage_collection import gc_disabled
 
 ROOT = Path(__file__).parents[1]

@@ -13,6 +13,7 @@ from trimtab.build.start_point import find_start_point
 from trimtab.build.training import build_trainer
 from trimtab.data.metrics import check_own_metrics
 from trimtab.engine.engine import Engine
+from trimtab.planner.out_of_memory import OutOfMemoryPicture
 from trimtab.planner.resolve import resolve_run
 from trimtab.recipe.load import LoadedRecipe
 from trimtab.recipe.schema import Recipe
@@ -82,7 +83,8 @@ def fit(
     mode = progress if engine.is_main_process else "quiet"
     with released_on_failure(folder), work_shown_as(mode):
         show = build_progress(mode)
-        trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics)
+        picture = OutOfMemoryPicture(run, folder.path)
+        trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics, picture=picture)
         journal_position = resume_trainer(trainer, engine, start)
     with failure_recorded(run, folder, show):
         record_start(run, loaded.origins, trainer, folder, journal_position)

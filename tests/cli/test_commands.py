@@ -56,6 +56,11 @@ SURFACE = {
         *("--address", "--config", "--cpu", "--dry-run", "--host-index", "--hosts", "--log-dir", "--max-restarts"),
         *("--module", "--num-hosts", "--port", "--processes", "--quiet", "ARGUMENTS", "TARGET"),
     ],
+    "memory": [
+        *SHARED,
+        *("--device", "--gpu", "--length", "--measure", "--memory", "--out", "--quiet", "--set", "--snapshot"),
+        "RECIPE",
+    ],
     "merge": [
         *("--device", "--dtype", "--force", "--max-kl", "--min-agreement", "--onto", "--rows", "FOLDER", "RUN"),
     ],

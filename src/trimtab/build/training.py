@@ -44,6 +44,7 @@ from trimtab.techniques.apply import (
 )
 from trimtab.techniques.base import LossRequest, StepSpec
 from trimtab.training.evaluate import Evaluator, OwnMetric
+from trimtab.training.failure_picture import FailurePicture
 from trimtab.training.loop import Trainer
 from trimtab.training.memory_guard import MemoryGuard
 from trimtab.training.progress_lines import Progress
@@ -59,6 +60,7 @@ def build_trainer(
     *,
     callbacks: list[object],
     metrics: Mapping[str, OwnMetric] | None = None,
+    picture: FailurePicture | None = None,
 ) -> Trainer:
     """Build the loop of a resolved run.
 
@@ -68,6 +70,7 @@ def build_trainer(
         progress: The progress display.
         callbacks: The user's callbacks.
         metrics: The user's metrics.
+        picture: Draws the memory of a step that ran out of it.
     """
     recipe, engine, plan, own_metrics = run.recipe, run.engine, run.plan, metrics or {}
     budget = resolve_budget(recipe.memory.budget, engine.device)
@@ -77,7 +80,7 @@ def build_trainer(
     parts = build_parts(run)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
     evaluator = build_evaluator(run, own_metrics)
-    memory_guard = _build_memory_guard(run, parts, evaluator, cap)
+    memory_guard = _build_memory_guard(run, parts, evaluator, cap, picture)
     checkpoints = build_checkpoints(recipe, engine, folder, run.asked)
     checkpoints.warn_if_disk_is_small(checkpoint_bytes(parts.optimizer, plan, recipe.train.momentum))
     writer = build_run_writer(folder, engine, run.loaded, run.tokens, _model_card(run), best)
@@ -126,7 +129,11 @@ def build_parts(run: ResolvedRun) -> TrainingParts:
 
 
 def _build_memory_guard(
-    run: ResolvedRun, parts: TrainingParts, evaluator: Evaluator | None, cap: MemoryCap
+    run: ResolvedRun,
+    parts: TrainingParts,
+    evaluator: Evaluator | None,
+    cap: MemoryCap,
+    picture: FailurePicture | None,
 ) -> MemoryGuard:
     plan, is_cpu = run.plan, run.engine.device.type == "cpu"
     return MemoryGuard(
@@ -139,6 +146,7 @@ def _build_memory_guard(
         # on a CPU the measured peak is that of the process, so the prediction is that of all its memory
         predicted_peak_bytes=plan.predicted_total_bytes if is_cpu else plan.predicted_peak_bytes,
         measured_peak_bytes=plan.outlook.measured_peak_bytes if isinstance(plan.outlook, MeasuredOutlook) else None,
+        picture=picture,
     )
 
 

@@ -17,6 +17,7 @@ from trimtab.cli.distill import distill
 from trimtab.cli.evaluate import evaluate
 from trimtab.cli.export import export
 from trimtab.cli.machine import config, doctor, launch
+from trimtab.cli.memory import memory
 from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
 from trimtab.cli.quantize import quantize
@@ -28,8 +29,9 @@ from trimtab.errors import Stopped, TrimtabError
 
 app = typer.Typer(name="trimtab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # in the order in which --help lists them
-for _command in (train, resume, checkpoints, init, check, plan, predict, merge, runs, best, pull, ui, doctor, demo):
+for _command in (train, resume, checkpoints, init, check, plan, memory, predict, merge, runs, best, pull, ui, doctor):
     app.command()(_command)
+app.command()(demo)
 app.command()(config)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(compare)

@@ -228,6 +228,10 @@ class _Blocks:
         self._at[block.address] = block
         insort(self.free, (block.size, block.address))
 
+    def free_blocks(self) -> list[Block]:
+        """All free blocks that memory is mapped to."""
+        return list(self._at.values())
+
     def _forget(self, block: Block) -> None:
         """Remove a block from the free list."""
         del self.free[bisect_left(self.free, (block.size, block.address))]
@@ -377,6 +381,16 @@ class _ExpandablePool(_Blocks):
 
 
 _Pool = _FixedPool | _ExpandablePool
+
+
+def is_used(block: Block) -> bool:
+    """Whether a block is in use."""
+    return block.state == _USED
+
+
+def is_backed(block: Block) -> bool:
+    """Whether memory is mapped to a block."""
+    return block.state != _UNBACKED
 
 
 def _address(block: Block) -> int:

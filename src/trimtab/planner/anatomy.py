@@ -1,8 +1,9 @@
 """The anatomy of a step's memory: which part a storage belongs to, and which stage of the step an event."""
 
 from trimtab.planner.trace.recorder import Trace
+from trimtab.report.step_record import ALLOCATED as PARTS
 
-PARTS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
+__all__ = ["PARTS", "part_of", "stage_at"]
 
 
 def part_of(trace: Trace, storage: int) -> str:

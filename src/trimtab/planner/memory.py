@@ -9,8 +9,9 @@ from trimtab.hardware.memory import expected_non_allocator_memory
 from trimtab.planner.allocator import EMPTY_CACHE, peaks, round_size, runs_under, smallest_cap
 from trimtab.planner.anatomy import PARTS, part_of, stage_at
 from trimtab.planner.graph_memory import GraphMemory, graph_memory, with_graph_workspaces, with_kept
-from trimtab.planner.timeline import Moment, timeline
+from trimtab.planner.timeline import step_record
 from trimtab.planner.trace.recorder import Event, Trace
+from trimtab.report.step_record import Moment
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Prediction:
             num_points: The number of intervals, at most.
             device: Spaces moments by the predicted time on a device; None by the number of allocations and frees.
         """
-        return timeline(self.trace, num_points, device)
+        return step_record(self.trace, device).timeline(num_points)
 
 
 def predict(trace: Trace, *, with_kernels: bool = False, graphs: GraphMemory | None = None) -> Prediction:

@@ -120,13 +120,8 @@ def survey(
         longest: Find the longest rows for each set of techniques, with the smallest micro-batch.
         thorough: Also predict what cannot be chosen.
     """
-    budget = memory or recipe.memory.budget
-    target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
-    rows = None if length is not None else RecipeRows(recipe)
-    planner = planner_for(recipe, target, rows, length)
-    limit = planner.max_positions()
-    if length is not None and limit is not None and length > limit:
-        raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
+    planner, rows = planner_on(recipe, memory or recipe.memory.budget, gpu, device, length)
+    target, limit = planner.target, planner.max_positions()
     ladder = planner.choose(thorough=thorough)
     others = [row for _, row in planner.other_methods()] if thorough else []
     if longest and ladder.rows:  # the longest rows need what is otherwise used only where nothing else fits
@@ -184,6 +179,23 @@ class RecipeRows:
     def batches(self, micro_batch: int, batching: Batching) -> Any:
         """The batches of training."""
         return train_batches(self._recipe, self.tokens, micro_batch, batching)
+
+
+def planner_on(
+    recipe: Recipe, budget: str | None, gpu: str | None, device: str | None, length: int | None
+) -> tuple[RecipePlanner, RecipeRows | None]:
+    """A planner for a device, and the rows that it reads; see `survey` for the arguments.
+
+    Raises:
+        RecipeError: Rows of this length have more tokens than the model has positions.
+    """
+    target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
+    rows = None if length is not None else RecipeRows(recipe)
+    planner = planner_for(recipe, target, rows, length)
+    limit = planner.max_positions()
+    if length is not None and limit is not None and length > limit:
+        raise RecipeError(f"--length {length} is more than the model's {limit} positions", f"--length {limit}")
+    return planner, rows
 
 
 def planner_for(

@@ -1,71 +1,96 @@
-"""The memory of a step over time, by anatomy: what the pictures of the documentation show."""
+"""The memory of a traced step over time, as the record that pictures are drawn from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 
 from trimtab.hardware.catalog import Device
 from trimtab.planner.allocator import round_size
-from trimtab.planner.anatomy import PARTS, part_of, stage_at
+from trimtab.planner.anatomy import part_of, stage_at
 from trimtab.planner.time import op_seconds
+from trimtab.planner.trace.module_names import full_name
 from trimtab.planner.trace.recorder import Trace
+from trimtab.report.step_record import Allocation, StepRecord
 
 
-@dataclass(frozen=True)
-class Moment:
-    """The memory in use at one moment of the step.
+def step_record(
+    trace: Trace, device: Device | None, *, name: str = "", beyond: dict[str, int] | None = None
+) -> StepRecord:
+    """The allocations of a traced step.
 
-    Attributes:
-        position: 0 = start of the step, 1 = its end.
-        stage: "forward", "backward" or "optimizer", which begins when the last backward ends.
-        parts: Bytes by anatomy.
-    """
-
-    position: float
-    stage: str
-    parts: Mapping[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
-
-
-def timeline(trace: Trace, num_points: int, device: Device | None) -> list[Moment]:
-    """Allocated memory over the step; of each interval the moment with the most memory.
-
-    With a device, moments are spaced by predicted time: that of a block is known, the events inside of it are spread
+    With a device, changes are spaced by predicted time: that of a block is known, the events inside of it are spread
     evenly over it. Operations are added up, so copies and launches that others hide count as if they did not.
 
     Args:
         trace: The step.
-        num_points: The number of intervals, at most.
-        device: Its rates; None spaces moments by the number of events.
+        device: Its rates; None spaces changes evenly.
+        name: Name of the device.
+        beyond: Bytes that are not allocated, by name.
     """
-    times = [float(index) for index in range(len(trace.events))] if device is None else _event_times(trace, device)
-    begin = max((mark.event for mark in trace.marks if mark.name.startswith("step")), default=0)
-    last_backward = max((mark.event for mark in trace.marks if mark.name == "backward ends"), default=len(times))
-    start, end = times[begin], times[-1]
-    in_use, living = dict.fromkeys(PARTS, 0), dict[int, int]()
-    highest: dict[int, Moment] = {}
+    times = event_times(trace, device)
+    begin = first_event(trace)
+    is_cpu = device is not None and device.is_cpu
+    start = times[begin] if begin < len(times) else 0.0
+    return StepRecord(
+        source="predicted",
+        device=name,
+        allocations=tuple(_allocations(trace, begin, with_libraries=not is_cpu)),
+        times=tuple(time - start for time in times[begin:]),
+        stages=_stages(trace, begin),
+        beyond=beyond or {},
+        is_timed=device is not None,
+    )
+
+
+def first_event(trace: Trace) -> int:
+    """Index of the first event of the step; earlier ones allocate what exists before it."""
+    return max((mark.event for mark in trace.marks if mark.name.startswith("step")), default=0)
+
+
+def name_of(trace: Trace, storage: int) -> str:
+    """The module or parameter that a storage belongs to; the name of its library for a workspace."""
+    birth = trace.births[storage]
+    if birth.part == "library":
+        return f"{birth.op} workspace"
+    if birth.part == "inputs":
+        return "batch"
+    owner = birth.owner
+    is_known = owner is not None and owner.stack < len(trace.stacks)
+    stack = trace.stacks[owner.stack] if owner is not None and is_known else None
+    return full_name(birth.name, stack, owner.block if owner is not None and is_known else None)
+
+
+def _allocations(trace: Trace, begin: int, *, with_libraries: bool) -> list[Allocation]:
+    deaths = {storage: index for index, (storage, size) in enumerate(trace.events) if not size}
+    found = []
     for index, (storage, size) in enumerate(trace.events):
-        part = part_of(trace, storage)
-        if size:
-            living[storage] = round_size(size)
-            in_use[part] += living[storage]
-        else:
-            in_use[part] -= living.pop(storage)
-        if index < begin:
+        died = deaths.get(storage)
+        if not size or (died is not None and died < begin) or not (with_libraries or _is_tensor(trace, storage)):
             continue
-        position = (times[index] - start) / ((end - start) or 1.0)
-        interval = min(num_points - 1, int(position * num_points))
-        if interval not in highest or sum(in_use.values()) > highest[interval].num_bytes:
-            stage = "optimizer" if index >= last_backward else stage_at(trace, index)
-            highest[interval] = Moment(position, stage, dict(in_use))
-    return [highest[interval] for interval in sorted(highest)]
+        born = index - begin if index >= begin else -1
+        op = "" if trace.births[storage].part == "library" else trace.births[storage].op.removeprefix("aten.")
+        end = None if died is None else died - begin
+        found.append(Allocation(round_size(size), part_of(trace, storage), name_of(trace, storage), op, born, end))
+    return found
 
 
-def _event_times(trace: Trace, device: Device) -> list[float]:
-    """The time of each event, in seconds: operations before its segment, and its share of the segment."""
+def _is_tensor(trace: Trace, storage: int) -> bool:
+    return trace.births[storage].part != "library"
+
+
+def _stages(trace: Trace, begin: int) -> tuple[tuple[str, int], ...]:
+    last_backward = max((mark.event for mark in trace.marks if mark.name == "backward ends"), default=len(trace.events))
+    events = sorted({begin, *(mark.event for mark in trace.marks if mark.event > begin)})
+    found = [("optimizer" if event >= last_backward else stage_at(trace, event), event - begin) for event in events]
+    changed = [following for before, following in pairwise(found) if following[0] != before[0]]
+    return (found[0], *(stage for stage in changed if stage[1] < len(trace.events) - begin))
+
+
+def event_times(trace: Trace, device: Device | None) -> list[float]:
+    """The time of each event, in seconds: operations before its segment, and its share of the segment.
+
+    Without a device the number of the event.
+    """
+    if device is None:
+        return [float(index) for index in range(len(trace.events))]
     times: list[float] = []
     now = 0.0
     segments = [*trace.segments, None]

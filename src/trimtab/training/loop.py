@@ -161,10 +161,12 @@ class Trainer:
             take_step(self.parts.optimizer, self.parts.scheduler, result)
         except Exception as error:
             if is_out_of_memory(error):
+                where = f"in the optimizer at step {self.state.step + 1}"
+                drawn = self._memory_guard.draw_now(error, where)
                 raise DoesNotFit(
-                    f"out of memory in the optimizer at step {self.state.step + 1}, with some of the weights changed "
-                    "already\n  cure: resume from the last checkpoint with a larger memory.budget or a smaller "
-                    "memory.micro_batch"
+                    f"out of memory {where}, with some of the weights changed already\n"
+                    f"  cure: resume from the last checkpoint with a larger memory.budget or a smaller "
+                    f"memory.micro_batch{drawn}"
                 ) from error
             raise
         self._is_stepping = False
@@ -172,7 +174,8 @@ class Trainer:
     def _retry_smaller(self, why: str) -> None:
         """Repeat a step that was rolled back: its rows come again, in smaller micro-batches."""
         self._progress.note(why)
-        values = {"note": why, "micro_batch": self._memory_guard.micro_batch_size}
+        what = why.partition("\n")[0]  # without the path of the picture
+        values = {"note": what, "micro_batch": self._memory_guard.micro_batch_size}
         self._outputs.writer.record(values, self.state.step)
         self._position.seek(self.state.step, is_retry=True)
 
@@ -185,12 +188,12 @@ class Trainer:
                 f"{failure} in backward at step {step}, with some of the weights updated already, and there is no "
                 f"checkpoint to restart from\n  cure: start again with a shorter checkpoint.every, {CURES}"
             )
-        why = self._memory_guard.shrink(failure, f"in backward at step {step}")
+        what, newline, drawn = self._memory_guard.shrink(failure, f"in backward at step {step}").partition("\n")
         self._go_back_to(saved.path)
         self._is_stepping = False
         self.seek_data()
-        note = f"{why}; restarted from the checkpoint of step {self.state.step}"
-        self._progress.note(note)
+        note = f"{what}; restarted from the checkpoint of step {self.state.step}"
+        self._progress.note(f"{note}{newline}{drawn}")
         values = {"note": note, "micro_batch": self._memory_guard.micro_batch_size}
         self._outputs.writer.record(values, self.state.step)
 

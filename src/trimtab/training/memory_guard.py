@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.errors import DoesNotFit
-from trimtab.hardware.memory import MemoryCap, is_out_of_memory, peak_memory, peak_reserved, release_cached_memory
+from trimtab.hardware.memory import (
+    MemoryCap,
+    describe_failed_allocation,
+    is_out_of_memory,
+    peak_memory,
+    peak_reserved,
+    release_cached_memory,
+)
 from trimtab.log import say
 from trimtab.model.captured_step import captured_micro_batches_of
 from trimtab.optim.in_backward import updates_of
@@ -18,6 +25,7 @@ from trimtab.optim.preallocation import preallocate_state
 from trimtab.techniques.apply import memory_advice
 from trimtab.techniques.base import Trial
 from trimtab.training.evaluate import Evaluator
+from trimtab.training.failure_picture import FailurePicture, NoPicture
 from trimtab.training.rehearsal import Peak, Rehearsal
 from trimtab.training.rollback import OutOfMemory, Rollback
 from trimtab.training.trainer_parts import TrainingParts
@@ -52,6 +60,7 @@ class MemoryGuard:
         rehearses: Whether to run the largest batches before step 1.
         predicted_peak_bytes: The prediction of what `peak_memory` measures; None without a plan.
         measured_peak_bytes: What trial steps measured, in place of a prediction.
+        picture: Draws the memory of a step that ran out of it.
     """
 
     def __init__(
@@ -65,12 +74,15 @@ class MemoryGuard:
         rehearses: bool,
         predicted_peak_bytes: int | None,
         measured_peak_bytes: int | None = None,
+        picture: FailurePicture | None = None,
     ) -> None:
         self._engine, self._optimizer, self._evaluator = parts.engine, parts.optimizer, evaluator
         self._model = parts.model
         self._sampler = parts.batches.batch_sampler
         self._planned = self._sampler.micro_batch_size
-        self._rollback = Rollback(parts.engine, parts.model)
+        self._picture: FailurePicture = picture or NoPicture()
+        self._has_drawn = False
+        self._rollback = Rollback(parts.engine, parts.model, self._capture)
         self._rehearsal = Rehearsal(parts, self._rollback, released_later, max_grad_norm)
         self._rehearses, self._predicted, self._measured = rehearses, predicted_peak_bytes, measured_peak_bytes
         self._rehearsed: Peak | None = None  # of training and evaluation
@@ -94,7 +106,7 @@ class MemoryGuard:
         with self._engine.busy("trying the largest batches"):
             found = self._rehearsal.train()
             while isinstance(found, OutOfMemory):
-                tell(self.shrink(found, "before the first step"))
+                tell(self.shrink(found, "before the first step", draws=False))
                 found = self._rehearsal.train()
             self._rehearsed_evaluation = self._rehearse_evaluation()
             self._rehearsed = found | self._rehearsed_evaluation
@@ -107,9 +119,10 @@ class MemoryGuard:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            drawn = self.draw_now(error, "before the first step")
             raise DoesNotFit(
                 "the model and its optimizer state alone do not fit into memory\n"
-                f"  cure: train.optimizer: adamw8bit, {CURES}"
+                f"  cure: train.optimizer: adamw8bit, {CURES}{drawn}"
             ) from error
 
     def _rehearse_evaluation(self) -> Peak:
@@ -150,8 +163,17 @@ class MemoryGuard:
             raise WeightsChanged(result)
         return self.shrink(result, f"at step {step}")
 
-    def shrink(self, failure: OutOfMemory, where: str) -> str:
-        """Halve the micro-batch size; return a line that reports it."""
+    def shrink(self, failure: OutOfMemory, where: str, *, draws: bool = True) -> str:
+        """Halve the micro-batch size; return a line that reports it.
+
+        Args:
+            failure: What ran out.
+            where: When that was, in words.
+            draws: Whether to draw the memory of the failed step, if it is the first of the run.
+
+        Raises:
+            DoesNotFit: The micro-batch cannot be smaller.
+        """
         sampler, num_processes = self._sampler, self._engine.num_processes
         before = min(sampler.micro_batch_size, sampler.batch_size, len(sampler.lengths))
         after = -(-before // 2)
@@ -164,17 +186,39 @@ class MemoryGuard:
         if before <= num_processes:
             has_plan = self._expected is not None or not self.cap.budget_bytes
             tried = "" if has_plan else " (without a plan only smaller micro-batches were tried)"
-            raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {CURES}")
+            drawn = self._draw(failure, where, 1)
+            raise DoesNotFit(f"{failure} {where} with a micro-batch size of 1{tried}\n  cure: {CURES}{drawn}")
         obstacle = updates_of(self._model).words_against_dividing
         if obstacle:
-            raise DoesNotFit(f"{failure} {where}, and the batch cannot be divided: {obstacle}\n  cure: {CURES}")
+            drawn = self._draw(failure, where, -(-before // num_processes))
+            raise DoesNotFit(f"{failure} {where}, and the batch cannot be divided: {obstacle}\n  cure: {CURES}{drawn}")
         sampler.set_micro_batch_size(after)
         captured = captured_micro_batches_of(self._model)
         if captured is not None:  # the memory of graphs that are too large is not free for smaller ones
             captured.forget()
             release_cached_memory(self._engine.device)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
-        return f"{failure} {where}: micro-batch size {' → '.join(shown)}{updates_of(self._model).words_if_divided}"
+        words = f"micro-batch size {' → '.join(shown)}{updates_of(self._model).words_if_divided}"
+        drawn = self._draw(failure, where, -(-before // num_processes)) if draws and not self._has_drawn else ""
+        return f"{failure} {where}: {words}{drawn}"
+
+    def draw_now(self, error: Exception, where: str) -> str:
+        """Draw what is in memory while an error is handled that ends the run; return words for its message."""
+        self._capture()
+        rows = min(self._sampler.micro_batch_size, self._sampler.batch_size, len(self._sampler.lengths))
+        return self._draw(OutOfMemory(describe_failed_allocation(error)), where, -(-rows // self._engine.num_processes))
+
+    def _capture(self) -> None:
+        self._picture.capture(self._model, self._optimizer)
+
+    def _draw(self, failure: OutOfMemory, where: str, micro_batch: int) -> str:
+        """Draw the memory of a failed step in this process; return words for the message."""
+        if failure.is_elsewhere:
+            return ""
+        self._has_drawn = True
+        with self._engine.busy("drawing the memory of the failed step"):
+            path = self._picture.write(f"{failure} {where}", micro_batch)
+        return f"\n  picture: {path}" if path else ""
 
     @property
     def micro_batch_size(self) -> int:

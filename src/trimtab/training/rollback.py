@@ -43,10 +43,16 @@ class OutOfMemory:
 
 
 class Rollback:
-    """Runs work on a prepared model and undoes it if memory runs out."""
+    """Runs work on a prepared model and undoes it if memory runs out.
 
-    def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
-        self._engine = engine
+    Args:
+        engine: The engine that prepared the model.
+        model: The model.
+        capture: Called when memory has run out, before anything is undone.
+    """
+
+    def __init__(self, engine: Engine, model: torch.nn.Module, capture: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._capture = engine, capture
         self._updates = updates_of(model)
         self._buffers = _ChangingBuffers(model)
         self._random = _UsedGenerators()
@@ -69,6 +75,7 @@ class Rollback:
             if not is_out_of_memory(error):
                 raise
             failure = OutOfMemory(describe_failed_allocation(error))
+            self._capture()
         else:
             self._buffers.observe()
             self._random.observe()

@@ -178,6 +178,7 @@ class _Extension:
             frozenset(self._gradients),
             tuple(self._segments),
             {},
+            trace.stacks,
         )
 
     def _addresses(self) -> dict[int, tuple[Place, int]]:
@@ -315,6 +316,6 @@ class _Extension:
 
 def _moved(birth: Birth, shift: int) -> Birth:
     """The same storage in a block `shift` blocks later."""
-    size, part, op, is_wide, owner = birth
+    owner = birth.owner
     assert owner is not None
-    return Birth(size, part, op, is_wide, Owner(owner.stack, owner.block + shift))
+    return birth._replace(owner=Owner(owner.stack, owner.block + shift))

@@ -94,6 +94,7 @@ class BlockVisits:
         self._here: Owner | None = None
         stacks = [blocks for _, blocks in stacks_of(model)]
         watch_blocks(stacks, recorder)
+        recorder.modules.watch(model)
         self._owners = {
             id(tensor): Owner(stack, number)
             for stack, blocks in enumerate(stacks)
@@ -135,6 +136,7 @@ class BlockVisits:
 
     def visit(self, tensor: torch.Tensor, kind: str) -> None:
         """Assign new tensors to the block of this parameter or buffer."""
+        self._recorder.modules.parameter = self._recorder.modules.of_parameter(tensor)
         owner = self._owners.get(id(tensor))
         if owner != self._here:
             self._here = owner
@@ -142,6 +144,7 @@ class BlockVisits:
 
     def leave(self) -> None:
         """Assign new tensors to no block."""
+        self._recorder.modules.parameter = ""
         if self._here is not None:
             self._here = None
             self._recorder.enter("", None)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from trimtab.planner.trace.cache import run_on_meta, tensors_in
 from trimtab.planner.trace.data_dependent import depends_on_data, run_with_values
 from trimtab.planner.trace.known_values import KnownValues, written
+from trimtab.planner.trace.module_names import ModuleNames
 from trimtab.planner.trace.routing import flops_of_grouped_product
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -61,6 +62,7 @@ class Birth(NamedTuple):
     op: str
     is_wide: bool  # its last dimension is the vocabulary
     owner: Owner | None  # the block that it belongs to
+    name: str = ""  # of its module or parameter: see `trimtab.planner.trace.module_names`
 
 
 class Place(NamedTuple):
@@ -99,6 +101,7 @@ class Trace:
         gradients: Storages that became gradients of parameters.
         segments: The parts of the step, in order.
         shares: Bytes per block of operations between blocks that work on all parameters, by index in `ops`.
+        stacks: Names of the lists of blocks.
     """
 
     events: tuple[Event, ...]
@@ -108,6 +111,7 @@ class Trace:
     gradients: frozenset[int]
     segments: tuple[Segment, ...]
     shares: Mapping[int, Mapping[Owner, int]]
+    stacks: tuple[str, ...] = ()
 
 
 class Rules(Protocol):
@@ -132,12 +136,13 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         values: The values of small tensors that are known.
+        modules: The module that runs, by which tensors are named.
     """
 
     def __init__(self, rules: Rules, answer: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules, self._answer = rules, answer
-        self.values = KnownValues()
+        self.values, self.modules = KnownValues(), ModuleNames()
         self._living: dict[int, int] = {}  # address of a storage, and its number; -1 is not on the device
         self._stand_for: dict[int, torch.Tensor] = {}  # parameters of tensors on the host, by address
         self._owners_on_host: dict[int, Owner | None] = {}
@@ -174,6 +179,7 @@ class Recorder(TorchDispatchMode):
             frozenset(self.gradients),
             (first, *(segment._replace(first_event=segment.first_event + later) for segment in others)),
             dict(self.shares),
+            self.modules.stacks,
         )
 
     # ------------------------------------------------------------------ where the step is
@@ -246,7 +252,7 @@ class Recorder(TorchDispatchMode):
         """Record existing tensors as allocated now."""
         for tensor in tensors:
             if tensor.is_meta:
-                self._bear(tensor, part, "", self._owner)
+                self._bear(tensor, part, "", self._owner, self.modules.of_parameter(tensor))
 
     def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Record existing tensors of parameters as host memory; operations on such tensors alone run on the host."""
@@ -266,6 +272,9 @@ class Recorder(TorchDispatchMode):
                 number = self._living.get(parameter.grad.untyped_storage()._cdata)
                 if number is not None:
                     self.gradients.add(number)
+                    name = self.modules.of_parameter(parameter)
+                    if number >= 0 and name:
+                        self.births[number] = self.births[number]._replace(name=name)
 
     @contextmanager
     def born_as(self, part: str) -> Iterator[None]:
@@ -420,7 +429,7 @@ class Recorder(TorchDispatchMode):
         if shares:
             self.shares[len(self.ops) - 1] = shares
 
-    def _bear(self, tensor: torch.Tensor, part: str, op: str, owner: Owner | None) -> bool:
+    def _bear(self, tensor: torch.Tensor, part: str, op: str, owner: Owner | None, name: str = "") -> bool:
         storage = tensor.untyped_storage()
         address = storage._cdata
         size = storage.nbytes()
@@ -431,16 +440,18 @@ class Recorder(TorchDispatchMode):
             self._owners_on_host[address] = owner
         else:
             is_wide = self.vocab_size is not None and tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
-            number = self._make(size, part, op, is_wide, owner)
+            number = self._make(size, part, op, is_wide, owner, name)
         self._living[address] = number
         weakref.finalize(storage, self._die, address, number).atexit = False
         return number >= 0
 
-    def _make(self, size: int, part: str, op: str, is_wide: bool, owner: Owner | None) -> int:
+    def _make(self, size: int, part: str, op: str, is_wide: bool, owner: Owner | None, name: str = "") -> int:
         number = self._num_storages
         self._num_storages += 1
         self.events.append(Event(number, size))
-        self.births[number] = Birth(size, part, op, is_wide, owner)
+        if not name and part != "library":
+            name = self.modules.running()
+        self.births[number] = Birth(size, part, op, is_wide, owner, name)
         return number
 
     def _die(self, address: int, number: int) -> None:

@@ -25,7 +25,7 @@ from trimtab.tracking.upload.server_history import RowsAhead, find_rows_ahead
 ERROR_TAG = "trimtab.error"
 _STATUSES = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "killed": "FAILED"}
 _FIRST_FILES = ("recipe.yaml", "plan.json")
-_LAST_FILES = (JOURNAL, "report.html", "*.png", "bad-rows-*.jsonl")
+_LAST_FILES = (JOURNAL, "report.html", "out-of-memory*.html", "*.png", "bad-rows-*.jsonl")
 _MODEL = "best"
 _CARD = "trimtab.json"  # in the folder of the best model
 _MAX_READ_BYTES = 1 << 20

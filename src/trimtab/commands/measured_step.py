@@ -1,0 +1,72 @@
+"""Measures the memory of one training step of a recipe, on the device of a run and with its builders.
+
+Nothing is written: the weights that two or three steps change are discarded.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.build.engine import build_engine
+from trimtab.build.training import build_parts
+from trimtab.optim.preallocation import preallocate_state
+from trimtab.planner.resolve import resolve_run
+from trimtab.recipe.schema import Recipe
+from trimtab.report.anatomy import MemoryWatch
+from trimtab.report.step_record import StepRecord
+from trimtab.techniques.apply import captures
+from trimtab.techniques.base import StepSpec
+from trimtab.techniques.compilation import Compilation
+from trimtab.training.rehearsal import worst_batch
+from trimtab.training.step import take_step, window_gradients
+from trimtab.training.trainer_parts import TrainingParts
+
+_NUM_BEFORE = 2  # steps before the one that is measured: libraries allocate workspaces, compiled code is compiled
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that ran.
+
+    Attributes:
+        spec: How it was made: as a run of the recipe would make it.
+        record: Its allocations.
+        snapshot: What `torch.cuda.memory._snapshot` returned; None on other devices.
+    """
+
+    spec: StepSpec
+    record: StepRecord
+    snapshot: dict[str, Any] | None
+
+
+def measure_step(recipe: Recipe, device: str | None) -> MeasuredStep:
+    """Resolve a recipe, load its model and run steps with its largest micro-batch; the last one is recorded.
+
+    Args:
+        recipe: The recipe.
+        device: The device, such as "cuda:1"; found if left out.
+    """
+    engine = build_engine(recipe, device)
+    run = resolve_run(recipe, engine, None)
+    parts, spec = build_parts(run), run.plan.spec
+    parts.model.train()
+    parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+    preallocate_state(parts.optimizer.optimizer, parameters)
+    is_named = spec[Compilation.key] == Compilation.off
+    watch = MemoryWatch(parts.model, parts.optimizer, engine.device, names_modules=is_named)
+    num_micro = min(2, math.ceil(recipe.train.batch_size / run.plan.global_micro_batch))
+    for number in range(_NUM_BEFORE + 1):
+        if number == _NUM_BEFORE:
+            watch.start()
+        _step(parts, num_micro, recipe.train.max_grad_norm, is_captured=captures(spec))
+    record = watch.stop_and_record()
+    engine.free_memory()
+    return MeasuredStep(spec, record, None if watch.history is None else dict(watch.history.snapshot))
+
+
+def _step(parts: TrainingParts, num_micro: int, max_grad_norm: float | None, *, is_captured: bool) -> None:
+    """One optimizer step. A captured one runs as it does while it is captured: a replay allocates nothing."""
+    compute = window_gradients if is_captured else parts.wrap_step(window_gradients)
+    batches = (worst_batch(parts.batches, parts.engine) for _ in range(num_micro))
+    result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, max_grad_norm)
+    take_step(parts.optimizer, parts.scheduler, result)

@@ -1,0 +1,39 @@
+"""What CUDA's allocator holds at the moment a step runs out of memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trimtab.report.allocator_history import blocks_in_use
+from trimtab.report.anatomy import named_blocks
+from trimtab.report.profiled_blocks import Block
+from trimtab.report.step_record import Allocation, StepRecord
+
+
+def memory_now(model: torch.nn.Module, optimizer: Any, device: torch.device) -> StepRecord | None:
+    """The blocks in use now; None on devices whose allocator does not list them."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    in_use = blocks_in_use(torch.cuda.memory._snapshot(), index)
+    reserved = int(torch.cuda.memory_reserved(device))
+    return record_of_blocks(in_use, named_blocks(model, optimizer, device), str(device), reserved)
+
+
+def record_of_blocks(in_use: Mapping[int, int], named: Mapping[int, Block], device: str, reserved: int) -> StepRecord:
+    """A single moment: blocks without a name are what the step has computed, which counts as activations.
+
+    Args:
+        in_use: Bytes of each block in use, by address.
+        named: Weights, gradients and optimizer state, by address.
+        device: Name of the device.
+        reserved: Bytes that the allocator holds.
+    """
+    nameless = Block(0, -1, "activations")
+    allocations = []
+    for address, size in in_use.items():
+        block = named.get(address, nameless)
+        allocations.append(Allocation(size, block.part, block.name))
+    slack = max(0, reserved - sum(in_use.values()))
+    return StepRecord("measured", device, tuple(allocations), beyond={"allocator slack": slack})

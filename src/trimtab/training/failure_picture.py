@@ -1,0 +1,34 @@
+"""A picture of memory at the moment it ran out: what the memory guard asks for; drawn by a layer above."""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class FailurePicture(Protocol):
+    """Draws the memory of a step that ran out of it."""
+
+    def capture(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Note what is in memory now, while the failed step still holds its tensors."""
+
+    def write(self, title: str, micro_batch: int) -> str:
+        """Write the picture after the step was undone.
+
+        Args:
+            title: What happened, and when.
+            micro_batch: Rows of the micro-batch in this process.
+
+        Returns:
+            The file; empty if nothing could be drawn.
+        """
+
+
+class NoPicture:
+    """Draws nothing."""
+
+    def capture(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Note nothing."""
+
+    def write(self, title: str, micro_batch: int) -> str:
+        """Write nothing."""
+        return ""
