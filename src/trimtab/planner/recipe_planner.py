@@ -39,6 +39,7 @@ from trimtab.techniques.apply import (
     may_fail_in_trace,
     method_values,
     refusal,
+    require_possible,
     start_seconds,
 )
 from trimtab.techniques.base import WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, Axis, Case, Phase, Site, StepSpec, compute_dtype
@@ -297,7 +298,11 @@ class RecipePlanner:
     # ------------------------------------------------------------------ questions
 
     def choose(self, *, thorough: bool = False) -> Ladder:
-        """Search for the fastest specification that fits; the ladder contains all predictions."""
+        """Search for the fastest specification that fits; the ladder contains all predictions.
+
+        Raises:
+            RecipeError: The settings of the recipe exclude each other.
+        """
         rows: dict[StepSpec, Row] = {}
         chosen = None
         spaces = list(dict.fromkeys(self._spaces()))
@@ -312,6 +317,8 @@ class RecipePlanner:
             chosen = found.chosen
             if chosen is not None:
                 break
+        if not rows:
+            require_possible(self.space.reference(), self.case)
         return Ladder(tuple(sorted(rows.values(), key=lambda row: row.estimate.ranked_s)), chosen)
 
     def last_resorts(self, spec: StepSpec) -> Iterator[Row]:
