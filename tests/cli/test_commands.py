@@ -72,6 +72,7 @@ SURFACE = {
         *("--data", "--device", "--dtype", "--max-loss", "--quiet", "--rows", "--size", "--to", "FOLDER", "MODEL"),
     ],
     "shrink": ["--data", "--device", "--max-loss", "--quiet", "--rows", "--track", "FOLDER", "MODEL"],
+    "report": ["--out", "--port", "--watch", "RUNS"],
     "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],
