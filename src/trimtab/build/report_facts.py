@@ -62,7 +62,7 @@ def write_data_card(run: ResolvedRun, folder: Folder) -> None:
 
 
 def _update(folder: Folder, **facts: Any) -> None:
-    folder.write_text(FACTS, json.dumps(read_json(folder.path / FACTS) | facts, ensure_ascii=False))
+    folder.write_text(FACTS, json.dumps(read_json(folder.path / FACTS) | facts))
 
 
 def held_out_rows(run: ResolvedRun, folder: Folder, evaluator: Evaluator | None) -> list[object]:

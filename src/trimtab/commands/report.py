@@ -38,6 +38,16 @@ def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:
     if target.is_dir():
         target = target / PAGE
     _refuse_other_file(target)
+    write_text(target, text)
+    return target
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        RecipeError: It cannot be written.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -47,7 +57,6 @@ def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:
             temporary.unlink()
         cure = cure_for_os_error(error, "choose another --out")
         raise RecipeError(f"{target} cannot be written: {error.strerror or error}", cure) from error
-    return target
 
 
 def _refuse_other_file(target: Path) -> None:

@@ -1,5 +1,6 @@
 """Charts of a report as plain values that page.js draws, and the places for them in the page."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ _KNOWN = {
 }
 _FROM_ZERO = ("tokens_per_s", "memory_bytes", "lr")
 _NOT_DRAWN = (
-    *("epoch", "micro_batch", "peak_memory_bytes", "peak_reserved_bytes", "preflight_peak_bytes"),
-    *("preflight_eval_peak_bytes", "loss", "eval_loss"),
+    *("epoch", "micro_batch", "loss", "eval_loss", "peak_memory_bytes", "peak_reserved_bytes"),
+    *("predicted_peak_bytes", "measured_peak_bytes", "preflight_peak_bytes", "preflight_eval_peak_bytes"),
 )
 _EVAL = "eval_"
 
@@ -56,9 +57,16 @@ def chart(
         "bounds": bounds,
         "marks": [{"label": label, "value": value} for label, value in marks],
         "series": [
-            {"name": name, "color": color, "points": thin_out(points)} for name, color, points in series if points
+            {"name": name, "color": color, "points": thin_out([_finite(point) for point in points])}
+            for name, color, points in series
+            if points
         ],
     }
+
+
+def _finite(point: Point) -> Point:
+    step, value = point
+    return step, value if value is not None and math.isfinite(value) else None
 
 
 def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:

@@ -24,12 +24,12 @@ def data_card(card: Mapping[str, Any]) -> str:
         *([f"{title} length", *(f"{of[key]:,}" for _, of in sets)] for title, key in _LENGTHS),
     ]
     rows = [row for row in rows if any(cell != "–" for cell in row[1:])]
-    columns = ", ".join(f"{role} from {_joined(names)}" for role, names in card.get("columns", {}).items())
-    facts = paragraph(f"Task {card['task']}; {columns}." if columns else f"Task {card['task']}.")
+    columns = ", ".join(_column(role, names) for role, names in card.get("columns", {}).items())
+    facts = paragraph(f"Task: {card['task']}. {f'Columns: {columns}.' if columns else ''}")
     return (
         facts
         + '<div class="columns"><div>'
-        + table(["", *(name for name, _ in sets)], rows)
+        + f"<h3>Sizes</h3>{table(['', *(name for name, _ in sets)], rows)}"
         + "</div><div>"
         + _histogram(card.get("histogram", ()))
         + "</div></div>"
@@ -40,8 +40,9 @@ def data_card(card: Mapping[str, Any]) -> str:
 _LENGTHS = (("shortest", "shortest"), ("median", "median"), ("95% quantile of the", "p95"), ("longest", "longest"))
 
 
-def _joined(names: Any) -> str:
-    return names if isinstance(names, str) else " and ".join(map(str, names))
+def _column(role: str, names: Any) -> str:
+    text = names if isinstance(names, str) else " and ".join(map(str, names))
+    return text if text == role else f"{text} ({role})"
 
 
 def _count(value: int | None) -> str:
@@ -53,13 +54,14 @@ def _truncated(of: Mapping[str, Any]) -> str:
 
 
 def _histogram(bins: Sequence[Mapping[str, int]]) -> str:
+    first = next((place for place, each in enumerate(bins) if each["num_examples"]), 0)
     rows = [
         (
             f"{each['first']:,}–{each['last']:,}" if each["first"] != each["last"] else f"{each['first']:,}",
             [(each["num_examples"], "var(--s0)", f"{each['num_examples']:,} examples")],
             f"{each['num_examples']:,}",
         )
-        for each in bins
+        for each in bins[first:]
     ]
     return f"<h3>Lengths of training examples, in tokens</h3>{bars(rows)}" if rows else ""
 
@@ -148,7 +150,7 @@ def samples_section(samples: Mapping[str, Any]) -> str:
         parts = [("Prompt", row["prompt"]), ("Before training", row.get("before")), ("After training", row["after"])]
         parts.append(("In the data", row.get("expected")))
         inner = "".join(
-            f"<dt>{name}</dt><dd>{escape(_shortened(text))}</dd>" for name, text in parts if text is not None
+            f"<dt>{name}</dt><dd>{escape(_shortened(text.strip()))}</dd>" for name, text in parts if text is not None
         )
         blocks.append(f'<dl class="sample">{inner}</dl>')
     return paragraph(str(samples.get("note", "")), "soft") + "".join(blocks)

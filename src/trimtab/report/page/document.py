@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape as escape_html
 from importlib.resources import files
@@ -12,11 +13,15 @@ from trimtab import __version__
 PAGE = "report.html"  # its name in the folder of a run or of a comparison
 MARK = '<meta name="generator" content="trimtab'  # by which a report is recognized
 _ASSETS = "trimtab.report.page"
+_NOT_ALLOWED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def escape(value: object) -> str:
-    """Return text for HTML. Everything that comes from a user, a recipe or a data set goes through this function."""
-    return escape_html(str(value), quote=True)
+    """Return text for HTML. Everything that comes from a user, a recipe or a data set goes through this function.
+
+    Control characters and halves of surrogate pairs, which HTML and UTF-8 do not allow, become replacement characters.
+    """
+    return escape_html(_NOT_ALLOWED.sub("\ufffd", str(value)), quote=True)
 
 
 def document(title: str, body: str, charts: Sequence[Mapping[str, Any]] = (), *, tag: str | None = None) -> str:
@@ -36,15 +41,14 @@ def document(title: str, body: str, charts: Sequence[Mapping[str, Any]] = (), *,
         f'{MARK} {escape(__version__)}">\n'
         f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"<footer>Written by trimtab {escape(__version__)}.</footer>\n</main>\n"
-        f'<script type="application/json" id="data">{script_json({"charts": list(charts)})}</script>\n'
+        f'<script type="application/json" id="chart-data">{script_json({"charts": list(charts)})}</script>\n'
         f"<script>\n{js}</script>\n</body>\n</html>\n"
     )
 
 
 def script_json(value: Any) -> str:
     """Return JSON that cannot end the script element that it is in."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def section(anchor: str, title: str, *parts: str) -> str:

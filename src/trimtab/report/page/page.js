@@ -1,4 +1,4 @@
-// Draws the charts of a report as SVG: hover, zoom, log scale. Data: the JSON in #data. Also refreshes a watched page.
+// Draws the charts of a report as SVG: hover, zoom, log scale. Data: the JSON in #chart-data. Also refreshes a watched page.
 "use strict";
 (() => {
   const HEIGHT = 220, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22, MIN_DRAG = 6;
@@ -28,7 +28,7 @@
     if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
     if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
     if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-    if (size < 1e-3) return value.toExponential(1).replace(".0e", "e");
+    if (step < 1e-3) return value.toExponential(1).replace(".0e", "e");
     return value.toFixed(Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9))));
   }
   function niceStep(span, count) {
@@ -58,9 +58,9 @@
   const shown = (chart) => chart.series.filter((series) => !view.hidden.has(series.name));
   const inView = ([x]) => (view.from === null || x >= view.from) && (view.to === null || x <= view.to);
 
-  function xRange(chart) {
+  function xRange() {
     if (view.from !== null) return [view.from, view.to];
-    const xs = chart.series.flatMap((series) => series.points.map((point) => point[0]));
+    const xs = Object.values(charts).flatMap((chart) => chart.series).flatMap(({ points }) => [points[0][0], points[points.length - 1][0]]);
     const low = xs.reduce((a, b) => Math.min(a, b)), high = xs.reduce((a, b) => Math.max(a, b));
     return low < high ? [low, high] : [low - 0.5, high + 0.5];
   }
@@ -81,7 +81,7 @@
   }
   function scaleOf(chart, width) {
     const isLog = Boolean(view.log[chart.id]);
-    const [x0, x1] = xRange(chart), [y0, y1] = yRange(chart, isLog);
+    const [x0, x1] = xRange(), [y0, y1] = yRange(chart, isLog);
     const inner = width - LEFT - RIGHT, height = HEIGHT - TOP - BOTTOM;
     const place = isLog ? (y) => Math.log(y / y0) / Math.log(y1 / y0) : (y) => (y - y0) / (y1 - y0);
     return {
@@ -124,20 +124,24 @@
       inner += `<line class="grid" x1="${LEFT}" x2="${width - RIGHT}" y1="${y}" y2="${y}"/>`;
       inner += `<text x="${LEFT - 7}" y="${y}" dy="0.33em" text-anchor="end">${text}</text>`;
     }
-    const steps = linearTicks(scale.x0, scale.x1, width < 380 ? 4 : 6).filter(([value]) => Number.isInteger(value));
-    for (const [value, text] of steps) inner += `<text x="${scale.x(value).toFixed(1)}" y="${HEIGHT - 6}" text-anchor="middle">${text}</text>`;
-    for (const mark of chart.marks) {
+    const steps = linearTicks(scale.x0, scale.x1, width < 380 ? 4 : 6).filter(([value]) => Number.isInteger(Number(value.toFixed(6))));
+    for (const [value, text] of steps) inner += `<text x="${scale.x(value).toFixed(1)}" y="${HEIGHT - 6}" text-anchor="middle">${value < 1e4 ? Math.round(value) : text}</text>`;
+    let above = -Infinity; // height of the previous label
+    for (const mark of [...chart.marks].sort((one, other) => other.value - one.value)) {
       if (mark.value > scale.y1 || mark.value < scale.y0) continue;
       const y = scale.y(mark.value);
       inner += `<line class="mark" x1="${LEFT}" x2="${width - RIGHT}" y1="${y}" y2="${y}"/>`;
-      inner += `<text x="${width - RIGHT - 4}" y="${y < TOP + 14 ? y + 13 : y - 4}" text-anchor="end">${escaped(mark.label)}</text>`;
+      const label = y - 4 < above + 12 || y < TOP + 14 ? Math.max(y + 13, above + 12) : y - 4;
+      inner += `<text x="${width - RIGHT - 4}" y="${label}" text-anchor="end">${escaped(mark.label)}</text>`;
+      above = label;
     }
-    const id = `clip-${chart.id}`;
+    const id = `clip-${chart.number}`;
     inner += `<clipPath id="${id}"><rect x="${LEFT}" y="0" width="${width - LEFT - RIGHT}" height="${bottom + 2}"/></clipPath><g clip-path="url(#${id})">`;
     for (const series of shown(chart)) {
       inner += `<path class="curve" d="${pathOf(series, scale)}" style="stroke:${color(series)};stroke-dasharray:${dash(series)}"/>`;
       const visible = series.points.filter(inView);
-      if (visible.length <= 40)
+      const span = visible.length > 1 ? scale.x(visible[visible.length - 1][0]) - scale.x(visible[0][0]) : Infinity;
+      if (span / visible.length >= 12)
         for (const [x, y] of visible)
           if (scale.has(y)) inner += `<circle cx="${scale.x(x).toFixed(1)}" cy="${scale.y(y).toFixed(1)}" r="2.5" style="fill:${color(series)}"/>`;
     }
@@ -271,8 +275,8 @@
   // ---------------------------------------------------------------- start and refresh
   function start() {
     charts = {};
-    for (const chart of JSON.parse(document.getElementById("data").textContent).charts) {
-      charts[chart.id] = chart;
+    for (const [number, chart] of JSON.parse(document.getElementById("chart-data").textContent).charts.entries()) {
+      charts[chart.id] = Object.assign(chart, { number });
       if (!(chart.id in view.log)) view.log[chart.id] = chart.log;
     }
     drawAll();
@@ -292,7 +296,7 @@
           const next = new DOMParser().parseFromString(await reply.text(), "text/html");
           const open = [...document.querySelectorAll("details")].map((details) => details.open);
           document.querySelector("main").replaceWith(next.querySelector("main"));
-          document.getElementById("data").textContent = next.getElementById("data").textContent;
+          document.getElementById("chart-data").textContent = next.getElementById("chart-data").textContent;
           document.title = next.title;
           document.querySelectorAll("details").forEach((details, i) => { details.open = Boolean(open[i]); });
           if (!view.drag) view.cursor = null;

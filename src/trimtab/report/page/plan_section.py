@@ -3,22 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.report.page.document import bars, paragraph, table
+from trimtab.report.page.document import paragraph, table
+from trimtab.report.page.memory_bars import memory_bars
 from trimtab.report.page.run_files import RunFiles
 from trimtab.runs.plan import Plan
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import describe
 from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.units import format_bytes
-
-_COLORS = {  # parts that live through a step are blue and green, transient ones warm, overhead grey
-    "weights": "var(--s0)",
-    "gradients": "var(--s5)",
-    "optimizer state": "var(--s2)",
-    "activations": "var(--s1)",
-    "logits and loss": "var(--s4)",
-    "temporaries": "var(--s6)",
-}
 
 _TRIAL_KEYS = ("micro_batch", "num_tokens", "total_bytes", "fits")
 
@@ -34,7 +26,7 @@ def comparison_with_prediction(run: RunFiles) -> str:
     note = "Step time: mean over the run, without evaluations and checkpoints."
     if run.plan.get("origin") is None:
         note = f"{_why_not_predicted(run.plan)} {note}"
-    header = ["", "predicted", "measured", "measured − predicted"]
+    header = ["", "predicted", "measured", "difference"]
     return paragraph(note, "soft") + table(header, rows) + _parts(run.plan.get("predicted_parts") or {})
 
 
@@ -66,6 +58,8 @@ def _memory_rows(run: RunFiles) -> list[list[str]]:
     if rehearsed is not None:
         rows.append(_row("largest micro-batch, tried before the first step", None, rehearsed, format_bytes))
     predicted, measured = plan.get("predicted_eval_peak_bytes"), run.last("preflight_eval_peak_bytes")
+    if is_cpu:  # the prediction is that of tensors, the measurement that of the process
+        predicted = None
     if predicted is not None or measured is not None:
         rows.append(_row("peak of evaluations", predicted, measured, format_bytes))
     for title, key in (
@@ -81,7 +75,8 @@ def _memory_rows(run: RunFiles) -> list[list[str]]:
 
 
 def _row(title: str, predicted: float | None, measured: float | None, form: Any) -> list[str]:
-    change = f"{measured / predicted - 1:+.1%}" if predicted and measured else "–"
+    ratio = measured / predicted if predicted and measured else None
+    change = "–" if ratio is None else f"{ratio - 1:+.1%}" if 0.3 < ratio < 3 else f"× {ratio:,.2g}"
     return [title, *("–" if value is None else form(value) for value in (predicted, measured)), change]
 
 
@@ -92,12 +87,9 @@ def _seconds(value: float) -> str:
 def _parts(parts: Mapping[str, int]) -> str:
     if not parts:
         return ""
-    rows = [
-        (name, [(size, _COLORS.get(name, "var(--s7)"), f"{name}: {format_bytes(size)}")], format_bytes(size))
-        for name, size in parts.items()
-        if size
-    ]
-    return f"<h3>Predicted peak by part</h3>{bars(rows)}"
+    return (
+        f"<h3>Predicted peak by part</h3>{memory_bars([(name, {name: size}) for name, size in parts.items() if size])}"
+    )
 
 
 def _why_not_predicted(plan: Mapping[str, Any]) -> str:

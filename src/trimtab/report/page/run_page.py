@@ -82,7 +82,7 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
         remark = f"predicted {format_bytes(predicted)}" if predicted else ""
         found.append(("Peak memory", format_bytes(measured), remark))
     if plan.get("num_trainable") is not None:
-        found.append(("Trainable", _short(plan["num_trainable"]), f"of {_short(plan['num_parameters'])} parameters"))
+        found.append(("Trainable parameters", _short(plan["num_trainable"]), f"of {_short(plan['num_parameters'])}"))
     return found
 
 

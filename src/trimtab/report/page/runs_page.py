@@ -42,13 +42,13 @@ def short_names(runs: Sequence[RunFiles]) -> list[str]:
 def _results(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
     metric = next((run.status["metric_name"] for run in runs if run.status.get("metric_name")), "metric")
     header = ["run", "state", f"best {metric}", "at step", "loss", "held-out loss", "steps", "time", "per step"]
-    header += ["tokens/s", "peak memory", "predicted"]
+    header += ["tokens/s", "peak memory"]
     rows = [[name, *_row(run, metric)] for name, run in zip(names, runs, strict=True)]
     return table(header, rows, "h-" + "n" * (len(header) - 2))
 
 
 def _row(run: RunFiles, metric: str) -> list[str]:
-    status, (predicted, measured) = run.status, peak_of(run)
+    status, (_, measured) = run.status, peak_of(run)
     is_same = status.get("metric_name") == metric
     seconds, tokens, step_s = status.get("train_seconds"), status.get("num_tokens"), measured_step_s(run)
     return [
@@ -62,5 +62,4 @@ def _row(run: RunFiles, metric: str) -> list[str]:
         f"{step_s * 1e3:,.1f} ms" if step_s else "–",
         f"{tokens / seconds:,.0f}" if seconds and tokens else number(run.last("tokens_per_s"), 0),
         format_bytes(measured) if measured else "–",
-        format_bytes(predicted) if predicted else "–",
     ]
