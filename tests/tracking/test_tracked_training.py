@@ -93,6 +93,8 @@ def test_a_training_is_tracked(recipe, caplog):
     assert "rows, crc32" in run["tags"]["trimtab.data.train"]
     assert "torch" in run["tags"]["trimtab.versions"]
     assert len(list(Path("runs/mlartifacts/models").glob("*/artifacts/MLmodel"))) == 1
+    (page,) = Path("runs/mlartifacts").rglob("report.html")
+    assert page.read_bytes() == (result.folder / "report.html").read_bytes()
     assert any(line.startswith("reviews: version 1 is best") for line in caplog.messages)
     assert json.loads((result.folder / "run.json").read_text())["higher_is_better"] is True
     assert not (result.folder / "tracking.log").exists()

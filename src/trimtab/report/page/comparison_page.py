@@ -64,7 +64,9 @@ def _variants(comparison: Comparison) -> str:
         [outcome.name, *(_written(outcome.variant.changes, key) for key in keys), outcome.failure]
         for outcome in comparison.outcomes
     ]
-    return table(["variant", *keys, "problem"], rows, "h" + "v" * len(keys) + "-")
+    if any(outcome.failure for outcome in comparison.outcomes):
+        return table(["variant", *keys, "problem"], rows, "h" + "v" * len(keys) + "-")
+    return table(["variant", *keys], [row[:-1] for row in rows], "h" + "v" * len(keys))
 
 
 def _written(changes: Mapping[str, Any], key: str) -> str:
