@@ -181,15 +181,16 @@ def test_files(tmp_path):
     odd = outcome("nan", run(0, losses=((20, math.nan),), metrics={}))
     found = comparison(BASE, odd, outcome("tf32", failure="no"), is_complete=False)
     files = write_folder(found, tmp_path, "A title")
-    assert [file.name for file in files] == ["results.json", "results.md", "memory-and-speed.png", "loss.png"]
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    names = ["results.json", "report.html", "results.md", "memory-and-speed.png", "loss.png"]
+    assert [file.name for file in files] == names
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[3:])
     stored = json.loads(files[0].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert stored["variants"][0]["numbers"]["samples/s"]["num_runs"] == 2
     assert stored["variants"][0]["runs"][0]["anatomy"]["weights"] == 2 * GIB
     assert stored["variants"][1]["runs"][0]["losses"] == [[20, None]]
     assert stored["variants"][2]["failure"] == "no"
     assert (stored["is_complete"], stored["recipe"]) == (False, {"model": "x"})
-    page = files[1].read_text()
+    page = files[2].read_text()
     assert page.startswith("# A title\n\n")
     assert "Stopped before all runs were done." in page
     assert "![loss](loss.png)" in page
@@ -197,7 +198,7 @@ def test_files(tmp_path):
 
 def test_nothing_to_draw(tmp_path):
     files = write_folder(comparison(outcome("fp32", failure="no")), tmp_path, "A title")
-    assert [file.name for file in files] == ["results.json", "results.md"]
+    assert [file.name for file in files] == ["results.json", "report.html", "results.md"]
 
 
 def test_a_comparison_as_a_page():
