@@ -45,7 +45,7 @@ def outside_references(page):
         value
         for _, attributes in Tags(page).found
         for name, value in attributes.items()
-        if name in ("src", "href", "srcset", "action", "data", "poster") and not value.startswith("#")
+        if name in ("src", "href", "srcset", "action", "data", "poster") and not value.startswith(("#", "data:"))
     ]
     return found + re.findall(r"@import[^;]*|url\((?!#)[^)]*\)|https?://\S+", page)
 

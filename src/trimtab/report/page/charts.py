@@ -19,7 +19,7 @@ _KNOWN = {
 }
 _FROM_ZERO = ("tokens_per_s", "memory_bytes", "lr")
 _NOT_DRAWN = (
-    *("epoch", "micro_batch", "loss", "eval_loss", "peak_memory_bytes", "peak_reserved_bytes"),
+    *("time", "epoch", "micro_batch", "loss", "eval_loss", "peak_memory_bytes", "peak_reserved_bytes"),
     *("predicted_peak_bytes", "measured_peak_bytes", "preflight_peak_bytes", "preflight_eval_peak_bytes"),
 )
 _EVAL = "eval_"

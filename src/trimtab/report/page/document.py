@@ -38,7 +38,7 @@ def document(title: str, body: str, charts: Sequence[Mapping[str, Any]] = (), *,
     return (
         f'<!doctype html>\n<html lang="en"{watch}>\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'{MARK} {escape(__version__)}">\n'
+        f'{MARK} {escape(__version__)}">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"<footer>Written by trimtab {escape(__version__)}.</footer>\n</main>\n"
         f'<script type="application/json" id="chart-data">{script_json({"charts": list(charts)})}</script>\n'

@@ -136,7 +136,7 @@
       above = label;
     }
     const id = `clip-${chart.number}`;
-    inner += `<clipPath id="${id}"><rect x="${LEFT}" y="0" width="${width - LEFT - RIGHT}" height="${bottom + 2}"/></clipPath><g clip-path="url(#${id})">`;
+    inner += `<clipPath id="${id}"><rect x="${LEFT - 4}" y="0" width="${width - LEFT - RIGHT + 8}" height="${bottom + 4}"/></clipPath><g clip-path="url(#${id})">`;
     for (const series of shown(chart)) {
       inner += `<path class="curve" d="${pathOf(series, scale)}" style="stroke:${color(series)};stroke-dasharray:${dash(series)}"/>`;
       const visible = series.points.filter(inView);

@@ -1,6 +1,8 @@
 """The plan of a run in its report: what was decided and why, and predictions beside measurements."""
 
+import statistics
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from trimtab.report.page.document import paragraph, table
@@ -23,7 +25,8 @@ def comparison_with_prediction(run: RunFiles) -> str:
         rows.append(_row("time of an optimizer step", predicted_s, measured_s, _seconds))
     if not any(row[2] != "–" for row in rows) and not any(row[1] != "–" for row in rows):
         return ""
-    note = "Step time: mean over the run, without evaluations and checkpoints."
+    is_over = run.measured("train_seconds") is not None
+    note = f"Step time: {'mean over the run, without evaluations and checkpoints' if is_over else 'median so far'}."
     if run.plan.get("origin") is None:
         note = f"{_why_not_predicted(run.plan)} {note}"
     header = ["", "predicted", "measured", "difference"]
@@ -31,14 +34,18 @@ def comparison_with_prediction(run: RunFiles) -> str:
 
 
 def measured_step_s(run: RunFiles) -> float | None:
-    """Return the mean duration of an optimizer step; None while it is not known."""
-    seconds, steps = run.status.get("train_seconds"), run.status.get("step")
-    return seconds / steps if seconds and steps else None
+    """Return the mean duration of an optimizer step; while the run trains, the median so far. None if not known."""
+    seconds, steps = run.measured("train_seconds"), run.status.get("step")
+    if seconds and steps:
+        return float(seconds / steps)
+    times = [(step, at) for step, at in run.curves.get("time", []) if at is not None]
+    found = [(end - start) / (last - first) for (first, start), (last, end) in pairwise(times) if end > start]
+    return statistics.median(found) if found else None
 
 
 def peak_of(run: RunFiles) -> tuple[int | None, int | None]:
     """Return the predicted and the measured peak of device memory; on a CPU, of the process."""
-    plan, measured = run.plan, run.status.get("peak_memory_bytes")
+    plan, measured = run.plan, run.measured("peak_memory_bytes")
     if str(plan.get("device", "")).startswith("cpu"):
         predicted = plan.get("predicted_total_bytes") or plan.get("measured_total_bytes")
     else:

@@ -38,7 +38,7 @@ class RunFiles:
         error: Why it failed; empty if it did not.
         plan: plan.json; empty if there is none.
         recipe: The values of recipe.yaml.
-        curves: The values of metrics.jsonl by name.
+        curves: The values of metrics.jsonl by name; "time" is when a training step was recorded.
         notes: Remarks in metrics.jsonl: step and text.
         checkpoints: Its checkpoints, the oldest first.
         card: trimtab.json of its best model; empty if there is none.
@@ -66,6 +66,10 @@ class RunFiles:
     def best(self) -> Path:
         """The folder of the best model."""
         return self.path.absolute() / "best"
+
+    def measured(self, name: str) -> Any:
+        """Return a result in run.json; None while the run trains: that of an earlier attempt is none of this one."""
+        return None if self.state in ("running", "killed") else self.status.get(name)
 
     def last(self, name: str) -> float | None:
         """Return the last value of a curve."""
@@ -122,7 +126,11 @@ def _read_journal(path: Path) -> tuple[dict[str, list[Point]], tuple[tuple[int, 
         for name, value in line.items():
             if name == "note":
                 notes[step, str(value)] = None
-            elif name not in ("step", "time") and (is_number(value) or value in ("NaN", "Infinity", "-Infinity")):
+            elif (
+                name != "step"
+                and (name != "time" or "loss" in line)
+                and (is_number(value) or value in ("NaN", "Infinity", "-Infinity"))
+            ):
                 found.setdefault(name, {})[step] = value if is_number(value) else None
     return {name: sorted(points.items()) for name, points in found.items()}, tuple(notes)
 

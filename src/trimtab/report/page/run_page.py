@@ -82,12 +82,12 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
         remark = f"predicted {format_bytes(predicted)}" if predicted else ""
         found.append(("Peak memory", format_bytes(measured), remark))
     if plan.get("num_trainable") is not None:
-        found.append(("Trainable parameters", _short(plan["num_trainable"]), f"of {_short(plan['num_parameters'])}"))
+        found.append(("Trainable", _short(plan["num_trainable"]), f"of {_short(plan['num_parameters'])} parameters"))
     return found
 
 
 def _speed(run: RunFiles) -> list[tuple[str, str, str]]:
-    seconds, tokens = run.status.get("train_seconds"), run.status.get("num_tokens")
+    seconds, tokens = run.measured("train_seconds"), run.measured("num_tokens")
     if seconds and tokens:
         return [("Training time", format_seconds(seconds), f"{tokens / seconds:,.0f} tokens/s")]
     speed = run.last("tokens_per_s")

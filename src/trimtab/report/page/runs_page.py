@@ -50,7 +50,7 @@ def _results(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
 def _row(run: RunFiles, metric: str) -> list[str]:
     status, (_, measured) = run.status, peak_of(run)
     is_same = status.get("metric_name") == metric
-    seconds, tokens, step_s = status.get("train_seconds"), status.get("num_tokens"), measured_step_s(run)
+    seconds, tokens, step_s = run.measured("train_seconds"), run.measured("num_tokens"), measured_step_s(run)
     return [
         run.state,
         number(status.get("best_metric") if is_same else None),
