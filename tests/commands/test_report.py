@@ -258,7 +258,19 @@ def test_a_watched_report_shows_new_lines(tiny):
         server.server_close()
 
 
-def test_a_run_of_an_own_loop_has_a_report():
+def test_a_run_that_trains_again_shows_no_results_of_its_last_attempt(tiny):
+    folder = classified(tiny).folder
+    assert "Training time" in make_page([folder])
+    status = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(status | {"state": "running"}))  # killed: no process holds it
+    text = text_of(make_page([folder]))
+    assert "killed" in text
+    assert "Training time" not in text
+    assert "median so far" in text
+    assert re.search(r"time of an optimizer step – [\d.]+ m?s", text)
+
+
+def test_files_that_are_damaged_or_missing():
     folder = Path("own")
     folder.mkdir()
     status = {"state": "finished", "step": 2, "num_steps": 2, "started": 1.0, "own_loop": True}
