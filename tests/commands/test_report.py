@@ -141,6 +141,22 @@ def test_a_language_model_and_its_samples(tiny):
     assert f"Before: {tiny.folder('llama')}" in text
 
 
+@pytest.mark.parametrize(("task", "family"), [("chat", "llama"), ("seq2seq", "t5")])
+def test_samples_of_answers(tiny, task, family):
+    names = ("prompt", "answer") if task == "chat" else ("text", "target")
+    rows = [{names[0]: row["text"], names[1]: row["label"]} for row in reviews(20)]
+    data = {"train": str(write_jsonl(Path("rows.jsonl"), rows)), names[0]: names[0], names[1]: names[1]}
+    model = tiny.folder(family, chat=True) if task == "chat" else tiny.folder(family)
+    result = quick(model=model, task=task, data=data, out="run", train={"max_steps": 2, "batch_size": 8})
+    write_samples(result.folder, 2, max_new_tokens=4, device="cpu")
+    found = json.loads((result.folder / "report.json").read_text())["samples"]["rows"]
+    assert len(found) == 2
+    for row in found:
+        assert row["before"] is not None
+        assert row["expected"] in ("good", "bad")
+        assert {names[0]: row["prompt"].removeprefix("user: "), names[1]: row["expected"]} in rows
+
+
 def test_an_interrupted_and_a_failed_run_write_their_reports(tiny):
     class Stop:
         def on_step(self, state):
