@@ -3,15 +3,17 @@
 import http.client
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 import trimtab
-from tiny_runs import reviews, write_csv, write_jsonl
+from tiny_runs import lines_of, reviews, write_csv, write_jsonl
 from trimtab import Recipe, Stopped, fit
 from trimtab.commands.evaluate import judge
 from trimtab.commands.report import make_page, write_page
@@ -197,11 +199,18 @@ def test_a_report_that_cannot_be_written_is_one_warning(tiny, monkeypatch, caplo
 
 
 @pytest.mark.slow
-def test_the_code_of_the_report_runs_as_it_stands(tiny):
+def test_the_code_of_the_report_runs_as_it_stands(tiny, trimtab_command):
     result = classified(tiny)
     run = read_run(result.folder)
     assert re.fullmatch(r"\['(good|bad)'\]\n", run_code(python_code(run)))
     assert "'label': '" in run_code(pipeline_code(run))
+    commands = re.findall(r"trimtab (?:predict|evaluate|resume) [^<\n]*", make_page([result.folder]))
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(unescape(command), comments=True)
+        code, _, err = trimtab_command(*words[1:])
+        assert code == 0, err
+    assert lines_of(result.folder)[-1]["step"] == 12  # trained twice as long
     rows = [{"text": row["text"]} for row in reviews(20)]
     result = quick(model=tiny.folder("llama"), task="causal-lm", data={"train": rows}, out="lm")
     run = read_run(result.folder)

@@ -30,5 +30,5 @@ def memory_bars(rows: Sequence[tuple[str, Mapping[str, int | None]]]) -> str:
         for part in used
     )
     if all(len(parts) == 1 for _, parts in rows):  # each bar has the name of its part
-        legend = ""
+        return bars(drawn)
     return f'<div class="legend">{legend}</div>{bars(drawn)}' if used else ""

@@ -55,7 +55,14 @@ def pipeline_code(run: RunFiles) -> str:
 
 
 def _commands(run: RunFiles, place: str) -> list[str]:
-    task = run.card.get("task")
-    lines = [] if task == "masked-lm" else [f'trimtab predict {place} --text "{_TEXT}"']
-    lines.append(f"trimtab evaluate {place}" if run.plan.get("num_eval_rows") else f"trimtab evaluate {place} DATA")
-    return [*lines, f"trimtab resume {place} --set train.epochs=…"]
+    lines = [] if run.card.get("task") == "masked-lm" else [f'trimtab predict {place} --text "{_TEXT}"']
+    if run.plan.get("num_eval_rows"):
+        lines.append(f"trimtab evaluate {place}")
+    if run.state != "finished":
+        return [*lines, f"trimtab resume {place}"]
+    asked = {value.key: value.value for value in run.recipe}
+    key = "train.epochs" if asked.get("train.max_steps", "null") == "null" else "train.max_steps"
+    try:
+        return [*lines, f"trimtab resume {place} --set {key}={2 * float(asked[key]):g}  # train longer"]
+    except (KeyError, ValueError):
+        return lines
