@@ -11,7 +11,8 @@ from trimtab.recipe.schema import Recipe
 from trimtab.report.page.charts import thin_out, training_charts
 from trimtab.report.page.data_section import data_card, held_out_rows
 from trimtab.report.page.document import document, escape, section, table
-from trimtab.report.page.run_files import read_recipe
+from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
+from trimtab.report.page.run_files import RunFiles, read_recipe
 
 EVIL = "</script><script>alert(1)</script> & \"quotes\" 'too' \x00\ud800"
 
@@ -140,3 +141,50 @@ def test_a_card_without_labels_and_held_out_rows():
     assert "1 (25.0%)" in text
     assert "Labels" not in text
     assert data_card({}) == held_out_rows({}) == ""
+
+
+PLAN = {
+    "device": "cuda:0",
+    "origin": "predicted",
+    "budget_bytes": 8 * 2**30,
+    "predicted_peak_bytes": 4 * 2**30,
+    "predicted_total_bytes": 5 * 2**30,
+    "predicted_step_s": 0.5,
+    "predicted_parts": {"weights": 3 * 2**30, "activations": 2**30},
+    "predicted_eval_peak_bytes": 2**30,
+    "why": "Chosen: micro-batch 4: the fastest that fits.",
+}
+
+
+def text_of(page):
+    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+def test_predictions_for_a_gpu_stand_beside_measurements(tmp_path):
+    status = {"step": 10, "train_seconds": 6.0, "peak_memory_bytes": int(4.2 * 2**30)}
+    curves = {"peak_reserved_bytes": [(10, 5 * 2**30)], "preflight_eval_peak_bytes": [(10, 2**30)]}
+    run = RunFiles(tmp_path, status, "finished", "", plan=PLAN, curves=curves)
+    text = text_of(comparison_with_prediction(run))
+    assert "peak of allocated memory 4.0 GiB 4.2 GiB +5.0%" in text
+    assert "peak of reserved memory – 5.0 GiB –" in text
+    assert "peak of evaluations 1.0 GiB 1.0 GiB +0.0%" in text
+    assert "device memory needed 5.0 GiB – –" in text
+    assert "time of an optimizer step 500.0 ms 600.0 ms +20.0%" in text
+    assert "memory budget 8.0 GiB" in text
+    assert "activations 1.0 GiB" in text
+    assert PLAN["why"] in plan_section(run)
+
+
+def test_a_plan_that_was_measured_lists_its_trials(tmp_path):
+    trials = [
+        {"micro_batch": 8, "num_tokens": 512, "total_bytes": None, "fits": False},
+        {"micro_batch": 4, "num_tokens": 256, "loss": "chunked", "total_bytes": 2**30, "fits": True},
+    ]
+    plan = {"device": "cuda:0", "origin": "measured", "measured_peak_bytes": 2**30, "measured_steps": trials}
+    run = RunFiles(tmp_path, {"step": 1, "peak_memory_bytes": 2**30}, "finished", "", plan=plan)
+    text = text_of(plan_section(run))
+    assert "trial steps on the device were measured" in text
+    assert "8 – out of memory no" in text
+    assert "4 loss: chunked 1.0 GiB yes" in text
+    text = text_of(comparison_with_prediction(run))
+    assert "trial steps measured difference peak of allocated memory 1.0 GiB 1.0 GiB +0.0%" in text

@@ -29,7 +29,8 @@ def comparison_with_prediction(run: RunFiles) -> str:
     note = f"Step time: {'mean over the run, without evaluations and checkpoints' if is_over else 'median so far'}."
     if run.plan.get("origin") is None:
         note = f"{_why_not_predicted(run.plan)} {note}"
-    header = ["", "predicted", "measured", "difference"]
+    before = "trial steps" if run.plan.get("origin") == "measured" else "predicted"
+    header = ["", before, "measured", "difference"]
     return paragraph(note, "soft") + table(header, rows) + _parts(run.plan.get("predicted_parts") or {})
 
 
