@@ -160,7 +160,7 @@ def test_the_folder_of_a_run(bert, own_folder):
     result = quick(recipe)
     assert result.folder == Path("runs/reviews/001")
     assert {path.name for path in result.folder.iterdir()} == {
-        *("recipe.yaml", "plan.json", "metrics.jsonl", "run.json", "best", "checkpoints")
+        *("recipe.yaml", "plan.json", "metrics.jsonl", "run.json", "best", "checkpoints", "report.html", "report.json")
     }
     text = (result.folder / "recipe.yaml").read_text()
     assert load_recipe(result.folder / "recipe.yaml", {}, ()).recipe == recipe

@@ -72,6 +72,34 @@ def test_vary_is_every_combination():
     assert len({variant.name for variant in combine_values(["train.precision=bf16,bf16"])}) == 2
 
 
+def test_a_large_grid_is_sampled():
+    """Any key may vary, and no list of all 10^9 combinations is made."""
+    texts = [f"train.{key}={','.join(map(str, range(1000)))}" for key in ("lr", "weight_decay", "label_smoothing")]
+    found = combine_values(texts, 20, seed=3)
+    assert len({tuple(variant.changes.values()) for variant in found}) == 20
+    assert tuple(found[0].changes.values()) == (0, 0, 0)  # the one that the others are compared with
+    assert found == combine_values(texts, 20, seed=3)
+    assert found != combine_values(texts, 20, seed=4)
+    small = ["train.lr=1,2", "train.precision=fp32,bf16,fp16"]
+    everything = combine_values(small)
+    assert combine_values(small, 6) == combine_values(small, 99) == everything
+    assert [variant for variant in everything if variant in combine_values(small, 4)] == combine_values(small, 4)
+    with pytest.raises(RecipeError, match="--sample 1 leaves nothing to compare"):
+        combine_values(small, 1)
+    recipe = Recipe(model="x", data={"train": "y.csv"})
+    with pytest.raises(RecipeError, match="--sample chooses among the combinations of --vary"):
+        choose_variants(recipe, [], "precisions", None, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train.epochs": 2}, {"train": {"max_steps": 9}}, {"checkpoint": {"every": "epoch"}}, {"track.uri": "x"}],
+)
+def test_a_change_that_every_run_would_lose_is_refused(recipe, changes):
+    with pytest.raises(RecipeError, match="compare sets itself"):
+        check_variants(recipe, [Variant("plain", {}), Variant("lost", changes)])
+
+
 @pytest.mark.parametrize("text", ["train.precision", "=a,b", "train.precision=", "train.precision=,"])
 def test_vary_without_values(text):
     with pytest.raises(RecipeError, match="no key with values"):

@@ -66,5 +66,10 @@ def test_what_a_run_leaves_is_written_once(runs_of, names):
         assert {path.name for path in together.iterdir()} == {path.name for path in (runs / f"{name}-1").iterdir()}
         assert json.loads((together / "run.json").read_text())["state"] == "finished"
         assert json.loads((together / "plan.json").read_text())["num_processes"] == 3
+        one, three = (json.loads((runs / f"{name}-{count}" / "report.json").read_text()) for count in (1, 3))
+        assert one["data"] == three["data"]
+        held_out = [facts.get("held_out", {}) for facts in (one, three)]
+        assert held_out[0].get("num_rows") == held_out[1].get("num_rows")
+        assert held_out[0].get("confusion") == held_out[1].get("confusion")
         steps = [line["step"] for line in lines_of(together) if "loss" in line]
         assert steps == sorted(set(steps))

@@ -8,6 +8,7 @@ import pytest
 
 from trimtab.report.anatomy import PARTS, Anatomy
 from trimtab.report.compare import GIB, Comparison, Measurement, Outcome, Spread, Variant
+from trimtab.report.page.comparison_page import comparison_page
 from trimtab.report.tables import anatomy_table, main_table, markdown, notes, write_folder
 from trimtab.report.verdict import verdict
 
@@ -180,15 +181,16 @@ def test_files(tmp_path):
     odd = outcome("nan", run(0, losses=((20, math.nan),), metrics={}))
     found = comparison(BASE, odd, outcome("tf32", failure="no"), is_complete=False)
     files = write_folder(found, tmp_path, "A title")
-    assert [file.name for file in files] == ["results.json", "results.md", "memory-and-speed.png", "loss.png"]
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    names = ["results.json", "report.html", "results.md", "memory-and-speed.png", "loss.png"]
+    assert [file.name for file in files] == names
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[3:])
     stored = json.loads(files[0].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert stored["variants"][0]["numbers"]["samples/s"]["num_runs"] == 2
     assert stored["variants"][0]["runs"][0]["anatomy"]["weights"] == 2 * GIB
     assert stored["variants"][1]["runs"][0]["losses"] == [[20, None]]
     assert stored["variants"][2]["failure"] == "no"
     assert (stored["is_complete"], stored["recipe"]) == (False, {"model": "x"})
-    page = files[1].read_text()
+    page = files[2].read_text()
     assert page.startswith("# A title\n\n")
     assert "Stopped before all runs were done." in page
     assert "![loss](loss.png)" in page
@@ -196,4 +198,21 @@ def test_files(tmp_path):
 
 def test_nothing_to_draw(tmp_path):
     files = write_folder(comparison(outcome("fp32", failure="no")), tmp_path, "A title")
-    assert [file.name for file in files] == ["results.json", "results.md"]
+    assert [file.name for file in files] == ["results.json", "report.html", "results.md"]
+
+
+def test_a_comparison_as_a_page():
+    other = outcome("bf16 <b>", run(0, peak_gib=4.0, losses=((10, math.nan), (20, 1.5))))
+    failed = outcome("fp8", failure="no <such> device")
+    page = comparison_page(comparison(BASE, other, failed, is_complete=False), "Variants of x & y.yaml")
+    assert "Variants of x &amp; y.yaml" in page
+    assert "bf16 &lt;b&gt; needs 50% less memory than fp32" in page
+    assert "no &lt;such&gt; device" in page
+    assert '<span class="state stopped">' in page
+    for title in ("Results", "Memory at the peak of a step", "Speed", "Curves", "Variants", "Surroundings", "Recipe"):
+        assert f"<h2>{title}</h2>" in page
+    assert '"name":"bf16 \\u003cb>","color":1,"points":[[10,null],[20,1.5]]' in page
+    assert page.count('title="optimizer state: 4.0 GiB"') == 2
+    assert "<b>" not in page
+    nothing = comparison_page(comparison(outcome("fp32", failure="x")), "nothing ran")
+    assert "no variant ran" in nothing

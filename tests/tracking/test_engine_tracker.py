@@ -13,6 +13,7 @@ from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, wait
 from tiny_runs import lines_of
 from trimtab import Engine
 from trimtab.build.tracking import sync_run
+from trimtab.commands.report import make_page
 from trimtab.errors import RecipeError
 from trimtab.runs.run_folder import read_status, unfinished_run
 from trimtab.tracking.mlflow.tracker import MlflowTracker
@@ -64,6 +65,7 @@ def test_a_loop_is_tracked(local):
     assert rows_on(local, run["id"]) == rows_in(folder)
     assert len(rows_in(folder)) == 31
     assert list(Path("runs/mlartifacts", run["id"]).rglob("metrics.jsonl"))
+    assert "[29,0.034482758620689655],[30,0.03333333333333333]" in make_page([folder])
     with pytest.raises(RecipeError, match="before init_trackers"):
         engine.log({"late": 1})
 

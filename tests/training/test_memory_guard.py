@@ -1,6 +1,7 @@
 """A run whose memory runs out anywhere in a step continues as if its micro-batches had been smaller from there on."""
 
 import itertools
+import json
 import random
 
 import numpy
@@ -378,10 +379,10 @@ class EvaluationFaults:
         self.sizes, self._calls, self._updates, self._num_updates = [], set(calls), set(updates), 0
         build = Evaluator.__init__
 
-        def init(evaluator, engine, loader, loss, make_metrics, own=None):
+        def init(evaluator, engine, loader, loss, make_metrics, *rest):
             if loader is None:  # a plan looks at an evaluation without memory
-                return build(evaluator, engine, loader, loss, make_metrics, own)
-            return build(evaluator, engine, loader, self._failing(loss), lambda: self._metrics(make_metrics()), own)
+                return build(evaluator, engine, loader, loss, make_metrics, *rest)
+            return build(evaluator, engine, loader, self._failing(loss), lambda: self._metrics(make_metrics()), *rest)
 
         monkeypatch.setattr(Evaluator, "__init__", init)
 
@@ -424,6 +425,8 @@ def test_evaluation_in_halves(train, monkeypatch, calls, updates, sizes):
     assert result.fit.metrics == pytest.approx(expected, rel=1e-5)
     assert faults.sizes == sizes
     assert result.fit.rows_at_once == 8, "training keeps its own size"
+    held_out = json.loads((result.folder / "report.json").read_text())["held_out"]
+    assert held_out["num_rows"] == sum(map(sum, held_out["confusion"])) == 24, "each row is judged once"
 
 
 def test_an_evaluation_that_cannot_fit(train, monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.schema import Recipe
+from trimtab.report.page.run_files import FACTS
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import CHECKPOINTS, Folder
 from trimtab.runs.tracking_file import TRACKING
@@ -26,7 +27,7 @@ from trimtab.training.run_writer import RunWriter
 from trimtab.training.stopping import Best
 
 # tracking.json before the metrics, so that all metrics it lists as sent are in the copy
-_MIRRORED = ("recipe.yaml", "plan.json", "run.json", TRACKING, "metrics.jsonl")
+_MIRRORED = ("recipe.yaml", "plan.json", "run.json", FACTS, TRACKING, "metrics.jsonl")
 
 
 class BestModelWriter:

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trimtab.build.parts import Data, ResolvedRun
+from trimtab.build.report_facts import write_data_card, write_report
 from trimtab.build.tracking import build_uploader
 from trimtab.checkpoint.export import read_facts
 from trimtab.distributed.environment import read_rank_info
@@ -53,7 +56,7 @@ def failure_recorded(run: ResolvedRun, folder: Folder, show: Progress) -> Iterat
         yield
     except BaseException as error:
         state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        folder.finish(state, error=f"{type(error).__name__}: {error}")
+        _finish(run, folder, state, error=f"{type(error).__name__}: {error}")
         show.finish(f"{state}: {folder.path}", failed=True)
         if run.recipe.limits.fast_dev_run:
             folder.remove()
@@ -69,6 +72,7 @@ def record_start(
     folder.write_recipe(render_resolved_yaml(LoadedRecipe(run.asked, origins)))
     folder.write_text("plan.json", json.dumps(run.plan.as_dict(), indent=1))
     folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_position, trainer.state.step)
+    write_data_card(run, folder)
     if run.tracked is not None:
         folder.update(model_source=run.tracked.as_dict())
     folder.track(build_uploader(run.recipe, run.plan, run.tokens, run.engine, folder, trainer.higher_is_better))
@@ -81,7 +85,7 @@ def record_end(run: ResolvedRun, result: FitResult, folder: Folder, show: Progre
         Stopped: After a signal; a checkpoint was saved.
         TrimtabError: After a signal; no checkpoint was saved.
     """
-    folder.finish("stopped" if result.interruption else "finished", **result.summary())
+    _finish(run, folder, "stopped" if result.interruption else "finished", **result.summary())
     show.finish(f"{result.stop_reason} after {result.step} steps: {folder.path}")
     if run.recipe.limits.fast_dev_run:
         with run.engine.busy("trying the saved model"):
@@ -93,6 +97,12 @@ def record_end(run: ResolvedRun, result: FitResult, folder: Folder, show: Progre
             raise TrimtabError(f"{result.interruption}: {problem}")
         cure = f"resume with: trimtab resume {folder.path}"
         raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
+
+
+def _finish(run: ResolvedRun, folder: Folder, state: str, **facts: Any) -> None:
+    """Write the final state of a run and its report, which a fast_dev_run has none of."""
+    is_kept = not run.recipe.limits.fast_dev_run
+    folder.finish(state, before_upload=partial(write_report, folder) if is_kept else lambda: None, **facts)
 
 
 def _try_saved_model(data: Data, folder: Folder, *, has_metrics: bool) -> None:

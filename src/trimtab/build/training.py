@@ -12,6 +12,7 @@ from trimtab.build.optimizer import optimizer_of
 from trimtab.build.outputs import build_checkpoints, build_run_writer, checkpoint_bytes
 from trimtab.build.parts import ResolvedRun
 from trimtab.build.paths import with_absolute_paths
+from trimtab.build.report_facts import held_out_rows
 from trimtab.build.teacher import student_loss
 from trimtab.data.fingerprint import FingerprintError, content_fingerprint
 from trimtab.data.metrics import higher_is_better
@@ -48,6 +49,7 @@ from trimtab.training.failure_picture import FailurePicture
 from trimtab.training.loop import Trainer
 from trimtab.training.memory_guard import MemoryGuard
 from trimtab.training.progress_lines import Progress
+from trimtab.training.row_outcomes import RowOutcomes
 from trimtab.training.stopping import Best, EarlyStopping
 from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutputs, TrainingParts
 from trimtab.units import Every, parse_every, parse_seconds
@@ -88,7 +90,7 @@ def build_trainer(
         parts,
         _loop_settings(recipe, plan),
         ModelSelection(evaluator, best, _build_stopping(recipe, plan, own_metrics)),
-        RunOutputs(writer, checkpoints, progress, callbacks),
+        RunOutputs(writer, checkpoints, progress, [*callbacks, *held_out_rows(run, folder, evaluator)]),
         freezing=run.freezing,
         memory_guard=memory_guard,
     )
@@ -233,7 +235,14 @@ def build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> E
     else:
         return None
     loss = _build_loss(task, run.loss, 0.0, spec, counts_hits="token_accuracy" in names)
-    evaluator = Evaluator(engine, engine.prepare(loader), loss, partial(task.metrics, names), own_metrics)
+    evaluator = Evaluator(
+        engine,
+        engine.prepare(loader),
+        loss,
+        partial(task.metrics, names),
+        own_metrics,
+        partial(RowOutcomes, task.loss_kind, getattr(run.loaded.model.config, "num_labels", 0)),
+    )
     evaluator.num_rows = None if plan.outlook is None else plan.outlook.eval_micro_batch
     return evaluator
 

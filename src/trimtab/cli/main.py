@@ -22,6 +22,7 @@ from trimtab.cli.model import merge, predict
 from trimtab.cli.output import flush_streams
 from trimtab.cli.quantize import quantize
 from trimtab.cli.recipe import check, convert, data_show, init, plan
+from trimtab.cli.report import report
 from trimtab.cli.runs import best, checkpoints, pull, runs, track_sync, ui
 from trimtab.cli.shrink import shrink
 from trimtab.cli.train import INTERRUPTED, compare, demo, resume, train
@@ -29,8 +30,9 @@ from trimtab.errors import Stopped, TrimtabError
 
 app = typer.Typer(name="trimtab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # in the order in which --help lists them
-for _command in (train, resume, checkpoints, init, check, plan, memory, predict, merge, runs, best, pull, ui, doctor):
+for _command in (train, resume, checkpoints, init, check, plan, memory, predict, merge, runs, report, best, pull, ui):
     app.command()(_command)
+app.command()(doctor)
 app.command()(demo)
 app.command()(config)
 app.command(context_settings={"allow_interspersed_args": False})(launch)

@@ -122,6 +122,7 @@ def compare(
     study: Annotated[
         str | None, typer.Option(help="precisions, optimizers, accumulation, checkpointing or methods.")
     ] = None,
+    sample: Annotated[int | None, typer.Option(help="Measure N random combinations of --vary (by the seed).")] = None,
     variants: Annotated[Path | None, typer.Option(help="YAML file of variants: {name: {key: value, …}, …}.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps per run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Runs per variant, interleaved.")] = 2,
@@ -129,12 +130,14 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder for results. Default: runs/EXPERIMENT/compare-N.")] = None,
     sets: Sets = None,
     device: Device = None,
+    track: Annotated[bool, typer.Option("--track", help="Log all variants to MLflow.")] = False,
     timeout: Annotated[str | None, typer.Option(help="Stop a run that takes longer than this, such as 10min.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure memory, speed and loss of variants of a recipe."""
     from trimtab.commands.compare import Protocol, check_variants, make_folder
     from trimtab.commands.compare import compare as run_comparison
+    from trimtab.commands.tracked_comparison import track_comparison
     from trimtab.commands.variants import choose_variants
     from trimtab.report.tables import anatomy_table, main_table, notes, write_folder
     from trimtab.report.verdict import verdict
@@ -142,7 +145,7 @@ def compare(
 
     set_verbosity(quiet, False)
     base = load_with_flags(recipe, sets).recipe
-    chosen = choose_variants(base, vary or [], study, variants)
+    chosen = choose_variants(base, vary or [], study, variants, sample)
     limit = None if timeout is None else parse_seconds(timeout)
     protocol = Protocol(steps, repeats, warmup_steps, device, limit)
     candidates = check_variants(recipe, chosen, sets or [])
@@ -154,6 +157,10 @@ def compare(
         show_table(*anatomy_table(found))
         lines = [verdict(found), *notes(found), " ".join(str(file) for file in files)]
         typer.echo("\n" + "\n\n".join(lines))
+    if track:  # last: a server that does not answer must not hide what was found
+        line = track_comparison(found, base, folder, files)
+        if not quiet:
+            typer.echo(line)
     if not found.is_complete:
         raise typer.Exit(INTERRUPTED)
 

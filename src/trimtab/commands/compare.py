@@ -25,6 +25,11 @@ from trimtab.report.compare import Comparison, Measurement, Outcome, Variant
 from trimtab.units import format_bytes, format_seconds
 
 _KILLED = {signal.SIGKILL: "killed (the system may have run out of memory)"}
+# keys that `shorten_recipe` sets or removes
+_OWN_KEYS = (
+    *("out", "name", "early_stopping", "track", "checkpoint", "train.epochs", "train.max_time", "train.max_steps"),
+    *("train.log_every", "evaluate.every", "evaluate.at_start", "limits.fast_dev_run"),
+)
 _KEPT_OF_LIMITS = ("train", "eval", "overfit_batches")
 
 
@@ -104,12 +109,27 @@ def check_variants(recipe: Path | None, variants: Sequence[Variant], sets: Seque
         RecipeError: The unchanged recipe is not valid, or no variant is.
     """
     load_recipe(recipe, {}, list(sets))
+    for variant in variants:
+        _refuse_own_keys(variant)
     checked = [_check(recipe, sets, variant) for variant in variants]
     if not checked:
         raise RecipeError("there is nothing to compare", "--vary KEY=a,b, --study NAME or --variants FILE")
     if all(one.recipe is None for one in checked):
         load_recipe(recipe, {}, list(sets), _as_sets(variants[0].changes))  # raises with all that is wrong
     return checked
+
+
+def _refuse_own_keys(variant: Variant) -> None:
+    """Refuse changes that every run of a comparison would lose."""
+    for key, value in variant.changes.items():
+        names = [f"{key}.{name}" for name in value] if isinstance(value, Mapping) else [key]
+        for name in names:
+            if any(f"{name}.".startswith(f"{own}.") for own in _OWN_KEYS):
+                raise RecipeError(
+                    f"{variant.name} changes {name}, which compare sets itself: all variants train the same number of "
+                    "steps and keep nothing",
+                    f"leave out {name}, or train each variant with trimtab train and show them with trimtab report",
+                )
 
 
 def _check(recipe: Path | None, sets: Sequence[str], variant: Variant) -> VariantRuns:

@@ -31,6 +31,7 @@ class Results:
         metrics: Its metrics; those that are not finite are left out.
         files: Files to upload.
         parts: Results that become runs below this one.
+        curves: Values by step.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Results:
     metrics: Mapping[str, float]
     files: Sequence[Path] = ()
     parts: Sequence["Results"] = field(default=())
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str:
@@ -55,7 +57,24 @@ def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str
         RecipeError: If tracking is switched off.
         TrimtabError: If the server cannot be reached or refuses.
     """
-    uri, experiment, parent = _place(model, facts)
+    return log_results(results, *_place(model, facts))
+
+
+def log_results(results: Results, uri: str, experiment: str, parent: str | None = None) -> str:
+    """Log results.
+
+    Args:
+        results: The results.
+        uri: The server.
+        experiment: Name of the experiment.
+        parent: Id of the run that they are below of.
+
+    Returns:
+        A line on where they are.
+
+    Raises:
+        TrimtabError: If the server cannot be reached or refuses.
+    """
     with mlflow_environment(), quiet_package("mlflow"):
         try:
             server = MlflowServer(uri)
@@ -72,8 +91,10 @@ def _log(server: MlflowServer, experiment_id: str, results: Results, parent: str
     now = int(time.time() * 1000)
     run_id = server.open_run(experiment_id, results.name, uuid.uuid4().hex, now, parent)
     server.log_params(run_id, results.params)
-    finite = {name: value for name, value in results.metrics.items() if math.isfinite(value)}
-    server.log_rows(run_id, [Row(f"{_PREFIX}{name}", value, now, 0) for name, value in finite.items()])
+    points = [(name, 0, value) for name, value in results.metrics.items()]
+    points += [(name, step, value) for name, curve in results.curves.items() for step, value in curve]
+    rows = [Row(f"{_PREFIX}{name}", value, now, step) for name, step, value in points if math.isfinite(value)]
+    server.log_rows(run_id, rows)
     for file in results.files:
         server.log_file(run_id, file)
     for part in results.parts:

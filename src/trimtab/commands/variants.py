@@ -1,7 +1,9 @@
 """The variants of a comparison: from `--vary`, a study, or a file."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +15,30 @@ from trimtab.report.compare import Variant
 from trimtab.report.studies import STUDIES, build_study
 
 
-def choose_variants(recipe: Recipe, vary: Sequence[str], study: str | None, file: Path | None) -> list[Variant]:
-    """Return the variants that the command line selects in one of three ways."""
+def choose_variants(
+    recipe: Recipe, vary: Sequence[str], study: str | None, file: Path | None, num_sampled: int | None = None
+) -> list[Variant]:
+    """Return the variants that the command line selects in one of three ways; of `--vary` maybe a random choice."""
     if sum((bool(vary), study is not None, file is not None)) != 1:
         raise RecipeError(
             "compare needs one of --vary, --study and --variants",
             f"--vary train.precision=fp32,bf16, --study with {', '.join(STUDIES)}, or --variants FILE",
         )
+    if num_sampled is not None and not vary:
+        raise RecipeError("--sample chooses among the combinations of --vary, and there are none", "leave it out")
     if study is not None:
         return build_study(study, recipe)
-    return combine_values(vary) if file is None else read_variants(file)
+    return combine_values(vary, num_sampled, recipe.seed) if file is None else read_variants(file)
 
 
-def combine_values(texts: Sequence[str]) -> list[Variant]:
-    """Return every combination of the values in `--vary KEY=a,b`; the first values make the first variant.
+def combine_values(texts: Sequence[str], num_sampled: int | None = None, seed: int = 0) -> list[Variant]:
+    """Return the combinations of the values in `--vary KEY=a,b`; the first values make the first variant.
 
     Args:
         texts: Each a key and its values; commas inside braces, brackets and quotes do not separate.
+        num_sampled: Return a random choice of so many, in their order; the first variant, which the others are compared
+            with, is always among them. None returns all.
+        seed: Determines the choice.
     """
     axes: list[list[tuple[str, Any]]] = []
     for text in texts:
@@ -42,12 +51,29 @@ def combine_values(texts: Sequence[str]) -> list[Variant]:
     if len(set(keys)) < len(keys):
         raise RecipeError(f"--vary has {max(keys, key=keys.count)} twice", "pass all its values together: KEY=a,b,c")
     bare = {axis[0][0] for axis in axes if all(isinstance(value, str | Mapping) for _, value in axis)}
-    variants = [Variant(_name(chosen, bare), dict(chosen)) for chosen in itertools.product(*axes)]
+    grid = itertools.product(*axes) if num_sampled is None else _sample(axes, num_sampled, seed)
+    variants = [Variant(_name(chosen, bare), dict(chosen)) for chosen in grid]
     names = [variant.name for variant in variants]
     return [
         replace(variant, name=f"{variant.name} ({index})") if names.count(variant.name) > 1 else variant
         for index, variant in enumerate(variants, 1)
     ]
+
+
+def _sample(
+    axes: Sequence[Sequence[tuple[str, Any]]], num_sampled: int, seed: int
+) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """Yield the first and a random choice of the other combinations, without going through all of them."""
+    if num_sampled < 2:
+        raise RecipeError(f"--sample {num_sampled} leaves nothing to compare", "--sample 2 or more")
+    total = math.prod(map(len, axes))
+    others = random.Random(f"trimtab variants {seed}").sample(range(1, total), min(num_sampled, total) - 1)
+    for number in (0, *sorted(others)):
+        chosen = []
+        for axis in reversed(axes):  # the last key varies fastest, as in the whole grid
+            number, place = divmod(number, len(axis))
+            chosen.append(axis[place])
+        yield tuple(reversed(chosen))
 
 
 def split_values(text: str) -> list[str]:

@@ -87,20 +87,26 @@ class SharedText:
 
 
 @dataclass(frozen=True)
-class DataReport:
-    """Everything that `trimtab data show` prints."""
+class DataCard:
+    """Sizes, lengths and labels of the data of a run."""
 
     task: str
     columns: dict[str, str | list[str]]
+    train: SetSizes
+    eval: SetSizes | None
+    histogram: tuple[LengthBin, ...]
+    labels: tuple[LabelCount, ...]
+
+
+@dataclass(frozen=True)
+class DataReport(DataCard):
+    """Everything that `trimtab data show` prints."""
+
     said: tuple[str, ...]
     examples: tuple[ShownExample, ...]
     special_tokens: str
     num_texts_with_special_tokens: int
     first_text_with_special_tokens: str | None
-    train: SetSizes
-    eval: SetSizes | None
-    histogram: tuple[LengthBin, ...]
-    labels: tuple[LabelCount, ...]
     num_shared_texts: int
     num_shared_eval_rows: int
     shared_texts: tuple[SharedText, ...]
@@ -135,20 +141,43 @@ def describe_data(
     with_special = _rows_with_special_tokens(task, train_rows, tokenizer)
     shared, num_shared_rows = _shared_texts(task, train_rows, eval_rows)
     return DataReport(
-        task=task.name,
-        columns=dict(task.columns),
+        **vars(describe_sets(task, train_rows, eval_rows, train_tokens, eval_tokens)),
         said=tuple(task.said),
         examples=examples,
         special_tokens=_describe_special_tokens(task, examples, tokenizer),
         num_texts_with_special_tokens=len(with_special),
         first_text_with_special_tokens=train_rows.location(with_special[0]) if with_special else None,
-        train=_sizes(task, train_rows, train_tokens),
-        eval=None if eval_rows is None or eval_tokens is None else _sizes(task, eval_rows, eval_tokens),
-        histogram=_histogram(train_tokens.lengths),
-        labels=_label_counts(task, train_tokens, eval_tokens),
         num_shared_texts=len(shared),
         num_shared_eval_rows=num_shared_rows,
         shared_texts=tuple(shared[:num_examples]),
+    )
+
+
+def describe_sets(
+    task: Task,
+    train_rows: Rows,
+    eval_rows: Rows | None,
+    train_tokens: TokenDataset,
+    eval_tokens: TokenDataset | None,
+    num_bins: int = _NUM_BINS,
+) -> DataCard:
+    """Collect what is cheap to know: sizes, lengths and labels.
+
+    Args:
+        task: The task.
+        train_rows: The training rows.
+        eval_rows: The held-out rows, if there are any.
+        train_tokens: The training rows as tokens.
+        eval_tokens: The held-out rows as tokens.
+        num_bins: Bins of the histogram of lengths.
+    """
+    return DataCard(
+        task=task.name,
+        columns=dict(task.columns),
+        train=_sizes(task, train_rows, train_tokens),
+        eval=None if eval_rows is None or eval_tokens is None else _sizes(task, eval_rows, eval_tokens),
+        histogram=_histogram(train_tokens.lengths, num_bins),
+        labels=_label_counts(task, train_tokens, eval_tokens),
     )
 
 
@@ -158,7 +187,7 @@ def _describe_example(task: Task, example: dict[str, Any], tokenizer: Any, locat
     input_ids = batch["input_ids"][0][is_real].tolist()
     labels, target, label = [IGNORED] * len(input_ids), [], None
     if task.loss_kind != "token-cross-entropy":
-        label = _label_text(task, batch["labels"][0])
+        label = label_text(task, batch["labels"][0])
     elif task.model_kind == "seq2seq-lm":
         target = [token for token in batch["labels"][0].tolist() if token != IGNORED]
     else:
@@ -190,7 +219,8 @@ def _describe_tokens(input_ids: list[int], labels: list[int], tokenizer: Any) ->
     )
 
 
-def _label_text(task: Task, label: torch.Tensor) -> str:
+def label_text(task: Task, label: torch.Tensor) -> str:
+    """Return the label of a row, or the prediction in its form, by name; of a regression the numbers."""
     names = task.head().get("id2label", {})
     if task.loss_kind == "cross-entropy":
         return str(names.get(int(label), int(label)))
@@ -275,10 +305,10 @@ def _sizes(task: Task, rows: Rows, tokens: TokenDataset) -> SetSizes:
     )
 
 
-def _histogram(lengths: list[int]) -> tuple[LengthBin, ...]:
+def _histogram(lengths: list[int], num_bins: int) -> tuple[LengthBin, ...]:
     """Count lengths in equal bins from 1 to the longest."""
     longest = max(lengths, default=0)
-    width = max(-(-longest // _NUM_BINS), 1)
+    width = max(-(-longest // num_bins), 1)
     counts = [0] * -(-longest // width)
     for length in lengths:
         counts[max(length - 1, 0) // width] += 1

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,7 @@ from trimtab.errors import DoesNotFit, TraceError, summarize_error
 from trimtab.hardware.memory import resolve_budget
 from trimtab.log import say
 from trimtab.model.chunked_loss import check_chunked_loss
-from trimtab.planner.explain import Change, cannot_fit, rung
+from trimtab.planner.explain import Change, cannot_fit, reason, rung
 from trimtab.planner.measured_plan import measure_plan
 from trimtab.planner.memory import Prediction
 from trimtab.planner.recipe_planner import RecipePlanner
@@ -66,18 +66,21 @@ class StepPlanner(Protocol):
         """Changes to the settings that may make it fit."""
 
 
-def choose_row(planner: StepPlanner, *, always_explains: bool = False, prefix: str = "") -> Row:
+def choose_row(
+    planner: StepPlanner, ladder: Ladder | None = None, *, always_explains: bool = False, prefix: str = ""
+) -> Row:
     """The row that a run takes: the fastest that fits, or the smallest where that may still run.
 
     Args:
         planner: The planner.
+        ladder: What it found; None searches.
         always_explains: On a CPU, too, log what would fit, which takes more predictions.
         prefix: Of that log message.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.
     """
-    ladder = planner.choose()
+    ladder = ladder or planner.choose()
     if ladder.chosen is not None:
         return ladder.chosen
     row, target = ladder.smallest, planner.target
@@ -97,6 +100,19 @@ def explain_failure(planner: StepPlanner, row: Row) -> str:
     smallest = rung(row, planner.needed_bytes(row), None)
     reference = planner.space.reference()
     return cannot_fit(smallest, target.name, target.budget_bytes, list(planner.changes(row)), reference)
+
+
+def why_chosen(planner: StepPlanner, ladder: Ladder, row: Row) -> str:
+    """One sentence about the row that a run takes, for its plan.json."""
+    budget = planner.target.budget_bytes
+    if ladder.chosen is None:
+        return f"No plan fits into {format_bytes(budget)} by the prediction, so the smallest one is used."
+    faster = [
+        other for other in ladder.rows if not other.estimate.fits and other.estimate.tokens_s > row.estimate.tokens_s
+    ]
+    near = [min(faster, key=lambda other: other.least_bytes)] if faster else []
+    rungs = [rung(other, planner.needed_bytes(other), None) for other in (row, *near)]
+    return reason([replace(rungs[0], is_chosen=True), *rungs[1:]], budget, planner.space.reference())
 
 
 # ---------------------------------------------------------------------- before a run
@@ -246,8 +262,9 @@ class _Question:
     def by_search(self) -> Decision:
         """Let the planner choose."""
         planner = self._planner()
-        row = choose_row(planner)
-        return Decision(row.spec, outlook_of(planner, row))
+        ladder = planner.choose()
+        row = choose_row(planner, ladder)
+        return Decision(row.spec, replace(outlook_of(planner, row), why=why_chosen(planner, ladder, row)))
 
     def by_measuring(self, trials: TrialSteps) -> Decision:
         """Let trial steps on the device choose; all processes measure the same ones."""

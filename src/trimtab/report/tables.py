@@ -104,11 +104,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_folder(comparison: Comparison, folder: Path, title: str) -> list[Path]:
-    """Write results.json, results.md and the plots, and return the files."""
+    """Write results.json, report.html, results.md and the plots, and return the files."""
+    from trimtab.report.page.comparison_page import comparison_page
+    from trimtab.report.page.document import PAGE
     from trimtab.report.plots import draw
 
-    written = [folder / "results.json"]
+    written = [folder / "results.json", folder / PAGE]
     written[0].write_text(json.dumps(comparison.as_dict(), indent=1), encoding="utf-8")
+    written[1].write_text(comparison_page(comparison, title), encoding="utf-8")
     plots = draw(comparison, folder)
     page = folder / "results.md"
     page.write_text(markdown(comparison, title, [plot.name for plot in plots]), encoding="utf-8")

@@ -18,6 +18,7 @@ JOURNAL = "metrics.jsonl"
 VOLATILE_KEYS = {
     "time",
     "tokens_per_s",
+    "memory_bytes",
     "peak_memory_bytes",
     "peak_reserved_bytes",
     "preflight_peak_bytes",

@@ -22,6 +22,7 @@ class Outlook:
         predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
         predicted_host_bytes: The most host memory, while loading or while a checkpoint is saved.
         predicted_disk_bytes: The most disk space, for checkpoints and the best model.
+        why: One sentence: why the plan was chosen.
     """
 
     origin: ClassVar[str] = "predicted"
@@ -35,6 +36,7 @@ class Outlook:
     predicted_eval_peak_bytes: int | None = None
     predicted_host_bytes: int | None = None
     predicted_disk_bytes: int | None = None
+    why: str | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self | None:

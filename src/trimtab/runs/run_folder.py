@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,11 +242,18 @@ class RunFolder:
         path = self.path / JOURNAL
         return path.stat().st_size if path.exists() else 0
 
-    def finish(self, state: str, **facts: Any) -> None:
-        """Write the final state, end the uploader and release the folder."""
+    def finish(self, state: str, *, before_upload: Callable[[], None] = lambda: None, **facts: Any) -> None:
+        """Write the final state, end the uploader and release the folder.
+
+        Args:
+            state: The final state.
+            before_upload: Called once the state is written: what it writes to the folder is uploaded, too.
+            facts: More facts for `run.json`.
+        """
         self._journal.finish()
         self._note_best()
         self.update(state=state, **facts)
+        before_upload()
         self._uploader.finish()
         self._release()
 

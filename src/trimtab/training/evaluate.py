@@ -18,6 +18,7 @@ from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.losses import Loss, StepLoss
 from trimtab.randomness import preserve_host_random_state
+from trimtab.training.row_outcomes import RowOutcomes
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -32,6 +33,10 @@ class Evaluator:
         make_metrics: Returns new streaming metrics for one pass.
         own_metrics: The user's functions of (logits, batch) that return one value per row; the mean is reported under
             their name. They need a loss that computes logits.
+        make_outcomes: Returns what collects the outcome of each row in one pass; by default nothing is collected.
+
+    Attributes:
+        outcomes: The table of `RowOutcomes.finish` of the last pass.
     """
 
     def __init__(
@@ -41,12 +46,15 @@ class Evaluator:
         loss: Loss,
         make_metrics: Callable[[], Metrics],
         own_metrics: Mapping[str, OwnMetric] | None = None,
+        make_outcomes: Callable[[], RowOutcomes] = RowOutcomes,
     ) -> None:
         self._engine = engine
         self.loader = loader
         self._loss = loss
         self._make_metrics = make_metrics
         self._own = dict(own_metrics or {})
+        self._make_outcomes = make_outcomes
+        self.outcomes: torch.Tensor | None = None
         self.num_rows: int | None = None  # the largest micro-batch size; None: whole batches
 
     @torch.no_grad()
@@ -65,6 +73,9 @@ class Evaluator:
         if self._engine.use_distributed:
             sums.metrics.combine(self._engine.reduce, self._engine.gather)
             own_sums = self._engine.reduce(own_sums)
+            self.outcomes = sums.rows.finish(self._engine.gather)
+        else:
+            self.outcomes = sums.rows.finish()
         return sums.metrics.compute() | {name: _mean(own) for name, own in own_sums.items()}
 
     @torch.no_grad()
@@ -88,7 +99,7 @@ class Evaluator:
             model.train(was_training)
 
     def _new_sums(self) -> "_Sums":
-        return _Sums(self._make_metrics(), self._own)
+        return _Sums(self._make_metrics(), self._own, self._make_outcomes())
 
     def _pass(self, model: torch.nn.Module, on_batch: Callable[[int], None]) -> "_Sums | None":
         """Return the sums over all batches; None if memory ran out while a batch was added: they are then invalid."""
@@ -112,6 +123,7 @@ class Evaluator:
                 if sums.num_added > added:
                     return None
                 left = [smaller for piece in left for smaller in self._pieces(piece)]
+            sums.rows.add_numbers(getattr(self.loader, "shard", None))
             on_batch(num_done)
         return sums
 
@@ -135,10 +147,10 @@ class Evaluator:
 
 
 class _Sums:
-    """The metrics of a pass, with the sums of the user's own metrics."""
+    """The metrics of a pass, with the sums of the user's own metrics and the outcome of each row."""
 
-    def __init__(self, metrics: Metrics, functions: Mapping[str, OwnMetric]) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: Metrics, functions: Mapping[str, OwnMetric], rows: RowOutcomes) -> None:
+        self.metrics, self.rows = metrics, rows
         self.own: dict[str, list[torch.Tensor]] = {name: [] for name in functions}
         self._functions = functions
         self.num_added = 0  # batches, including one that was added in part
@@ -149,6 +161,7 @@ class _Sums:
             raise _no_logits(self._functions)
         self.num_added += 1
         self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
+        self.rows.add(step.logits, batch["labels"])
         for name, function in self._functions.items():
             self.own[name].append(_sum_and_count(function(step.logits, batch)))
 

@@ -39,4 +39,5 @@ class StepReporter:
         values = {"loss": loss, "lr": line.lr, "epoch": round(line.epoch, 4), "tokens_per_s": round(tokens_per_s)}
         if grad_norm is not None:
             values["grad_norm"] = grad_norm
+        values["memory_bytes"] = in_use
         self._outputs.writer.record(values, state.step)

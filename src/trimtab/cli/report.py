@@ -1,0 +1,36 @@
+"""`trimtab report`: the report of a run as an HTML page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import Device
+from trimtab.errors import RecipeError
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are shown side by side.")],
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the run, or here.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Add generations before and after, for N rows.")] = None,
+    device: Device = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page on this machine; it refreshes itself.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(help="Port for --watch. Default: a free one.")] = None,
+) -> None:
+    """Write the report of a run, or of several runs, as one HTML file."""
+    from trimtab.commands.report import watch as watch_runs
+    from trimtab.commands.report import write_page
+    from trimtab.commands.samples import write_samples
+
+    for run in runs if samples is not None else ():
+        write_samples(run, samples or 0, device=device)
+    if not watch:
+        if port is not None:
+            raise RecipeError(f"--port {port} has no effect without --watch", "add --watch, or leave --port out")
+        typer.echo(str(write_page(runs, out)))
+        return
+    if out is not None:
+        raise RecipeError("--watch serves the page and writes no file", "leave out --out or --watch")
+    watch_runs(runs, port or 0, typer.echo)

@@ -1,0 +1,86 @@
+"""`trimtab report`: writes the report of a run again, or of several runs side by side, or serves it."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trimtab.checkpoint.disk_errors import cure_for_os_error
+from trimtab.errors import RecipeError
+from trimtab.report.page.document import MARK, PAGE
+from trimtab.report.page.run_files import read_run
+from trimtab.report.page.run_page import run_page
+from trimtab.report.page.runs_page import runs_page
+from trimtab.report.serve import report_server
+
+
+def make_page(runs: Sequence[Path], tag: str | None = None) -> str:
+    """Return the page of a run, or of several runs side by side."""
+    found = [read_run(run) for run in runs]
+    return run_page(found[0], tag) if len(found) == 1 else runs_page(found, tag)
+
+
+def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page.
+
+    Args:
+        runs: Folders of runs.
+        out: The file; by default report.html in the folder of the run, or here for several runs.
+
+    Returns:
+        The file.
+
+    Raises:
+        RecipeError: A folder is no run, or the file cannot be written, or is not a report.
+    """
+    text = make_page(runs)
+    target = out or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
+    if target.is_dir():
+        target = target / PAGE
+    _refuse_other_file(target)
+    write_text(target, text)
+    return target
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        RecipeError: It cannot be written.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        cure = cure_for_os_error(error, "choose another --out")
+        raise RecipeError(f"{target} cannot be written: {error.strerror or error}", cure) from error
+
+
+def _refuse_other_file(target: Path) -> None:
+    """A report replaces a report, and nothing else."""
+    try:
+        with target.open(encoding="utf-8", errors="replace") as file:
+            if MARK not in file.read(2000):
+                raise RecipeError(f"{target} exists and is not a report of trimtab", "choose another --out")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RecipeError(f"{target} cannot be read: {error.strerror or error}", "choose another --out") from error
+
+
+def watch(runs: Sequence[Path], port: int, tell: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; it refreshes itself.
+
+    Args:
+        runs: Folders of runs.
+        port: Port on this machine; 0 takes a free one.
+        tell: Takes a line for the user.
+    """
+    make_page(runs)  # a folder that is no run is an error now, not in the browser
+    with report_server(lambda tag: make_page(runs, tag), port) as server:
+        tell(f"http://127.0.0.1:{server.server_address[1]} shows the report and refreshes itself; stop it with Ctrl-C")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()

@@ -1,0 +1,60 @@
+"""The prediction and the loss of each evaluated row, which an evaluation of a classifier or regression has anyway."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROW_LOSSES = ("cross-entropy", "binary-cross-entropy", "mse")
+
+
+class RowOutcomes:
+    """Collects the rows of one evaluation on the device; only `finish` is a host-device sync.
+
+    Args:
+        kind: Kind of the loss; nothing is collected unless it is one of `ROW_LOSSES`.
+        num_outputs: Number of labels or targets of a row.
+    """
+
+    def __init__(self, kind: str | None = None, num_outputs: int = 0) -> None:
+        self._kind = kind if kind in ROW_LOSSES else None
+        self._num_columns = 1 + (1 if kind == "cross-entropy" else num_outputs)
+        self._parts: list[Tensor] = []
+        self._rows: list[int] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Add the next rows: their logits and labels."""
+        if self._kind is not None and logits.dim() == 2 and len(logits) == len(labels):
+            self._parts.append(_columns(self._kind, logits.detach().float(), labels))
+
+    def add_numbers(self, shard: Any) -> None:
+        """Add the numbers of the rows of a batch, whose logits were added: the present shard of the loader."""
+        if self._kind is not None:
+            self._rows += shard.content
+
+    def finish(self, gather: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor | None:
+        """Return a table with a line for each row: its number, its loss, and its prediction; None if nothing is known.
+
+        Args:
+            gather: Concatenates the tensors of all ranks along dimension 0; their lengths may differ.
+        """
+        if self._kind is None:
+            return None
+        found = torch.cat([torch.zeros(0, self._num_columns), *(part.cpu() for part in self._parts)]).double()
+        if len(found) != len(self._rows):  # the user's own loss returns other logits than one line per row
+            found, self._rows = found[:0], []
+        table = gather(torch.cat([torch.tensor(self._rows, dtype=torch.float64)[:, None], found], 1))
+        return table if len(table) else None
+
+
+def _columns(kind: str, logits_BK: Tensor, labels: Tensor) -> Tensor:
+    if kind == "cross-entropy":
+        loss = functional.cross_entropy(logits_BK, labels, reduction="none")
+        return torch.stack([loss, logits_BK.argmax(-1).float()], 1)
+    targets = labels.float().reshape(logits_BK.shape)
+    if kind == "mse":
+        return torch.cat([(logits_BK - targets).square().mean(-1, keepdim=True), logits_BK], 1)
+    loss = functional.binary_cross_entropy_with_logits(logits_BK, targets, reduction="none").mean(-1, keepdim=True)
+    return torch.cat([loss, (logits_BK > 0).float()], 1)

@@ -1,0 +1,190 @@
+"""The parts of a report: what a page refers to, escaping, curves, and the values of a recipe with their origins."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
+from trimtab.recipe.schema import Recipe
+from trimtab.report.page.charts import thin_out, training_charts
+from trimtab.report.page.data_section import data_card, held_out_rows
+from trimtab.report.page.document import document, escape, section, table
+from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
+from trimtab.report.page.run_files import RunFiles, read_recipe
+
+EVIL = "</script><script>alert(1)</script> & \"quotes\" 'too' \x00\ud800"
+
+
+class Tags(HTMLParser):
+    """The elements of a page: tag and attributes, and the text inside scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.scripts, self._open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1] += data
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+
+def outside_references(page):
+    """Everything in a page that a browser would fetch from elsewhere."""
+    found = [
+        value
+        for _, attributes in Tags(page).found
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action", "data", "poster") and not value.startswith(("#", "data:"))
+    ]
+    return found + re.findall(r"@import[^;]*|url\((?!#)[^)]*\)|https?://\S+", page)
+
+
+def data_of(page):
+    text = next(script for script in Tags(page).scripts if script.startswith('{"charts"'))
+    return {one["id"]: one for one in json.loads(text)["charts"]}
+
+
+def test_a_page_refers_to_nothing_outside():
+    page = document("a title", section("x", "X", table(["a", "b"], [["1", "2"]])), training_charts([("", CURVES)]))
+    assert outside_references(page) == []
+    assert outside_references(page.replace("<main>", '<main><img src="a.png">')) == ["a.png"]
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+    assert '<meta name="viewport"' in page
+
+
+def test_everything_from_users_is_escaped():
+    curves = {EVIL: [(1, 0.5)], "loss": [(1, 2.0)]}
+    found = {"step": 1, "num_rows": 1, "labels": [EVIL, "b"], "confusion": [[1, 0], [0, 0]]}
+    found["worst"] = [{"loss": 1.0, "label": EVIL, "predicted": "b", "text": EVIL, "location": EVIL}]
+    body = section("x", EVIL, table([EVIL, EVIL], [[EVIL, EVIL]]), held_out_rows(found))
+    page = document(EVIL, body, training_charts([(EVIL, curves), ("other", curves)]))
+    page.encode()  # no half of a surrogate pair is left
+    assert "alert(1)</script>" not in page
+    assert len(Tags(page).scripts) == 2
+    assert data_of(page)[EVIL]["series"][0]["name"] == EVIL
+    assert escape("<a b='c'>\x07") == "&lt;a b=&#x27;c&#x27;&gt;\ufffd"
+
+
+CURVES = {
+    "loss": [(1, 2.0), (2, None), (3, 1.0)],
+    "eval_loss": [(3, 1.5)],
+    "eval_accuracy": [(3, 0.5)],
+    "eval_f1": [(3, 0.4)],
+    "eval_perplexity": [(3, 9.0)],
+    "lr": [(1, 1e-3)],
+    "grad_norm": [(1, 1.0), (2, 100.0)],
+    "tokens_per_s": [(1, 10)],
+    "memory_bytes": [(1, 2**30)],
+    "epoch": [(1, 0.1)],
+    "my_value": [(1, 7)],
+}
+
+
+def test_charts_of_a_run_and_of_several():
+    charts = {one["id"]: one for one in training_charts([("", CURVES)], [("budget", 2**31)])}
+    assert list(charts) == [
+        *("loss", "metrics", "eval_perplexity", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "my_value"),
+    ]
+    assert [series["name"] for series in charts["loss"]["series"]] == ["training", "held-out"]
+    assert charts["loss"]["series"][0]["points"] == [(1, 2.0), (2, None), (3, 1.0)]
+    assert charts["grad_norm"]["log"]
+    assert charts["memory_bytes"]["marks"] == [{"label": "budget", "value": 2**31}]
+    several = {one["id"]: one for one in training_charts([("a", CURVES), ("b", {"loss": [(1, float("nan"))]})])}
+    assert [series["name"] for series in several["loss"]["series"]] == ["a", "b"]
+    assert several["loss"]["series"][1]["points"] == [(1, None)]
+    assert [series["name"] for series in several["eval_accuracy"]["series"]] == ["a"]
+
+
+def test_long_curves_keep_their_spikes_and_gaps():
+    points = [(step, float(step % 7)) for step in range(100_000)]
+    points[54_321] = (54_321, 1e9)
+    points[77_777] = (77_777, None)
+    kept = thin_out(points)
+    assert len(kept) <= 1600
+    assert set(kept) <= set(points)
+    assert {points[0], points[54_321], points[77_777], points[-1]} <= set(kept)
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+    assert thin_out(points[:10]) == points[:10]
+
+
+@pytest.mark.parametrize("path", ["y.csv", "a  # b.csv", "it's # here: x.csv", 'a "quoted" # one.csv'])
+def test_origins_are_read_from_a_recipe(tmp_path, path):
+    loaded = LoadedRecipe(Recipe(model="x", data={"train": path}, train={"lr": 1e-3}), {"train.lr": "r # s.yaml:3"})
+    (tmp_path / "recipe.yaml").write_text(render_resolved_yaml(loaded))
+    found = {value.key: value for value in read_recipe(tmp_path / "recipe.yaml")}
+    assert path in (found["data.train"].value, found["data.train"].value[1:-1].replace("''", "'").replace('\\"', '"'))
+    assert found["data.train"].origin == "Python"
+    assert (found["train.lr"].value, found["train.lr"].origin) == ("0.001", "r # s.yaml:3")
+    assert found["memory.budget"].origin == "default"
+    assert read_recipe(tmp_path / "nowhere.yaml") == ()
+
+
+def test_a_card_without_labels_and_held_out_rows():
+    sizes = {"num_rows": 4, "num_examples": 2, "num_truncated": 1, "num_tokens": 9, "num_loss_tokens": 5}
+    sizes |= {"shortest": 1, "median": 2, "p95": 3, "longest": 8}
+    card = {"task": "chat", "columns": {"prompt": ["a", "b"]}, "train": sizes, "eval": None, "max_length": 8}
+    text = data_card(card | {"histogram": [{"first": 1, "last": 8, "num_examples": 2}], "labels": []})
+    assert "a and b (prompt)" in text
+    assert "1 (25.0%)" in text
+    assert "Labels" not in text
+    assert data_card({}) == held_out_rows({}) == ""
+
+
+PLAN = {
+    "device": "cuda:0",
+    "origin": "predicted",
+    "budget_bytes": 8 * 2**30,
+    "predicted_peak_bytes": 4 * 2**30,
+    "predicted_total_bytes": 5 * 2**30,
+    "predicted_step_s": 0.5,
+    "predicted_parts": {"weights": 3 * 2**30, "activations": 2**30},
+    "predicted_eval_peak_bytes": 2**30,
+    "why": "Chosen: micro-batch 4: the fastest that fits.",
+}
+
+
+def text_of(page):
+    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+def test_predictions_for_a_gpu_stand_beside_measurements(tmp_path):
+    status = {"step": 10, "train_seconds": 6.0, "peak_memory_bytes": int(4.2 * 2**30)}
+    curves = {"peak_reserved_bytes": [(10, 5 * 2**30)], "preflight_eval_peak_bytes": [(10, 2**30)]}
+    run = RunFiles(tmp_path, status, "finished", "", plan=PLAN, curves=curves)
+    text = text_of(comparison_with_prediction(run))
+    assert "peak of allocated memory 4.0 GiB 4.2 GiB +5.0%" in text
+    assert "peak of reserved memory – 5.0 GiB –" in text
+    assert "peak of evaluations 1.0 GiB 1.0 GiB +0.0%" in text
+    assert "device memory needed 5.0 GiB – –" in text
+    assert "time of an optimizer step 500.0 ms 600.0 ms +20.0%" in text
+    assert "memory budget 8.0 GiB" in text
+    assert "activations 1.0 GiB" in text
+    assert PLAN["why"] in plan_section(run)
+
+
+def test_a_plan_that_was_measured_lists_its_trials(tmp_path):
+    trials = [
+        {"micro_batch": 8, "num_tokens": 512, "total_bytes": None, "fits": False},
+        {"micro_batch": 4, "num_tokens": 256, "loss": "chunked", "total_bytes": 2**30, "fits": True},
+    ]
+    plan = {"device": "cuda:0", "origin": "measured", "measured_peak_bytes": 2**30, "measured_steps": trials}
+    run = RunFiles(tmp_path, {"step": 1, "peak_memory_bytes": 2**30}, "finished", "", plan=plan)
+    text = text_of(plan_section(run))
+    assert "trial steps on the device were measured" in text
+    assert "8 – out of memory no" in text
+    assert "4 loss: chunked 1.0 GiB yes" in text
+    text = text_of(comparison_with_prediction(run))
+    assert "trial steps measured difference peak of allocated memory 1.0 GiB 1.0 GiB +0.0%" in text
