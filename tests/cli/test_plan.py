@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from tiny_runs import reviews, write_csv
+from trimtab.errors import ModelError
+from trimtab.planner.recipe_planner import RecipePlanner
 
 LLAMA = {
     "model": {
@@ -172,11 +174,28 @@ def test_a_mixture_of_experts_has_a_plan(plan, own_folder):
     assert "Chosen: micro-batch 4" in out
 
 
-def test_an_adapter_that_does_not_go_with_the_model_leaves_the_rest_of_the_plan(plan, own_folder):
+def test_an_adapter_that_does_not_go_with_the_model_leaves_the_rest_of_the_plan(plan, own_folder, monkeypatch):
+    own = RecipePlanner._case
+
+    def case_of(self, method):
+        if "qlora" in method.values():
+            raise ModelError("its training step cannot be traced")
+        return own(self, method)
+
+    monkeypatch.setattr(RecipePlanner, "_case", case_of)
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300, "state_size": 4}
     write_recipe(own_folder, "mamba", "causal-lm", config)
     code, out, _ = plan("other.yaml", "--gpu", "a100", "--length", 8)
     assert code == 0
     assert "Chosen: micro-batch 4" in out
-    assert "Not shown: qlora: no plan for MambaForCausalLM: its training step cannot be traced" in out
+    assert "Not shown: qlora: its training step cannot be traced" in out
     assert "QLoRA," not in out
+
+
+def test_settings_that_exclude_each_other_are_named(plan, own_folder):
+    options = ["--set", "memory.stream_weights=all", "--set", "memory.offload_state=host"]
+    options += ["--set", "memory.update=in-backward", "--set", "train.max_grad_norm=null"]
+    write_recipe(own_folder, "llama", "causal-lm", LLAMA["model"]["config"])
+    code, _, errors = plan("other.yaml", "--gpu", "a100", "--length", 8, *options)
+    assert code == 2
+    assert "memory.stream_weights streams the state of weights that train with them; memory.offload_state: none" in errors
