@@ -198,4 +198,6 @@ def test_settings_that_exclude_each_other_are_named(plan, own_folder):
     write_recipe(own_folder, "llama", "causal-lm", LLAMA["model"]["config"])
     code, _, errors = plan("other.yaml", "--gpu", "a100", "--length", 8, *options)
     assert code == 2
-    assert "memory.stream_weights streams the state of weights that train with them; memory.offload_state: none" in errors
+    assert (
+        "memory.stream_weights streams the state of weights that train with them; memory.offload_state: none" in errors
+    )
