@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tiny_gguf import write_gguf
 from tiny_models import CONFIGS, KINDS, STORIES, TEXTS, batch_of, config_of, needs_stories, same_weights, tokenizer
 from trimtab.errors import ModelError, RecipeError
+from trimtab.model.block_init import build_in_host_memory
 from trimtab.model.config import build_config
 from trimtab.model.hub import explained, quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer, max_positions, newly_initialized, resolve_source
@@ -432,3 +433,23 @@ def test_gguf(tmp_path):
     classifier = load_model(str(path), "sequence-classification", LABELS, tok)
     assert newly_initialized(classifier) == {"score.weight"}
     assert same_weights(classifier.model, original.model)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_in_host_memory_are_drawn_block_by_block(is_tied):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**config_of("llama"), tie_word_embeddings=is_tied, initializer_range=0.05)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    found = build_in_host_memory(AutoModelForCausalLM, config, torch.bfloat16, torch.device("cpu"))
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) is is_tied
+    pairs = zip(plain.state_dict().items(), found.state_dict().items(), strict=True)
+    for (name, expected), (own, weight) in pairs:
+        assert (name, expected.shape, expected.dtype) == (own, weight.shape, weight.dtype)
+        if "norm" in name:
+            assert torch.equal(weight, expected)
+        else:  # other random numbers of the same kind: 5 standard errors
+            assert weight.float().std() == pytest.approx(0.05, rel=5 / (2 * weight.numel()) ** 0.5 + 0.01)
+    ids = torch.tensor([[1, 2, 3]])
+    assert found(input_ids=ids).logits.isfinite().all()

@@ -52,6 +52,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
             dtype=options.dtype,
             quantization=options.quantization,
             device=device,
+            draws_on=engine.device,
         )
 
     model = _loaded(load, recipe, engine)

@@ -13,6 +13,7 @@ import torch
 from trimtab.data.tasks.decoder_start import generation_start, starts_with_last_token
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import say
+from trimtab.model.block_init import build_in_host_memory, skeleton
 from trimtab.model.config import (
     LOAD_FAILURES,
     POSITIONS_AFTER_PAD,
@@ -31,7 +32,6 @@ from trimtab.model.quantization import (
     device_for,
     finish_quantized,
     quantizable,
-    skeleton,
     warn_if_little_quantized,
 )
 from trimtab.model.tokenizer import load_tokenizer, train_tokenizer
@@ -83,6 +83,7 @@ def load_model(
     dtype: torch.dtype | None = torch.float32,
     quantization: Quantization | None = None,
     device: torch.device | str | None = None,
+    draws_on: torch.device | None = None,
 ) -> torch.nn.Module:
     """Load a model in eval mode, and log in one line what was loaded.
 
@@ -96,13 +97,16 @@ def load_model(
             stores them, which may be quantized; such a model cannot be trained.
         quantization: How to quantize the linear modules of the (frozen) base model; None to not quantize.
         device: Device of the model; None for the CPU, or for a quantized base the GPU if there is one.
+        draws_on: Device that draws the random weights of a large model that is in host memory; None for `device`.
 
     Raises:
         ModelError: The model does not exist, or has no head of that kind.
         RecipeError: The package that quantizes is not installed.
     """
     stored = {"as_stored": dtype is None}
-    options = LoadOptions(dtype or torch.float32, quantization, device_for(device, quantization), **stored)
+    options = LoadOptions(
+        dtype or torch.float32, quantization, device_for(device, quantization), draws_on=draws_on, **stored
+    )
     with quiet_transformers():
         model: Any
         if isinstance(source, str):
@@ -294,8 +298,10 @@ def _from_scratch(
     try:
         if options.quantization is not None:
             model = build_quantized(auto_class, config, options.dtype, options.quantization, options.device)
+        elif options.device.type == "cpu" and _draws_on_device(auto_class, config, options):
+            model = build_in_host_memory(auto_class, config, options.dtype, options.draws_on or options.device)
         else:
-            with _device_for_init(auto_class, config, options):
+            with options.device if _draws_on_device(auto_class, config, options) else nullcontext():
                 model = auto_class.from_config(config, dtype=options.dtype)
     except LOAD_FAILURES as error:
         if "Unrecognized configuration class" in str(error):
@@ -308,12 +314,12 @@ def _from_scratch(
     return model
 
 
-def _device_for_init(auto_class: Any, config: Any, options: LoadOptions) -> Any:
-    """The device to initialize random weights on: the host, for equal weights on every device, unless too large."""
-    if options.device.type == "cpu":
-        return nullcontext()
+def _draws_on_device(auto_class: Any, config: Any, options: LoadOptions) -> bool:
+    """Whether random weights are drawn on a device: else on the host, for equal weights on every device."""
+    if (options.draws_on or options.device).type == "cpu":
+        return False
     size = sum(parameter.numel() for parameter in skeleton(auto_class, config, options.dtype).parameters())
-    return options.device if size >= _MIN_DRAWN_ON_DEVICE else nullcontext()
+    return size >= _MIN_DRAWN_ON_DEVICE
 
 
 def _fit_to_tokenizer(model: Any, tokenizer: Any) -> list[str]:

@@ -13,7 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from trimtab.hardware.extras import require_extra
-from trimtab.model.quantization import Quantization, is_quantized, quantizable, skeleton
+from trimtab.model.block_init import skeleton
+from trimtab.model.quantization import Quantization, is_quantized, quantizable
 
 _BLOCK = 64  # weights that share one scale
 

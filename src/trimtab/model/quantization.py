@@ -18,6 +18,7 @@ import torch
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import require_extra
 from trimtab.log import say
+from trimtab.model.block_init import initialize, materialize, owner_of, skeleton
 from trimtab.model.blocks import blocks_of
 from trimtab.model.direct_reads import directly_read
 from trimtab.units import format_bytes
@@ -78,12 +79,14 @@ class LoadOptions:
         dtype: Dtype of the weights that are not quantized.
         quantization: How the base model is quantized; None for not at all.
         device: Device of the model.
+        draws_on: Device that draws random weights; None for `device`.
         as_stored: Whether weights keep the form in which a folder stores them, instead of `dtype`.
     """
 
     dtype: torch.dtype
     quantization: Quantization | None
     device: torch.device
+    draws_on: torch.device | None = None
     as_stored: bool = False
 
     def describe(self, model: Any) -> str:
@@ -232,12 +235,12 @@ def build_quantized(
     names = quantizable(model)
     with torch.no_grad():
         for block_name, block in blocks_of(model):
-            _materialize(block, device)
-            _initialize(block, _owner_of(model, block_name))
+            materialize(block, device)
+            initialize(block, owner_of(model, block_name))
             for name in names:
                 if name.startswith(f"{block_name}."):
                     model.set_submodule(name, quantization.quantize(model.get_submodule(name)))
-        _materialize(model, device)
+        materialize(model, device)
         for module in model.modules():
             if is_quantized(module):
                 for marked in (module, *module.parameters(recurse=False)):
@@ -246,45 +249,3 @@ def build_quantized(
     finish_quantized(model, quantization, names)
     gc.collect()  # replaced modules can be in reference cycles, with their unquantized weights
     return model
-
-
-def skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Build a model on the meta device."""
-    with torch.device("meta"):
-        return auto_class.from_config(config, dtype=dtype)
-
-
-def _materialize(module: torch.nn.Module, device: torch.device) -> None:
-    """Allocate every meta tensor on the device; tied tensors stay tied."""
-    made: dict[int, Any] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        empty = torch.empty_like(tensor, device=device)
-                        is_weight = isinstance(tensor, torch.nn.Parameter)
-                        made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-                    tensors[name] = made[id(tensor)]
-
-
-def _initialize(module: torch.nn.Module, owner: Any) -> None:
-    """Initialize a module with `_init_weights` of the model that it belongs to, children first."""
-    from transformers import PreTrainedModel
-
-    for child in module.children():
-        _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
-    owner._init_weights(module)
-    module._is_hf_initialized = True  # type: ignore[assignment]
-
-
-def _owner_of(model: Any, name: str) -> Any:
-    """The innermost transformers model around a module, whose `_init_weights` initializes it."""
-    from transformers import PreTrainedModel
-
-    owner, module = model, model
-    for part in name.split(".")[:-1]:
-        module = getattr(module, part)
-        if isinstance(module, PreTrainedModel):
-            owner = module
-    return owner
