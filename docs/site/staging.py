@@ -10,8 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
-IMAGES = {".svg", ".png"}
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json", ".ipynb": "json", ".toml": "toml"}
+COPIED = {".svg", ".png", ".ipynb"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json", ".toml": "toml"}
 NAMED = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _LIST_ITEM = re.compile(r"\s*([-*]|\d+\.) ")
@@ -22,7 +22,7 @@ class BrokenLinks(Exception):
 
 
 class Staging:
-    """Pages and images of the site, by their path in it.
+    """Pages and other files of the site, by their path in it.
 
     Args:
         root: Folder of the repository.
@@ -31,7 +31,7 @@ class Staging:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.pages: dict[str, str] = {}
-        self.images: dict[str, Path] = {}
+        self.files: dict[str, Path] = {}
         self._broken: list[str] = []
         self._queue: list[Path] = []
         self._seen: set[Path] = set()
@@ -55,25 +55,25 @@ class Staging:
             return NAMED[relative]
         if path.suffix == ".md":
             return relative.removeprefix("docs/").replace("benchmarks/results/", "measurements/")
-        if path.suffix in IMAGES:
+        if path.suffix in COPIED:
             return relative.removeprefix("docs/")
         return f"source/{relative}.md"
 
     def write(self, folder: Path) -> None:
-        """Write all pages and images to an empty folder."""
+        """Write all pages and files to an empty folder."""
         for address, text in self.pages.items():
             target = folder / address
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
-        for address, path in self.images.items():
+        for address, path in self.files.items():
             (folder / address).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / address)
 
     def _add(self, path: Path) -> None:
         if path not in self._seen:
             self._seen.add(path)
-            if path.suffix in IMAGES:
-                self.images[self.address(path)] = path
+            if path.suffix in COPIED:
+                self.files[self.address(path)] = path
             else:
                 self._queue.append(path)
 

@@ -122,7 +122,7 @@ def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
     assert staging.pages["other.md"] == "[results](measurements/r.md) [folder](source/examples.md)\n"
     assert staging.pages["source/tool.py.md"] == "# tool.py\n\n```python\nprint()\n```\n"
     assert staging.pages["source/examples.md"] == "# examples\n\n- [one.py](examples/one.py.md)\n"
-    assert list(staging.images) == ["deep/c.png"]
+    assert list(staging.files) == ["deep/c.png"]
 
 
 def test_lists_get_a_blank_line_before_them():
