@@ -1,4 +1,4 @@
-"""Every tutorial runs from top to bottom in an empty folder, with small models and data under the names it uses.
+"""Every tutorial and the start page run in an empty folder, with small models and data under the names they use.
 
 Commands are processes, forked from one that has imported everything; Python blocks share a namespace, as in the
 notebook that is made of the page. One notebook runs in a real kernel.
@@ -20,6 +20,7 @@ from notebooks import TUTORIALS, blocks_of, commands_of, notebook_of
 from tiny_runs import CHAT_TEMPLATE, reviews
 
 PAGES = {path.stem: path for path in sorted(TUTORIALS.glob("*.md")) if path.name != "index.md"}
+START = TUTORIALS.parent / "start.md"
 IN_A_KERNEL = "from-scratch"
 BERTS = ("bert-base-uncased", "google/bert_uncased_L-2_H-128_A-2")
 DECODERS = ("mistralai/Mistral-7B-Instruct-v0.3", "HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -72,7 +73,7 @@ def run(fork_server, command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PAGES if name != IN_A_KERNEL])
+@pytest.mark.parametrize("name", ["start", *(name for name in PAGES if name != IN_A_KERNEL)])
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow calls what SQLAlchemy deprecates
 def test_it_runs(name, fork_server, monkeypatch):
@@ -80,7 +81,7 @@ def test_it_runs(name, fork_server, monkeypatch):
     if name == "mlflow":
         monkeypatch.delenv("TRIMTAB_TRACK")
     names, out = {"__name__": "__main__"}, ""
-    blocks = list(blocks_of(PAGES[name].read_text()))
+    blocks = list(blocks_of((PAGES | {"start": START})[name].read_text()))
     for block in blocks:
         if block.kind == "file":
             Path(block.name).write_text(block.text + "\n")
