@@ -92,7 +92,11 @@ def settings(version: str, sections: list[dict[str, list[str]]]) -> str:
     entries = [
         f"{{ {json.dumps(title)} = {json.dumps(pages)} }}" for section in sections for title, pages in section.items()
     ]
-    given = f'[project]\nsite_name = "trimtab {version}"\nnav = [\n    ' + ",\n    ".join(entries) + ",\n]\n"
+    given = (
+        f'[project]\nsite_name = "trimtab"\ncopyright = "trimtab {version}, Apache-2.0"\nnav = [\n    '
+        + ",\n    ".join(entries)
+        + ",\n]\n"
+    )
     return (HERE / "zensical.toml").read_text().replace("[project]\n", given, 1)
 
 

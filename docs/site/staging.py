@@ -2,7 +2,7 @@
 
 A link in docs/ is relative to the repository, because that is where code hosts show the page. Here the file behind it
 becomes a page too (a table of results as it is, a script or a recipe as a listing, a folder as a list), and the link
-is rewritten. A link to nothing is an error.
+is rewritten; a link that reads "training.md" gets the title of that page. A link to nothing is an error.
 """
 
 import posixpath
@@ -13,7 +13,7 @@ from pathlib import Path
 COPIED = {".svg", ".png", ".ipynb"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json", ".toml": "toml"}
 NAMED = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_LINK = re.compile(r"(?P<label>\[[^\[\]]*\]|\])\((?P<target>[^)\s]+)\)")
 _LIST_ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -92,19 +92,26 @@ class Staging:
         here = posixpath.dirname(self.address(page)) or "."
 
         def replace(match: re.Match[str]) -> str:
-            path, hash_sign, anchor = match[2].partition("#")
+            path, hash_sign, anchor = match["target"].partition("#")
             if not path or "://" in path:
                 return match[0]
             target = (page.parent / path).resolve()
             if not target.exists() or not target.is_relative_to(self.root):
-                self._broken.append(f"{page.relative_to(self.root)}: {match[2]}")
+                self._broken.append(f"{page.relative_to(self.root)}: {match['target']}")
                 return match[0]
             self._add(target)
             address = posixpath.relpath(self.address(target), here)
-            return f"{match[1]}{address}{hash_sign}{anchor}{match[3]}"
+            label = f"[{title_of(target)}]" if match["label"] == f"[{target.name}]" else match["label"]
+            return f"{label}({address}{hash_sign}{anchor})"
 
         pieces = re.split(r"(^```.*?^```$|`[^`\n]+`)", text, flags=re.MULTILINE | re.DOTALL)
         return "".join(piece if index % 2 else _LINK.sub(replace, piece) for index, piece in enumerate(pieces))
+
+
+def title_of(path: Path) -> str:
+    """The heading of a page, or the name of another file."""
+    heading = re.match(r"# (.+)", path.read_text()) if path.suffix == ".md" else None
+    return heading[1] if heading else path.name
 
 
 def with_blank_lines(text: str) -> str:

@@ -13,6 +13,7 @@ from build_site import BuildError, navigation, newest_version
 from docstrings import markdown_of
 from staging import BrokenLinks, Staging, with_blank_lines
 from trimtab.cli.main import app
+from trimtab.runs.contents import CONTENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +107,7 @@ def test_a_page_outside_the_navigation_is_an_error():
 def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
     for name, text in {
         "docs/deep/page.md": "`[no](x.md)` [a](../../tool.py) [b](../other.md#b) ![c](c.png)\n```\n[no](x.md)\n```\n",
-        "docs/other.md": "[results](../benchmarks/results/r.md) [folder](../examples)\n",
+        "docs/other.md": "[r.md](../benchmarks/results/r.md) [folder](../examples)\n",
         "docs/deep/c.png": "",
         "tool.py": "print()\n",
         "benchmarks/results/r.md": "# R\n",
@@ -119,7 +120,7 @@ def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
     staging.collect()
     expected = "`[no](x.md)` [a](../source/tool.py.md) [b](../other.md#b) ![c](c.png)\n```\n[no](x.md)\n```\n"
     assert staging.pages["deep/page.md"] == expected
-    assert staging.pages["other.md"] == "[results](measurements/r.md) [folder](source/examples.md)\n"
+    assert staging.pages["other.md"] == "[R](measurements/r.md) [folder](source/examples.md)\n"
     assert staging.pages["source/tool.py.md"] == "# tool.py\n\n```python\nprint()\n```\n"
     assert staging.pages["source/examples.md"] == "# examples\n\n- [one.py](examples/one.py.md)\n"
     assert list(staging.files) == ["deep/c.png"]
@@ -145,8 +146,15 @@ def test_docstrings_become_markdown():
     assert markdown_of(text) == expected
 
 
+def test_the_files_of_a_run_are_those_of_the_guide():
+    section = (ROOT / "docs" / "training.md").read_text().partition("## The run folder")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+    assert len(named) > 5
+    assert set(named) <= set(CONTENTS)
+
+
 def test_settings_of_the_site_are_valid():
     settings = build_site.settings("1.2.3", [{"Start": ["index.md"]}])
     project = tomllib.loads(settings)["project"]
-    assert (project["site_name"], project["nav"]) == ("trimtab 1.2.3", [{"Start": ["index.md"]}])
+    assert (project["copyright"], project["nav"]) == ("trimtab 1.2.3, Apache-2.0", [{"Start": ["index.md"]}])
     assert project["theme"]["font"] is False

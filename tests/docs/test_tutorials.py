@@ -17,7 +17,8 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from notebooks import TUTORIALS, blocks_of, commands_of, notebook_of
-from tiny_runs import CHAT_TEMPLATE, reviews
+from tiny_runs import reviews
+from trimtab.runs.contents import CONTENTS
 
 PAGES = {path.stem: path for path in sorted(TUTORIALS.glob("*.md")) if path.name != "index.md"}
 START = TUTORIALS.parent / "start.md"
@@ -53,7 +54,6 @@ def chats(num_rows, first):
     messages = [
         [{"role": role, "content": text} for role, text in zip(roles, row.values(), strict=True)] for row in rows
     ]
-    assert "message['role']" in CHAT_TEMPLATE
     return Dataset.from_dict({"messages": messages})
 
 
@@ -94,6 +94,10 @@ def test_it_runs(name, fork_server, monkeypatch):
         else:
             check_shown(block.text, out)
     assert sum(block.kind in ("sh", "python") for block in blocks) >= 4
+    if name == "killed":  # what a run has left is what the reference lists
+        left = {path.name + "/" * path.is_dir() for path in Path("runs/long/killed").iterdir()}
+        assert {"recipe.yaml", "plan.json", "metrics.jsonl", "run.json", "checkpoints/", "best/"} <= left
+        assert left <= {re.sub(r"(?<=/).+", "", path) for path in CONTENTS}
     if name == "own-loop":
         plain, ours, twice = (text for text in out.split("epoch 0") if text)
         assert plain == ours
