@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import trimtab
 from reference import reference_pages
@@ -62,7 +63,7 @@ def newest_version(changelog: str) -> str:
     return found[1]
 
 
-def navigation(sections: list[dict[str, object]], pages: dict[str, str]) -> list[dict[str, list[str]]]:
+def navigation(sections: list[dict[str, Any]], pages: dict[str, str]) -> list[dict[str, list[str]]]:
     """The pages of each section, patterns expanded.
 
     Raises:
@@ -72,7 +73,8 @@ def navigation(sections: list[dict[str, object]], pages: dict[str, str]) -> list
     missing = sorted(named - pages.keys())
     if missing:
         raise BuildError(f"docs/site/nav.toml lists pages that do not exist: {', '.join(missing)}")
-    found, taken = [], set(named)
+    found: list[dict[str, list[str]]] = []
+    taken = set(named)
     for section in sections:
         listed: list[str] = []
         for entry in section["pages"]:
@@ -110,7 +112,8 @@ def run_zensical(work: Path) -> None:
         check=False,
     )
     if done.returncode:
-        raise BuildError(done.stdout + done.stderr)
+        plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+        raise BuildError(plain.partition("Traceback")[0])
 
 
 def write_versions(folder: Path, newest: str) -> None:

@@ -54,7 +54,7 @@ def _section(name: str, command: Any) -> str:
 
 
 def _metavar(argument: Any) -> str:
-    return (argument.metavar or argument.name).upper().strip("[]")
+    return str(argument.metavar or argument.name).upper().strip("[]")
 
 
 def _placeholder(argument: Any) -> str:

@@ -76,8 +76,14 @@ def _cell(index: int, block: Block) -> dict[str, object]:
         text = "\n".join(f"!{command}" for command in commands_of(text))
     elif block.kind == "file":
         text = f"%%writefile {block.name}\n{text}"
-    cell = {"cell_type": "code", "execution_count": None, "id": f"cell-{index}", "metadata": {}, "outputs": []}
-    return cell | {"source": _lines(text)}
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "id": f"cell-{index}",
+        "metadata": {},
+        "outputs": [],
+        "source": _lines(text),
+    }
 
 
 def _lines(text: str) -> list[str]:

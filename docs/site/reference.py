@@ -2,6 +2,7 @@
 
 from command_line import command_line_page
 from python_api import engine_page, python_page
+from trimtab.cli.train import INTERRUPTED
 from trimtab.errors import TrimtabError
 from trimtab.runs.contents import CONTENTS
 
@@ -19,15 +20,10 @@ def reference_pages() -> dict[str, str]:
 
 def exit_codes_page() -> str:
     """Exit codes and the exceptions behind them, as a tree."""
-    codes = {
-        0: "done",
-        130: "a second Ctrl-C: stopped at once, nothing was saved",
-    }
-    for kind in (TrimtabError, *_below(TrimtabError)):
-        base = next(parent for parent in kind.__mro__[1:] if parent is not kind)
-        if kind is TrimtabError or kind.exit_code != getattr(base, "exit_code", None):
-            codes[kind.exit_code] = _sentence(kind)
-    codes[TrimtabError.exit_code] = "any other failure"
+    codes = {0: "done", TrimtabError.exit_code: "any other failure"}
+    for kind in _below(TrimtabError):
+        codes.setdefault(kind.exit_code, _sentence(kind))
+    codes[INTERRUPTED] = "a second Ctrl-C: stopped at once, nothing was saved"
     table = "\n".join(f"| {code} | {meaning} |" for code, meaning in sorted(codes.items()))
     tree = "\n".join(_branches(TrimtabError, ""))
     return f"""# Exit codes and exceptions
