@@ -33,12 +33,17 @@ def python_page() -> str:
 
 def engine_page() -> str:
     """`Engine` and its methods."""
+    methods = "\n\n".join(_member(name, value, "##") for name, value in _members(trimtab.Engine))
     return f"""# Engine
 
 Accelerate's verbs, for a loop of your own: [the tutorial](../tutorials/own-loop.md),
 [Accelerate's scripts](../accelerate.md).
 
-{_class("Engine", trimtab.Engine)}
+{_fenced("Engine", trimtab.Engine)}
+
+{markdown_of(trimtab.Engine.__doc__)}
+
+{methods}
 """
 
 
@@ -59,12 +64,14 @@ def _class(name: str, kind: type) -> str:
     if not issubclass(kind, BaseException):
         parts.append(_fenced(name, kind))
     parts.append(markdown_of(kind.__doc__))
-    for member, value in _members(kind):
-        if isinstance(value, property):
-            parts.append(f"### {name}.{member}\n\n{markdown_of(value.__doc__)}")
-        else:
-            parts.append(_function(f"{name}.{member}", value, "###"))
+    parts += [_member(f"{name}.{member}", value, "###") for member, value in _members(kind)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _member(name: str, value: Any, level: str) -> str:
+    if isinstance(value, property):
+        return f"{level} {name}\n\n{markdown_of(value.__doc__)}"
+    return _function(name, value, level)
 
 
 def _members(kind: type) -> list[tuple[str, Any]]:
@@ -86,7 +93,10 @@ def _function(name: str, function: Any, level: str) -> str:
 
 def _fenced(name: str, value: Any) -> str:
     """The signature, one argument per line where it is long."""
-    signature = inspect.signature(value)
+    is_created = inspect.isclass(value) and "__new__" in vars(value)  # whose signature would be taken
+    signature = inspect.signature(value.__init__ if is_created else value)
+    if is_created:
+        signature = signature.replace(return_annotation=inspect.Signature.empty)
     given = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
     text = _plain(f"{name}{signature.replace(parameters=given)}")
     if len(text) > WIDTH:

@@ -11,6 +11,7 @@ import build_site
 import trimtab
 from build_site import BuildError, navigation, newest_version
 from docstrings import markdown_of
+from python_api import engine_page
 from staging import BrokenLinks, Staging, with_blank_lines
 from trimtab.cli.main import app
 from trimtab.runs.contents import CONTENTS
@@ -69,7 +70,8 @@ def test_the_reference_has_every_command_and_every_name(site):
     for name in trimtab.__all__:
         assert name == "__version__" or f'id="{name.lower()}"' in text, name
     for method in ("prepare", "backward", "accumulate", "save_state", "gather_for_metrics"):
-        assert f'id="engine{method}"' in text
+        assert f'id="{method}"' in text
+    assert "\n    gradient_accumulation_steps: int = 1,\n" in engine_page()
     assert "75" in (site / "reference" / "exit-codes.html").read_text()
 
 
