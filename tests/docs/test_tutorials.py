@@ -14,27 +14,29 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from notebooks import TUTORIALS, blocks_of, commands_of, notebook_of
 from tiny_runs import reviews
+from trimtab.cli.main import app
 from trimtab.runs.contents import CONTENTS
 
 PAGES = {path.stem: path for path in sorted(TUTORIALS.glob("*.md")) if path.name != "index.md"}
 START = TUTORIALS.parent / "start.md"
 IN_A_KERNEL = "from-scratch"
-BERTS = ("bert-base-uncased", "google/bert_uncased_L-2_H-128_A-2")
-DECODERS = ("mistralai/Mistral-7B-Instruct-v0.3", "HuggingFaceTB/SmolLM2-135M-Instruct")
+MODELS = {"bert-base-uncased": "bert", "distilbert-base-uncased": "distilbert"}
+CHAT_MODELS = ("Qwen/Qwen2.5-7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
 IMDB = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
 
 
 @pytest.fixture
 def stand_ins(own_folder, tiny):
     """Small models and datasets in the current folder, where they take precedence over the Hub."""
-    for name in BERTS:
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).symlink_to(tiny.folder("bert", num_hidden_layers=2))
-    for name in DECODERS:
+    for name, family in MODELS.items():
+        layers = {"num_hidden_layers": 2} if family == "bert" else {}  # a student has half of them
+        Path(name).symlink_to(tiny.folder(family, **layers))
+    for name in CHAT_MODELS:
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).symlink_to(tiny.folder("llama", chat=True))
     DatasetDict({"train": films(128, 0), "test": films(32, 500)}).save_to_disk("imdb")
@@ -134,6 +136,17 @@ def test_a_notebook_in_a_kernel(monkeypatch):
     client.execute()
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "ninety one → 9 1" in said
+
+
+def test_commands_that_are_only_shown_are_valid():
+    """Those that run until they are stopped, or take a GPU and hours: their options exist."""
+    texts = [path.read_text() for path in (START, *PAGES.values())]
+    shown = [block for text in texts for block in re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    lines = [line.strip() for block in shown for line in block.splitlines() if line.strip().startswith("trimtab ")]
+    assert len(lines) >= 4
+    for line in lines:
+        name, *words = shlex.split(line)[1:]
+        typer.main.get_command(app).commands[name].make_context(name, words)
 
 
 def test_own_loop_is_the_example():
