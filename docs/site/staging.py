@@ -101,7 +101,8 @@ class Staging:
                 return match[0]
             self._add(target)
             address = posixpath.relpath(self.address(target), here)
-            label = f"[{title_of(target)}]" if match["label"] == f"[{target.name}]" else match["label"]
+            is_a_name = match["label"].strip("[]").rpartition("/")[2] == target.name
+            label = f"[{title_of(target)}]" if is_a_name else match["label"]
             return f"{label}({address}{hash_sign}{anchor})"
 
         pieces = re.split(r"(^```.*?^```$|`[^`\n]+`)", text, flags=re.MULTILINE | re.DOTALL)
