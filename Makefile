@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Compiled modules are kept, also where the shell says otherwise: the tests start many processes that import them again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-variations test-slow test-oldest test-newest test-gpu style lint bench clean help
+.PHONY: demo docs test test-variations test-slow test-oldest test-newest test-gpu style lint bench clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -67,6 +67,9 @@ test-newest: .venv-newest       ## the same with the newest that pip finds
 # One process for each file: what the allocator keeps of one file would be in the figures of the next.
 test-gpu: .venv/installed       ## the tests that need an NVIDIA GPU
 	for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest -n 0 -m gpu $$file || exit 1; done
+
+docs: .venv/installed   ## the documentation site, in build/site; broken links are errors
+	$(BIN)/python docs/site/build_site.py
 
 style: .venv/installed
 	$(BIN)/ruff check .

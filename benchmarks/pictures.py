@@ -63,6 +63,36 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, list[dict[s
     ]
 
 
+def draw_precisions(path: Path) -> None:
+    """Peak memory and speed of full and mixed precision, a bar for each machine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
+    measured = json.loads((RESULTS / "memory-h200-ladder-1b.json").read_text())["variants"]
+    runs = {variant["name"].replace("plain", "bf16"): variant["runs"] for variant in measured}
+    names = ["fp32", "tf32", "fp16", "bf16", "bf16-pure"]
+    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(8, 2.9), facecolor="white", sharey=True)
+    for place, name in enumerate(names):
+        memory.barh(place, runs[name][0]["allocated_peak_bytes"] / GIB, color=OURS, height=0.62)
+        for index, run in enumerate(runs[name]):
+            at = place + 0.16 * (2 * index - 1)
+            speed.barh(at, run["tokens_per_s_median"], color=(PLAIN, "#f0a878")[index], height=0.3)
+    memory.set_yticks(range(len(names)), names)
+    memory.invert_yaxis()
+    memory.set_xlabel("GiB at the peak of a step")
+    speed.set_xlabel("tokens per second, on two machines")
+    speed.xaxis.set_major_formatter("{x:,.0f}")
+    for axes in (memory, speed):
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def draw_speed(report: dict[str, Any], path: Path) -> None:
     """Tokens per second by tool, the fastest first; a whisker is the range over rounds."""
     import matplotlib
@@ -240,6 +270,7 @@ if __name__ == "__main__":
             draw_speed(found, IMAGES / f"speed-{found['work']}.svg")
     else:
         draw_accuracy(IMAGES / "predicted-against-measured.svg")
+        draw_precisions(IMAGES / "precisions-h200.svg")
         draw_clustering(IMAGES / "clustering.png")
         draw_forms(IMAGES / "technique-quantization.svg")
         draw_padding(IMAGES / "technique-padding.svg")
