@@ -81,7 +81,7 @@ def test_tools_that_do_not_exist_are_refused(peers, name):
 
 
 def test_every_work_names_tools_and_has_a_small_form(peers):
-    assert len(peers.peer_works.WORKS) == 7
+    assert len(peers.peer_works.WORKS) == 8
     for work in peers.peer_works.WORKS.values():
         small = work.small()
         for name in (*work.peers, *small.peers):

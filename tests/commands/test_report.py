@@ -61,7 +61,7 @@ def test_a_classifier_writes_its_report(tiny):
         assert title in text
     assert "Chosen: micro-batch 8" in text  # why
     assert re.search(r"train\.lr 0\.001 Python", text)
-    assert re.search(r"peak memory of the process [\d.]+ MiB [\d.]+ MiB [+×-]", text)
+    assert re.search(r"peak memory of the process [\d.]+ [MG]iB [\d.]+ [MG]iB [+×-]", text)
     assert re.search(r"time of an optimizer step [\d.]+ m?s [\d.]+ m?s", text)
     assert "truncated at 8 tokens" in text
     assert f'load("{result.best.absolute()}")' in page.replace("&quot;", '"')

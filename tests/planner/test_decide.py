@@ -60,8 +60,9 @@ def test_what_is_open():
         "offload_activations": ("none", "all"),
         "loss": ("plain", "chunked"),
         "optimizer": ("adamw",),
-        "update": ("device", "host"),  # gradients are clipped, so not in backward
+        "update": ("device", "streamed", "host"),  # gradients are clipped, so not in backward
         "stream_weights": ("none", "all"),
+        "offload_state": ("none", "host"),
         "offload": ("none",),  # embeddings that train stay on the device
         "kernels": ("plain",),
         "tile_tokens": ("none", "4096", "1024"),
@@ -96,6 +97,7 @@ def test_what_is_fixed_is_kept():
         "optimizer": ("adam", "adam8bit"),
         "update": ("device",),
         "stream_weights": ("none", "all"),
+        "offload_state": ("none",),
         "offload": ("none", "embeddings"),
         "kernels": ("plain",),
         "tile_tokens": ("none", "4096", "1024"),

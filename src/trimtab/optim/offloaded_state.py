@@ -27,7 +27,7 @@ from trimtab.optim.stochastic_rounding import flat
 
 KEY = "memory.offload_state"
 # Of what visits at a time. The host takes several hundred microseconds to launch the copies and the update of a slice;
-# with 16 MiB, all weights of 8 B parameters trained at 2,112 tokens/s on an H200, whose link allows more than twice that.
+# with 16 MiB, all weights of 8 B parameters trained at 2,112 tokens/s on an H200, whose link allows twice that.
 SLOT_BYTES = 2**26
 NUM_SLOTS = 4  # that are fetched, in use or on their way back
 MIN_ELEMENTS = 2**16  # the state of smaller parameters stays on the device: its copies take longer to launch
