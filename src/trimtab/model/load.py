@@ -318,7 +318,7 @@ def _draws_on_device(auto_class: Any, config: Any, options: LoadOptions) -> bool
     """Whether random weights are drawn on a device: else on the host, for equal weights on every device."""
     if (options.draws_on or options.device).type == "cpu":
         return False
-    size = sum(parameter.numel() for parameter in skeleton(auto_class, config, options.dtype).parameters())
+    size: int = sum(parameter.numel() for parameter in skeleton(auto_class, config, options.dtype).parameters())
     return size >= _MIN_DRAWN_ON_DEVICE
 
 
