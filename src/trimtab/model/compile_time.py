@@ -4,18 +4,16 @@ import torch
 
 from trimtab.model.blocks import blocks_of
 
-_KIND_S = 12.0  # to compile one kind of block without a cache: 10 s for BERT, 9 s for Llama on an H200's host
-_ADAPTER_FACTOR = 2.0  # blocks of Llama with LoRA on all linear layers have three times as many products
+_KIND_S = 12.0  # to compile one kind of block without a cache: 10 s for BERT, 9 s for Llama, with LoRA at most 12 s
 _SIZE_S = 0.3  # to run one size of micro-batch and to capture it: 4.3 s for 16 sizes of BERT-base
 _FEWEST_STEPS = 200  # in fewer steps the seconds of a compiler are not saved again
 _FIRST_CAPABILITY = (8, 0)  # older GPUs compute so slowly that they rarely wait for Python
 
 
-def compile_seconds(model: torch.nn.Module, num_captured_sizes: int = 0, *, has_adapter: bool = False) -> float:
+def compile_seconds(model: torch.nn.Module, num_captured_sizes: int = 0) -> float:
     """Seconds to compile the blocks of a model before the first step, and to capture sizes of micro-batches."""
     kinds = {type(block) for _, block in blocks_of(model)}
-    factor = _ADAPTER_FACTOR if has_adapter else 1.0
-    return _KIND_S * factor * len(kinds) + _SIZE_S * num_captured_sizes
+    return _KIND_S * len(kinds) + _SIZE_S * num_captured_sizes
 
 
 def compiling_may_pay(num_steps: int | None, capability: tuple[int, int] | None, *, has_triton: bool) -> bool:

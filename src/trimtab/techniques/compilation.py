@@ -119,8 +119,7 @@ class Compilation(Technique):
             return 0.0
         counts = value == _GRAPHS and case.count_shapes is not None
         num_sizes = min(MOST_GRAPHS, case.count_shapes()) if counts else 0  # type: ignore[misc]
-        has_adapter = case.recipe is not None and adapter_settings(case.recipe) is not None
-        return compile_seconds(case.model, num_sizes, has_adapter=has_adapter)
+        return compile_seconds(case.model, num_sizes)
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
