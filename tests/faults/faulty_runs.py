@@ -33,8 +33,6 @@ from trimtab.errors import TrimtabError
 from trimtab.optim import offloaded_state
 from trimtab.run import resume as resume_run
 
-offloaded_state.MIN_ELEMENTS = 256  # the parameters of tiny models are smaller than those that are worth it
-
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.utime", "ctypes.dlsym")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _true_time = time.time
@@ -273,6 +271,7 @@ def train(
         output: A file for stdout and stderr.
         notes: Path prefix of the notes; by default the run's folder.
     """
+    offloaded_state.MIN_ELEMENTS = 256  # the parameters of tiny models are smaller than those that are worth it
     torch.set_num_threads(1)
     if clock:
         set_clock(clock)

@@ -88,6 +88,7 @@ NUM_LARGE = 2 * 8192 * 512 + 8 * (4 * 512 * 512 + 3 * 512 * 1024)
 
 def test_state_on_the_device_is_that_of_the_slots(monkeypatch):
     monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**18)
+    monkeypatch.setattr(offloaded_state, "MIN_ELEMENTS", 2**16)
     options = {"optimizer": "adamw", "precision": "fp32", "gpu": "a100", "max_grad_norm": None, "update": "in-backward"}
     before, after = (
         predict_step_memory(LLAMA, "causal-lm", 1, 16, offload_state=value, **options) for value in ("none", "host")
