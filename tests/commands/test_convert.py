@@ -278,6 +278,42 @@ def test_keys_of_published_configs_are_known():
     assert [name for name in re.findall(r"\w+", names) if name not in AXOLOTL] == []
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "data_files: true",
+        "roles: {user: 5, 7: [a]}",
+        "roles: {user: [[a]]}",
+        "message_property_mappings: {role: [a]}",
+        "message_field_role: {a: {}}",
+        '"a\\nb: 2": 3',
+        "1: 2",
+    ],
+)
+def test_values_and_keys_of_odd_types(tmp_path, more):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(f"base_model: m\ndatasets:\n  - path: a.jsonl\n    type: chat_template\n    {more}\n")
+    try:
+        text = convert_axolotl(path).render(path.name)
+    except RecipeError as error:
+        assert "data_files" in more, "no rows are left"
+        assert "download True of a.jsonl" in error.cure
+        return
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert load_recipe(tmp_path / "recipe.yaml", {}, ()).recipe.model == "m"
+
+
+def test_secrets_inside_of_values_are_not_written(tmp_path):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(
+        "base_model: m\ndatasets: [{path: a.jsonl, type: chat_template}]\n"
+        "vllm: {host: here, api_key: hf_xyz, more: [{token: hf_xyz}]}\n"
+    )
+    text = convert_axolotl(path).render(path.name)
+    assert "host: here" in text
+    assert "hf_xyz" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 def test_a_converted_file_trains(tiny):

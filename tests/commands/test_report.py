@@ -9,12 +9,16 @@ import sys
 import threading
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import trimtab
 from tiny_runs import lines_of, reviews, write_csv, write_jsonl
 from trimtab import Recipe, Stopped, fit
+from trimtab.build.report_facts import HeldOutRows
 from trimtab.commands.evaluate import judge
 from trimtab.commands.report import make_page, write_page
 from trimtab.commands.samples import write_samples
@@ -305,3 +309,12 @@ def test_files_that_are_damaged_or_missing():
     )
     page = make_page([folder])
     assert '"points":[[1,3],[2,null]]' in page
+
+
+def test_a_hundred_thousand_labels_take_no_matrix():
+    """A matrix of them would have ten billion numbers."""
+    task = SimpleNamespace(head=lambda: {"id2label": {number: f"label {number}" for number in range(100_000)}})
+    tokens = SimpleNamespace(fields={"labels": torch.tensor([99_999, 5, 5, 7])})
+    rows: Any = HeldOutRows(None, None, task, None, tokens)
+    found = rows._confusions(torch.arange(4), torch.tensor([0, 6, 6, 7]))
+    assert found == {"confusions": [["label 5", "label 6", 2], ["label 99999", "label 0", 1]]}

@@ -1,6 +1,7 @@
 """Linear modules whose weight other code reads directly get no adapter, and are not quantized."""
 
 import logging
+import operator
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_models import TEXTS, batch_of, tokenizer
 from trimtab.errors import RecipeError
 from trimtab.model.adapter_configs import LoraSpec
 from trimtab.model.adapters import add_adapter
-from trimtab.model.direct_reads import directly_read
+from trimtab.model.direct_reads import _Guard, directly_read
 from trimtab.model.load import load_model
 from trimtab.model.nf4 import Nf4, is_nf4
 from trimtab.model.quantization import quantizable
@@ -119,3 +120,11 @@ def test_only_values_count():
 def test_modules_of_torch_count():
     model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(8, 2)})
     assert directly_read(model) == {"attention.out_proj": "MultiheadAttention"}
+
+
+def test_conditions_that_cannot_be_compared_may_hold():
+    module = torch.nn.Module()
+    module.several, module.text, module.number = torch.ones(3), "a", 0.5
+    guards = [_Guard(name, operator.gt, 0) for name in ("several", "text", "number", "nowhere")]
+    assert all(guard.holds(module) for guard in guards)
+    assert not _Guard("number", operator.gt, 1).holds(module)

@@ -13,6 +13,7 @@ from trimtab.optim.build import build_optimizer
 from trimtab.optim.in_backward import update_in_backward, updates_of
 from trimtab.optim.offloaded_state import has_state_on_host, offload_state
 from trimtab.optim.preallocation import preallocate_state
+from trimtab.optim.streamed_update import build_streamed
 
 CPU = torch.device("cpu")
 NAMES = ["adamw", "adam", "adagrad", "sgd", "adamw8bit", "adam8bit", "adagrad8bit"]
@@ -32,7 +33,7 @@ def layers(seed=0):
     return model
 
 
-def build(name, model, *, offloads):
+def build(name, model, *, offloads, streams=False):
     if "8bit" in name:
         pytest.importorskip("bitsandbytes")
 
@@ -40,6 +41,8 @@ def build(name, model, *, offloads):
         return build_optimizer(name, groups, lr=0.01, momentum=0.9 if name == "sgd" else 0.0, device=device)
 
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+    if streams:
+        return build_streamed(plain, groups, CPU, model)
     return offload_state(plain, groups, CPU) if offloads else plain(groups, CPU)
 
 
@@ -161,3 +164,89 @@ def test_stochastic_rounding_repeats_itself():
     (first, optimizer), (second, _) = trained(), trained()
     assert torch.equal(first, second)
     assert optimizer.param_groups[0]["num_roundings"] == 2
+
+
+# ---------------------------------------------------------------------- odd parameters, passes and states
+
+
+class Odd(nn.Module):
+    """Experts of which a step uses some, a scalar, and a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.others = nn.ParameterDict({"scale": torch.tensor(2.0), "nothing": torch.zeros(0, 64)})
+
+    def forward(self, rows, used):
+        for number in used:
+            rows = self.experts[number](rows)
+        return (rows * self.others["scale"]).square().mean() + self.others["nothing"].sum()
+
+
+USED = [(0, 1, 2, 3), (1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3), (2,), (3, 0), (0, 1, 2, 3), (0, 1), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
+def test_parameters_without_gradients_in_some_steps(name, streams):
+    """Nothing is taken that was fetched for another step."""
+    plain, model = Odd(), Odd()
+    usual = build(name, plain, offloads=False)
+    optimizer = build(name, model, offloads=True, streams=streams)
+    for seed, used in enumerate(USED):
+        rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+        for one, its in ((plain, usual), (model, optimizer)):
+            one(rows, used).backward()
+            its.step()
+            its.zero_grad()
+        assert same(model, plain), f"step {seed}"
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
+def test_state_that_torch_loads_is_used(name):
+    models = [layers() for _ in range(3)]
+    first, second, usual = (build(name, model, offloads=number < 2) for number, model in enumerate(models))
+    for model, optimizer in zip((models[0], models[2]), (first, usual), strict=True):
+        train(model, optimizer, range(3))
+    train(models[1], second, range(7, 9))
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for model, optimizer in zip(models[1:], (second, usual), strict=True):
+        train(model, optimizer, range(3, 6))
+    assert same(models[1], models[2])
+
+
+def test_groups_are_rounded_with_random_numbers_of_their_own():
+    torch.manual_seed(0)
+    start = torch.randn(5000).bfloat16()
+    parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+
+    def plain(groups, device):
+        return build_optimizer("adamw", groups, lr=1e-3, device=device, rounds_stochastically=True)
+
+    optimizer = offload_state(plain, [{"params": [parameter]} for parameter in parameters], CPU)
+    for parameter in parameters:
+        parameter.grad = torch.ones(5000).bfloat16()
+    optimizer.step()
+    assert not torch.equal(*parameters)
+
+
+def test_a_step_that_fails_loses_no_buffers():
+    model, plain = layers(), layers()
+    optimizer, usual = build("adamw", model, offloads=True), build("adamw", plain, offloads=False)
+    train(model, optimizer, range(2))
+    offloaded = vars(optimizer)["state_on_host"]
+    for _ in range(5):
+        optimizer.param_groups[0]["betas"] = "nonsense"
+        with pytest.raises((TypeError, ValueError)):
+            train(model, optimizer, range(1))
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        offloaded.settle()
+        assert len(offloaded._free) == offloaded_state.NUM_SLOTS
+    empty = encode(OptimizerPart("optimizer", usual, [plain]).capture())
+    model.load_state_dict(plain.state_dict())
+    OptimizerPart("optimizer", optimizer, [model]).apply(empty.tree, empty.tensors.__getitem__)
+    for one, its in ((model, optimizer), (plain, usual)):
+        train(one, its, range(5, 8))
+    assert same(model, plain)

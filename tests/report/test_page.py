@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
 
@@ -10,7 +13,7 @@ from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
 from trimtab.recipe.schema import Recipe
 from trimtab.report.page.charts import thin_out, training_charts
 from trimtab.report.page.data_section import data_card, held_out_rows
-from trimtab.report.page.document import document, escape, section, table
+from trimtab.report.page.document import document, escape, number, section, table
 from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
 from trimtab.report.page.run_files import RunFiles, read_recipe
 
@@ -141,6 +144,24 @@ def test_a_card_without_labels_and_held_out_rows():
     assert "1 (25.0%)" in text
     assert "Labels" not in text
     assert data_card({}) == held_out_rows({}) == ""
+
+
+def test_values_that_are_not_finite_are_dashes():
+    assert [number(value) for value in (None, float("nan"), "nan", "Infinity", 0.25)] == ["–", "–", "–", "–", "0.2500"]
+    row = {"loss": None, "label": "a", "predicted": "b", "text": "c", "location": "d:1"}
+    assert '<td class="n">–</td>' in held_out_rows({"step": 1, "num_rows": 1, "worst": [row]})
+
+
+@pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])
+def test_the_ticks_of_every_range_end(bounds):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node, which runs the script of the page")
+    script = files("trimtab.report.page").joinpath("page.js").read_text(encoding="utf-8")
+    functions = script[script.index("function shortly") : script.index("function logTicks")]
+    code = f"{functions} console.log(linearTicks({bounds[0]}, {bounds[1]}, 5).length)"
+    found = subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True)
+    assert 0 <= int(found.stdout) <= 11
 
 
 PLAN = {

@@ -70,6 +70,7 @@ EQUAL = {
     "cosine, warmup": {"train": {"schedule": "cosine", "warmup": 2}},
     "unfrozen later": {"train": {"freeze": {"*.layer.0": "2 steps"}}},
     "fp16": {"train": {"precision": "fp16"}, "memory": {"micro_batch": 3}},
+    "fp16, one micro-batch": {"train": {"precision": "fp16"}},
     "bf16": {"train": {"precision": "bf16"}, "memory": {"micro_batch": 3}},
     "skips": {"train": {"on_nan": "skip"}},
     "recomputed": {"memory": {"gradient_checkpointing": "all"}},

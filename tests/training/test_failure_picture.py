@@ -108,3 +108,13 @@ def test_an_optimizer_that_runs_out_is_drawn(train, tmp_path, monkeypatch):
     path = tmp_path / "run" / "out-of-memory.html"
     assert str(failure.value).endswith(f"memory.micro_batch\n  picture: {path}")
     assert "Out of memory (2.00 GiB more were needed) in the optimizer at step 1" in path.read_text()
+
+
+@pytest.mark.slow
+def test_a_page_that_cannot_be_made_is_a_warning(train, run_out, tmp_path, monkeypatch):
+    """Whatever the reason: here a name that UTF-8 has no bytes for."""
+    monkeypatch.setattr(out_of_memory, "render_memory_page", lambda page: f"{page.title} \ud800")
+    run_out(1)
+    train()
+    (note,) = [line["note"] for line in lines_of(tmp_path / "run") if "note" in line]
+    assert note.endswith("micro-batch size 8 → 4")

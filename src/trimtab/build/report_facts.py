@@ -111,14 +111,16 @@ class HeldOutRows:
     def _confusions(self, numbers: torch.Tensor, predicted: torch.Tensor) -> dict[str, Any]:
         names = [str(name) for name in self._task.head()["id2label"].values()]
         true = self._tokens.fields["labels"][numbers].long()
-        counts = torch.bincount(true * len(names) + predicted, minlength=len(names) ** 2).reshape(len(names), -1)
+        pairs = true * len(names) + predicted
         if len(names) <= MAX_MATRIX:
+            counts = torch.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), -1)
             return {"labels": names, "confusion": counts.tolist()}
-        counts.fill_diagonal_(0)
-        most = counts.flatten().topk(_NUM_CONFUSIONS)
-        places = (divmod(place, len(names)) for place in most.indices.tolist())
-        pairs = zip(places, most.values.tolist(), strict=True)
-        return {"confusions": [[names[a], names[b], count] for (a, b), count in pairs if count]}
+        found, counts = pairs[true != predicted].unique(return_counts=True)  # a matrix of many labels takes gigabytes
+        most = counts.argsort(descending=True, stable=True)[:_NUM_CONFUSIONS]
+        places = (divmod(place, len(names)) for place in found[most].tolist())
+        return {
+            "confusions": [[names[a], names[b], n] for (a, b), n in zip(places, counts[most].tolist(), strict=True)]
+        }
 
     def _worst(self, numbers: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor) -> list[dict[str, Any]]:
         columns = self._task.columns["text"]
@@ -135,7 +137,7 @@ class HeldOutRows:
                     "text": "\n".join(texts)[:_MAX_TEXT],
                     "label": label_text(self._task, torch.as_tensor(self._tokens[row]["labels"])),
                     "predicted": label_text(self._task, guess),
-                    "loss": losses[place].item(),
+                    "loss": losses[place].item() if losses[place].isfinite() else None,  # JSON has no NaN
                 }
             )
         return found

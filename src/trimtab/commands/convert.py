@@ -103,22 +103,22 @@ class Converted:
     def _line(self, dotted: str, value: Any, indent: str) -> str:
         names = ", ".join(self.origins[dotted])
         note = f"; {self.notes[dotted]}" if dotted in self.notes else ""
-        return f"{indent}{dotted.rpartition('.')[2]}: {as_yaml(value)}  # {names}{note}"
+        return f"{indent}{dotted.rpartition('.')[2]}: {as_yaml(value)}  # {_one_line(names + note)}"
 
     def _comments(self) -> Iterator[str]:
         if self.lost:
             yield "#"
             yield "# Without an equivalent:"
             for name, value, reason in self.lost:
-                yield f"#   {name}: {value}: {_one_line(reason)}"
+                yield f"#   {_one_line(f'{name}: {value}: {reason}')}"
         if self.omitted:
             yield "#"
             yield "# Not needed:"
             for name, reason in self.omitted:
-                yield f"#   {name}: {_one_line(reason)}"
+                yield f"#   {_one_line(f'{name}: {reason}')}"
         if self.empty:
             yield "#"
-            yield f"# Empty: {', '.join(self.empty)}"
+            yield f"# Empty: {_one_line(', '.join(self.empty))}"
 
 
 def convert_axolotl(path: Path) -> Converted:
@@ -209,7 +209,13 @@ def _problem_of(settings: Mapping[str, Any]) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    return HIDDEN if is_secret_name(name) else _one_line(shown(value))
+    return HIDDEN if is_secret_name(name) else _one_line(shown(_without_secrets(value)))
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if is_secret_name(str(key)) else _without_secrets(inner) for key, inner in value.items()}
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _one_line(text: str) -> str:

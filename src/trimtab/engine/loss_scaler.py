@@ -124,6 +124,7 @@ class LossScaler:
             flag = torch.zeros((), dtype=torch.float32, device=device)
             inverse = torch.full((), 1.0 / (self._scale * self._share), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
+            torch.autograd.graph.increment_version(group)  # which that function does not: others look at it
             if owner != NO_OWNER:  # flags are read per optimizer
                 flags.append(flag)
 

@@ -39,7 +39,10 @@ class _Guard(NamedTuple):
 
     def holds(self, module: torch.nn.Module) -> bool:
         value = getattr(module, self.attribute, None)
-        return value is None or bool(self.compare(value, self.constant))
+        try:
+            return value is None or bool(self.compare(value, self.constant))
+        except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several
+            return True
 
 
 class _Read(NamedTuple):

@@ -31,7 +31,7 @@ def empty_on_host(
         begins.append(size)
         size += aligned(tensor.nbytes)
     area = torch.empty(size, dtype=torch.uint8)
-    if pins:
+    if pins and size:
         _pin(area, key)
     memory = area.numpy()  # a tensor of a part of an array has a storage of its own, which files of weights need
     parts = [memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=True)]
@@ -45,6 +45,8 @@ def aligned(num_bytes: int) -> int:
 
 def laid_out(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Bytes seen as a tensor of the dtype, shape and, if it has no gaps, strides of another one."""
+    if not like.numel():
+        return torch.empty(like.size(), dtype=like.dtype, device=memory.device)
     whole = memory.view(like.dtype)
     return whole.as_strided(like.size(), like.stride()) if _has_no_gaps(like) else whole.view(like.size())
 

@@ -33,6 +33,7 @@ NUM_SLOTS = 4  # that are fetched, in use or on their way back
 MIN_ELEMENTS = 2**16  # the state of smaller parameters stays on the device: its copies take longer to launch
 _LENGTHS = 16 * BLOCK  # slices have a multiple of this many elements
 _MOST_BYTES_PER_ELEMENT = 13  # two fp32 moments, a gradient, and room to align tensors
+_STEP = "step"  # the name of the number of steps
 _GRADIENT = "gradient"  # its name among what visits the device; no optimizer's state has it
 _SMALLEST_SLOT = aligned(_LENGTHS * _MOST_BYTES_PER_ELEMENT)
 _MARK = "has_state_on_host"
@@ -68,9 +69,8 @@ class OffloadedState:
     ) -> None:
         self._optimizer, self._device, self._link, self._gradients = optimizer, device, HostLink(), gradients
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if gradients is None:
-            parameters = [parameter for parameter in parameters if parameter.numel() >= MIN_ELEMENTS]
-        self._parameters = parameters
+        fewest = MIN_ELEMENTS if gradients is None else 1
+        self._parameters = parameters = [parameter for parameter in parameters if parameter.numel() >= fewest]
         for parameter in parameters:
             vars(parameter)[_MARK] = True
         largest = max((parameter.numel() for parameter in parameters), default=0)
@@ -88,6 +88,8 @@ class OffloadedState:
         self._is_stepping = False
         vars(optimizer).update(allocate_state=self.allocate, state_on_host=self)
         optimizer.register_step_pre_hook(self._update_before)
+        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._keys.clear())  # the state has other tensors now
 
     def settle(self) -> None:
         """Let the host read and change the state: wait until all of it is there, and forget what was fetched ahead.
@@ -117,7 +119,7 @@ class OffloadedState:
     def _move_to_host(self, parameter: torch.Tensor) -> None:
         state = self._optimizer.state[parameter]
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        large = {name: value for name, value in tensors.items() if value.dim()}
+        large = {name: value for name, value in tensors.items() if value.dim() or name != _STEP}  # also of scalars
         if self._device.type != "meta":
             for name in tensors.keys() - large.keys():  # fused kernels count steps on the device, others on the host
                 state[name] = tensors[name].to(self._device) if self._optimizer.defaults.get("fused") else tensors[name]
@@ -146,12 +148,14 @@ class OffloadedState:
         """Update the parameters that have state in host memory; the optimizer's step itself does the others."""
         if self._is_stepping:  # it is called for a slice
             return
-        for group in optimizer.param_groups:
-            for number, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and has_state_on_host(parameter):
-                    self.allocate([parameter])
-                    self._update(group, number, parameter)
-                    parameter.grad = None
+        if self._gradients is not None:
+            self._forget()  # what a step fetched and did not take, because the parameter had no gradient
+        members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        for number, (group, parameter) in enumerate(members):
+            if parameter.grad is not None and has_state_on_host(parameter):
+                self.allocate([parameter])
+                self._update(group, number, parameter)
+                parameter.grad = None
 
     def _update(self, group: dict[str, Any], number: int, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -160,16 +164,16 @@ class OffloadedState:
         state = self._optimizer.state[parameter]
         for key in (keys := self._keys[id(parameter)]):
             piece, slot = self._pieces[key], self._take(key)
-            # scalars, such as the number of steps, change with the last slice
-            own = {name: value if key == keys[-1] else _copied(value) for name, value in state.items()}
-            own.update(slot.state)
-            here = gradient[piece.here]
-            if self._gradients is not None:
-                here = self._gradients.clipped(slot.views[_GRADIENT])
             options = dict(group)
             if "rounding_seed" in group:
                 options["rounding_seed"] = f"{group['rounding_seed']} {number} {key[1]}"
             try:
+                # scalars, such as the number of steps, change with the last slice
+                own = {name: value if key == keys[-1] else _copied(value) for name, value in state.items()}
+                own.update(slot.state)
+                here = gradient[piece.here]
+                if self._gradients is not None:
+                    here = self._gradients.clipped(slot.views[_GRADIENT])
                 with self._only(options, weights[piece.here], here, own):
                     type(self._optimizer).step(self._optimizer)
             except BaseException:  # memory may run out; a run then continues from its last checkpoint

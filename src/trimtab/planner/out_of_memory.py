@@ -59,8 +59,8 @@ class OutOfMemoryPicture:
             if page is None:
                 return ""
             path.write_text(render_memory_page(page), encoding="utf-8")
-        except OSError as error:
-            say(f"{path} cannot be written: {error.strerror}")
+        except Exception as error:
+            say(f"{path} cannot be written: {summarize_error(error)}")
             return ""
         finally:
             self._moment = None

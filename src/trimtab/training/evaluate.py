@@ -161,7 +161,7 @@ class _Sums:
             raise _no_logits(self._functions)
         self.num_added += 1
         self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
-        self.rows.add(step.logits, batch["labels"])
+        self.rows.add(step.logits, batch.get("labels"))
         for name, function in self._functions.items():
             self.own[name].append(_sum_and_count(function(step.logits, batch)))
 

@@ -20,13 +20,17 @@ class RowOutcomes:
 
     def __init__(self, kind: str | None = None, num_outputs: int = 0) -> None:
         self._kind = kind if kind in ROW_LOSSES else None
+        self._num_outputs = num_outputs
         self._num_columns = 1 + (1 if kind == "cross-entropy" else num_outputs)
         self._parts: list[Tensor] = []
         self._rows: list[int] = []
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Add the next rows: their logits and labels."""
-        if self._kind is not None and logits.dim() == 2 and len(logits) == len(labels):
+    def add(self, logits: Tensor, labels: Tensor | None) -> None:
+        """Add the next rows: their logits and labels. Logits in another form, of a user's own loss, are left out."""
+        if self._kind is None or labels is None or logits.dim() != 2 or len(logits) != len(labels):
+            return
+        num_expected = len(labels) if self._kind == "cross-entropy" else logits.numel()
+        if logits.shape[1] == self._num_outputs and labels.numel() == num_expected:
             self._parts.append(_columns(self._kind, logits.detach().float(), labels))
 
     def add_numbers(self, shard: Any) -> None:

@@ -56,7 +56,7 @@ def _source(ours: str, entry: Mapping[str, Any]) -> Answer:
         return left_out(f"a dataset needs a path, found {path!r}", is_lost=True)
     if path.startswith(_REMOTE):
         return left_out(f"download it, and write the file as {ours}", is_lost=True)
-    files = [files] if isinstance(files, str) else files or []
+    files = files if isinstance(files, list) else [files] if files else []
     if files and path in _FILE_TYPES:
         note = _ONE if len(files) > 1 else ""
         return written({ours: files[0]}, note)
@@ -79,7 +79,8 @@ def _answer(key: str, entry: Mapping[str, Any]) -> Answer:
         return _message_keys(key, value)
     if key == "roles":
         known = isinstance(value, Mapping) and all(
-            set(names) <= _ROLES.get(role, set()) for role, names in value.items()
+            isinstance(names, list) and all(name in _ROLES.get(role, ()) for name in map(str, names))
+            for role, names in value.items()
         )
         return left_out("these roles are read as they are" if known else _rename("roles"), is_lost=not known)
     if key == "roles_to_train":
@@ -129,7 +130,7 @@ def _own_type(value: Mapping[str, Any]) -> Answer:
 
 def _message_keys(key: str, value: Any) -> Answer:
     pairs = value if isinstance(value, Mapping) else {key.removeprefix("message_field_"): value}
-    known = all(name in _READ.get(meaning, {meaning}) for meaning, name in pairs.items())
+    known = all(str(name) in _READ.get(meaning, {meaning}) for meaning, name in pairs.items())
     return left_out("these keys are read as they are" if known else _rename("keys of messages"), is_lost=not known)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.report.page.document import bars, escape, paragraph, table
+from trimtab.report.page.document import bars, escape, number, paragraph, table
 
 MAX_MATRIX = 30  # labels of a confusion matrix; of more labels only the most frequent confusions are kept
 _MAX_LABELS = 40
@@ -131,7 +131,8 @@ def _worst(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     cells = [
-        [f"{row['loss']:.3f}", row["label"], row["predicted"], _shortened(row["text"]), row["location"]] for row in rows
+        [number(row["loss"], 3), row["label"], row["predicted"], _shortened(row["text"]), row["location"]]
+        for row in rows
     ]
     return f"<h3>Rows with the highest loss</h3>{table(['loss', 'label', 'predicted', 'text', 'row'], cells, 'n--t-')}"
 

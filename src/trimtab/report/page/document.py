@@ -133,7 +133,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]], str]]) -> s
 
 def number(value: Any, places: int = 4) -> str:
     """Return a number as text; a dash for None and for what is not finite."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     if isinstance(value, int):
         return f"{value:,}"

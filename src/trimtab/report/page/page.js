@@ -37,7 +37,9 @@
   }
   function linearTicks(low, high, count) {
     const step = niceStep(high - low || 1, count), ticks = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push([i * step, shortly(i * step, step)]);
+    const first = Math.ceil(low / step - 1e-9);
+    // counted: if the range is tiny beside its values, adding 1 to the first number does not change it
+    for (let i = 0; i <= 2 * count && (first + i) * step <= high + step * 1e-9; i++) ticks.push([(first + i) * step, shortly((first + i) * step, step)]);
     return ticks;
   }
   function logTicks(low, high) {
