@@ -12,6 +12,7 @@ from trimtab.recipe.load import (
     LoadedRecipe,
     build_json_schema,
     load_recipe,
+    load_to_resume,
     render_commented_yaml,
     render_resolved_yaml,
 )
@@ -189,6 +190,13 @@ def test_a_resolved_recipe_has_origins(recipe_file):
     assert re.search(r"^  momentum: 0.0 +# default$", text, re.MULTILINE)
     values = [line for line in text.splitlines() if not re.fullmatch(r"\w+:", line)]
     assert all("  # " in line for line in values)
+
+
+def test_a_resumed_recipe_keeps_the_first_origins(recipe_file, tmp_path):
+    first = load_recipe(recipe_file, {"seed": 7}, ["train.lr=3e-5"])
+    written = write(tmp_path / "run.yaml", render_resolved_yaml(first))
+    again = load_to_resume(written, "", tmp_path, ["train.epochs=5"])
+    assert again.origins == {**first.origins, "train.epochs": "--set", "out": "resume", "name": "default"}
 
 
 def test_a_recipe_from_python_has_origins():

@@ -101,7 +101,10 @@ def named_task(recipe: Recipe) -> NamedTask:
         RecipeError: It names none, and without data none can be guessed.
     """
     if recipe.task is None:
-        raise RecipeError("without data the task cannot be guessed", f"task: one of {', '.join(_NAMED)}")
+        raise RecipeError(
+            "task: not given, and with a fixed length no data is read to guess it from",
+            f"--task {next(iter(_NAMED))} (or {', '.join([*_NAMED][1:])}); or leave out --length",
+        )
     return _NAMED[recipe.task]
 
 

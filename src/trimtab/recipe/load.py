@@ -6,7 +6,7 @@ Later values win: defaults, file, plain flags, --set.
 import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,14 @@ def load_to_resume(
     loaded = _load(layers, sets)
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
-    return loaded
+    return replace(loaded, origins=_first_origins(loaded.origins, source)) if isinstance(source, Path) else loaded
+
+
+def _first_origins(origins: Mapping[str, str], path: Path) -> dict[str, str]:
+    """Replace "FILE:LINE" by the origin in the comment of that line, which `render_resolved_yaml` wrote."""
+    comments = [line.rpartition("  # ")[2] if "  # " in line else "" for line in _read_text(path).splitlines()]
+    written = {f"{path}:{number}": comment for number, comment in enumerate(comments, 1) if comment}
+    return {key: written.get(origin, origin) for key, origin in origins.items()}
 
 
 def _load(
