@@ -92,7 +92,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     """
     status = find_run(folder)
     if status is None:
-        raise RecipeError(f"{folder} is no run", "pass a run's folder; trimtab runs lists them")
+        raise RecipeError(f"{folder} is not a run", "pass a run's folder; trimtab runs lists them")
     recipe = None if is_own_loop(status) else load_recipe(folder / "recipe.yaml", {}, []).recipe
     with mlflow_environment(), upload_lock(folder, patience_s=5.0):
         tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))

@@ -167,7 +167,7 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
 
 def _check_no_rows(data: Any, calibration: Any) -> None:
     if data is not None:
-        raise RecipeError("--rows 0 judges nothing, so --data has no effect", "leave out --rows 0, or --data")
+        raise RecipeError("--rows 0 evaluates nothing, so --data has no effect", "leave out --rows 0, or --data")
     if calibration is not None:
         raise RecipeError(
             "--rows 0 reads one weight at a time, and --calibration needs the whole model in memory",

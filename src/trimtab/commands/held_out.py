@@ -34,7 +34,7 @@ def held_out_of(
         DataError: If the rows cannot be read, or do not fit the model.
     """
     if num_rows is not None and num_rows < 1:
-        raise RecipeError(f"{num_rows} rows judge nothing", "--rows 1 or more")
+        raise RecipeError(f"{num_rows} rows are not enough to evaluate on", "--rows 1 or more")
     if data is not None:
         return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
     if text is not None or label is not None:

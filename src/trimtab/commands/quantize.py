@@ -123,9 +123,11 @@ def quantize(
 
 def _check_no_rows(data: Any, bound: Bound | None) -> None:
     if bound is not None:
-        raise RecipeError("--rows 0 judges nothing, and a bound has to be judged", "--rows 512, or leave out the bound")
+        raise RecipeError(
+            "--rows 0 evaluates nothing, and a bound needs an evaluation", "--rows 512, or leave out the bound"
+        )
     if data is not None:
-        raise RecipeError("--rows 0 judges nothing, so --data has no effect", "--rows 512, or leave out --data")
+        raise RecipeError("--rows 0 evaluates nothing, so --data has no effect", "--rows 512, or leave out --data")
 
 
 def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str, device: torch.device) -> Quantized:
@@ -169,7 +171,8 @@ def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: P
     lost, kept = quality_loss(before.quality, after.quality), f"so {target} was not written"
     if bound.max_loss is not None and not lost <= bound.max_loss:
         raise ModelError(
-            f"as it loads, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}", "a smaller --max-loss"
+            f"loaded from its files, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}",
+            "a smaller --max-loss",
         )
     if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:
         raise ModelError(
@@ -237,7 +240,7 @@ def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -
 def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldOut]:
     """Return rows to judge the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
-        raise RecipeError(f"--rows {num_rows} is no number of rows", "--rows 0 or more")
+        raise RecipeError(f"--rows {num_rows} is not a number of rows", "--rows 0 or more")
     found = held_out_of(loaded, data, num_rows + CALIBRATION_ROWS)
     num_calibration = min(CALIBRATION_ROWS, len(found.rows) // 4)
     if num_calibration == 0:
@@ -252,7 +255,7 @@ def _about(formats: dict[str, str], num_left: int, rest_dtype: torch.dtype) -> d
     """Return what trimtab.json says about the quantization, and log it."""
     rest = str(rest_dtype).removeprefix("torch.")
     packages = sorted({FORMATS[name].package for name in formats.values()})
-    say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
+    say(f"quantized: {_words(formats)}; not quantized: {num_left} layers, embeddings, norms and heads, in {rest}")
     return {
         "formats": dict(Counter(formats.values())),
         "packages": {name: version(name) for name in packages},

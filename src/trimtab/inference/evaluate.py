@@ -172,7 +172,7 @@ def _as_pair(first: Evaluation, second: Evaluation) -> RowScores:
         order = [second.labels.index(name) for name in first.labels]
         scores = replace(scores, outputs_NK=scores.outputs_NK[:, order], targets_NK=scores.targets_NK[:, order])
     if len(first.scores) != len(scores) or not torch.equal(first.scores.targets_NK, scores.targets_NK):
-        raise DataError("the models were judged on different rows", "evaluate both on the same file")
+        raise DataError("the models were evaluated on different rows", "evaluate both on the same file")
     if not torch.equal(first.scores.count_N, scores.count_N):
         raise ModelError(
             "the models split the rows into different tokens, so their losses cannot be compared",

@@ -194,7 +194,7 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
     model.eval()
     outputs_per_token = num_outputs(loaded, task) if task.loss_kind == "token-cross-entropy" else 0
-    with working("judge rows, the longest first", len(held_out)) as work:
+    with working("evaluating rows, the longest first", len(held_out)) as work:
         for indices, batch in held_out.batches(batch_size, outputs_per_token):
             moved = to_device(batch, loaded.device)
             step = loss(model, moved)

@@ -161,7 +161,7 @@ class LoadedModel:
         has_clusters = any(isinstance(module, ClusteredModule) for module in self.model.modules())
         is_quantized = is_quantized_model(self.model) and adapter_of(self.model) is None
         if has_clusters or is_quantized or isinstance(self.model, OnnxModel):
-            raise ModelError("a clustered, quantized or ONNX model has one form", "copy its folder")
+            raise ModelError("a clustered, quantized or ONNX model cannot be saved again", "copy its folder")
         facts = {name: value for name, value in self.facts.items() if name != "trimtab"}
         return export_model(folder, self.model, self.tokenizer, card=facts | {"task": self.task_name})
 

@@ -69,7 +69,7 @@ def _pin(area: torch.Tensor, key: str) -> None:
         torch.zeros(1, device="cuda")  # reads, and so resets, the error of that call
     log_info_once(
         f"{key}: {format_bytes(area.nbytes)} of host memory cannot be pinned (CUDA error {code}); copies "
-        "are slower and do not run beside the computation. Look at `ulimit -l` and at the memory limit of the container"
+        "are slower and do not overlap with computation. Check `ulimit -l` and the memory limit of the container"
     )
 
 

@@ -96,7 +96,7 @@ def predict_step_memory(
 
 def _check_words(gpu: str, mask: str, code: str, implementation: str | None) -> None:
     if not isinstance(gpu, str):
-        raise RecipeError(f"gpu={gpu!r} has to be a word", 'such as gpu="t4"')
+        raise RecipeError(f"gpu={gpu!r} must be a string", 'such as gpu="t4"')
     known = [("mask", mask, _MASKS), ("code", code, _CODES)]
     if implementation is not None:
         known.append(("implementation", implementation, _IMPLEMENTATIONS))
@@ -122,7 +122,7 @@ def _check_techniques(asked: Mapping[str, Any]) -> None:
             raise RecipeError(f"{key}={value!r} is not known", hint)
         is_open = isinstance(value, str) and value == "auto"
         if is_open and known[key].effect == "exact" and known[key].off is not None:
-            raise RecipeError("'auto' is decided by a plan, and here the step is given", "use trimtab.plan, or a value")
+            raise RecipeError("'auto' needs a plan, which predict_step does not make", "use trimtab.plan, or a value")
 
 
 def _recipe(

@@ -64,7 +64,7 @@ class StateOffload(Technique):
         if WeightUpdate.has_state_on_host(spec[WeightUpdate.key]):
             return f"{WeightUpdate.setting}: {spec[WeightUpdate.key]} has all state in host memory; {KEY}: none"
         if spec[StreamedWeights.key] != StreamedWeights.off:
-            return f"{StreamedWeights.setting} streams the state of weights that train with them; {KEY}: none"
+            return f"{StreamedWeights.setting} streams optimizer state together with its weights; {KEY}: none"
         if optimizer.startswith(PAGED):
             return f"{KEY} does not work with {optimizer}, whose state the driver moves; train.optimizer: adamw8bit"
         if optimizer == "adafactor":

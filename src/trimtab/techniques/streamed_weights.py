@@ -86,7 +86,7 @@ class StreamedWeights(Technique):
             return f"{KEY} does not work with {GradientCheckpointing.setting}: {value}, which observes every operation"
         if spec[AdapterTechnique.key] == AdapterTechnique.off and spec[WeightUpdate.key] == WeightUpdate.off:
             return (
-                f"{KEY} needs weights that train to be updated in backward or on the host, and {WeightUpdate.setting} "
+                f"{KEY} needs trainable weights to be updated in backward or on the host, and {WeightUpdate.setting} "
                 f"is {WeightUpdate.off}; {WeightUpdate.setting}: host, or an adapter"
             )
         if WeightUpdate.is_streamed(spec[WeightUpdate.key]):

@@ -23,7 +23,9 @@ class StopSignals:
     """
 
     def __init__(self, saves: bool = True) -> None:
-        self._words = "and saving (Ctrl-C again stops at once, without saving)" if saves else "(Ctrl-C again: at once)"
+        self._words = (
+            "and saving (Ctrl-C again stops immediately, without saving)" if saves else "(Ctrl-C again: immediately)"
+        )
         self.received: str | None = None
         self._since = 0.0
         self._before: dict[int, Any] = {}
