@@ -1,4 +1,4 @@
-"""The rows that a command judges a model on: a file that the user names, or those that its run held out."""
+"""The rows that a command evaluates a model on: a file that the user names, or the held-out rows of its run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def held_out_of(
     text: str | Sequence[str] | None = None,
     label: str | Sequence[str] | None = None,
 ) -> HeldOut:
-    """Return rows to judge a model on: `data` if given, else the held-out rows of the run that trained it.
+    """Return rows to evaluate a model on: `data` if given, else the held-out rows of the run that trained it.
 
     Args:
         loaded: The model.

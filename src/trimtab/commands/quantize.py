@@ -78,12 +78,12 @@ def quantize(
         source: A run, a folder, a hub name or a model on a tracking server. A LoRA adapter is merged first.
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
-        data: Rows to judge the models on: file, folder, glob or hub name, or rows; by default those that the run held
-            out. Up to 128 others of them, at most a quarter, are calibrated on.
-        num_rows: Number of rows to judge on, chosen at random. 0 judges nothing: weights are read from the files of the
-            model, quantized and written one at a time, for a model that is larger than memory. This is for one format
-            without a bound, and for a folder of safetensors files, not for adapters, GGUF files and hub names; nf4 is
-            not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
+        data: Rows to evaluate the models on: file, folder, glob or hub name, or rows; by default the held-out rows
+            of the run. Up to 128 others of them, at most a quarter, are calibrated on.
+        num_rows: Number of rows to evaluate on, chosen at random. 0 evaluates nothing: weights are read from the files
+            of the model, quantized and written one at a time, for a model that is larger than memory. This is for one
+            format without a bound, and for a folder of safetensors files, not for adapters, GGUF files and hub names;
+            nf4 is not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
         bound: What the result has to keep; None quantizes every layer.
         dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
         device: Where to compute; None chooses.
@@ -238,7 +238,7 @@ def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -
 
 
 def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldOut]:
-    """Return rows to judge the models on, and others to calibrate on, at most a quarter of all."""
+    """Return rows to evaluate the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
         raise RecipeError(f"--rows {num_rows} is not a number of rows", "--rows 0 or more")
     found = held_out_of(loaded, data, num_rows + CALIBRATION_ROWS)

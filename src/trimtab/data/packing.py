@@ -80,7 +80,7 @@ class SharedRows(list[int]):
 def share_by_tokens(
     rows: Sequence[int], lengths: torch.Tensor, max_tokens: int, num_processes: int, max_rows: int | None = None
 ) -> list[SharedRows]:
-    """Divide rows into micro-batches of several processes, each with at most `max_tokens` tokens and as even as may be.
+    """Divide rows into micro-batches of several processes, each with at most `max_tokens` tokens as evenly as possible.
 
     Args:
         rows: Numbers of rows.

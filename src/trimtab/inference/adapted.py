@@ -209,7 +209,7 @@ def load_base(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load the base of an adapter as it was in training, with another dtype or quantization if wanted.
+    """Load the base of an adapter as in training, with another dtype or quantization if wanted.
 
     Args:
         source: The adapter.

@@ -139,7 +139,7 @@ class LoadedModel:
         label: str | Sequence[str] | None = None,
         num_rows: int | None = None,
     ) -> "Evaluation":
-        """Judge the model on labelled rows.
+        """Evaluate the model on labelled rows.
 
         Args:
             data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
@@ -302,7 +302,7 @@ _FORMS: tuple[tuple[Callable[[str], bool], Callable[[_Request], _Found]], ...] =
 
 
 def task_name_of(kind: str, config: Any, tokenizer: Any) -> str:
-    """Return the task of a model that no run tells: by its kind, as in `load_model`, its head and its chat template."""
+    """Return the task of a model without a run: by its kind, as in `load_model`, its head and its chat template."""
     if kind == "causal-lm":
         return "chat" if tokenizer.chat_template else "causal-lm"
     if kind == "sequence-classification":

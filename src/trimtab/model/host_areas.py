@@ -23,7 +23,7 @@ def empty_on_host(
 
     Args:
         tensors: The tensors; their strides are kept if they have no gaps.
-        pins: Whether to pin the area, so that copies run beside computation; where that fails, it is ordinary memory.
+        pins: Whether to pin the area, so that copies overlap with computation; where that fails, it is ordinary memory.
         key: The setting that needs it, for the message in that case.
     """
     begins, size = [], 0

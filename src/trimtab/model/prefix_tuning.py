@@ -32,7 +32,7 @@ class PrefixSpec:
 
 
 class _PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """The keys and values of one block; those of rows are returned behind them, and not stored."""
+    """The keys and values of one block; those of rows are returned after them, and not stored."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

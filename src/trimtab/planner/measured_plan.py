@@ -1,4 +1,4 @@
-"""The plan of a run whose step cannot be traced: what trial steps on its device decide, and what is said of it."""
+"""The plan of a run whose step cannot be traced: chosen by trial steps on its device, and its description."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -71,7 +71,7 @@ def predict_step_memory(
         ModelError: There is no such model for the task, or its step cannot be traced.
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
-    _check_words(gpu, mask, code, implementation)
+    _check_names(gpu, mask, code, implementation)
     _check_numbers(numbers if target_length is None else numbers | {"target_length": target_length})
     _check_techniques(techniques)
     recipe = _recipe(model, task, precision, max_grad_norm, techniques)
@@ -94,7 +94,7 @@ def predict_step_memory(
     return target.as_here(found)
 
 
-def _check_words(gpu: str, mask: str, code: str, implementation: str | None) -> None:
+def _check_names(gpu: str, mask: str, code: str, implementation: str | None) -> None:
     if not isinstance(gpu, str):
         raise RecipeError(f"gpu={gpu!r} must be a string", 'such as gpu="t4"')
     known = [("mask", mask, _MASKS), ("code", code, _CODES)]

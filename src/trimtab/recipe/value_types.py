@@ -196,7 +196,7 @@ def _gradient_checkpointing(value: Any) -> str | dict[str, Any]:
 
 
 def _offloaded(value: Any) -> str | dict[str, Any]:
-    """Parse the blocks whose activations leave the device: as those to recompute, but for `ops`."""
+    """Parse the blocks whose activations leave the device: as those to recompute, except `ops`."""
     which = _gradient_checkpointing(value)
     if which == "ops":
         raise ValueError

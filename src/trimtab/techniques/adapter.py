@@ -115,7 +115,7 @@ class AdapterTechnique(Technique):
         return (value,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Compiled blocks are not tested beside a side network, nor with the keys and values of a prefix."""
+        """Compiled blocks are not tested with a side network, nor with the keys and values of a prefix."""
         if spec[self.key] == _PREFIX and spec["compile"] != "off":
             compiled = f"train.compile: {spec['compile']}"
             return f"adapter: prefix gives blocks keys and values through a cache, which {compiled} does not support"

@@ -1,7 +1,7 @@
 """Optimizer state in pinned host memory: it visits the device slice by slice while weights are updated.
 
-Weights stay on the device, so forward takes no longer. With updates in backward the copies run beside backward, and no
-gradients exist but those in use: the device then needs little more than the weights. Results are those of state on the
+Weights stay on the device, so forward takes no longer. With updates in backward the copies overlap with backward, and
+only the gradients in use exist: the device then needs little more than the weights. Results are those of state on the
 device to the bit, except for stochastic rounding, which draws other random numbers.
 """
 

@@ -19,7 +19,7 @@ class StopSignals:
     Does nothing outside the main thread, where Python allows no handlers. Signals that are ignored stay ignored.
 
     Args:
-        saves: Whether what is interrupted saves a checkpoint, to say so.
+        saves: Whether the interrupted work saves a checkpoint; the message mentions it.
     """
 
     def __init__(self, saves: bool = True) -> None:

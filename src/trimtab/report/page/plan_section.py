@@ -1,4 +1,4 @@
-"""The plan of a run in its report: what was decided and why, and predictions beside measurements."""
+"""The plan of a run in its report: what was decided and why, and predictions next to measurements."""
 
 import statistics
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the folder of a run says about it: everything that its report shows is read from these files."""
+"""Reads the files of a run that its report shows: all of the report comes from these files."""
 
 import json
 import re

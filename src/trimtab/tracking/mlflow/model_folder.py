@@ -67,7 +67,7 @@ class SourceModel:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the base was quantized while the adapter was trained; None if it was not, or if it is no adapter."""
+        """How the base was quantized while the adapter was trained; None if it was not, or if it is not an adapter."""
         return read_quantization(self.facts)
 
 
