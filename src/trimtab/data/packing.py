@@ -8,7 +8,7 @@ A packed batch has these entries:
   is always the filler: tokens that round the batch up to a size that repeats. It may be empty, and is never trained on.
 - `max_length_q`: an upper bound of the length of a row or of the filler, as an int.
 - `max_row_length`: an upper bound of the length of a row, without the filler, as an int.
-- `row_length`, if it was asked for, all rows are equally long and there is no filler: the length of a row, as an int.
+- `row_length`, if it was requested, all rows are equally long and there is no filler: the length of a row, as an int.
 
 The last four are arguments that transformers passes on to an attention function.
 """

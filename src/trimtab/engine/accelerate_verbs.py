@@ -1,4 +1,4 @@
-"""Verbs of `Engine` that only scripts written for Accelerate use, and the names of Accelerate that it lacks."""
+"""Methods of `Engine` that only scripts written for Accelerate use, and the names of Accelerate that it lacks."""
 
 import warnings
 from collections.abc import Iterator, Sequence

@@ -198,7 +198,7 @@ def load(
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     request = _Request(name, folder, torch.device(device), dtype, trust_remote_code, decode, facts.get("task"))
     if decode != "once" and not is_clustered(folder):
-        raise ModelError(f"decode={decode!r} is for clustered models, and {name} is none", "leave decode out")
+        raise ModelError(f"decode={decode!r} is for clustered models, and {name} is not one", "leave decode out")
     load_form = next(load_form for is_form, load_form in _FORMS if is_form(folder))
     model, tokenizer, task_name = load_form(request)
     return LoadedModel(model, tokenizer, facts.get("task", task_name), facts)

@@ -221,7 +221,7 @@ def _equal_rows(
     **_: Any,
 ) -> torch.Tensor:
     is_grouped = key_1HTD.shape[1] != query_1HTD.shape[1]
-    if is_grouped and kernel is not Kernel.FLASH:  # other kernels know no groups
+    if is_grouped and kernel is not Kernel.FLASH:  # other kernels do not support groups
         key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
         is_grouped = False
     query, key, value = (

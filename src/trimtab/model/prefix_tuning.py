@@ -113,7 +113,7 @@ class PrefixTokens(nn.Module):
         return (), values
 
     def after(self, base: nn.Module, args: Any, output: Any) -> Any:
-        """Drop the cache that stores nothing: a caller would take it for one of a generation."""
+        """Drop the cache that stores nothing: a caller would mistake it for the cache of a generation."""
         if not isinstance(output, tuple) and isinstance(output.get("past_key_values"), PrefixCache):
             output["past_key_values"] = None
         return output

@@ -275,8 +275,8 @@ class MemorySettings(Section):
     host if nothing else fits on a GPU, else device."""
     offload_state: Literal["auto", "none", "host"] = "auto"
     """Where the optimizer's state is: none = on the device; host = in pinned host memory, from which it visits the
-    device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights train and
-    nothing else fits on an NVIDIA GPU, else none."""
+    device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights are
+    trained and nothing else fits on an NVIDIA GPU, else none."""
     stream_weights: OffloadedBlocks = "auto"
     """Keep the weights of blocks in pinned host memory, and copy them to the device while the block before computes, in
     forward and in backward: all = of every block; {every: 2} = of every second block; {all_but_every: 4} and

@@ -58,7 +58,7 @@ class GradientCheckpointing(Technique):
 
     def change_model(self, model: nn.Module, value: str, site: Site) -> None:
         """Wrap the chosen blocks; in a trace the chosen ones among those that were kept."""
-        if value == self.off and site.recipe is None:  # a loop of the user's own keeps its model's setting
+        if value == self.off and site.recipe is None:  # a user's own loop keeps its model's setting
             return
         checkpoint_layers(model, in_trace(read_value(value), site))
 

@@ -25,7 +25,7 @@ def comparison_page(comparison: Comparison, title: str) -> str:
         ("speed", "Speed", _speed(comparison)),
         ("curves", "Curves", places(charts)),
         ("variants", "Variants", _variants(comparison)),
-        ("surroundings", "Surroundings", table(["", ""], [list(row) for row in comparison.surroundings.items()], "h-")),
+        ("surroundings", "Environment", table(["", ""], [list(row) for row in comparison.surroundings.items()], "h-")),
         ("recipe", "Recipe", table(["key", "value"], _flat(comparison.recipe), "kv")),
     ]
     state = "" if comparison.is_complete else '<span class="state stopped">stopped</span>'
