@@ -98,6 +98,8 @@ _FULL_WEIGHTS = (
     _IN_BACKWARD,
     f"{_IN_BACKWARD} memory.offload_activations=all memory.tile_tokens=1024",
     _IN_BACKWARD.replace("memory.micro_batch=8", "train.batch_size=1"),
+    f"{_IN_BACKWARD.replace('memory.micro_batch=8', 'train.batch_size=1')} memory.offload_state=host",
+    f"{_PURE} memory.update=streamed {_SMALL}",
     f"train.precision=bf16-pure memory.update=host memory.offload_activations=all memory.tile_tokens=1024 {_SMALL}",
     f"{_IN_BACKWARD.replace('memory.micro_batch=8', 'train.batch_size=1')} memory.stream_weights=all",
     f"memory.update=host memory.stream_weights=all memory.offload_activations=all memory.tile_tokens=1024 {_SMALL}",

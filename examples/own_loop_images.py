@@ -23,7 +23,7 @@ images = [make_image(number % 3) for number in range(640)]
 train, test = images[:512], images[512:]
 
 # A dict with the model's names for its inputs: prepare reads the largest batch of the loader to predict the memory of
-# a step, and recomputes blocks in backward if it would not fit otherwise. The batch size stays as it is.
+# a step, and recomputes blocks in backward if it would not fit otherwise. The batch size does not change.
 engine = Engine(memory_budget="auto")
 model = ViTForImageClassification(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

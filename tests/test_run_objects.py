@@ -85,7 +85,7 @@ def test_objects_that_could_not_be_loaded_again():
     for model, problem in (
         (torch.nn.Linear(2, 2), "model is a Linear"),
         ("bert", "model is a str"),
-        (Own(new_model().config), "Own is a class of your own"),
+        (Own(new_model().config), "Own is a custom class"),
         (replaced, "not the model that its config describes"),
         (adapted, "has an adapter"),
     ):

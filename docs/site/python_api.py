@@ -24,7 +24,7 @@ def python_page() -> str:
     return f"""# Python
 
 `import trimtab` is cheap: each name below imports its module at its first use. `trimtab.__version__` is
-{trimtab.__version__!r}. Loops of your own use [`Engine`](engine.md); exceptions are listed with their
+{trimtab.__version__!r}. Your own loops use [`Engine`](engine.md); exceptions are listed with their
 [exit codes](exit-codes.md).
 
 {sections}
@@ -36,7 +36,7 @@ def engine_page() -> str:
     methods = "\n\n".join(_member(name, value, "##") for name, value in _members(trimtab.Engine))
     return f"""# Engine
 
-Accelerate's verbs, for a loop of your own: [the tutorial](../tutorials/own-loop.md),
+Accelerate's methods, for your own loop: [the tutorial](../tutorials/own-loop.md),
 [Accelerate's scripts](../accelerate.md).
 
 {_fenced("Engine", trimtab.Engine)}

@@ -23,7 +23,7 @@ def exit_codes_page() -> str:
     codes = {0: "done", TrimtabError.exit_code: "any other failure"}
     for kind in _below(TrimtabError):
         codes.setdefault(kind.exit_code, _sentence(kind))
-    codes[INTERRUPTED] = "a second Ctrl-C: stopped at once, nothing was saved"
+    codes[INTERRUPTED] = "a second Ctrl-C: stopped immediately, nothing was saved"
     table = "\n".join(f"| {code} | {meaning} |" for code, meaning in sorted(codes.items()))
     tree = "\n".join(_branches(TrimtabError, ""))
     return f"""# Exit codes and exceptions

@@ -59,8 +59,8 @@ def fit(
             trains; resuming the run needs that copy. Models that transformers cannot load again are refused.
         tokenizer: A tokenizer object, in the same way.
         callbacks: Objects with any of on_step, on_eval, on_save, on_end.
-        loss: A loss of your own: a function of (outputs, batch) that returns a mean, or a mean and its weight.
-        metrics: Metrics of your own: functions of (logits, batch) that return one value per row. `evaluate.metric` may
+        loss: A custom loss: a function of (outputs, batch) that returns a mean, or a mean and its weight.
+        metrics: Custom metrics: functions of (logits, batch) that return one value per row. `evaluate.metric` may
             name one; higher is better unless the function has an attribute `higher_is_better` that is False.
         progress: "auto", "bar", "plain", "json" or "quiet".
         device: Where to train; found if left out.

@@ -199,5 +199,5 @@ def test_settings_that_exclude_each_other_are_named(plan, own_folder):
     code, _, errors = plan("other.yaml", "--gpu", "a100", "--length", 8, *options)
     assert code == 2
     assert (
-        "memory.stream_weights streams the state of weights that train with them; memory.offload_state: none" in errors
+        "memory.stream_weights streams optimizer state together with its weights; memory.offload_state: none" in errors
     )

@@ -134,7 +134,7 @@ def test_stopped_resumed_extended_replaced(command):
     assert command("train", "recipe.yaml", "--quiet", "--fresh").code == 0
     assert numbers(RUN) == whole
     code, _, err = command("resume", "nowhere")
-    assert (code, "nowhere is no folder" in err) == (2, True)
+    assert (code, "nowhere is not a folder" in err) == (2, True)
 
 
 class Stop:

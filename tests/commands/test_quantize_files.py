@@ -150,11 +150,11 @@ def test_a_full_disk_leaves_the_old_folder(tmp_path, monkeypatch):
 def test_what_cannot_be_done_weight_by_weight_is_refused(tmp_path):
     source, out = model_folder(tmp_path / "model", "bert", **LABELS), tmp_path / "out"
     options = {"num_rows": 0, "device": "cpu"}
-    with pytest.raises(RecipeError, match="a bound has to be judged"):
+    with pytest.raises(RecipeError, match="a bound needs an evaluation"):
         quantize(source, out, ["int8"], bound=Bound(max_loss=0.1), **options)
     with pytest.raises(RecipeError, match="--data has no effect"):
         quantize(source, out, ["int8"], data="rows.csv", **options)
-    with pytest.raises(RecipeError, match="is no number of rows"):
+    with pytest.raises(RecipeError, match="is not a number of rows"):
         quantize(source, out, ["int8"], num_rows=-1, device="cpu")
     model, tok = adapted(str(source), "sequence-classification", LABELS)
     run = export_run(tmp_path / "run", model, tok, tmp_path / "rows.jsonl")

@@ -111,7 +111,7 @@ def test_the_command(classifier):
 
 
 def test_no_rows_judge_nothing(classifier):
-    with pytest.raises(RecipeError, match=r"0 rows judge nothing[\s\S]*--rows 1 or more"):
+    with pytest.raises(RecipeError, match=r"0 rows are not enough to evaluate on[\s\S]*--rows 1 or more"):
         shrink(str(classifier / "model"), classifier / "small", data=str(classifier / "rows.csv"), num_rows=0)
 
 

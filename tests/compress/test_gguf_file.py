@@ -167,7 +167,7 @@ def test_files_of_other_programs_have_no_key_of_ours(tmp_path, monkeypatch, rope
 def test_a_damaged_key_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setattr("trimtab.model.gguf_rope.json", SimpleNamespace(dumps=lambda value: text, loads=json.loads))
     write_gguf(llama(rope_parameters={"rope_theta": 1e4, **YARN}), tokenizer(), tmp_path / "model.gguf", "f32")
-    with pytest.raises(ModelError, match="is no mapping in JSON"):
+    with pytest.raises(ModelError, match="is not a JSON object"):
         load_config(str(tmp_path / "model.gguf"))
 
 
@@ -242,7 +242,7 @@ def test_other_tokens_are_found():
 def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model at all, but long enough for a header")
-    with pytest.raises(ModelError, match="is no GGUF file"):
+    with pytest.raises(ModelError, match="is not a GGUF file"):
         check_gguf(path, llama(), tokenizer(), "f32")
 
 

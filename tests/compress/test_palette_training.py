@@ -98,5 +98,5 @@ def test_an_interrupt_says_that_nothing_is_saved(models, monkeypatch, caplog):
         pytest.raises(TrimtabError, match="SIGINT: stopped at step 1 .*nothing is"),
     ):
         train_palettes(student, teacher, rows.tokens, rows.task.collate, kind=KIND, num_steps=NUM_STEPS)
-    assert "SIGINT: stopping after this step (Ctrl-C again: at once)" in caplog.text
+    assert "SIGINT: stopping after this step (Ctrl-C again: immediately)" in caplog.text
     assert "and saving" not in caplog.text

@@ -205,7 +205,7 @@ def test_a_cache_that_cannot_be_used_costs_nothing_else(cache, said):
     for _ in range(2):
         cached([object()], build)
     assert build.num_calls == 2
-    assert "tokens are not cached: a object cannot be digested" in said[0]
+    assert "tokens are not cached: a object cannot be hashed" in said[0]
     assert not cache.exists()
     cache.write_text("")  # a file where the folder should be
     assert len(cached(["a"], build)) == 3

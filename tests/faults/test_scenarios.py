@@ -354,7 +354,7 @@ row(
     *(finishes(), killed(**RESUME, options={"from_step": "step-35"}, at={"37": "die"})),
     *(lambda place: saved_steps(place.run) == [35], finishes(**RESUME, from_step=35)),
     refused("choose one of: step-35, step-40", **RESUME, options={"from_step": "step-7"}),
-    refused("names no checkpoint", **RESUME, options={"from_step": "banana"}),
+    refused("is not the name of a checkpoint", **RESUME, options={"from_step": "banana"}),
     changes=CONSTANT,
 )
 

@@ -133,7 +133,7 @@ def test_a_long_evaluation_reports_its_progress(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "trimtab"), work_shown_as("plain"):
         evaluate(loaded, read_held_out(loaded, reviews(20)), batch_size=8)
     found = [line.rpartition(",")[0] for line in caplog.messages if line.startswith("predict")]
-    assert found == [f"predict rows, the longest first: {num} of 20" for num in (8, 16)]
+    assert found == [f"predicting rows, the longest first: {num} of 20" for num in (8, 16)]
 
 
 def test_worst_rows_name_text_and_labels():

@@ -139,7 +139,7 @@ def test_every_setting_counts():
         ({"target_length": 8}, "task classify generates nothing"),
         ({"length": 5000}, "5000 tokens exceed the model's"),
         ({"offload": "embeddings"}, "the embeddings are trainable"),
-        ({"gpu": None}, "gpu=None has to be a word"),
+        ({"gpu": None}, "gpu=None must be a string"),
         ({"offlod": "none"}, "did you mean offload"),
         ({"kernels": "liger"}, "liger has no kernel for BertForSequenceClassification"),
         ({"implementation": "foreach"}, "implementation has no effect"),

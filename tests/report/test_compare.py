@@ -209,7 +209,7 @@ def test_a_comparison_as_a_page():
     assert "bf16 &lt;b&gt; needs 50% less memory than fp32" in page
     assert "no &lt;such&gt; device" in page
     assert '<span class="state stopped">' in page
-    for title in ("Results", "Memory at the peak of a step", "Speed", "Curves", "Variants", "Surroundings", "Recipe"):
+    for title in ("Results", "Memory at the peak of a step", "Speed", "Curves", "Variants", "Environment", "Recipe"):
         assert f"<h2>{title}</h2>" in page
     assert '"name":"bf16 \\u003cb>","color":1,"points":[[10,null],[20,1.5]]' in page
     assert page.count('title="optimizer state: 4.0 GiB"') == 2

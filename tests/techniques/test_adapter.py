@@ -108,7 +108,7 @@ class TestSideNetwork:
     )
     def test_it_cannot_be_merged(self, train, own_folder, command):
         train(self.SIDE)
-        with pytest.raises(ModelError, match="is a side network: it computes beside the base") as refused:
+        with pytest.raises(ModelError, match="is a side network: it runs in addition to the base") as refused:
             command(str(own_folder / "run"), own_folder / "target")
         assert "trimtab predict" in refused.value.cure
 
@@ -176,7 +176,7 @@ class TestVirtualTokens:
         assert isinstance(loaded.generate("the film", max_new_tokens=4), str)
         assert resume(own_folder / "run", sets=["train.max_steps=6"], progress="quiet", device="cpu").fit.step == 6
         for command in (merge, quantize):
-            with pytest.raises(ModelError, match="holds virtual tokens, which are put before each row"):
+            with pytest.raises(ModelError, match="holds virtual tokens, which are prepended to each row"):
                 command(str(own_folder / "run"), own_folder / "target")
 
     def test_rows_leave_room_for_the_virtual_tokens(self, tune, caplog):

@@ -97,7 +97,7 @@ def test_the_local_store(trimtab_command, empty_store, tracked):
 def test_mistakes_and_outages(trimtab_command, proxy):
     run = make_run(Path("runs/mine/001"), 3).path
     code, _, err = trimtab_command("track", "sync", "nowhere")
-    assert (code, "nowhere is no run" in err) == (2, True)
+    assert (code, "nowhere is not a run" in err) == (2, True)
     code, _, err = trimtab_command("track", "sync", run)
     assert (code, "is not tracked" in err, "--to" in err) == (2, True, True)
     proxy.mode = "401"

@@ -51,7 +51,7 @@ def train_batches(
 def _tokens_per_row(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> float | None:
     """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows.
 
-    They are less than those of two of the longest rows: a micro-batch size of 1 is as small as may be.
+    They are fewer than those of two of the longest rows: a micro-batch size of 1 is the smallest possible.
     """
     memory, longest = recipe.memory, max(tokens.train.lengths)
     if memory.micro_batch_tokens == "auto":

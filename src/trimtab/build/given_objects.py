@@ -105,7 +105,7 @@ def _check_model(model: Any) -> None:
         raise ModelError(f"model is a {name}", "pass a model of transformers, or the name of one")
     if not type(model).__module__.startswith("transformers."):
         raise ModelError(
-            f"{name} is a class of your own, which a resumed run could not load",
+            f"{name} is a custom class, which a resumed run could not load",
             "save it together with its code, and name the folder: model: {name: FOLDER, trust_remote_code: true}",
         )
     if getattr(model.config, "quantization_config", None) or any(map(is_quantized, model.modules())):

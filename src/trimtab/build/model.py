@@ -126,7 +126,7 @@ def _site(recipe: Recipe, data: Data, engine: Engine, unfrozen_later: Sequence[t
 
 
 def build_freezing(recipe: Recipe, loaded: Loaded) -> Freezing:
-    """Freeze the parameters of `train.freeze`; the loop unfreezes them later if asked."""
+    """Freeze the parameters of `train.freeze`; the loop unfreezes them later if the recipe sets it."""
     until = {pattern: None if word == "always" else parse_every(word) for pattern, word in recipe.train.freeze.items()}
     freezing = Freezing(loaded.model, until)
     freezing.apply()

@@ -109,18 +109,18 @@ class NoModelWriter:
         return str(self._folder.best)
 
     def write_pending(self) -> str | None:
-        """The first process does that."""
+        """Do nothing: the main process does it."""
         return None
 
     def record(self, values: dict[str, Any], step: int) -> None:
-        """The first process does that."""
+        """Do nothing: the main process does it."""
 
     def position(self) -> int:
         """Always 0: only the main process has a journal."""
         return 0
 
     def forget_best(self) -> None:
-        """The first process does that."""
+        """Do nothing: the main process does it."""
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
         """The path that the main process writes to."""
@@ -137,7 +137,7 @@ def build_run_writer(
 
 
 def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Recipe) -> Checkpoints | NoCheckpoints:
-    """What saves the state of a run, and with it the recipe that was asked for and what else `run.json` knows."""
+    """Build the writer of a run's checkpoints, which also contain its original recipe and the facts of `run.json`."""
     settings = recipe.checkpoint
     if settings.every is None or recipe.limits.fast_dev_run:
         return NoCheckpoints()

@@ -1,6 +1,6 @@
 """What a run writes for its report: the data card, the outcome of held-out rows, and at the end the page itself.
 
-None of it may fail a run or take long: rows are judged by the evaluations that the run makes anyway.
+None of it may fail a run or take long: held-out rows come from the evaluations that the run makes anyway.
 """
 
 import json

@@ -94,7 +94,9 @@ def step_number(name: str) -> int:
     """Return the step of a checkpoint's name, such as "step-100"."""
     digits = name.removeprefix("step-")
     if not digits.isdigit():
-        raise RecipeError(f"--from {name} names no checkpoint", "--from step-100; trimtab checkpoints RUN lists them")
+        raise RecipeError(
+            f"--from {name} is not the name of a checkpoint", "--from step-100; trimtab checkpoints RUN lists them"
+        )
     return int(digits)
 
 

@@ -140,7 +140,7 @@ def student_loss(recipe: Recipe, request: LossRequest, teacher: torch.nn.Module 
 
 
 def terms_of(settings: DistillSettings) -> DistillTerms:
-    """The terms of the loss that a recipe asks for."""
+    """The terms of the loss that a recipe sets."""
     hidden, attention = (
         LayerTerm(term["weight"], None if term["layers"] == "auto" else term["layers"])
         for term in (settings.hidden, settings.attention)

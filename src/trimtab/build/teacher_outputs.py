@@ -54,7 +54,7 @@ class TeacherOutputs:
         return collate_with_outputs
 
     def _placed(self, items: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Items at the positions of their labels; what stands elsewhere does not count."""
+        """Items at the positions of their labels; values elsewhere do not count."""
         if self._task.loss_kind != "token-cross-entropy":
             return items
         is_item = labelled(batch["labels"], self._task.shifts_labels)

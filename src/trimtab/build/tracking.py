@@ -28,7 +28,7 @@ from trimtab.tracking.upload.uploader import MlflowUploader
 def build_uploader(
     recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, is_more_better: bool
 ) -> Uploader:
-    """What brings a run's numbers to its tracking server; of several processes only the first one has one.
+    """Build the uploader of a run's metrics and files; of several processes only the first one has one.
 
     Args:
         recipe: The recipe.
@@ -92,7 +92,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     """
     status = find_run(folder)
     if status is None:
-        raise RecipeError(f"{folder} is no run", "pass a run's folder; trimtab runs lists them")
+        raise RecipeError(f"{folder} is not a run", "pass a run's folder; trimtab runs lists them")
     recipe = None if is_own_loop(status) else load_recipe(folder / "recipe.yaml", {}, []).recipe
     with mlflow_environment(), upload_lock(folder, patience_s=5.0):
         tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))
@@ -116,7 +116,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
 
 
 def _about_before(recipe: Recipe | None, folder: Path) -> RunDescription:
-    """Of a run that was not tracked when it was trained: what its folder still tells."""
+    """What the folder still contains of a run that was not tracked when it was trained."""
     status = find_run(folder) or {}
     if recipe is None:  # a user's own loop: ROOT/PROJECT/NAME
         path = folder.absolute()

@@ -169,7 +169,7 @@ def _loop_settings(recipe: Recipe, plan: Plan) -> LoopSettings:
 
 
 def _model_card(run: ResolvedRun) -> dict[str, Any]:
-    """What the exported model says about its training."""
+    """The facts about its training that an exported model contains."""
     parts = {"training": run.data.train, "evaluation": run.data.eval}
     return {
         "task": run.data.task.name,
@@ -218,7 +218,7 @@ def _evaluation_interval(recipe: Recipe) -> Every:
 
 
 def build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> Evaluator | None:
-    """What evaluates a run on its held-out rows; None if there are none."""
+    """Build the evaluator of a run on its held-out rows; None if there are none."""
     recipe, task, tokens, engine, plan = run.recipe, run.data.task, run.tokens, run.engine, run.plan
     decisive = [plan.metric, _stopping_metric(recipe) or plan.metric]
     names = [*task.metrics().names, *(name for name in decisive if name not in own_metrics)]

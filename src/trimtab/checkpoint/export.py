@@ -80,7 +80,7 @@ def _card_subject(model: Any, adapter: Adapter | None) -> CardSubject:
         return CardSubject(kind)
     if not adapter.is_side_network:
         return CardSubject(kind, "peft", adapter.base.name or None)
-    note = "A side network beside its frozen base. Only trimtab loads it; `from_pretrained` of transformers cannot."
+    note = "A side network for a frozen base model. Only trimtab loads it; `from_pretrained` of transformers cannot."
     return CardSubject(kind, "side-network", adapter.base.name or None, notes=(note,))
 
 

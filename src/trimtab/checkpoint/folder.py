@@ -49,7 +49,7 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
 
 @contextmanager
 def folder_beside(target: Path, use: str) -> Iterator[Path]:
-    """Yield a new folder beside a target, which is removed on exit; so is what a killed process left of it before.
+    """Yield a new folder next to a target and remove it on exit, with what a killed process left of an earlier one.
 
     Args:
         target: The folder that is to be written in the end.

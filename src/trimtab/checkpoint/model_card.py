@@ -1,4 +1,4 @@
-"""The model card: a README.md that says how a model was trained, how good it is and how to load it.
+"""The model card: a README.md that describes how a model was trained, how good it is and how to load it.
 
 It is a pure function of the facts in `trimtab.json` and of the installed versions. Paths of the machine that trained
 the model are reduced to file names: a card is meant to be published.
@@ -35,7 +35,7 @@ _FORMS = {
     "quantized",
     "clustered",
     "half_precision",
-}  # facts of models that were made from the one that was judged
+}  # facts of models that were made from the one that was evaluated
 _PRESENT = "returns `logits` and `present.N.key` and `present.N.value`, those of all tokens so far"
 _ONNX_CACHE = {  # what the files of models that generate text take and return
     "causal-lm": [

@@ -8,19 +8,19 @@ from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
 from trimtab.cli.output import show_table, shown
 from trimtab.errors import RecipeError
 
-_ROWS = "Number of rows to judge on. Default: all. 0: none, and weight by weight, for a model larger than memory."
+_ROWS = "Rows to evaluate on. Default: all. 0: skip it and read one weight at a time, for models larger than memory."
 
 
 def cluster(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
-    bits: Annotated[int, typer.Option(help="Bits of a weight, 1 to 8.")] = 4,
+    bits: Annotated[int, typer.Option(help="Bits per weight, 1 to 8.")] = 4,
     per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
-    group_rows: Annotated[int | None, typer.Option(help="Rows of a group, for --per rows. Default: by size.")] = None,
-    scale_block: Annotated[int, typer.Option(help="Columns that share a scale of 8 bits; 0 for no scales.")] = 64,
-    data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
+    group_rows: Annotated[int | None, typer.Option(help="Rows per group, for --per rows. Default: by size.")] = None,
+    scale_block: Annotated[int, typer.Option(help="Columns that share an 8-bit scale; 0 for no scales.")] = 64,
+    data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     rows: Annotated[int | None, typer.Option(help=_ROWS)] = None,
-    calibration: Annotated[str | None, typer.Option(help="Rows to compute importance and compensation from.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="Rows for importance and error compensation.")] = None,
     calibration_rows: Annotated[int | None, typer.Option(help="Calibration rows to use. Default: 256.")] = None,
     importance: Annotated[
         str | None, typer.Option(help="none, activations or gradients. Default: activations with --calibration.")

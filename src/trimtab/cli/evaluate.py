@@ -1,4 +1,4 @@
-"""`trimtab evaluate`: judge a model on labelled rows."""
+"""`trimtab evaluate`: evaluate a model on labelled rows."""
 
 import json
 import tempfile
@@ -26,16 +26,16 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     data: Annotated[str | None, typer.Argument(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     against: Annotated[str | None, typer.Option(help="Second model: test whether it differs on these rows.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Column of the text; twice for pairs.")] = None,
-    label: Annotated[list[str] | None, typer.Option(help="Column of the label, or of the expected text.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text column; pass it twice for pairs.")] = None,
+    label: Annotated[list[str] | None, typer.Option(help="Column with the label, or with the expected text.")] = None,
     rows: Annotated[int | None, typer.Option(help="Use at most this number of rows, chosen at random.")] = None,
-    worst: Annotated[int, typer.Option(help="Rows with the highest loss to list.")] = 10,
+    worst: Annotated[int, typer.Option(help="Number of rows with the highest loss to list.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json, confusion.png, worst_rows.csv.")] = None,
     track: Annotated[bool, typer.Option("--track", help="Log metrics and files to MLflow.")] = False,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Judge a model on labelled rows: metrics with intervals, confusions, worst rows."""
+    """Evaluate a model on labelled rows: metrics with intervals, confusion matrix, worst rows."""
     from trimtab.commands.evaluate import judge
     from trimtab.commands.evaluate import track as track_evaluation
     from trimtab.report.evaluation import write_evaluation

@@ -15,12 +15,14 @@ def export(
     data: Annotated[
         str | None, typer.Option(help="Rows to compare both models on. Default: held-out rows of the run.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of a GGUF file: f32, f16 (default) or q8_0.")] = None,
-    push: Annotated[str | None, typer.Option(help="Upload to this hub repository, USER/NAME; new: private.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of a GGUF file: f32, f16 (default) or q8_0.")] = None,
+    push: Annotated[
+        str | None, typer.Option(help="Upload to this Hub repository, USER/NAME; created as private.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Merge an adapter even if the comparison fails.")] = False,
     rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
 ) -> None:
-    """Write a model as ONNX, GGUF or a plain folder; check it."""
+    """Export a model as ONNX, GGUF or a plain folder; check it."""
     from trimtab.commands.export import export as export_to
     from trimtab.report.figures_table import figures_table
 

@@ -37,7 +37,9 @@ def launch(
     host_index: Annotated[int | None, typer.Option(help="Index of this host, from 0.")] = None,
     address: Annotated[str | None, typer.Option(help="Address of host 0.")] = None,
     port: Annotated[int | None, typer.Option(help="Rendezvous port on host 0. Default: a free one.")] = None,
-    max_restarts: Annotated[int | None, typer.Option(help="Restart all processes this often after a failure.")] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How many times to restart all processes after a failure.")
+    ] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder for logs of ranks above 0. Default: runs/logs.")] = None,
     cpu: Annotated[bool | None, typer.Option("--cpu", help="Train on the CPU even if there are GPUs.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and print the torchrun command only.")] = False,

@@ -87,7 +87,7 @@ def main() -> None:
         if not is_disk_full(error):
             raise
         place = failed_path(error) or "the disk that this was written to"
-        _print_error(f"error: {place}: {error.strerror}\n  cure: make room on that disk")
+        _print_error(f"error: {place}: {error.strerror}\n  cure: free space on that disk")
         sys.exit(1)
     finally:
         flush_streams()

@@ -18,7 +18,9 @@ def memory(
     task: Task = None,
     budget: Annotated[str | None, typer.Option("--memory", help="Memory budget, such as 8GiB.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Predict for a GPU that is not here: t4, rtx-4090, a100 …")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; replaces reading the data.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per row, instead of the lengths in the data.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("memory.html"),
     snapshot: Annotated[Path | None, typer.Option(help="Also write a file for torch's memory viewer.")] = None,
     measure: Annotated[

@@ -68,7 +68,9 @@ def merge(
     onto: Annotated[str, typer.Option(help="Base weights: original, or dequantized if it was quantized.")] = "original",
     rows: Annotated[int, typer.Option(help="Rows of the run's data to compare both models on.")] = 64,
     max_kl: Annotated[float | None, typer.Option(help="Maximum mean KL divergence. Default: 0.02.")] = None,
-    min_agreement: Annotated[float | None, typer.Option(help="Minimum of equal predictions. Default: 0.9.")] = None,
+    min_agreement: Annotated[
+        float | None, typer.Option(help="Minimum share of equal predictions. Default: 0.9.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write the model even if the comparison fails.")] = False,
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: auto (as the base), fp32, bf16, fp16.")] = "auto",
     device: Device = None,

@@ -8,7 +8,7 @@ from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
 from trimtab.cli.output import show_table, shown
 
 _TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several with a bound: int8,int4."
-_ROWS = "Number of rows to judge on. 0: none, and weight by weight, for a model larger than memory."
+_ROWS = "Rows to evaluate on. 0: skip it and read one weight at a time, for models larger than memory."
 _LOSS = "Quantize as many layers as this loss of quality allows, such as 0.5%."
 _SIZE = "Quantize the least harmful layers until the files have this size, such as 40MB."
 
@@ -17,7 +17,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
     to: Annotated[str, typer.Option(help=_TO)] = "int8",
-    data: Annotated[str | None, typer.Option(help="Labelled rows. Default: those that the run held out.")] = None,
+    data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     rows: Annotated[int, typer.Option(help=_ROWS)] = 512,
     max_loss: Annotated[str | None, typer.Option(help=_LOSS)] = None,
     size: Annotated[str | None, typer.Option(help=_SIZE)] = None,
@@ -25,7 +25,7 @@ def quantize(
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """Store the linear layers of a model in 8 or 4 bits; compare."""
+    """Quantize the linear layers of a model to 8 or 4 bits; compare."""
     from trimtab.commands.quantize import quantize as quantize_model
     from trimtab.commands.quantize_mix import Bound
     from trimtab.report.figures_table import figures_table
@@ -44,5 +44,5 @@ def quantize(
         return
     if done.figures:
         show_table(*figures_table(done.figures))
-    left = f", {done.num_left} left alone" if done.num_left else ""
-    typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are as before")
+    left = f", {done.num_left} not quantized" if done.num_left else ""
+    typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are unchanged")

@@ -29,10 +29,10 @@ def init(
 
 
 def convert(
-    config: Annotated[Path, typer.Argument(help="Config file of Axolotl (YAML).")],
+    config: Annotated[Path, typer.Argument(help="Axolotl config file (YAML).")],
     out: Annotated[Path | None, typer.Option(help="File to write; must not exist. Default: print the recipe.")] = None,
 ) -> None:
-    """Convert a config of Axolotl to a commented recipe."""
+    """Convert an Axolotl config to a commented recipe."""
     from trimtab.commands.convert import convert_axolotl
 
     if out is not None:
@@ -99,9 +99,11 @@ def plan(
     data: DataSource = None,
     eval_data: EvalSource = None,
     task: Task = None,
-    memory: Annotated[str | None, typer.Option(help="Memory budget, such as 8GiB. Default: all of the device.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory budget, such as 8GiB. Default: all device memory.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for a GPU that is not here: t4, rtx-4090, a100 …")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens per row; replaces reading the data.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per row, instead of the lengths in the data.")
+    ] = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch size that fits.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row length that fits.")] = False,
     device: Device = None,

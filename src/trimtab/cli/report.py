@@ -11,8 +11,12 @@ from trimtab.errors import RecipeError
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are shown side by side.")],
-    out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the run, or here.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Add generations before and after, for N rows.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. Default: report.html in the run or the current folder.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Add text generated before and after training, for N rows.")
+    ] = None,
     device: Device = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the page on this machine; it refreshes itself.")

@@ -30,7 +30,9 @@ def runs(root: Annotated[Path, typer.Argument(help="Folder to search.")] = Path(
 
 def best(
     experiment: Annotated[str, typer.Argument(help="Experiment to list.")],
-    metric: Annotated[str | None, typer.Option(help="Metric to rank by. Default: that of the best models.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Metric to rank by. Default: the one that chose the best models.")
+    ] = None,
     uri: Uri = None,
     json_lines: Json = False,
 ) -> None:
@@ -57,7 +59,7 @@ def track_sync(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     to: Annotated[str | None, typer.Option(help="Upload to this server: http://…, sqlite:///… or local.")] = None,
 ) -> None:
-    """Upload what the tracking server lacks of a run's history."""
+    """Upload the part of a run's history that the server lacks."""
     from trimtab.build.tracking import sync_run
 
     typer.echo(sync_run(run, to))

@@ -12,13 +12,15 @@ def shrink(
     model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
-    max_loss: Annotated[str, typer.Option(help="Most that accuracy may lose, or a loss may rise: 1% or 0.01.")] = "1%",
+    max_loss: Annotated[
+        str, typer.Option(help="Largest accepted drop of accuracy, or rise of loss: 1% or 0.01.")
+    ] = "1%",
     rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
     track: Annotated[bool, typer.Option("--track", help="Log all forms to MLflow.")] = False,
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """Make a model small: try every form, and recommend one."""
+    """Make a model smaller: try every method, and recommend one."""
     from trimtab.commands.shrink import shrink as shrink_model
     from trimtab.commands.shrink import track_forms
     from trimtab.report.frontier import frontier_table

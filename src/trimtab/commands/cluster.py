@@ -44,7 +44,7 @@ class Clustered:
     Args:
         folder: Where.
         bits: Mean size of a clustered weight in bits, with its share of the palettes.
-        figures: The original and the clustered model; empty without rows to judge them on.
+        figures: The original and the clustered model; empty without rows to evaluate them on.
     """
 
     folder: Path
@@ -70,11 +70,11 @@ def cluster(
         model: A run, a folder, a hub name or a model on a tracking server.
         folder: Where to write: a new or empty folder, or a clustered model, which is replaced.
         settings: How to cluster.
-        data: Labelled rows to judge the original and the result on; by default those that the run held out. A model
+        data: Labelled rows to evaluate the original and the result on; by default the held-out rows of the run. A model
             without a run is written without a comparison, weight by weight.
-        num_rows: Number of rows to judge on, chosen at random; None takes all. 0 judges nothing: weights are read from
-            the files of the model, clustered and written one at a time, for a model that is larger than memory. This is
-            for a folder of safetensors files, without calibration.
+        num_rows: Number of rows to evaluate on, chosen at random; None takes all. 0 evaluates nothing: weights are read
+            from the files of the model, clustered and written one at a time, for a model that is larger than memory.
+            This is for a folder of safetensors files, without calibration.
         calibration: Rows that importance and compensation are computed from; not those of `data`.
         calibration_rows: Calibration rows that are used.
         train_steps: Steps to train palettes, on the calibration rows, to answer as the original does; indices stay.
@@ -167,7 +167,7 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
 
 def _check_no_rows(data: Any, calibration: Any) -> None:
     if data is not None:
-        raise RecipeError("--rows 0 judges nothing, so --data has no effect", "leave out --rows 0, or --data")
+        raise RecipeError("--rows 0 evaluates nothing, so --data has no effect", "leave out --rows 0, or --data")
     if calibration is not None:
         raise RecipeError(
             "--rows 0 reads one weight at a time, and --calibration needs the whole model in memory",

@@ -218,7 +218,7 @@ def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 
 
 def _measure(one: VariantRuns, repeat: int, protocol: Protocol, folder: Path, log: Path) -> dict[str, str]:
-    """Run a variant in a process and store its measurement, or why it failed; return the process's surroundings."""
+    """Run a variant in a process and store its measurement, or why it failed; return the environment of the process."""
     assert one.recipe is not None
     folder.mkdir(parents=True)
     log.parent.mkdir(parents=True, exist_ok=True)

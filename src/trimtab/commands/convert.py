@@ -162,7 +162,7 @@ def _read(path: Path) -> dict[str, Any]:
     if "base_model" not in config or not any(config.get(name) for name in _DATASETS[:2]):
         raise RecipeError(
             f"{path} is not a config of Axolotl: it needs base_model, and datasets or pretraining_dataset",
-            f"found {', '.join(list(config)[:8])}; keys of other tools are answered by trimtab check",
+            f"found {', '.join(list(config)[:8])}; trimtab check explains the keys of other tools",
         )
     for name, kind in REFUSED.items():
         if config.get(name):

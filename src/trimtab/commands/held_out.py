@@ -1,4 +1,4 @@
-"""The rows that a command judges a model on: a file that the user names, or those that its run held out."""
+"""The rows that a command evaluates a model on: a file that the user names, or the held-out rows of its run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def held_out_of(
     text: str | Sequence[str] | None = None,
     label: str | Sequence[str] | None = None,
 ) -> HeldOut:
-    """Return rows to judge a model on: `data` if given, else the held-out rows of the run that trained it.
+    """Return rows to evaluate a model on: `data` if given, else the held-out rows of the run that trained it.
 
     Args:
         loaded: The model.
@@ -34,7 +34,7 @@ def held_out_of(
         DataError: If the rows cannot be read, or do not fit the model.
     """
     if num_rows is not None and num_rows < 1:
-        raise RecipeError(f"{num_rows} rows judge nothing", "--rows 1 or more")
+        raise RecipeError(f"{num_rows} rows are not enough to evaluate on", "--rows 1 or more")
     if data is not None:
         return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
     if text is not None or label is not None:

@@ -90,7 +90,7 @@ def merge(
         trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
-        ModelError: `run` is no adapter, its base is missing, or the models differ too much; nothing is written then.
+        ModelError: `run` is not an adapter, its base is missing, or the models differ too much. Nothing is written.
     """
     target = Path(folder)
     _check_arguments(onto, dtype, num_rows, target)

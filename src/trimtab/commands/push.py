@@ -23,13 +23,13 @@ class HubRepository:
         api: The Hub's client, a `huggingface_hub.HfApi`; by default one with the user's login.
 
     Raises:
-        RecipeError: The name is no name of a repository.
+        RecipeError: The name is not the name of a repository.
         ModelError: The Hub cannot be reached, or the user has not logged in.
     """
 
     def __init__(self, name: str, api: Any = None) -> None:
         if not _NAME.fullmatch(name):
-            raise RecipeError(f"--push {name} is no name of a repository", "--push USER/NAME")
+            raise RecipeError(f"--push {name} is not the name of a repository", "--push USER/NAME")
         self.name = name
         if api is None:
             from huggingface_hub import HfApi

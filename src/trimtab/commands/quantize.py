@@ -78,12 +78,12 @@ def quantize(
         source: A run, a folder, a hub name or a model on a tracking server. A LoRA adapter is merged first.
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
-        data: Rows to judge the models on: file, folder, glob or hub name, or rows; by default those that the run held
-            out. Up to 128 others of them, at most a quarter, are calibrated on.
-        num_rows: Number of rows to judge on, chosen at random. 0 judges nothing: weights are read from the files of the
-            model, quantized and written one at a time, for a model that is larger than memory. This is for one format
-            without a bound, and for a folder of safetensors files, not for adapters, GGUF files and hub names; nf4 is
-            not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
+        data: Rows to evaluate the models on: file, folder, glob or hub name, or rows; by default the held-out rows
+            of the run. Up to 128 others of them, at most a quarter, are calibrated on.
+        num_rows: Number of rows to evaluate on, chosen at random. 0 evaluates nothing: weights are read from the files
+            of the model, quantized and written one at a time, for a model that is larger than memory. This is for one
+            format without a bound, and for a folder of safetensors files, not for adapters, GGUF files and hub names;
+            nf4 is not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
         bound: What the result has to keep; None quantizes every layer.
         dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
         device: Where to compute; None chooses.
@@ -123,9 +123,11 @@ def quantize(
 
 def _check_no_rows(data: Any, bound: Bound | None) -> None:
     if bound is not None:
-        raise RecipeError("--rows 0 judges nothing, and a bound has to be judged", "--rows 512, or leave out the bound")
+        raise RecipeError(
+            "--rows 0 evaluates nothing, and a bound needs an evaluation", "--rows 512, or leave out the bound"
+        )
     if data is not None:
-        raise RecipeError("--rows 0 judges nothing, so --data has no effect", "--rows 512, or leave out --data")
+        raise RecipeError("--rows 0 evaluates nothing, so --data has no effect", "--rows 512, or leave out --data")
 
 
 def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str, device: torch.device) -> Quantized:
@@ -169,7 +171,8 @@ def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: P
     lost, kept = quality_loss(before.quality, after.quality), f"so {target} was not written"
     if bound.max_loss is not None and not lost <= bound.max_loss:
         raise ModelError(
-            f"as it loads, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}", "a smaller --max-loss"
+            f"loaded from its files, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}",
+            "a smaller --max-loss",
         )
     if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:
         raise ModelError(
@@ -235,9 +238,9 @@ def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -
 
 
 def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldOut]:
-    """Return rows to judge the models on, and others to calibrate on, at most a quarter of all."""
+    """Return rows to evaluate the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
-        raise RecipeError(f"--rows {num_rows} is no number of rows", "--rows 0 or more")
+        raise RecipeError(f"--rows {num_rows} is not a number of rows", "--rows 0 or more")
     found = held_out_of(loaded, data, num_rows + CALIBRATION_ROWS)
     num_calibration = min(CALIBRATION_ROWS, len(found.rows) // 4)
     if num_calibration == 0:
@@ -252,7 +255,7 @@ def _about(formats: dict[str, str], num_left: int, rest_dtype: torch.dtype) -> d
     """Return what trimtab.json says about the quantization, and log it."""
     rest = str(rest_dtype).removeprefix("torch.")
     packages = sorted({FORMATS[name].package for name in formats.values()})
-    say(f"quantized: {_words(formats)}; left alone: {num_left} layers, embeddings, norms and heads, in {rest}")
+    say(f"quantized: {_words(formats)}; not quantized: {num_left} layers, embeddings, norms and heads, in {rest}")
     return {
         "formats": dict(Counter(formats.values())),
         "packages": {name: version(name) for name in packages},

@@ -47,7 +47,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Judge:
-    """What mixes are judged with.
+    """What mixes are evaluated with.
 
     Args:
         loaded: The model whose layers are switched.
@@ -75,7 +75,7 @@ def choose_mix(
     Args:
         layers: The layers of the model, in their original form.
         formats: Formats to choose from.
-        judge: What mixes are judged with.
+        judge: What mixes are evaluated with.
         bound: What to keep; None takes every layer that the first format suits.
 
     Raises:

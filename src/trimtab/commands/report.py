@@ -31,7 +31,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:
         The file.
 
     Raises:
-        RecipeError: A folder is no run, or the file cannot be written, or is not a report.
+        RecipeError: A folder is not a run, or the file cannot be written, or is not a report.
     """
     text = make_page(runs)
     target = out or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
@@ -79,7 +79,7 @@ def watch(runs: Sequence[Path], port: int, tell: Callable[[str], None]) -> None:
         port: Port on this machine; 0 takes a free one.
         tell: Takes a line for the user.
     """
-    make_page(runs)  # a folder that is no run is an error now, not in the browser
+    make_page(runs)  # a folder that is not a run is an error now, not in the browser
     with report_server(lambda tag: make_page(runs, tag), port) as server:
         tell(f"http://127.0.0.1:{server.server_address[1]} shows the report and refreshes itself; stop it with Ctrl-C")
         with contextlib.suppress(KeyboardInterrupt):

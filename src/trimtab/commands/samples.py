@@ -76,7 +76,7 @@ def _prompts(loaded: LoadedModel, rows: Rows) -> list[Any]:
 
 
 def _expected(loaded: LoadedModel, held_out: HeldOut, row: int, prompt: Any) -> str | None:
-    """Return what the data has in the place of the generated text; None if that is not a text of its own."""
+    """Return the expected text of the data for a generated one; None if the data has no separate text for it."""
     rows, columns = held_out.rows, held_out.task.columns
     role = {"seq2seq": "target", "chat": "answer", "causal-lm": "text"}[loaded.task_name]
     name = columns.get(role)

@@ -40,7 +40,7 @@ WriteForm = Callable[[Path], object]
 
 _CLUSTER_BITS = (6, 4, 3)
 _NUM_FEW = 8
-_NUM_NF4 = 384  # rows to judge nf4 on; a third as many are calibrated on
+_NUM_NF4 = 384  # rows to evaluate nf4 on; a third as many are calibrated on
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
     Args:
         original: The model.
         source: Where it was loaded from.
-        held_out: Rows to judge forms on; a form that measures itself uses a few of them.
+        held_out: Rows to evaluate forms on; a form that measures itself uses a few of them.
         device: Where to compute.
     """
     few = held_out.rows.select(list(range(min(_NUM_FEW, len(held_out.rows)))))

@@ -1,4 +1,4 @@
-"""Logs results about a model to MLflow: a run of its own in the experiment of the model's run, below that run."""
+"""Logs results about a model to MLflow: a nested run below the model's run, in the same experiment."""
 
 import math
 import time

@@ -18,7 +18,7 @@ from trimtab.report.studies import STUDIES, build_study
 def choose_variants(
     recipe: Recipe, vary: Sequence[str], study: str | None, file: Path | None, num_sampled: int | None = None
 ) -> list[Variant]:
-    """Return the variants that the command line selects in one of three ways; of `--vary` maybe a random choice."""
+    """Return the variants that the command line selects in one of three ways; for `--vary` also a random choice."""
     if sum((bool(vary), study is not None, file is not None)) != 1:
         raise RecipeError(
             "compare needs one of --vary, --study and --variants",
@@ -36,8 +36,8 @@ def combine_values(texts: Sequence[str], num_sampled: int | None = None, seed: i
 
     Args:
         texts: Each a key and its values; commas inside braces, brackets and quotes do not separate.
-        num_sampled: Return a random choice of so many, in their order; the first variant, which the others are compared
-            with, is always among them. None returns all.
+        num_sampled: Return a random choice of this many, in their order. It always contains the first variant, which
+            the others are compared with. None returns all.
         seed: Determines the choice.
     """
     axes: list[list[tuple[str, Any]]] = []

@@ -83,7 +83,7 @@ class ClusterSettings:
 def clusterable(model: Any, settings: ClusterSettings) -> dict[str, str]:
     """Return the weights to cluster: the parameter's (first) name and a module that holds it.
 
-    Linear modules of the base model, and embeddings and the output layer if the settings say so; not task heads.
+    Linear modules of the base model, and embeddings and the output layer if the settings include them; not task heads.
     """
     from transformers.pytorch_utils import Conv1D
 

@@ -224,7 +224,7 @@ def _open_gguf(path: Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, KeyError, IndexError) as error:
-        raise ModelError(f"{path} is no GGUF file: {summarize_error(error)}", "export the model again") from error
+        raise ModelError(f"{path} is not a GGUF file: {summarize_error(error)}", "export the model again") from error
 
 
 def _weights_read_back(model: Any, loaded: Any, dtype: str) -> dict[str, torch.Tensor]:
@@ -246,4 +246,4 @@ def _refuse_others(model: Any) -> None:
     check_rope(config, _ARCHITECTURES[config.model_type][0], _CURE)
     window = getattr(config, "sliding_window", None)
     if config.model_type == "mistral" and window is not None and window < config.max_position_embeddings:
-        raise ModelError(f"a sliding window of {window} tokens has no place in GGUF", _CURE)
+        raise ModelError(f"a sliding window of {window} tokens cannot be stored in GGUF", _CURE)

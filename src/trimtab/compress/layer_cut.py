@@ -122,7 +122,7 @@ def _check(model: Any) -> None:
     wanted, found = ({name for name, _ in each.named_parameters()} for each in (described, model))
     if wanted != found:
         odd = sorted(wanted ^ found)[0]
-        raise _cannot_cut(model, f"without these layers it is no {type(model).__name__} ({odd})")
+        raise _cannot_cut(model, f"its config does not describe what is left without these layers ({odd})")
 
 
 def _cannot_cut(model: Any, why: str) -> ModelError:

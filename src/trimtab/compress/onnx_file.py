@@ -110,7 +110,7 @@ def open_session(path: Path) -> Any:
     """Open an ONNX file in onnxruntime, on the CPU, with as many threads as torch has.
 
     Raises:
-        ModelError: The file is damaged, or is no ONNX file.
+        ModelError: The file is damaged, or not an ONNX file.
         MissingDependency: onnxruntime is missing.
     """
     require_extra("onnxruntime", "an ONNX file")

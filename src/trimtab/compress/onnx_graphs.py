@@ -134,7 +134,7 @@ class _Encoder(torch.nn.Module):
         from transformers.modeling_outputs import BaseModelOutput
 
         hidden_BSD = self.encode(input_ids, attention_mask)
-        outputs = self.model(  # one token, whose own results nobody reads, so that they are not in the graph
+        outputs = self.model(  # one token, whose own results are unused, so that they are not in the graph
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden_BSD),  # type: ignore[arg-type]
             attention_mask=attention_mask,
             decoder_input_ids=torch.zeros_like(input_ids[:, :1]),

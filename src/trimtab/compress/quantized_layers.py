@@ -41,7 +41,7 @@ class QuantizedLayers:
         if not self.names:
             raise ModelError(
                 f"the base of {type(model).__name__} has no torch.nn.Linear, which these formats store",
-                "keep it as it is: GPT-2 and others with layers of another kind cannot be quantized this way",
+                "leave it unquantized: models without torch.nn.Linear, such as GPT-2, are not supported",
             )
 
     def suited(self, format: WeightFormat) -> list[str]:

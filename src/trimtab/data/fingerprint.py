@@ -98,7 +98,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif hasattr(value, "item") and getattr(value, "shape", None) == ():
         _feed(digest, ["scalar", type(value).__name__, value.item()])  # a NumPy scalar
     else:
-        raise FingerprintError(f"a {type(value).__name__} cannot be digested")
+        raise FingerprintError(f"a {type(value).__name__} cannot be hashed")
 
 
 def _feed_bytes(digest: Any, tag: bytes, content: bytes) -> None:

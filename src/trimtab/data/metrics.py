@@ -34,7 +34,7 @@ _LOSSES_OF_TASKS = {"classify": ("cross-entropy", "binary-cross-entropy"), "regr
 
 
 def metrics_of_task(task: str | None) -> list[str]:
-    """Return the metrics that a task may have, as far as its name tells; None is any task."""
+    """Return the metrics that a task may have, as far as its name determines them; None is any task."""
     kinds = list(METRIC_NAMES) if task is None else _LOSSES_OF_TASKS.get(task, ("token-cross-entropy",))
     return list(dict.fromkeys(name for kind in kinds for name in METRIC_NAMES[kind]))
 

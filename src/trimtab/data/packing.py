@@ -8,7 +8,7 @@ A packed batch has these entries:
   is always the filler: tokens that round the batch up to a size that repeats. It may be empty, and is never trained on.
 - `max_length_q`: an upper bound of the length of a row or of the filler, as an int.
 - `max_row_length`: an upper bound of the length of a row, without the filler, as an int.
-- `row_length`, if it was asked for, all rows are equally long and there is no filler: the length of a row, as an int.
+- `row_length`, if it was requested, all rows are equally long and there is no filler: the length of a row, as an int.
 
 The last four are arguments that transformers passes on to an attention function.
 """
@@ -80,7 +80,7 @@ class SharedRows(list[int]):
 def share_by_tokens(
     rows: Sequence[int], lengths: torch.Tensor, max_tokens: int, num_processes: int, max_rows: int | None = None
 ) -> list[SharedRows]:
-    """Divide rows into micro-batches of several processes, each with at most `max_tokens` tokens and as even as may be.
+    """Divide rows into micro-batches of several processes, each with at most `max_tokens` tokens as evenly as possible.
 
     Args:
         rows: Numbers of rows.

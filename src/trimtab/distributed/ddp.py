@@ -199,7 +199,7 @@ class DataParallel(DistributedDataParallel):
         if any(p.grad is not None for name, p in self.module.named_parameters() if name in self.parameters_to_ignore):
             raise PrepareError(
                 "a parameter that was unused in the loss of the first row has a gradient now, which is not averaged",
-                "use a loop of your own with Engine(find_unused_parameters=True)",
+                "use your own loop with Engine(find_unused_parameters=True)",
             )
         if unused:
             shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")

@@ -1,4 +1,4 @@
-"""Verbs of `Engine` that only scripts written for Accelerate use, and the names of Accelerate that it lacks."""
+"""Methods of `Engine` that only scripts written for Accelerate use, and the names of Accelerate that it lacks."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -101,7 +101,7 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool) -> None:
 def join_uneven_inputs(
     prepared: PreparedParts, joinables: Sequence[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """Let some processes have fewer batches: they take part in the collectives of the others meanwhile."""
+    """Let some processes have fewer batches: they take part in the collectives of the others until these are done."""
     if prepared.world.num_processes == 1:
         yield
         return

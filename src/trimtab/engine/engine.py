@@ -1,4 +1,4 @@
-"""`Engine`: the facade for training loops of your own, with the verbs of Accelerate's `Accelerator`.
+"""`Engine`: the facade for your own training loops, with the methods of Accelerate's `Accelerator`.
 
 Each verb delegates to one part: `PreparedParts` (prepare), `Accumulation` and `Gradients` (the step), `SavedState`
 (checkpoints), `World` and `Collectives` (processes), `TrackerGroup` (tracking).
@@ -76,7 +76,7 @@ class Engine(ProcessInterface):
             state in 8 bits.
         compile_blocks: Compile the repeated blocks of prepared models with torch.compile, when a shape of their
             inputs is met for the first time, and up to 16 shapes. Only training is compiled. Names in state dicts do
-            not change. If compiling fails, the blocks compute as before, and a message says so.
+            not change. If compiling fails, the blocks compute as before, and a message reports it.
         world: The processes that train together; None finds them from the launcher's environment variables.
         memory_planner: Adapts parts to the memory in `prepare`; None uses the planner for `memory_budget`.
     """

@@ -69,7 +69,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch._C._storage_Use_Count": "prediction: the last use of a storage",
     "torch._C._accelerator_setAllocatorSettings": "settings of CUDA's allocator",
     "torch.cuda.memory._record_memory_history": "memory anatomy on CUDA",
-    "torch.cuda.memory._snapshot": "memory anatomy on CUDA, pictures of a lack of memory",
+    "torch.cuda.memory._snapshot": "memory anatomy on CUDA, pictures of out-of-memory errors",
     "torch.autograd.graph.Node._sequence_nr": "prediction: the module of a tensor in backward",
     "torch._dynamo.config": "compiled blocks",
     "torch._dynamo.exc.TorchDynamoException": "compiled blocks: failures",

@@ -1,4 +1,4 @@
-"""The peak of a process's resident memory since a moment of one's choice: what a step really takes on a CPU.
+"""The peak of a process's resident memory since a chosen moment: what a step really takes on a CPU.
 
 Linux counts the peak and lets a process reset it. Other systems count it only since the process started, so a step
 cannot be measured there.

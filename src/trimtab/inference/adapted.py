@@ -25,7 +25,7 @@ _KINDS = {
 }  # PEFT's task types
 
 
-_UNMERGED = "use it as it is: trimtab predict, trimtab evaluate, trimtab.load"
+_UNMERGED = "use it without merging: trimtab predict, trimtab evaluate, trimtab.load"
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ def refuse_unmergeable(folder: str | Path) -> None:
     """
     if is_side_network(folder):
         raise ModelError(
-            f"{folder} is a side network: it computes beside the base, so no weights of the base could replace it",
+            f"{folder} is a side network: it runs in addition to the base and cannot be merged into its weights",
             f"{_UNMERGED}; or train a LoRA adapter to merge it",
         )
     config = adapter_config_path(folder).read_text(encoding="utf-8", errors="replace")
     if "PROMPT_TUNING" in config or "PREFIX_TUNING" in config:
         raise ModelError(
-            f"{folder} holds virtual tokens, which are put before each row: no weights of the base could replace them",
+            f"{folder} holds virtual tokens, which are prepended to each row and cannot be merged into weights",
             f"{_UNMERGED}; or train a LoRA adapter to merge it",
         )
 
@@ -209,7 +209,7 @@ def load_base(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load the base of an adapter as it was in training, with another dtype or quantization if wanted.
+    """Load the base of an adapter as in training, with another dtype or quantization if wanted.
 
     Args:
         source: The adapter.

@@ -1,4 +1,4 @@
-"""Bootstrap intervals and paired tests: how far a metric depends on which rows a model was judged on.
+"""Bootstrap intervals and paired tests: how far a metric depends on which rows a model was evaluated on.
 
 Shapes: N rows, R resamples.
 """

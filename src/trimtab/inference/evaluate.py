@@ -1,4 +1,4 @@
-"""Judge a model on labelled rows: metrics with intervals, scores of each label, confusions, the worst rows."""
+"""Evaluate a model on labelled rows: metrics with intervals, scores of each label, confusions, the worst rows."""
 
 import copy
 import math
@@ -110,7 +110,7 @@ class Evaluation:
 def evaluate(
     loaded: LoadedModel, held_out: HeldOut, *, num_worst: int = 10, seed: int = 0, batch_size: int = 32
 ) -> Evaluation:
-    """Judge a model on rows.
+    """Evaluate a model on rows.
 
     Args:
         loaded: The model.
@@ -143,7 +143,7 @@ def evaluate(
 
 
 def same_rows(held_out: HeldOut, loaded: LoadedModel) -> HeldOut:
-    """Return the rows that one model was judged on, tokenized for another one.
+    """Return the rows that one model was evaluated on, tokenized for another one.
 
     Raises:
         ModelError: If the other model has another task.
@@ -172,7 +172,7 @@ def _as_pair(first: Evaluation, second: Evaluation) -> RowScores:
         order = [second.labels.index(name) for name in first.labels]
         scores = replace(scores, outputs_NK=scores.outputs_NK[:, order], targets_NK=scores.targets_NK[:, order])
     if len(first.scores) != len(scores) or not torch.equal(first.scores.targets_NK, scores.targets_NK):
-        raise DataError("the models were judged on different rows", "evaluate both on the same file")
+        raise DataError("the models were evaluated on different rows", "evaluate both on the same file")
     if not torch.equal(first.scores.count_N, scores.count_N):
         raise ModelError(
             "the models split the rows into different tokens, so their losses cannot be compared",

@@ -61,7 +61,7 @@ def measure(
     Args:
         name: Name for tables.
         loaded: The model.
-        held_out: Rows to judge it on.
+        held_out: Rows to evaluate it on.
         folder: Folder, or file, of its weights.
         comparison: Comparison with the original, whose outputs have been recorded.
     """

@@ -1,4 +1,4 @@
-"""Labelled rows to judge models on: tokenized for a model once, and evaluated with the metrics of its task."""
+"""Labelled rows to evaluate models on: tokenized for a model once, with the metrics of its task."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def read_held_out(
     label: str | Sequence[str] | None = None,
     num_rows: int | None = None,
 ) -> HeldOut:
-    """Read and tokenize the rows that a model is judged on.
+    """Read and tokenize the rows that a model is evaluated on.
 
     Args:
         loaded: The model; its task, tokenizer and labels are those of the rows.
@@ -99,7 +99,7 @@ def read_held_out(
     """
     try:
         task, rows = _read(loaded, data, text, label)
-    except DataError as error:  # a recipe can skip bad rows, a judgement cannot
+    except DataError as error:  # a recipe can skip bad rows, an evaluation cannot
         raise DataError(error.problem, error.cure.replace(f", {SKIP_CURE}", "")) from error
     return tokenized(loaded, task, rows, num_rows)
 
@@ -157,7 +157,7 @@ def _has_columns(rows: Rows, value: str | Sequence[str]) -> bool:
 
 
 def _spell_out_labels(rows: Rows, names: Sequence[str]) -> Rows:
-    """Replace class indices by their names where the model has these names, maybe in another order."""
+    """Replace class indices by their names where the model has these names, possibly in another order."""
     columns, label_names = dict(rows.columns), dict(rows.label_names)
     for column, own in rows.label_names.items():
         if set(own) <= set(names):
@@ -194,7 +194,7 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     metrics = Metrics(task.loss_kind, names, num_labels=num_labels, shifts_labels=task.shifts_labels)
     model.eval()
     outputs_per_token = num_outputs(loaded, task) if task.loss_kind == "token-cross-entropy" else 0
-    with working("judge rows, the longest first", len(held_out)) as work:
+    with working("evaluating rows, the longest first", len(held_out)) as work:
         for indices, batch in held_out.batches(batch_size, outputs_per_token):
             moved = to_device(batch, loaded.device)
             step = loss(model, moved)

@@ -139,7 +139,7 @@ class LoadedModel:
         label: str | Sequence[str] | None = None,
         num_rows: int | None = None,
     ) -> "Evaluation":
-        """Judge the model on labelled rows.
+        """Evaluate the model on labelled rows.
 
         Args:
             data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
@@ -161,7 +161,7 @@ class LoadedModel:
         has_clusters = any(isinstance(module, ClusteredModule) for module in self.model.modules())
         is_quantized = is_quantized_model(self.model) and adapter_of(self.model) is None
         if has_clusters or is_quantized or isinstance(self.model, OnnxModel):
-            raise ModelError("a clustered, quantized or ONNX model has one form", "copy its folder")
+            raise ModelError("a clustered, quantized or ONNX model cannot be saved again", "copy its folder")
         facts = {name: value for name, value in self.facts.items() if name != "trimtab"}
         return export_model(folder, self.model, self.tokenizer, card=facts | {"task": self.task_name})
 
@@ -198,7 +198,7 @@ def load(
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     request = _Request(name, folder, torch.device(device), dtype, trust_remote_code, decode, facts.get("task"))
     if decode != "once" and not is_clustered(folder):
-        raise ModelError(f"decode={decode!r} is for clustered models, and {name} is none", "leave decode out")
+        raise ModelError(f"decode={decode!r} is for clustered models, and {name} is not one", "leave decode out")
     load_form = next(load_form for is_form, load_form in _FORMS if is_form(folder))
     model, tokenizer, task_name = load_form(request)
     return LoadedModel(model, tokenizer, facts.get("task", task_name), facts)
@@ -302,7 +302,7 @@ _FORMS: tuple[tuple[Callable[[str], bool], Callable[[_Request], _Found]], ...] =
 
 
 def task_name_of(kind: str, config: Any, tokenizer: Any) -> str:
-    """Return the task of a model that no run tells: by its kind, as in `load_model`, its head and its chat template."""
+    """Return the task of a model without a run: by its kind, as in `load_model`, its head and its chat template."""
     if kind == "causal-lm":
         return "chat" if tokenizer.chat_template else "causal-lm"
     if kind == "sequence-classification":

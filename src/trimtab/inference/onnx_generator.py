@@ -42,7 +42,7 @@ def _class_of(folder: str | Path) -> type:
     found = getattr(transformers, name, None)
     if not isinstance(found, type) or not issubclass(found, GenerationMixin):
         raise ModelError(
-            f"{folder}: config.json names the architecture {name!r}, which is no class of transformers that generates",
+            f"{folder}: config.json names the architecture {name!r}, which is not a generating transformers class",
             "export the model again",
         )
     return found

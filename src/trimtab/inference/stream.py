@@ -85,7 +85,7 @@ def _settled(text: str, stop: Sequence[str]) -> str:
 
 
 class _Closed(Exception):
-    """Ends the thread of a generation that nobody reads any more."""
+    """Ends the thread of a generation whose output is no longer read."""
 
 
 class _TokenThread:

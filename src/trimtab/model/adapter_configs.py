@@ -194,7 +194,7 @@ def _plan_ia3(model: Any, spec: Ia3Spec, kept: Sequence[str]) -> AdapterPlan:
     targets = list(select_scaled_modules(model, spec.targets, spec.layers, kept))
     inputs = select_scaled_inputs(model, targets)
     short, short_inputs = shorten_names(targets, model), shorten_names(inputs, model)
-    if not set(short_inputs) <= set(short):  # a last part that stands for modules of both kinds
+    if not set(short_inputs) <= set(short):  # a last part that matches modules of both kinds
         short, short_inputs = targets, inputs
     with peft_errors_explained("the adapter"):
         config = IA3Config(

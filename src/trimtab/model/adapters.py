@@ -2,7 +2,7 @@
 
 The model keeps its class. Linear modules are replaced by PEFT's LoRA or IA3 modules; plain LoRA gets a forward of ours
 (`lora_product`). Modules that are trained in full are not replaced, so there is no second copy of them as in PEFT. A
-side network (`side_network`) is one more module of the model, and has files of its own.
+side network (`side_network`) is one more module of the model, and is saved in separate files.
 """
 
 import os
@@ -91,7 +91,7 @@ class Adapter:
 
     @property
     def is_side_network(self) -> bool:
-        """Whether it is beside the base, not inside of its modules."""
+        """Whether it is separate from the base, not inside of its modules."""
         return isinstance(self._config, SideConfig)
 
     @property

@@ -12,7 +12,7 @@ from trimtab.model.blocks import blocks_of
 
 
 def build_in_host_memory(auto_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Build a model in host memory whose weights are drawn on a device, which is faster by far.
+    """Build a model in host memory whose weights are drawn on a device, which is much faster.
 
     The weights depend only on torch's seed and the device, but differ from those of a model that is drawn as a whole.
 

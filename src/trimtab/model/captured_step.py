@@ -3,7 +3,7 @@
 A replay launches all kernels of a micro-batch at once, so the host no longer limits small models. A graph reads and
 writes fixed addresses: inputs are copied into its own tensors, gradients are accumulated in tensors that stay allocated
 for the whole run, and numbers that differ between replays (the loss scale, the expected weight of a window) are in
-tensors, too. What an optimizer or a clipper sees is the same as without graphs, but for a parameter that only some
+tensors, too. What an optimizer or a clipper sees is the same as without graphs, except for a parameter that only some
 sizes of micro-batches use: its gradient is zero where it would be None. Hooks of a model are called while it is
 captured, not in replays.
 
@@ -78,7 +78,7 @@ class CudaRecorder:
         torch.cuda.empty_cache()
         # not torch.cuda.graph: where a capture cannot be ended, that leaves its stream the current one
         with torch.cuda.stream(self._stream):
-            # threads that save checkpoints or copy batches go on meanwhile
+            # threads that save checkpoints or copy batches continue during the capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()

@@ -130,7 +130,7 @@ def _replace_forward(block: torch.nn.Module) -> None:
 
 
 class _Requiring(torch.autograd.Function):
-    """Returns a copy of its input, which then requires a gradient that nobody reads.
+    """Returns a copy of its input, which then requires a gradient that is never read.
 
     A view would be guarded by torch's compiler as such, and other inputs would need another graph.
     """
@@ -226,14 +226,14 @@ def _describe(value: Any, describe: Callable[[Any], Any]) -> Any:
 
 
 def _size_of(value: Any) -> Any:
-    """What tells a graph of constant sizes from others."""
+    """The part of the key of a graph with constant sizes that a value adds."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     return value if _is_plain(value) else type(value)
 
 
 def _kind_of(value: Any) -> Any:
-    """What tells graphs from others that cannot be the same one."""
+    """The part of the key of a graph with symbolic sizes that a value adds."""
     if isinstance(value, torch.Tensor):
         return value.dim(), value.dtype, value.requires_grad
     return value if _is_plain(value) and type(value) is not int else type(value)

@@ -1,6 +1,6 @@
 """Tensors that live in host memory and visit a device, unit by unit, in two buffers that take turns.
 
-While the tensors of one unit are in use, those of the next are copied to the other buffer, on a stream of its own. A
+While the tensors of one unit are in use, those of the next are copied to the other buffer, on a separate stream. A
 tensor keeps its identity: only its data is exchanged, between host memory and a fixed place in a buffer.
 """
 
@@ -40,7 +40,7 @@ class Visits:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def begin(self, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take nothing in the buffers for granted: values in host memory may have changed. Allocates the buffers.
+        """Invalidate the buffers, because values in host memory may have changed. Allocates the buffers.
 
         Args:
             tensors: The tensors of each unit; their data is host memory while the unit does not visit.

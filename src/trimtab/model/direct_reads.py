@@ -134,7 +134,7 @@ def _reads_below(node: ast.AST, guards: tuple[_Guard, ...]) -> Iterator[_Read]:
 
 
 def _is_no_value(name: str) -> bool:
-    """Whether an attribute of a parameter says nothing about its values: its form, or a mark on it."""
+    """Whether an attribute of a parameter does not depend on its values: its shape, or a mark on it."""
     return name in _NO_VALUES or name.startswith("_")
 
 

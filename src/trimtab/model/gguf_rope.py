@@ -40,7 +40,7 @@ def check_rope(config: Any, architecture: str, cure: str) -> None:
     kind = _kind(rope)
     problem = ""
     if kind not in ("default", "linear", "yarn", "llama3"):
-        problem = f"rotary embeddings of type {kind!r} have no form in GGUF for {architecture}"
+        problem = f"rotary embeddings of type {kind!r} cannot be stored in GGUF for {architecture}"
     elif kind == "llama3" and architecture != "llama":
         problem = f"rotary embeddings of type 'llama3' are read by llama.cpp for llama alone, not for {architecture}"
     elif kind == "yarn" and _betas(rope) != _YARN_BETAS:
@@ -49,7 +49,7 @@ def check_rope(config: Any, architecture: str, cure: str) -> None:
     elif kind == "yarn" and rope.get("truncate", True) is False:
         problem = "yarn has truncate: false, which llama.cpp does not compute"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problem = f"rotary embeddings of a part of each head have no form in GGUF for {architecture}"
+        problem = f"rotary embeddings of a part of each head cannot be stored in GGUF for {architecture}"
     if problem:
         raise ModelError(problem, cure)
 
@@ -140,7 +140,7 @@ def _parsed(path: Path, text: Any) -> Mapping[str, Any]:
     except (TypeError, ValueError):
         stored = None
     if not isinstance(stored, dict):
-        raise ModelError(f"{path}: {_OWN_KEY} is {text!r:.80}, which is no mapping in JSON", "export the model again")
+        raise ModelError(f"{path}: {_OWN_KEY} is {text!r:.80}, which is not a JSON object", "export the model again")
     return stored
 
 

@@ -23,7 +23,7 @@ def empty_on_host(
 
     Args:
         tensors: The tensors; their strides are kept if they have no gaps.
-        pins: Whether to pin the area, so that copies run beside computation; where that fails, it is ordinary memory.
+        pins: Whether to pin the area, so that copies overlap with computation; where that fails, it is ordinary memory.
         key: The setting that needs it, for the message in that case.
     """
     begins, size = [], 0
@@ -71,7 +71,7 @@ def _pin(area: torch.Tensor, key: str) -> None:
         torch.zeros(1, device="cuda")  # reads, and so resets, the error of that call
     log_info_once(
         f"{key}: {format_bytes(area.nbytes)} of host memory cannot be pinned (CUDA error {code}); copies "
-        "are slower and do not run beside the computation. Look at `ulimit -l` and at the memory limit of the container"
+        "are slower and do not overlap with computation. Check `ulimit -l` and the memory limit of the container"
     )
 
 

@@ -1,7 +1,7 @@
 """Host memory for tensors that leave their device, and the copies to it and back.
 
-Host memory is a pool of equally large pages, pinned for an NVIDIA GPU, so that copies run beside computation. Pages are
-allocated once and used again in every step, for tensors of any size: a tensor lies in several pages, and several small
+Host memory is a pool of equally large pages, pinned for an NVIDIA GPU, so that copies overlap with computation. Pages
+are allocated once and used again in every step, for tensors of any size: a large tensor takes several pages, and small
 ones share a page. Pages are a power of two large, because torch rounds pinned memory up to one.
 """
 
@@ -71,7 +71,7 @@ class HostRoom:
         self._num_free = 0  # bytes at the end of the last page
 
     def spans(self, num_bytes: int) -> list[torch.Tensor]:
-        """Unused parts of pages, so many bytes in all."""
+        """Unused parts of pages, `num_bytes` in all."""
         found = []
         while num_bytes:
             if not self._num_free:

@@ -260,7 +260,7 @@ def offload_blocks(
     Args:
         model: The model; its parameters, their names and its outputs do not change.
         blocks: The blocks; none ends it.
-        pins: Whether host memory is pinned, so that copies run beside computation.
+        pins: Whether host memory is pinned, so that copies overlap with computation.
         min_bytes: As in `OffloadedBlocks`.
         page_bytes: As in `HostPages`.
     """

@@ -1,10 +1,10 @@
-"""Attention over packed rows: rows of different lengths lie behind each other, and no token attends to another row.
+"""Attention over packed rows: rows of different lengths follow each other, and no token attends to another row.
 
-A function of this module stands in transformers' attention interface. It computes a packed batch if the call has row
-boundaries (`cu_seq_lens_q`), else it calls the implementation that it replaced. Boundaries are arguments, so a block
-that is recomputed in backward attends as it did in its forward.
+A function of this module is registered in transformers' attention interface. It computes a packed batch if the call has
+row boundaries (`cu_seq_lens_q`), else it calls the implementation that it replaced. Boundaries are arguments, so a
+block that is recomputed in backward attends as it did in its forward.
 
-Two kernels are torch's, called below `scaled_dot_product_attention` because only there they take row boundaries and
+Two kernels are torch's, called below `scaled_dot_product_attention` because only there do they take row boundaries and
 (the flash kernel) dropout; they run without a host-device sync. On CPUs, each row is one call of
 `scaled_dot_product_attention`.
 
@@ -221,7 +221,7 @@ def _equal_rows(
     **_: Any,
 ) -> torch.Tensor:
     is_grouped = key_1HTD.shape[1] != query_1HTD.shape[1]
-    if is_grouped and kernel is not Kernel.FLASH:  # other kernels know no groups
+    if is_grouped and kernel is not Kernel.FLASH:  # other kernels do not support groups
         key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
         is_grouped = False
     query, key, value = (
@@ -361,7 +361,7 @@ def _efficient_attention_backward(
     scale: float | None,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Torch's operation, made an own one because torch's shape function for it lacks an argument.
+    """A custom operation around torch's, because torch's shape function for it lacks an argument.
 
     A compiler and a trace on `meta` ask for shapes.
     """

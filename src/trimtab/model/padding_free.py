@@ -1,6 +1,6 @@
 """Padding-free batches: which models can run them, and how a model is prepared for them.
 
-A packed batch has the tokens of all rows behind each other, and no attention mask:
+A packed batch has the tokens of all rows one after the other, and no attention mask:
 
 - `input_ids`, `position_ids` and, if the model has them, `token_type_ids`: (1, T). Positions count from 0 in each row.
 - `cu_seq_lens_q`, `cu_seq_lens_k`: one int32 tensor with the start offsets of R rows, the start of the filler row, T.
@@ -37,7 +37,7 @@ class _Encoder:
 
     Attributes:
         stack: Module of the base model whose output the head or pooler reads; "" for the base model itself.
-        counts_from_padding: Whether position 0 is stored behind the padding token's id, as in RoBERTa.
+        counts_from_padding: Whether position 0 is stored after the padding token's id, as in RoBERTa.
     """
 
     stack: str = "encoder"
@@ -257,6 +257,6 @@ def _keep_first_tokens(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if boundaries is None:
         return None
     hidden = output.last_hidden_state
-    starts = boundaries[:-2].clamp(max=hidden.shape[1] - 1)  # an empty row may start behind the last token
+    starts = boundaries[:-2].clamp(max=hidden.shape[1] - 1)  # an empty row may start after the last token
     output.last_hidden_state = hidden.squeeze(0).index_select(0, starts)[:, None]
     return output

@@ -32,7 +32,7 @@ class PrefixSpec:
 
 
 class _PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """The keys and values of one block; those of rows are returned behind them, and not stored."""
+    """The keys and values of one block; those of rows are returned after them, and not stored."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class PrefixTokens(nn.Module):
         return (), values
 
     def after(self, base: nn.Module, args: Any, output: Any) -> Any:
-        """Drop the cache that stores nothing: a caller would take it for one of a generation."""
+        """Drop the cache that stores nothing: a caller would mistake it for the cache of a generation."""
         if not isinstance(output, tuple) and isinstance(output.get("past_key_values"), PrefixCache):
             output["past_key_values"] = None
         return output

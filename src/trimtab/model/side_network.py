@@ -1,4 +1,4 @@
-"""A side network: a narrow stack of blocks beside a frozen model, which reads its hidden states (ladder side-tuning).
+"""A side network: a narrow stack of blocks that reads the hidden states of a frozen model (ladder side-tuning).
 
 Backward never enters the base: its blocks run without gradients, and the side network reads their detached outputs.
 What it computes is added to the output of the last block, before the final norm, the pooler and the head; the last

@@ -155,7 +155,7 @@ def _call_before_backward(output: Any, streamed: StreamedBlocks, number: int) ->
 
 
 def tables_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Scales and lookup tables of a 4-bit weight, which are no parameters."""
+    """Scales and lookup tables of a 4-bit weight, which are not parameters."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []

@@ -178,7 +178,7 @@ def compute_in_tiles(run: Run, x: torch.Tensor, weights: Sequence[torch.Tensor],
     weights = [weight for weight in weights if weight.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
         return _whole(run, x, tile_tokens, None)
-    # Saved before anything is computed: where the block itself is recomputed, and nothing behind these tiles is saved,
+    # Saved before anything is computed: where the block itself is recomputed, and nothing after these tiles is saved,
     # recomputation ends here instead of computing them a second time.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     saved: torch.Tensor = _SavedInput.apply(anchor, x)  # type: ignore[no-untyped-call]
@@ -234,7 +234,7 @@ class _Tiled(torch.autograd.Function):
                 if grad_x is not None:
                     grad_x[:, tile] = found.pop(0)
                 _add(sums, found, grad)
-                del found  # not to be in memory beside those of the next tile
+                del found  # not in memory together with those of the next tile
         totals = iter(
             None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)
         )

@@ -160,7 +160,9 @@ def _word_piece(documents: list[str], vocab_size: int, special: list[str]) -> An
 
 def _check_size(vocab_size: int, smallest: int) -> None:
     if vocab_size <= smallest:
-        raise RecipeError(f"vocab_size {vocab_size} leaves no room for words", f"use a number above {smallest}")
+        raise RecipeError(
+            f"vocab_size {vocab_size} leaves no room for tokens of text", f"use a number above {smallest}"
+        )
 
 
 _KINDS = {"bpe": (_BYTE_LEVEL_TOKENS, _byte_level), "wordpiece": (_WORD_PIECE_TOKENS, _word_piece)}

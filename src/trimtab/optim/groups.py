@@ -50,7 +50,7 @@ def decay_groups(
 
 
 def split_by_rate(groups: list[dict[str, Any]], rates: Mapping[int, float]) -> list[dict[str, Any]]:
-    """Split parameter groups so that some parameters have learning rates of their own.
+    """Split parameter groups so that some parameters have separate learning rates.
 
     Args:
         groups: Parameter groups.

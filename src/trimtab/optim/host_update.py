@@ -1,6 +1,6 @@
 """Weights that are updated in host memory: there are their gradients, fp32 masters and the optimizer's state.
 
-A gradient is copied to the host as soon as backward has completed it, on a stream of its own, and freed on the device.
+A gradient is copied to the host as soon as backward has completed it, on a separate stream, and freed on the device.
 Gradients of further micro-batches are added on the device, to a copy of the sum on the host, slice by slice: the
 numbers are those of a sum on the device. When backward returns, all sums are on the host. Clipping, unscaling, skipping
 and undoing a step act on the masters as on any other parameters, because the optimizer is an ordinary one: a CPU
@@ -170,7 +170,7 @@ def _slices(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.
 
 
 class _Queue:
-    """Copies that run beside the computation of a device; on a CPU, and in a trace, they run at once.
+    """Copies that overlap with the computation of a device; on a CPU, and in a trace, they run immediately.
 
     Memory on the device that a copy needs is kept until the device's own stream has waited for the copy, so that the
     allocator can give it away. That is decided by bytes, not by time: the memory of a step can be predicted.

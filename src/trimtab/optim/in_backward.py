@@ -38,7 +38,7 @@ class AfterBackward:
         return None
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
-        """Clip the gradients of the window in a way of its own, and return their norm; None if there is no such way."""
+        """Clip the gradients of the window with a custom method, and return their norm; None if there is none."""
         return None
 
     @contextmanager

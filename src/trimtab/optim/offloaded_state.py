@@ -2,8 +2,8 @@
 
 The optimizer is an ordinary one. Before each of its steps, the parameters that have a gradient are updated slice by
 slice: the state of a slice is copied to a buffer on the device, the optimizer's own code runs on the slice of weights,
-gradient and state, and the state is copied back. The slices that come next are fetched ahead, on a stream of its own,
-in the order of the step before. With updates in backward, copies run beside the rest of backward.
+gradient and state, and the state is copied back. The slices that come next are prefetched on a separate stream,
+in the order of the step before. With updates in backward, copies overlap with the rest of backward.
 
 All optimizers whose update of an element depends on that element alone, or on its block of 256, give the same bits as
 with state on the device; except for stochastic rounding, which draws random numbers per slice here.
@@ -220,7 +220,7 @@ class OffloadedState:
         return slot
 
     def _usual_order(self, first: Key) -> list[Key]:
-        """That of the parameters after backward; in backward it usually is the reverse."""
+        """The order of the parameters after backward; in backward it usually is the reverse."""
         is_after = first[0] == id(self._parameters[0])
         parameters = self._parameters if is_after else self._parameters[::-1]
         return [key for parameter in parameters for key in self._keys.get(id(parameter), ())]

@@ -1,4 +1,4 @@
-"""Allocate the state of an optimizer before its first step, so that no step runs out of memory half-way.
+"""Allocate the state of an optimizer before its first step, so that no step runs out of memory in the middle.
 
 The optimizer's own code allocates it, called with zero gradients expanded from a scalar, which take no memory.
 """

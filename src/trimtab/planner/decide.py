@@ -157,7 +157,7 @@ def decide(
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU, or nothing that was measured fits.
-        RecipeError: The recipe asks for something that is not possible.
+        RecipeError: The recipe sets something that is not possible.
     """
     needs_logits = has_own_loss or recipe.distill is not None
     question = _Question(recipe, data, tokens, loaded, engine, needs_logits, teacher)

@@ -1,7 +1,7 @@
 """The memory of micro-batches that are replayed from CUDA graphs.
 
-What a capture allocates stays reserved in a memory pool of its own for the whole run. Nothing but a replay can use it:
-clipping, the optimizer and evaluations need memory beside the pool. Gradients are allocated once, outside of the pool.
+What a capture allocates stays reserved in a separate memory pool for the whole run. Nothing but a replay can use it:
+clipping, the optimizer and evaluations need memory outside the pool. Gradients are allocated once, outside of the pool.
 
 The pool is predicted for the largest size of micro-batch. Smaller sizes are assumed to fit into the memory that the
 largest one leaves free after its capture, and the inputs that every size keeps, a few numbers per token, are not

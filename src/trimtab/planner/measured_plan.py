@@ -1,4 +1,4 @@
-"""The plan of a run whose step cannot be traced: what trial steps on its device decide, and what is said of it."""
+"""The plan of a run whose step cannot be traced: chosen by trial steps on its device, and its description."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -77,9 +77,9 @@ def _explain_failure(
     device, room = trials.engine.device, int(budget_bytes * (1 - SPARE))
     alone = trials.train(smallest, None, room)
     budget = f"the budget of {gib(budget_bytes)} ({device})"
-    way = f"with the smallest way that was measured ({words_of(smallest, start)}; {num_trials} trial steps)"
+    way = f"with the smallest plan that was measured ({words_of(smallest, start)}; {num_trials} trial steps)"
     if alone.total_bytes is None:
-        found = f"does not fit: memory of {device} ran out also without {budget}, {way}"
+        found = f"does not fit: memory of {device} ran out even without {budget}, {way}"
     else:
         over = alone.total_bytes - budget_bytes
         excess = f"{gib(over)} over {budget}" if over > 0 else f"which leaves no reserve in {budget}"

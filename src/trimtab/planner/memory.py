@@ -39,7 +39,7 @@ class Prediction:
 
     @cached_property
     def _events(self) -> tuple[Event, ...]:
-        """What the allocator is asked for."""
+        """The requests to the allocator."""
         return self.trace.events if self.graphs is None else self.graphs.events(expandable=self.expandable)
 
     @cached_property

@@ -74,7 +74,7 @@ def page_of(planner: RecipePlanner, spec: StepSpec, records: Sequence[StepRecord
 
 
 def model_name(recipe: Recipe) -> str:
-    """The model of a recipe, in a word."""
+    """The model of a recipe as a short name."""
     model = recipe.model
     if not isinstance(model, ModelSettings):
         return str(model)

@@ -1,7 +1,7 @@
 """Writes a picture of the memory of a step that ran out of it, into the folder of the run.
 
-It shows what the allocator held at that moment, where it can tell (on CUDA), and the prediction of the same step. A run
-goes on after most failures, so nothing here may raise, and random numbers are the same afterwards.
+It shows what the allocator held at that moment, where that is known (on CUDA), and the prediction of the same step. A
+run continues after most failures, so nothing here may raise, and random numbers are the same afterwards.
 """
 
 import contextlib

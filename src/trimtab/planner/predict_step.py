@@ -71,7 +71,7 @@ def predict_step_memory(
         ModelError: There is no such model for the task, or its step cannot be traced.
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
-    _check_words(gpu, mask, code, implementation)
+    _check_names(gpu, mask, code, implementation)
     _check_numbers(numbers if target_length is None else numbers | {"target_length": target_length})
     _check_techniques(techniques)
     recipe = _recipe(model, task, precision, max_grad_norm, techniques)
@@ -94,9 +94,9 @@ def predict_step_memory(
     return target.as_here(found)
 
 
-def _check_words(gpu: str, mask: str, code: str, implementation: str | None) -> None:
+def _check_names(gpu: str, mask: str, code: str, implementation: str | None) -> None:
     if not isinstance(gpu, str):
-        raise RecipeError(f"gpu={gpu!r} has to be a word", 'such as gpu="t4"')
+        raise RecipeError(f"gpu={gpu!r} must be a string", 'such as gpu="t4"')
     known = [("mask", mask, _MASKS), ("code", code, _CODES)]
     if implementation is not None:
         known.append(("implementation", implementation, _IMPLEMENTATIONS))
@@ -122,7 +122,7 @@ def _check_techniques(asked: Mapping[str, Any]) -> None:
             raise RecipeError(f"{key}={value!r} is not known", hint)
         is_open = isinstance(value, str) and value == "auto"
         if is_open and known[key].effect == "exact" and known[key].off is not None:
-            raise RecipeError("'auto' is decided by a plan, and here the step is given", "use trimtab.plan, or a value")
+            raise RecipeError("'auto' needs a plan, which predict_step does not make", "use trimtab.plan, or a value")
 
 
 def _recipe(

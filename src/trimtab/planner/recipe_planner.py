@@ -105,7 +105,7 @@ class RecipePlanner:
 
     @cached_property
     def _num_steps(self) -> int | None:
-        """Optimizer steps of the run; None if neither the recipe nor the data tell."""
+        """Optimizer steps of the run; None if neither the recipe nor the data determine them."""
         train, num_rows = self.recipe.train, self.lengths.num_rows
         if self.recipe.limits.fast_dev_run:
             return fast_steps(self.recipe)
@@ -461,7 +461,7 @@ class RecipePlanner:
 
 
 def _usual_values(axis: Axis) -> tuple[str, ...]:
-    """The values of a technique that are no last resort; what a recipe sets is none."""
+    """The values of a technique that are not a last resort; what a recipe sets never is."""
     last_resorts = axis.technique.last_resorts
     if last_resorts is None:
         return axis.values[:1]
@@ -488,7 +488,7 @@ def _bytes_of_weights(row: Row) -> int:
 
 
 def _with_least_weights(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The same values, without those that are of no use where the weights alone do not fit."""
+    """The same values, without those that do not help where the weights alone do not fit."""
     shrinking = [axis for axis in axes if axis.technique.shrinks_weights and len(axis.values) > 1]
     if len(shrinking) != 1:  # either of them may be enough
         return axes

@@ -2,7 +2,7 @@
 
 Predictions are expensive, so three facts keep their number low. Memory is nearly linear in the micro-batch size, so the
 largest one that fits is guessed, then verified. A technique may declare that each of its values is slower and smaller
-than the one before; only then are values behind one that fits left out. And values of such a technique between the
+than the one before; only then are values after one that fits left out. And values of such a technique between the
 first and the last are not predicted for a micro-batch where a straight line between those two is far from fitting. A
 technique that declares nothing may turn out faster or slower, smaller or larger: all its values are predicted.
 """

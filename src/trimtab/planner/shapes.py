@@ -122,11 +122,11 @@ class Lengths(Protocol):
         ...
 
     def shape(self, rows: int, batching: Batching) -> BatchShape:
-        """The largest micro-batch of so many rows."""
+        """The largest micro-batch of `rows` rows."""
         ...
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
-        """The largest evaluation batch of so many rows; None where no rows are held out."""
+        """The largest evaluation batch of `rows` rows; None where no rows are held out."""
         ...
 
     def mean_share(self, rows: int, batching: Batching) -> float:
@@ -134,7 +134,7 @@ class Lengths(Protocol):
         ...
 
     def num_shapes(self, rows: int, batching: Batching) -> int:
-        """How many shapes micro-batches of so many rows have."""
+        """How many shapes micro-batches of `rows` rows have."""
         ...
 
     def tokens(self, batch_size: int) -> float:
@@ -181,7 +181,7 @@ class LengthsOfData:
         self._num_labels = int(task.head().get("num_labels") or 1)
 
     def shape(self, rows: int, batching: Batching) -> BatchShape:
-        """As long as the longest row; padded where any micro-batch may be."""
+        """The shape with the longest row; padded where any micro-batch may be."""
         if not batching.is_packed:
             return self._largest(self._tokens.train, rows)
         batches = self._batches(rows, batching)
@@ -193,7 +193,7 @@ class LengthsOfData:
         return shape if batches.max_tokens % self.longest == 0 else replace(shape, marks_equal_rows=False)
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
-        """Of the held-out rows; with `limits.overfit_batches` of the training rows."""
+        """The shape for the held-out rows; with `limits.overfit_batches` for the training rows."""
         held_out = self._tokens.train if self._recipe.limits.overfit_batches else self._tokens.eval
         if held_out is None or not len(held_out):
             return None

@@ -2,7 +2,7 @@
 
 An operation takes the longer of its compute time and its memory time, plus a launch latency. The host launches
 operations one after the other, and the device runs them in that order. A simulation of both timelines gives the step
-time: at every moment the slower of the two limits it. Copies of weights and gradients run beside the computation,
+time: at every moment the slower of the two limits it. Copies of weights and gradients overlap with computation,
 in order; what the host computes itself waits for both. No step waits for the one before: the host launches the first
 operations of a step while the device still computes the last ones of the previous step.
 
@@ -189,7 +189,7 @@ class _Link:
     def copy_or_wait(self, op: Op, launched: float, finished: float) -> float:
         """When the device has ended an operation of the link, given when it was launched and the device was free."""
         seconds = op.moved / self._rate
-        if op.name in _WAITED_FOR:  # until so many bytes are left
+        if op.name in _WAITED_FOR:  # until this many bytes are left
             return max(finished, self._free[_WAITED_FOR[op.name]] - seconds)
         if op.name == IN_AFTER_OUT:
             self._free[FROM_HOST] = max(self._free[FROM_HOST], self._free[TO_HOST])

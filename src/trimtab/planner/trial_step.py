@@ -45,7 +45,7 @@ from trimtab.training.rollback import OutOfMemory, Rollback
 
 
 class TrialError(Exception):
-    """A trial step that failed for another reason than a lack of memory, in this process or another one."""
+    """A trial step that failed for another reason than out of memory, in this process or another one."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TrialSteps:
             room: Bytes within which a trial fits.
 
         Raises:
-            TrialError: The step failed, and not by a lack of memory.
+            TrialError: The step failed, and not because memory ran out.
         """
 
         def work(run: ResolvedRun, rehearsal: Rehearsal) -> Peak | OutOfMemory:
@@ -145,7 +145,7 @@ class TrialSteps:
     def _attempt(
         self, spec: StepSpec, work: Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]
     ) -> OutOfMemory | str | None:
-        """What a trial step failed by: memory, of the device or of the host, or an error; None if it ran."""
+        """Why a trial step failed: memory of the device or of the host, or an error; None if it ran."""
         try:
             found = self._run(spec, work)
         except DoesNotFit:  # what a technique keeps on the host
@@ -187,7 +187,7 @@ class TrialSteps:
             engine.free_memory()
 
     def _snapshot(self, parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Snapshots:
-        """The copy of weights and state that a run on a CPU has beside its steps, from its first checkpoint on."""
+        """The copy of weights and state that a run on a CPU also keeps, from its first checkpoint on."""
         snapshot = Snapshots()
         if self.engine.device.type == "cpu" and self.recipe.checkpoint.every is not None:
             trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -186,7 +186,7 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10
-    """Write a line of metrics every so many steps."""
+    """Number of steps between two lines of metrics."""
 
     @field_validator("max_grad_norm", mode="after")
     @classmethod
@@ -195,12 +195,12 @@ class TrainSettings(Section):
 
 
 class AdapterSettings(Section):
-    """Adapters: small modules that train while the base model is frozen."""
+    """Adapters: small modules that are trained while the base model is frozen."""
 
     kind: Literal["lora", "qlora", "ia3", "side", "prompt", "prefix"] = "lora"
     """lora = low-rank matrices added to the base weights; qlora = the same on 4-bit (nf4) base weights; ia3 = one
     factor for each output of keys and values and each input of the second layer of an MLP; side = a narrow network
-    beside the base that reads its hidden states, so that backward never enters the base; prompt = embeddings of virtual
+    that reads the hidden states of the base, so that backward never enters the base; prompt = embeddings of virtual
     tokens before each row (prompt tuning), for decoders; prefix = keys and values of virtual tokens before each row, in
     every block (prefix tuning), for decoders."""
     base: Literal["fp8"] | None = None
@@ -216,7 +216,7 @@ class AdapterSettings(Section):
     """Modules that get an adapter; all-linear = every linear layer of the base, not the head; null = all-linear, with
     kind ia3 those that PEFT chooses for the type of the model."""
     experts: bool = False
-    """Adapt fused expert weights too, with two matrices of this rank for each expert; they are no linear modules and
+    """Adapt fused expert weights too, with two matrices of this rank for each expert; they are not linear modules and
     not among targets."""
     layers: BlockRange | None = None
     """First and last block that get adapters, counted from 0; null = all blocks."""
@@ -225,7 +225,7 @@ class AdapterSettings(Section):
     alphas: dict[str, PositiveFloat] = {}
     """Alpha by pattern of module names; the last matching pattern wins."""
     trains: Patterns = []
-    """Modules to train in full, by pattern, such as [embed_tokens]; a new head always trains."""
+    """Modules to train in full, by pattern, such as [embed_tokens]; a new head is always trained."""
     rslora: bool = False
     """Scale by alpha / √rank instead (rsLoRA), for large ranks."""
     dora: bool = False
@@ -239,7 +239,7 @@ class AdapterSettings(Section):
     reduction: PositiveInt = 8
     """Width of a side network: the hidden size of the model divided by this."""
     every: PositiveInt = 1
-    """A side network reads every so-manyth block of the model, and always the last one."""
+    """A side network reads one block of the model out of this many, and always the last one."""
     tokens: PositiveInt = 20
     """Number of virtual tokens of prompt and prefix tuning."""
 
@@ -261,7 +261,7 @@ class MemorySettings(Section):
     block; {all_but_every: 4} and {layers: [0, -1]} as above. Of a recomputed block that is its input, of others all
     activations. auto = all if nothing else fits on an NVIDIA GPU, else none."""
     tile_tokens: TileTokens = "auto"
-    """Compute MLPs for so many tokens at a time, and again in backward, so that their wide tensors exist for one tile
+    """Compute MLPs for this many tokens at a time, and again in backward, so that their wide tensors exist for one tile
     only; none = for all tokens at once; auto = none, unless nothing else fits."""
     offload: Literal["auto", "none", "embeddings"] = "auto"
     """Weights to keep in host memory: embeddings = the token embeddings, if they are frozen; auto = embeddings if an
@@ -275,12 +275,12 @@ class MemorySettings(Section):
     host if nothing else fits on a GPU, else device."""
     offload_state: Literal["auto", "none", "host"] = "auto"
     """Where the optimizer's state is: none = on the device; host = in pinned host memory, from which it visits the
-    device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights train and
-    nothing else fits on an NVIDIA GPU, else none."""
+    device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights are
+    trained and nothing else fits on an NVIDIA GPU, else none."""
     stream_weights: OffloadedBlocks = "auto"
     """Keep the weights of blocks in pinned host memory, and copy them to the device while the block before computes, in
     forward and in backward: all = of every block; {every: 2} = of every second block; {all_but_every: 4} and
-    {layers: [0, -1]} as above. Weights that train need update: in-backward, whose optimizer state is streamed with
+    {layers: [0, -1]} as above. Trainable weights need update: in-backward, whose optimizer state is streamed with
     them, or host. auto = all if nothing else fits on an NVIDIA GPU, else none."""
     allow: Allowances = []
     """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
@@ -474,7 +474,7 @@ class Recipe(Section):
 
 
 def _with_student(values: Any) -> Any:
-    """A recipe whose model is cut out of its teacher, if it has no model of its own."""
+    """A recipe whose model is cut out of its teacher, if it does not name a model."""
     distill = values.get("distill") if isinstance(values, Mapping) else None
     settings = distill.model_dump() if isinstance(distill, DistillSettings) else distill
     if not isinstance(settings, Mapping) or values.get("model") is not None:

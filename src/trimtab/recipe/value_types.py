@@ -196,7 +196,7 @@ def _gradient_checkpointing(value: Any) -> str | dict[str, Any]:
 
 
 def _offloaded(value: Any) -> str | dict[str, Any]:
-    """Parse the blocks whose activations leave the device: as those to recompute, but for `ops`."""
+    """Parse the blocks whose activations leave the device: as those to recompute, except `ops`."""
     which = _gradient_checkpointing(value)
     if which == "ops":
         raise ValueError
@@ -270,14 +270,14 @@ def _layer_term(value: Any) -> dict[str, Any]:
         raise ValueError
     weight, layers = given["weight"], given.get("layers", "auto")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise ValueError("has no weight from 0")
+        raise ValueError("has no weight of 0 or more")
     if not isinstance(layers, Mapping):
         if layers != "auto":
             raise ValueError("has no valid layers: write auto, or {layer of the student: layer of the teacher}")
         return {"weight": float(weight), "layers": "auto"}
     pairs = {int(student): teacher for student, teacher in layers.items()}  # the keys of JSON are text
     if not pairs or not all(_is_int(layer) and layer >= 0 for pair in pairs.items() for layer in pair):
-        raise ValueError("has layers that are no numbers from 0")
+        raise ValueError("has layers that are not whole numbers from 0 up")
     return {"weight": float(weight), "layers": pairs}
 
 

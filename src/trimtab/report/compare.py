@@ -40,7 +40,7 @@ class Spread:
         return self.low > other.high or other.low > self.high
 
     def written(self, places: int = 1, unit: float = 1.0) -> str:
-        """Format for a table: the median, and in brackets least and most if they differ."""
+        """Format for a table: the median, and in brackets minimum and maximum if they differ."""
         middle, low, high = (f"{value / unit:,.{places}f}" for value in (self.median, self.low, self.high))
         return middle if low == high else f"{middle} ({low}–{high})"
 

@@ -1,4 +1,4 @@
-"""Quality against size and latency of several forms of one model: which are worth having, which to take, and a plot."""
+"""Quality against size and latency of several forms of one model: the Pareto front, the recommended one, and a plot."""
 
 import math
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def _draw_points(
         color = "#c0392b" if one is chosen else "#1f4e79"
         axes.plot(place, height, "o", color=color, markerfacecolor=color if one in best or one is chosen else "white")
         x, y = place / right, (height - min(heights)) / spread
-        # a name is about a sixth of the width; names of points at one place stand below each other
+        # a name is about a sixth of the width; names of points at one place are written below each other
         num_near = sum(abs(x - other) < _NAME_WIDTH and abs(y - level) < _NAME_HEIGHT for other, level in named)
         named.append((x, y))
         axes.annotate(one.name, (place, height), xytext=(6, 4 - 11 * num_near), textcoords="offset points", fontsize=8)

@@ -65,7 +65,7 @@ def _draw_speed(axes: Any, ran: list[Outcome]) -> None:
         if speed is not None:
             beyond = [[speed.median - speed.low], [speed.high - speed.median]]
             axes.barh(place, speed.median, xerr=beyond, color="#7d8f69", ecolor="#333333", capsize=3, height=0.7)
-    axes.set_xlabel(f"{number}; error bars: least and most of the runs")
+    axes.set_xlabel(f"{number}; error bars: minimum and maximum of the runs")
 
 
 def _draw_losses(axes: Any, ran: list[Outcome]) -> None:

@@ -64,7 +64,7 @@ def _cell(outcome: Outcome, number: str, places: int, unit: float = 1.0) -> str:
 def _how_often(num_repeats: int) -> str:
     if num_repeats == 1:
         return "One run of each, so the spread is not known"
-    return f"Medians of {num_repeats} runs, least and most in brackets"
+    return f"Medians of {num_repeats} runs, minimum and maximum in brackets"
 
 
 def notes(comparison: Comparison) -> list[str]:

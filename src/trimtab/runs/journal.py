@@ -148,12 +148,12 @@ class Journal:
 
 
 def first_line_end(path: Path) -> int | None:
-    """Return the offset behind the config, the first line of a journal; None if there is no journal."""
+    """Return the offset after the config, the first line of a journal; None if there is no journal."""
     return next((end for _, end in complete_lines(path, max_bytes=1)), None)
 
 
 def complete_lines(path: Path, start: int = 0, max_bytes: int = -1) -> Iterator[tuple[bytes, int]]:
-    """Yield each complete line from an offset on, and the offset behind it; nothing if there is no file.
+    """Yield each complete line from an offset on, and the offset after it; nothing if there is no file.
 
     Args:
         path: The file, which another process may be writing.

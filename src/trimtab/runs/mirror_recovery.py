@@ -21,7 +21,7 @@ def recover(run: Path, out: str | None) -> Path:
         out: Where to copy a mirror to; by default runs/EXPERIMENT/NAME, after the names of the mirror's folders.
     """
     if not run.is_dir():
-        raise RecipeError(f"{run} is no folder", "pass a run's folder; trimtab runs lists them")
+        raise RecipeError(f"{run} is not a folder", "pass a run's folder; trimtab runs lists them")
     if not is_mirror(run):
         _check_is_run(run, out)
         return run
@@ -51,7 +51,7 @@ def _check_is_run(run: Path, out: str | None) -> None:
     if find_run(run) is None:
         below = [str(path.parent) for path in run.glob("*/*/run.json") if is_mirror(path.parent)]
         cure = f"pass one of the mirrors in it: {', '.join(sorted(below))}" if below else "trimtab runs lists runs"
-        raise RecipeError(f"{run} is no run", cure)
+        raise RecipeError(f"{run} is not a run", cure)
     if out is not None:
         raise RecipeError(f"--out is for mirrors, and {run} is a run", "leave --out out")
 

@@ -45,7 +45,7 @@ class Plan:
     outlook: AnyOutlook | None = field(default=None)
 
     def __getattr__(self, name: str) -> Any:
-        # only called for what is no field
+        # only called for names that are not fields
         texts: Mapping[str, str] = self.__dict__.get("texts", {})
         if name in texts:
             return texts[name]

@@ -1,8 +1,8 @@
 """Activation offload: what blocks save for backward is kept in pinned host memory, and comes back in time.
 
 With gradient checkpointing that is the input of each recomputed block; of blocks that are not recomputed it is
-everything that autograd saves. Copies run beside computation, on a stream for each direction. Results are those of the
-plain step to the bit: nothing is computed differently.
+everything that autograd saves. Copies overlap with computation, on a stream for each direction. Results are those of
+the plain step to the bit: nothing is computed differently.
 """
 
 from collections.abc import Callable, Iterator

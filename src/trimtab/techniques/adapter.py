@@ -115,7 +115,7 @@ class AdapterTechnique(Technique):
         return (value,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Compiled blocks are not tested beside a side network, nor with the keys and values of a prefix."""
+        """Compiled blocks are not tested with a side network, nor with the keys and values of a prefix."""
         if spec[self.key] == _PREFIX and spec["compile"] != "off":
             compiled = f"train.compile: {spec['compile']}"
             return f"adapter: prefix gives blocks keys and values through a cache, which {compiled} does not support"
@@ -125,7 +125,7 @@ class AdapterTechnique(Technique):
         return None
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """All adapters, where all weights train on a GPU; a loop of the user's own adds its adapters itself."""
+        """All adapters, where all weights are trained on a GPU; a user's own loop adds its adapters itself."""
         if case.recipe is not None and spec[self.key] == "none" and case.accelerator.is_cuda:
             for value in _SUGGESTED:
                 if value != _FP8 or _can_have_fp8(case.accelerator):

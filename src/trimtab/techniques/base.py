@@ -241,7 +241,7 @@ class HostUse:
     exports_trainable: bool = False
 
 
-UPDATE_CALL = "trimtab.update"  # the operation that stands for what Python does to update one parameter
+UPDATE_CALL = "trimtab.update"  # the operation that represents the Python code that updates one parameter
 
 
 class TraceRecorder(Protocol):
@@ -262,13 +262,13 @@ class TraceRecorder(Protocol):
         """Record existing tensors as allocated now."""
 
     def transfer(self, name: str, num_bytes: int, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Count a copy of tensors between host and device; or a wait until at most so many bytes are on their way."""
+        """Count a copy of tensors between host and device; or a wait until at most `num_bytes` are in transit."""
 
     def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Record existing tensors of parameters as host memory, which does not count."""
 
     def copy_weights(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Count a copy of weights or gradients between host and device, which runs beside the computation."""
+        """Count a copy of weights or gradients between host and device, which overlaps with computation."""
 
     def updating(self) -> AbstractContextManager[None]:
         """A context in which the optimizer runs inside backward."""
@@ -321,7 +321,7 @@ class Technique:
         changes_model_when_off: Whether `change_model` is called for `off` as well, because a model may have the
             technique from elsewhere.
         is_slower_with_each_value: Whether every further value of `values` takes at least as much time and at most as
-            much memory as the one before it. The search may then skip values behind one that fits.
+            much memory as the one before it. The search may then skip values after one that fits.
         is_decided_first: Whether its values are compared once, for the largest micro-batch, and only the best one is
             searched further: what is faster there is faster in all plans.
         last_resorts: Values that are searched only if nothing fits without them; None = all but the first one.

@@ -70,7 +70,7 @@ class Compilation(Technique):
             return None
         if spec["padding"] != "none":
             return f"{_KEY}: auto compiles batches without padding only"
-        # Batches with one label per row would have graphs for every number of rows beside every number of tokens.
+        # Batches with one label per row would have graphs for every number of rows and every number of tokens.
         if value == _GRAPHS and case.model_kind in _ROW_KINDS and _divides_batches(spec, case):
             return f"{_KEY}: auto captures the steps of a classifier only if a batch is one micro-batch"
         return None

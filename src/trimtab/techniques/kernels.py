@@ -43,7 +43,7 @@ class FusedKernels(Technique):
         """A compiler fuses norms and activations itself, and fails on liger's functions."""
         if spec[self.key] == "liger" and spec["compile"] != "off":
             return (
-                f"memory.kernels: liger does not work with train.compile: {spec['compile']}, which makes such kernels"
+                f"memory.kernels: liger does not work with train.compile: {spec['compile']}, which also fuses kernels"
             )
         return None
 

@@ -1,7 +1,7 @@
 """Optimizer state in pinned host memory: it visits the device slice by slice while weights are updated.
 
-Weights stay on the device, so forward takes no longer. With updates in backward the copies run beside backward, and no
-gradients exist but those in use: the device then needs little more than the weights. Results are those of state on the
+Weights stay on the device, so forward takes no longer. With updates in backward the copies overlap with backward, and
+only the gradients in use exist: the device then needs little more than the weights. Results are those of state on the
 device to the bit, except for stochastic rounding, which draws other random numbers.
 """
 
@@ -64,7 +64,7 @@ class StateOffload(Technique):
         if WeightUpdate.has_state_on_host(spec[WeightUpdate.key]):
             return f"{WeightUpdate.setting}: {spec[WeightUpdate.key]} has all state in host memory; {KEY}: none"
         if spec[StreamedWeights.key] != StreamedWeights.off:
-            return f"{StreamedWeights.setting} streams the state of weights that train with them; {KEY}: none"
+            return f"{StreamedWeights.setting} streams optimizer state together with its weights; {KEY}: none"
         if optimizer.startswith(PAGED):
             return f"{KEY} does not work with {optimizer}, whose state the driver moves; train.optimizer: adamw8bit"
         if optimizer == "adafactor":

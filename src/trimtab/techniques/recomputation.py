@@ -25,7 +25,7 @@ from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, as_t
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
 _KINDS = "none, all, ops, {every: 2}, {all_but_every: 4} or {layers: [0, 1, -1]}"
-# From so many blocks on, recomputing a part of them is a choice of its own; the fewest recomputed blocks come first.
+# Parts of the blocks to recompute, by the number of blocks from which on they are tried; the fewest blocks come first.
 _PARTS: dict[int, tuple[dict[str, int], ...]] = {
     4: ({"every": 2},),
     8: ({"every": 4}, {"every": 2}, {"all_but_every": 4}),
@@ -58,7 +58,7 @@ class GradientCheckpointing(Technique):
 
     def change_model(self, model: nn.Module, value: str, site: Site) -> None:
         """Wrap the chosen blocks; in a trace the chosen ones among those that were kept."""
-        if value == self.off and site.recipe is None:  # a loop of the user's own keeps its model's setting
+        if value == self.off and site.recipe is None:  # a user's own loop keeps its model's setting
             return
         checkpoint_layers(model, in_trace(read_value(value), site))
 
@@ -143,7 +143,7 @@ def in_trace(which: str | Mapping[str, Any], site: Site) -> str | Mapping[str, A
 
 
 def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int, key: str = _KEY) -> list[int]:
-    """The numbers of the blocks that a setting chooses, of so many."""
+    """The numbers of the blocks that a setting chooses, out of `num_blocks`."""
     if which in ("all", "ops"):
         return list(range(num_blocks))
     if isinstance(which, Mapping) and len(which) == 1:

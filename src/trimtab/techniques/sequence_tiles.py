@@ -27,7 +27,7 @@ _MOST_COPIES = 16  # of the operations of a tile in a trace
 
 
 def _repeated(ops: list[Any], count: int) -> list[Any]:
-    """The operations of so many tiles; of many, a few that do as much work."""
+    """The operations of `count` tiles; if these are many, a few operations that do as much work."""
     if count <= _MOST_COPIES:
         return ops * count
     share = count / _MOST_COPIES

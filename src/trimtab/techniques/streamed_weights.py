@@ -1,7 +1,7 @@
 """Streamed weights: blocks live in pinned host memory, and visit the device one ahead of the computation.
 
 The device then has the weights of two blocks at a time, whatever the depth of the model. In forward and in backward the
-weights of the next block are copied while one computes. A frozen base with an adapter is only read. Weights that train
+weights of the next block are copied while one computes. A frozen base with an adapter is only read. Trainable weights
 are updated in backward, with their optimizer state, which visits the device with them, or on the host. Results are
 those of the plain step to the bit.
 """
@@ -74,7 +74,7 @@ class StreamedWeights(Technique):
         return ("none", "all") if is_possible and num_blocks >= _FEWEST_BLOCKS else ("none",)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Weights that train are updated where they are; nothing may hold addresses of weights, or watch copies."""
+        """Trainable weights are updated where they are; nothing may hold addresses of weights, or watch copies."""
         if spec[self.key] == self.off:
             return None
         if case.num_processes > 1:
@@ -86,7 +86,7 @@ class StreamedWeights(Technique):
             return f"{KEY} does not work with {GradientCheckpointing.setting}: {value}, which observes every operation"
         if spec[AdapterTechnique.key] == AdapterTechnique.off and spec[WeightUpdate.key] == WeightUpdate.off:
             return (
-                f"{KEY} needs weights that train to be updated in backward or on the host, and {WeightUpdate.setting} "
+                f"{KEY} needs trainable weights to be updated in backward or on the host, and {WeightUpdate.setting} "
                 f"is {WeightUpdate.off}; {WeightUpdate.setting}: host, or an adapter"
             )
         if WeightUpdate.is_streamed(spec[WeightUpdate.key]):

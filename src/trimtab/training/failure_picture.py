@@ -1,4 +1,4 @@
-"""A picture of memory at the moment it ran out: what the memory guard asks for; drawn by a layer above."""
+"""A picture of memory at the moment it ran out: the interface that the memory guard uses; a layer above draws it."""
 
 from typing import Any, Protocol
 

@@ -33,7 +33,7 @@ class OutOfMemory:
 
     wanted: str = ""  # what could not be allocated, if known
     is_elsewhere: bool = False  # in another process
-    is_too_late: bool = False  # other processes may have gone on and cannot undo it
+    is_too_late: bool = False  # other processes may have continued and cannot undo it
     has_changed_weights: bool = False  # weights were updated in backward, which cannot be undone
 
     def __str__(self) -> str:

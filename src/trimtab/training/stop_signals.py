@@ -19,11 +19,13 @@ class StopSignals:
     Does nothing outside the main thread, where Python allows no handlers. Signals that are ignored stay ignored.
 
     Args:
-        saves: Whether what is interrupted saves a checkpoint, to say so.
+        saves: Whether the interrupted work saves a checkpoint; the message mentions it.
     """
 
     def __init__(self, saves: bool = True) -> None:
-        self._words = "and saving (Ctrl-C again stops at once, without saving)" if saves else "(Ctrl-C again: at once)"
+        self._words = (
+            "and saving (Ctrl-C again stops immediately, without saving)" if saves else "(Ctrl-C again: immediately)"
+        )
         self.received: str | None = None
         self._since = 0.0
         self._before: dict[int, Any] = {}

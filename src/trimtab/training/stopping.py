@@ -93,7 +93,7 @@ def _check_criterion(owner: Best | EarlyStopping, state: dict[str, Any]) -> None
     saved = {key: state[key] for key in here}
     if saved != here:
         raise CheckpointError(
-            f"the checkpoint keeps {_describe(saved)}, this run {_describe(here)}",
+            f"the checkpoint selects the best model by {_describe(saved)}, this run by {_describe(here)}",
             f"resume with evaluate.metric: {saved['metric']}, or start a new run from the model",
         )
 

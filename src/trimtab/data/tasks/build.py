@@ -120,7 +120,7 @@ def build_task_of_classifier(
     """Build the task of a trained classifier, whose labels are known.
 
     Args:
-        rows: Rows to judge it on; they may have some of its labels only.
+        rows: Rows to evaluate it on; they may have some of its labels only.
         names: Its labels, in the order of its outputs.
         several: Whether it predicts several labels per row.
         text: The text column, or two for sentence pairs.

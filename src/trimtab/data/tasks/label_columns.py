@@ -125,7 +125,7 @@ def read_labels(rows: Rows, columns: Sequence[str]) -> LabelColumns:
 
 
 def read_labels_of_model(rows: Rows, columns: Sequence[str], names: Sequence[str], *, several: bool) -> LabelColumns:
-    """Choose the reader for the labels of rows that a trained model is judged on.
+    """Choose the reader for the labels of rows that a trained model is evaluated on.
 
     Args:
         rows: The rows; they may have some of the labels only.

@@ -2,7 +2,7 @@
 
 It calls nothing that waits for another rank, but it may block all the same: while the host of the store is stopped or
 unreachable every call blocks, whatever timeout was set. So each wait for this thread has a limit, and another thread
-judges the reports.
+evaluates the reports.
 """
 
 import contextlib

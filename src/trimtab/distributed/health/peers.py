@@ -1,6 +1,6 @@
 """What this rank knows of the other ranks: their reports, how old these are, and their processes on this host.
 
-The caller passes in the time, without the time in which this process itself did not run. `rules` judges what is known.
+The caller passes in the time, without the time in which this process itself did not run. `rules` draws the conclusions.
 """
 
 import json

@@ -31,7 +31,7 @@ _NUM_NAMED = 4  # ranks in one message
 
 
 def find_fault(peers: Peers, *, can_raise: bool = False) -> str | None:
-    """Return why this rank waits in vain, or None as long as it may not.
+    """Return why the wait of this rank cannot end, or None as long as it still may.
 
     Args:
         peers: What is known of the other ranks.
@@ -82,7 +82,7 @@ def find_secondary_failure(peers: Peers) -> str | None:
 
 
 def find_silent(peers: Peers, seconds: float) -> str | None:
-    """Name the ranks without a report for so long, or the store if it does not answer."""
+    """Name the ranks without a report for that long, or the store if it does not answer."""
     if not peers.store_answers:
         return _store_text(peers)
     return _each([peer for peer in peers.all if peer.silent_s >= seconds and not peer.has_ended], _silent_text)

@@ -1,4 +1,4 @@
-"""Starts a command that the kernel kills as soon as the process that started it has ended, in whatever way.
+"""Starts a command that the kernel kills as soon as the process that started it has ended, for any reason.
 
 A launcher that gets SIGKILL cannot end its processes, and torchrun starts each in a new session: they would continue to
 train, or wait for each other for minutes. Linux can send a process a signal when its parent dies; the setting is lost

@@ -83,7 +83,7 @@ def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[t
 
 
 def _settings_of(module: torch.nn.Module, is_block: bool) -> tuple[Any, ...]:
-    """Numbers, words and functions of a module: techniques replace the forward of single modules.
+    """Numbers, strings and functions of a module: techniques replace the forward of single modules.
 
     What they make of the forward of the block itself, such as its recomputation, is outside of the graph.
     """
@@ -182,5 +182,5 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _makes_nothing(node: torch.fx.Node) -> bool:
-    """Whether it stands for the result of a kernel that `meta` does not run: such kernels are opaque to a compiler."""
+    """Whether it represents the result of a kernel that `meta` does not run: such kernels are opaque to a compiler."""
     return getattr(node.target, "_overloadpacket", None) in _EMPTY and bool(node.users)

@@ -17,7 +17,7 @@ _DEEPEST = 100  # operations to be computed at once
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 
-class NotKnown(Exception):  # noqa: N818 (a trace goes on without the values)
+class NotKnown(Exception):  # noqa: N818 (a trace continues without the values)
     """The values of a tensor cannot be computed."""
 
 

@@ -41,7 +41,7 @@ class ModuleNames:
             self._parameters[id(tensor)] = _relative(name, blocks)
 
     def of_parameter(self, tensor: torch.Tensor) -> str:
-        """The name of a parameter or buffer; empty if it is none."""
+        """The name of a parameter or buffer; empty for other tensors."""
         return self._parameters.get(id(tensor), "")
 
     def running(self) -> str:

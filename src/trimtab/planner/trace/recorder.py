@@ -351,7 +351,7 @@ class Recorder(TorchDispatchMode):
             self._share_out(list(tensors))
 
     def copy_weights(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Record a copy between host and device, which runs beside the computation."""
+        """Record a copy between host and device, which overlaps with computation."""
         if self.is_timing and not self._is_paused:
             self.ops.append(Op("transfer", "transfer", 0, tensor_bytes(target), "fp32"))
             self._share_out([target, source])

@@ -17,7 +17,7 @@ class Answer:
     Args:
         text: The answer in words, as part of an error message.
         settings: The recipe keys to write, dotted, with their values; empty if there are none.
-        is_lost: Whether the key asked for something that a recipe cannot express.
+        is_lost: Whether the key sets something that a recipe cannot express.
         note: Where the settings differ from what the key means.
     """
 

@@ -1,4 +1,4 @@
-"""Keys of Axolotl's config files, but for its datasets."""
+"""Keys of Axolotl's config files, except its datasets."""
 
 from collections.abc import Mapping
 from typing import Any

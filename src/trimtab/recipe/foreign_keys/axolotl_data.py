@@ -82,13 +82,13 @@ def _answer(key: str, entry: Mapping[str, Any]) -> Answer:
             isinstance(names, list) and all(name in _ROLES.get(role, ()) for name in map(str, names))
             for role, names in value.items()
         )
-        return left_out("these roles are read as they are" if known else _rename("roles"), is_lost=not known)
+        return left_out("these roles are supported without changes" if known else _rename("roles"), is_lost=not known)
     if key == "roles_to_train":
         return left_out(
-            "the loss is that of answers", is_lost=value not in (["assistant"], ["gpt"], ["assistant", "gpt"])
+            "the loss is computed on answers only", is_lost=value not in (["assistant"], ["gpt"], ["assistant", "gpt"])
         )
     if key == "train_on_eos":
-        return left_out("the end of each answer is trained", is_lost=value != "turn")
+        return left_out("the end token of each answer has loss", is_lost=value != "turn")
     if key == "field_tools":
         return left_out("tools are read from the column tools", is_lost=value != "tools")
     if key in ("ds_type", "preprocess_shards", "trust_remote_code") and not (
@@ -131,7 +131,9 @@ def _own_type(value: Mapping[str, Any]) -> Answer:
 def _message_keys(key: str, value: Any) -> Answer:
     pairs = value if isinstance(value, Mapping) else {key.removeprefix("message_field_"): value}
     known = all(str(name) in _READ.get(meaning, {meaning}) for meaning, name in pairs.items())
-    return left_out("these keys are read as they are" if known else _rename("keys of messages"), is_lost=not known)
+    return left_out(
+        "these keys are supported without changes" if known else _rename("keys of messages"), is_lost=not known
+    )
 
 
 def _rename(what: str) -> str:

@@ -179,10 +179,12 @@ HF_SCRIPTS: dict[str, Rule] = {
     **all_of("init_lora_weights peft_init_lora_weights", lora_init),
     "loraplus_lr_embedding": omit("embeddings get no low-rank matrices; adapter.trains trains them in full"),
     "num_virtual_tokens": write_inside("adapter", "kind", "prompt", "tokens"),
-    **all_of("prompt_tuning_init prompt_tuning_init_text", omit("virtual tokens start as those of random tokens")),
+    **all_of(
+        "prompt_tuning_init prompt_tuning_init_text", omit("virtual tokens start from the embeddings of random tokens")
+    ),
     **all_of(
         "prefix_projection encoder_hidden_size",
-        omit("prefixes train without a projection, and P-tuning is not supported"),
+        omit("prefixes are trained without a projection, and P-tuning is not supported"),
     ),
     "feedforward_modules": omit("found by the type of the model, or by their shapes"),
     **all_of("load_in_4bit use_4bit", write("adapter", if_on("qlora", "none"))),

@@ -25,7 +25,7 @@ def comparison_page(comparison: Comparison, title: str) -> str:
         ("speed", "Speed", _speed(comparison)),
         ("curves", "Curves", places(charts)),
         ("variants", "Variants", _variants(comparison)),
-        ("surroundings", "Surroundings", table(["", ""], [list(row) for row in comparison.surroundings.items()], "h-")),
+        ("surroundings", "Environment", table(["", ""], [list(row) for row in comparison.surroundings.items()], "h-")),
         ("recipe", "Recipe", table(["key", "value"], _flat(comparison.recipe), "kv")),
     ]
     state = "" if comparison.is_complete else '<span class="state stopped">stopped</span>'
@@ -55,7 +55,11 @@ def _speed(comparison: Comparison) -> str:
         if speed is not None:
             title = f"{speed.num_runs} runs, {speed.low:,.0f} to {speed.high:,.0f}"
             rows.append((outcome.name, [(speed.median, "var(--s0)", title)], speed.written(0)))
-    return bars(rows) + paragraph(f"{number}: median of the runs, least and most in brackets.", "soft") if rows else ""
+    return (
+        bars(rows) + paragraph(f"{number}: median of the runs, minimum and maximum in brackets.", "soft")
+        if rows
+        else ""
+    )
 
 
 def _variants(comparison: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""The plan of a run in its report: what was decided and why, and predictions beside measurements."""
+"""The plan of a run in its report: what was decided and why, and predictions next to measurements."""
 
 import statistics
 from collections.abc import Mapping
@@ -180,4 +180,4 @@ def _choices(run: RunFiles) -> str:
     if micro is not None:
         rows.insert(0, [micro.key, micro.value, str(run.plan.get("micro_batch_size", "")), micro.origin])
     found = table(["key", "in the recipe", "used", "set by"], rows, "kvv-")
-    return f"<details><summary>Every technique: what was asked, what is used</summary>{found}</details>" if rows else ""
+    return f"<details><summary>Every technique: in the recipe, and used</summary>{found}</details>" if rows else ""

@@ -1,4 +1,4 @@
-"""What the folder of a run says about it: everything that its report shows is read from these files."""
+"""Reads the files of a run that its report shows: all of the report comes from these files."""
 
 import json
 import re
@@ -68,7 +68,7 @@ class RunFiles:
         return self.path.absolute() / "best"
 
     def measured(self, name: str) -> Any:
-        """Return a result in run.json; None while the run trains: that of an earlier attempt is none of this one."""
+        """Return a result in run.json; None while the run trains, when it is the result of an earlier attempt."""
         return None if self.state in ("running", "killed") else self.status.get(name)
 
     def last(self, name: str) -> float | None:
@@ -161,7 +161,7 @@ def read_recipe(path: Path) -> tuple[RecipeValue, ...]:
 
 
 def _split_comment(line: str) -> tuple[str, str]:
-    """Split a line at its comment: a # inside a quoted value is none, because the part before it is no YAML."""
+    """Split a line at its comment: a # in a quoted value starts none, as the part before it is not valid YAML."""
     for match in _COMMENT.finditer(line):
         before = line[: match.start()]
         try:

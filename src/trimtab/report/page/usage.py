@@ -1,4 +1,4 @@
-"""How to use the model of a run: code that runs as it stands."""
+"""How to use the model of a run: code that runs without changes."""
 
 import json
 import shlex

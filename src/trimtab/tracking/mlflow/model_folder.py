@@ -2,7 +2,7 @@
 
 MLflow's own loader is used wherever it reproduces the trained model. Where it does not (there are no pipelines for
 encoder-decoders; an adapter may add a head or tokens to its base, or need a quantized base), MLflow serves it through
-trimtab, and a note says so. Weights are symlinked, so that they are read once, during the upload.
+trimtab, and a note states it. Weights are symlinked, so that they are read once, during the upload.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class SourceModel:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the base was quantized while the adapter was trained; None if it was not, or if it is no adapter."""
+        """How the base was quantized while the adapter was trained; None if it was not, or if it is not an adapter."""
         return read_quantization(self.facts)
 
 

@@ -175,7 +175,7 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
 def _find_best(client: "MlflowClient", uri: str, text: str) -> TrackedModel:
     name, separator, metric = text.removeprefix(BEST).partition(_BY)
     if not name or (separator and not metric):
-        raise RecipeError(f"{text!r} names no model", "write best:EXPERIMENT, or best:EXPERIMENT?metric=f1")
+        raise RecipeError(f"{text!r} does not name a model", "write best:EXPERIMENT, or best:EXPERIMENT?metric=f1")
     ranking = rank_experiment(client, uri, name, metric or None)
     best = next((run for run in ranking.runs if run.value is not None and run.model_id is not None), None)
     if best is None:
@@ -198,7 +198,7 @@ def _find_registered(client: "MlflowClient", uri: str, text: str) -> TrackedMode
     if not at:
         name, _, number = rest.rpartition("/")
         if not name or not number.isdecimal():
-            raise RecipeError(f"{text!r} names no version", f"write {MODELS}NAME@{ALIAS}, or {MODELS}NAME/3")
+            raise RecipeError(f"{text!r} does not name a version", f"write {MODELS}NAME@{ALIAS}, or {MODELS}NAME/3")
     version = _version(client, uri, name, alias, number)
     exact = MODELS + (model_id_of(version) or f"{name}/{version.version}")
     return TrackedModel(text, uri, exact, f"version {version.version} of {name}")

@@ -239,7 +239,7 @@ def describe_failure(error: Exception, uri: str) -> UploadFailure:
         return UploadFailure(error.problem, error.cure)
     if code in _DENIED:
         if "PERMISSION" in code:
-            return UploadFailure(f"{server} denies this user permission to write", "ask its owner for permission")
+            return UploadFailure(f"{server} does not allow this user to write", "ask its owner for permission")
         cure = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         return UploadFailure(f"{server} rejects the credentials", cure)
     if code == "RESOURCE_DOES_NOT_EXIST":
