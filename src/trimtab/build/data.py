@@ -15,7 +15,7 @@ from trimtab.model.load import max_positions
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques.adapter import num_virtual_tokens
 
-_SHORTEST = 2  # tokens of a row, of which the first one is no label
+_SHORTEST = 2  # tokens of a row, of which the first one is not a label
 
 
 def build_data(recipe: Recipe) -> Data:

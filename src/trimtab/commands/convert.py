@@ -125,7 +125,7 @@ def convert_axolotl(path: Path) -> Converted:
     """Convert a config of Axolotl.
 
     Raises:
-        RecipeError: If the file cannot be read, is not a config of Axolotl, or asks for another kind of training.
+        RecipeError: If the file cannot be read, is not a config of Axolotl, or is for another kind of training.
     """
     config = _read(path)
     found = Converted()
@@ -174,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _add_defaults(found: Converted, config: Mapping[str, Any]) -> None:
-    """Write what Axolotl does where the file says nothing, if a recipe would do something else."""
+    """Write what Axolotl does where the file leaves a key out, if a recipe would do something else."""
     for name, value in DEFAULTS.items():
         answer = AXOLOTL[name](value, {**config, name: value})
         is_given = any(config.get(key) is not None for key in (name, INSTEAD.get(name, name)))
@@ -197,7 +197,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problem_of(settings: Mapping[str, Any]) -> str:
-    """Say why a recipe does not take a setting; empty if it does."""
+    """Return why a recipe does not take a setting; empty if it does."""
     required = {"model": "model", "data.train": "data"}
     if any(key.startswith("model.") for key in settings):
         required = {"model.name": "model", "data.train": "data"}

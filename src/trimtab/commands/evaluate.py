@@ -24,7 +24,7 @@ class Judged:
     """The result of `trimtab evaluate`.
 
     Args:
-        model: The model that was asked for.
+        model: The model that the user named.
         facts: What trimtab.json says about it.
         evaluation: Its evaluation.
         other: The second model; None if there is none.

@@ -105,7 +105,7 @@ def _picture(
     measured: MeasuredStep | None,
     problem: str,
 ) -> MemoryPicture:
-    with nullcontext() if measured is None else muted():  # what it says about the data has been said
+    with nullcontext() if measured is None else muted():  # its log lines about the data have been shown already
         planner, _ = planner_on(recipe, recipe.memory.budget, gpu, device, length)
     if measured is None:
         ladder = planner.choose()

@@ -53,7 +53,7 @@ class Shrunk:
         folder: Folder of that form; None if it is the original.
         max_loss: The bound.
         failed: Why a form could not be made, by name.
-        source: The model that was asked for.
+        source: The model that the user named.
         facts: What trimtab.json says about it.
     """
 
@@ -108,7 +108,7 @@ def shrink(
         started = time.perf_counter()
         try:
             write(target / name)
-            with muted():  # what there is to say about a model was said when it was written
+            with muted():  # log lines about a model were shown when it was written
                 smaller = load(target / name, device=where)
                 figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
         except Exception as error:  # of any type: other packages write and run these forms

@@ -46,7 +46,7 @@ def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str
     """Log results about a model.
 
     Args:
-        model: The model that was asked for.
+        model: The model that the user named.
         facts: What trimtab.json says about it.
         results: The results.
 

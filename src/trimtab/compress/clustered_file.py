@@ -10,7 +10,7 @@ so it stops with an error. A clustered weight NAME is two or three tensors:
   fp16 in version 2 for weights with rows far smaller than others.
 
 Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]] * scales[o, i // scale_block]`, computed in fp32.
-Other tensors are stored as they are, under their names. A weight that several modules share is stored once, under its
+Other tensors are stored unchanged, under their names. A weight that several modules share is stored once, under its
 first name. The metadata of each file has the key "trimtab_clustered", a JSON object: {"version": 2, "tensors": {NAME:
 {"shape": [O, I], "bits": …, "rows": …, "scale_block": …, "transposed": …}}}. With "transposed" the module stores the
 transpose of the matrix (transformers' Conv1D).

@@ -43,7 +43,7 @@ class ClusteredModule(nn.Module):
 
     @property
     def clustered(self) -> ClusteredWeight:
-        """The weight as it is now."""
+        """The current weight."""
         tensors = {"packed_OB": self.indices, "palettes_GK": self.palettes.detach(), "scales_OS": self.scales}
         return replace(self._layout, **tensors)  # type: ignore[arg-type]
 
@@ -54,7 +54,7 @@ class ClusteredModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The decoded weight in the shape of the original module; decoded anew at each access."""
+        """The decoded weight in the shape of the original module; decoded again at each access."""
         return self.matrix().T if self._layout.transposed else self.matrix()
 
     def extra_repr(self) -> str:

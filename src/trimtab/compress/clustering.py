@@ -18,7 +18,7 @@ from trimtab.model.quantization import quantizable
 
 PER = ("tensor", "rows", "channel")
 IMPORTANCE = ("none", "activations", "gradients")
-_MIN_ENTRIES = 2048  # smaller weights stay as they are: they save nothing that matters
+_MIN_ENTRIES = 2048  # smaller weights are not clustered: they save nothing that matters
 _NUM_REFITS = 2
 _NUM_SEARCHES = 2  # of scales
 # Without scales, small groups matter: palettes may add a quarter of a bit to a weight. With scales, which adapt to much

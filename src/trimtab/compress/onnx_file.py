@@ -48,7 +48,7 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> list[str]:
             raise
         except Exception as error:  # the exporter raises its own classes, and any that the traced model raises
             cause: BaseException = error
-            while cause.__cause__ is not None:  # the last one says what is missing, the first one how to report it
+            while cause.__cause__ is not None:  # the last line names what is missing, the first one how to report it
                 cause = cause.__cause__
             raise ModelError(
                 f"{type(model).__name__} cannot be exported to ONNX: {summarize_error(cause)}", "--to merged"
@@ -121,7 +121,7 @@ def open_session(path: Path) -> Any:
     options.intra_op_num_threads = torch.get_num_threads()
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's classes have no base class of their own
+    except Exception as error:  # onnxruntime's classes have no common base class
         raise ModelError(
             f"{path} cannot be loaded by onnxruntime: {summarize_error(error)}", "export the model again"
         ) from error

@@ -81,7 +81,7 @@ def cache_names(first: str, num_tensors: int) -> list[str]:
 
 
 def takes_position_ids(model: Any) -> bool:
-    """Whether a model is told the positions of tokens; others find them from the attention mask."""
+    """Whether a model takes the positions of tokens as an input; others find them from the attention mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 

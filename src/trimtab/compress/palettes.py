@@ -46,7 +46,7 @@ def find_palettes(
         bits: A palette has 2**bits values.
         rows: Rows of a group.
         importance: Weight of the squared error of each entry, not negative; broadcast to the shape of the weight.
-        start_GK: Sorted palettes to improve; the result is never worse. None starts anew.
+        start_GK: Sorted palettes to improve; the result is never worse. None starts from scratch.
 
     Returns:
         Palettes as (G, K).
@@ -117,7 +117,7 @@ def nearest(values_OI: Tensor, palettes_GK: Tensor, rows: int) -> Tensor:
 
 
 def look_up(indices_OI: Tensor, palettes_GK: Tensor, rows: int) -> Tensor:
-    """Return the weight that indices and palettes stand for, in the dtype of the palettes."""
+    """Return the weight that indices and palettes represent, in the dtype of the palettes."""
     num_rows = indices_OI.shape[0]
     offsets_O1 = torch.arange(num_rows, device=indices_OI.device).div(rows, rounding_mode="floor")[:, None]
     flat = indices_OI.to(torch.int32) + (offsets_O1 * palettes_GK.shape[1]).to(torch.int32)

@@ -95,7 +95,7 @@ class QuantizedLayers:
         return _stored_bytes(form.state_dict(prefix=f"{name}."))
 
     def model_bytes(self) -> int:
-        """Return the size of a file with the model as it is now; tied weights are stored once."""
+        """Return the size of a file with the model in its current form; tied weights are stored once."""
         return _stored_bytes(self._model.state_dict())
 
     def finish(self, formats: Mapping[str, WeightFormat]) -> None:

@@ -150,5 +150,5 @@ def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor in another dtype if it has floating-point values; None keeps it as it is."""
+    """Return a tensor in another dtype if it has floating-point values; None keeps its dtype."""
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()

@@ -1,7 +1,7 @@
 """Formats of quantized weights that transformers can load: those of torchao and those of bitsandbytes.
 
 A format turns one linear module into a quantized one, and describes a quantized model in its config.json, so that
-`from_pretrained` loads it. Only weights of linear modules are quantized; embeddings, norms and heads stay as they are.
+`from_pretrained` loads it. Only weights of linear modules are quantized; embeddings, norms and heads are not.
 """
 
 import json

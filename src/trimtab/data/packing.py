@@ -3,7 +3,7 @@
 A packed batch has these entries:
 
 - `input_ids`, `position_ids` and `token_type_ids` of shape (1, tokens); positions start at 0 in every row. Labels of
-  tokens have the same shape, labels of rows stay as they are.
+  tokens have the same shape, labels of rows do not change.
 - `cu_seq_lens_q`: the first token of every row, then of the filler, then the number of all tokens (int32). The last row
   is always the filler: tokens that round the batch up to a size that repeats. It may be empty, and is never trained on.
 - `max_length_q`: an upper bound of the length of a row or of the filler, as an int.
@@ -38,7 +38,7 @@ def split_by_tokens(
 ) -> list[list[int]]:
     """Divide rows into micro-batches by best fit, the longest rows first.
 
-    A row that is longer than `max_tokens` has a micro-batch of its own. Rows of a micro-batch keep their order, and
+    A row that is longer than `max_tokens` has a separate micro-batch. Rows of a micro-batch keep their order, and
     micro-batches are in the order of their first rows.
 
     Args:

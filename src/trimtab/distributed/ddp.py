@@ -224,7 +224,7 @@ def ignore_parameters(model: torch.nn.Module, names: list[str]) -> None:
 
 
 def has_routed_modules(model: torch.nn.Module) -> bool:
-    """Whether a model has trainable experts that are modules of their own: those without tokens get no gradient.
+    """Whether a model has trainable experts that are separate modules: those without tokens get no gradient.
 
     Experts in one fused parameter always get one, with zeros for experts without tokens.
     """

@@ -18,7 +18,7 @@ class WindowAborted(Exception):
 
 
 class _Stage(Enum):
-    OFF = 0  # no agreement was asked for
+    OFF = 0  # no agreement was requested
     OPEN = 1  # any process may abort
     EXCHANGING = 2  # gradients are being exchanged
     DONE = 3  # all processes have the gradients: too late to abort

@@ -89,7 +89,7 @@ class PreparedLoader:
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
         self._first_group: list[Any] = []  # the first batches of the epoch, for data without indices
-        self._ahead: Any = UNREAD  # a batch read ahead, for data without indices: only reading tells the end
+        self._ahead: Any = UNREAD  # a batch read ahead, for data without indices: only reading finds the end
         self._last_read: dict[str, Any] | None = None  # what is needed to read that batch again
         self._indices: IndexSource | None = None
         self._divides_loaded = True
@@ -309,7 +309,7 @@ class PreparedLoader:
 
     @contextmanager
     def _common_random_state(self) -> Iterator[None]:
-        """Read one stream with the same random numbers on all processes, without a change of their own."""
+        """Read one stream with the same random numbers on all processes, without changing their own."""
         if self._world.num_processes == 1:
             yield
             return
@@ -321,7 +321,7 @@ class PreparedLoader:
 
     @contextmanager
     def _order_of_rank_0(self) -> Iterator[None]:
-        """Draw the order that rank 0 draws on all processes, without a change of their own random numbers.
+        """Draw the order that rank 0 draws on all processes, without changing their own random numbers.
 
         Accelerate sends only the state of the sampler's generator, and lets every process draw the rest itself.
         """

@@ -228,7 +228,7 @@ def _fp32_hooks(module: torch.nn.Module, device: torch.device) -> list[Any]:
 
 
 def _units(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules with weights of their own; a module with an adapter is one unit with its submodules."""
+    """Yield the modules that hold weights directly; a module with an adapter is one unit with its submodules."""
     inside: set[int] = set()
     for module in model.modules():
         if id(module) in inside:

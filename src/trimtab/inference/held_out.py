@@ -133,7 +133,7 @@ def _columns(
     given = {role: value for role, value in given.items() if value is not None}
     if loaded.task_name == "chat" and given:
         columns.pop("messages", None)
-        if label is None:  # a column of its own holds whole conversations
+        if label is None:  # a separate column holds whole conversations
             given = {"messages": given["prompt"]}
             columns = {}
     return columns | given

@@ -244,7 +244,7 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
     """Load a PEFT folder, written by trimtab or another program, or a side network into a base model.
 
     Args:
-        model: The base model, as it was loaded.
+        model: The base model, unchanged since it was loaded.
         folder: Folder with adapter_config.json or side_network.json and the weights.
         trainable: Whether the adapter and its whole modules are trainable; otherwise the whole model is frozen.
 

@@ -38,7 +38,7 @@ def restore_experts(model: torch.nn.Module) -> None:
 def _experts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Modules whose forward transformers chooses by the implementation of experts that a config names.
 
-    Those whose rows are aligned in fp32 alone stay as they are.
+    Those whose rows are aligned in fp32 alone are not changed.
     """
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -22,7 +22,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def kept_names(keeps: bool = True) -> Iterator[None]:
-    """A context in which PEFT takes the names of modules as they are.
+    """A context in which PEFT does not change the names of modules.
 
     Args:
         keeps: Whether names are kept; otherwise the context does nothing.

@@ -1,4 +1,4 @@
-"""Precision of a model: the dtypes of its computation and its weights. Its outputs are fp32 unless a loss asks.
+"""Precision of a model: the dtypes of its computation and its weights. Its outputs are fp32 unless a loss needs others.
 
 `fp16` and `bf16` are mixed precision: the forward runs under autocast, and trainable parameters are fp32 whatever dtype
 they were loaded in, so small updates are not lost and fp16 gradients can be unscaled. `bf16-pure` has bf16 weights

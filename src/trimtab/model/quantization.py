@@ -159,7 +159,7 @@ def _count_words(count: int) -> str:
 def quantizable(model: Any) -> list[str]:
     """Names of the linear modules of the base model, without heads and modules that have to stay in fp32.
 
-    Modules whose weight other code reads directly stay as they are, too: it would read packed integers.
+    Modules whose weight other code reads directly are not quantized either: it would read packed integers.
     """
     from transformers.pytorch_utils import Conv1D
 

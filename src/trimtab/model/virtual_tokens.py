@@ -1,7 +1,7 @@
 """Prompt tuning: trainable embeddings of virtual tokens before each row, as in PEFT.
 
 The base model (without its head) gets embeddings in place of token ids, with the virtual tokens first, and its output
-is returned without them: heads, losses and labels see rows as they were. In later steps of a generation the virtual
+is returned without them: heads, losses and labels see the original rows. In later steps of a generation the virtual
 tokens are in the cache; only masks and positions count them.
 """
 

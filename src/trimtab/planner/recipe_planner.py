@@ -438,7 +438,7 @@ class RecipePlanner:
     def _with_length(self, spec: StepSpec, length: int) -> BatchShape:
         """The largest micro-batch if the longest row had another length."""
         shape, asked = self.shape(spec), self.recipe.memory.micro_batch_tokens
-        if length > shape.length:  # the tokens of the data are no limit any more
+        if length > shape.length:  # the tokens of the data are no longer a limit
             max_tokens = None if asked == "auto" else max(int(asked), length)
             shape = replace(shape, rows=spec.micro_batch, max_tokens=max_tokens, max_rows=None)
         return replace(shape, length=length, target_length=shape.target_length and length)

@@ -231,7 +231,7 @@ def copied_without_weights(model: torch.nn.Module, freezing: Freezing) -> tuple[
     """
     copies: dict[int, Any] = {}
     for parameter in model.parameters():
-        # Quantized weights are a class of their own, frozen and on their device already.
+        # Quantized weights are a separate class, frozen and on their device already.
         is_plain = type(parameter) is torch.nn.Parameter
         shared = torch.nn.Parameter(parameter.detach(), parameter.requires_grad) if is_plain else parameter
         copies[id(parameter)] = shared

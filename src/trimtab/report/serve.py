@@ -15,7 +15,7 @@ def report_server(make_page: Callable[[str | None], str], port: int = 0) -> Thre
     """Return a server for one page, not started yet; other machines cannot reach it.
 
     Args:
-        make_page: Makes the page anew at each request. Its argument is the version of the content, by which the page
+        make_page: Builds the page at each request. Its argument is the version of the content, by which the page
             in a browser notices that there is a newer one; None makes a page without a version.
         port: Port; 0 takes a free one.
 

@@ -13,7 +13,7 @@ from trimtab.runs.run_folder import find_run, read_status
 def recover(run: Path, out: str | None) -> Path:
     """Return the folder of a run to resume; a mirror is copied back first.
 
-    Only the user decides where a mirror is copied to. Its own files name a folder too, but anybody who can write to
+    Only the user decides where a mirror is copied to. Its own files name a folder too, but anyone who can write to
     the drive can change that name.
 
     Args:

@@ -90,7 +90,7 @@ class Compilation(Technique):
         return partial(compute_gradients, compute=compute_captured) if value == _GRAPHS else compute_gradients
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
-        """Every size is a graph of its own, and takes memory and time to capture."""
+        """Every size is a separate graph, and takes memory and time to capture."""
         return replace(batching, has_few_sizes=True) if value == _GRAPHS else batching
 
     def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:

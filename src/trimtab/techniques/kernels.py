@@ -34,7 +34,7 @@ class FusedKernels(Technique):
         if asked != "auto" and not case.accelerator.is_here:
             return (asked,)
         if asked == "auto" and case.recipe.train.compile not in ("auto", "off"):
-            return ("plain",)  # compiled blocks have fused kernels of their own
+            return ("plain",)  # compiled blocks have their own fused kernels
         device = torch.device(case.accelerator.type)
         chosen = choose_kernels(asked, case.model, device, case.compute_dtype)
         return (chosen, "plain") if asked == "auto" and chosen != "plain" and may_compile(case) else (chosen,)

@@ -117,7 +117,7 @@ class WeightUpdate(Technique):
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Round the weights of linear layers before they move to the device; the host keeps the exact ones.
 
-        An adapter, whatever its kind, stays as it is: it is small, and its export writes what is on the device.
+        An adapter of any kind is not changed: it is small, and its export writes what is on the device.
         """
         if value == _HOST and site.compute_dtype is not None and adapter_of(model) is None:
             # of the output layer a chunked loss computes fp32 gradients

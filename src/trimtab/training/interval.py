@@ -10,7 +10,7 @@ class Interval:
     """Tells after each step whether an interval has passed.
 
     The caller passes training time, which excludes evaluations and saves: otherwise a long one would end its own
-    interval at once.
+    interval immediately.
 
     Args:
         every: The length; None never passes.

@@ -57,7 +57,9 @@ class Work:
         self.num_done += num
         if is_muted() or _mode.get() in ("json", "quiet"):
             return
-        if _board.is_open or draws_bars(_mode.get()):  # an open screen replaces standard output, which is asked else
+        if _board.is_open or draws_bars(
+            _mode.get()
+        ):  # an open screen replaces standard output, which is checked otherwise
             _board.draw_if_old()
         elif self.num_done < self.total and self.num_done * _NUM_LINES >= self._next_line * self.total:
             self._next_line = self.num_done * _NUM_LINES // self.total + 1

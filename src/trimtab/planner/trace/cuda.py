@@ -183,7 +183,7 @@ def _convolution(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
     """An allowance for cuDNN's workspace, which depends on the algorithm that cuDNN takes and was not measured.
 
     Its fast kernels need the channels of a pixel side by side, and copy inputs, weights and results into that order.
-    Groups, such as those of a state-space model, have kernels of their own.
+    Groups, such as those of a state-space model, have separate kernels.
     """
     num_groups = next(value for value in reversed(args) if type(value) is int)
     if num_groups != 1:

@@ -13,7 +13,7 @@ from trimtab.planner.trace.cache import tensors_in
 
 aten = torch.ops.aten
 _MOST = 2**22  # numbers of a tensor, or of the part of one, that is computed
-_DEEPEST = 100  # operations to be computed at once
+_DEEPEST = 100  # operations to be computed together
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 

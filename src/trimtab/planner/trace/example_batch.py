@@ -134,7 +134,7 @@ def _first_id(config: Any, text_config: Any, name: str) -> int | None:
 
 
 def _ordinary_token(*configs: Any) -> int:
-    """The smallest token id that has no meaning of its own."""
+    """The smallest token id that is not a special token."""
     special: set[int] = set()
     for config in configs:
         for name, value in vars(config).items():

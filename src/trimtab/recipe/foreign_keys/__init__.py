@@ -31,7 +31,7 @@ for _tool, _answers in (("Axolotl", AXOLOTL), ("Unsloth", UNSLOTH), ("torchtune"
 
 
 def translate_key(name: str, value: Any, section: Mapping[str, Any]) -> str:
-    """Say what to write instead of a key of another library; empty if no known library has the key.
+    """Return what to write instead of a key of another library; empty if no known library has the key.
 
     Args:
         name: The key, without its section.
@@ -45,6 +45,6 @@ def translate_key(name: str, value: Any, section: Mapping[str, Any]) -> str:
 
 
 def translate_value(key: str, value: Any) -> str:
-    """Say what to write instead of a value of another library for one of our keys; empty if it is not known."""
+    """Return what to write instead of a value of another library for one of our keys; empty if it is not known."""
     ours = VALUES.get(key, {}).get(str(value).lower())
     return f"write {ours}" if ours else ""

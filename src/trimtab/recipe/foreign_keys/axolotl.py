@@ -28,7 +28,7 @@ from trimtab.recipe.foreign_keys.answers import (
 )
 from trimtab.recipe.foreign_keys.hugging_face import HF_TRAINER, lora_init
 
-# What Axolotl does where a file says nothing, and a recipe would do something else.
+# What Axolotl does where a file leaves a key out, and a recipe would do something else.
 DEFAULTS: dict[str, Any] = {
     "num_epochs": 1.0,
     "lr_scheduler": "cosine",
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "val_set_size": 0.0,
     "warmup_ratio": 0.03,  # and at most 100 steps
 }
-# The other key with which a file may say the same.
+# The other key with the same meaning.
 INSTEAD = {"val_set_size": "test_datasets", "warmup_ratio": "warmup_steps"}
 # Keys of other kinds of training: a recipe without them would be another run.
 REFUSED = {

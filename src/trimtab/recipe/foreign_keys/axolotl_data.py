@@ -12,7 +12,7 @@ from trimtab.recipe.foreign_keys.axolotl import chat_template
 
 # Types with an instruction, an input and an answer: the column of the answer. The other two are found by their names.
 _INSTRUCTIONS = {"alpaca": "output", "alpaca_chat": "output", "gpteacher": "response", "alpaca_w_system": "output"}
-# Keys of messages and roles that are read as they are.
+# Keys of messages and roles that are supported without changes.
 _READ = {"role": {"role", "from"}, "content": {"content", "value"}}
 _ROLES = {
     "user": {"user", "human"},
@@ -116,7 +116,7 @@ def _type(value: Any, entry: Mapping[str, Any]) -> Answer:
 
 
 def _own_type(value: Mapping[str, Any]) -> Answer:
-    """Convert a type with columns and formats of its own."""
+    """Convert a custom type with its columns and formats."""
     prompt, answer = value.get("field_instruction", "instruction"), value.get("field_output", "output")
     settings = {"task": "chat", "data.prompt": prompt, "data.answer": answer}
     lost = sorted(key for key in value if key not in ("field_instruction", "field_output", "field_input"))

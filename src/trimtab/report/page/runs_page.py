@@ -32,7 +32,7 @@ def runs_page(runs: Sequence[RunFiles], tag: str | None = None) -> str:
 
 
 def short_names(runs: Sequence[RunFiles]) -> list[str]:
-    """Return the part of each folder that tells the runs apart; a run that is given twice gets a number."""
+    """Return the part of each folder that distinguishes the runs; a run that is given twice gets a number."""
     paths = [run.path.absolute() for run in runs]
     shared = commonpath([path.parent for path in paths])
     names = [str(path.relative_to(shared)) for path in paths]
