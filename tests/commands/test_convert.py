@@ -281,7 +281,6 @@ def test_keys_of_published_configs_are_known():
 @pytest.mark.parametrize(
     "more",
     [
-        "data_files: true",
         "roles: {user: 5, 7: [a]}",
         "roles: {user: [[a]]}",
         "message_property_mappings: {role: [a]}",
@@ -293,14 +292,17 @@ def test_keys_of_published_configs_are_known():
 def test_values_and_keys_of_odd_types(tmp_path, more):
     path = tmp_path / "axolotl.yml"
     path.write_text(f"base_model: m\ndatasets:\n  - path: a.jsonl\n    type: chat_template\n    {more}\n")
-    try:
-        text = convert_axolotl(path).render(path.name)
-    except RecipeError as error:
-        assert "data_files" in more, "no rows are left"
-        assert "download True of a.jsonl" in error.cure
-        return
+    text = convert_axolotl(path).render(path.name)
     (tmp_path / "recipe.yaml").write_text(text)
     assert load_recipe(tmp_path / "recipe.yaml", {}, ()).recipe.model == "m"
+
+
+def test_files_that_are_no_list(tmp_path):
+    path = tmp_path / "axolotl.yml"
+    path.write_text("base_model: m\ndatasets: [{path: a.jsonl, data_files: true}]\n")
+    with pytest.raises(RecipeError, match="no source of rows") as failure:
+        convert_axolotl(path)
+    assert "download True of a.jsonl" in failure.value.cure
 
 
 def test_secrets_inside_of_values_are_not_written(tmp_path):

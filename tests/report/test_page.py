@@ -16,6 +16,7 @@ from trimtab.report.page.data_section import data_card, held_out_rows
 from trimtab.report.page.document import document, escape, number, section, table
 from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
 from trimtab.report.page.run_files import RunFiles, read_recipe
+from trimtab.report.page.run_page import run_tiles
 
 EVIL = "</script><script>alert(1)</script> & \"quotes\" 'too' \x00\ud800"
 
@@ -150,6 +151,17 @@ def test_values_that_are_not_finite_are_dashes():
     assert [number(value) for value in (None, float("nan"), "nan", "Infinity", 0.25)] == ["–", "–", "–", "–", "0.2500"]
     row = {"loss": None, "label": "a", "predicted": "b", "text": "c", "location": "d:1"}
     assert '<td class="n">–</td>' in held_out_rows({"step": 1, "num_rows": 1, "worst": [row]})
+
+
+def test_large_figures_have_no_exponents(tmp_path):
+    status = {"step": 1000, "num_steps": 2000, "best_metric": 0.5, "metric_name": "f1", "best_step": None}
+    plan = {"steps_per_epoch": 8, "num_trainable": 999_600_000, "num_parameters": 1_500 * 10**9}
+    found = {
+        name: (value, remark) for name, value, remark in run_tiles(RunFiles(tmp_path, status, "stopped", "", plan))
+    }
+    assert found["Steps"] == ("1,000", "of 2,000, 125 epochs")
+    assert found["Trainable"] == ("1,000 M", "of 1,500 B parameters")
+    assert found["Best f1"] == ("0.5000", "at step –")
 
 
 @pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])

@@ -115,7 +115,8 @@ class HeldOutRows:
         if len(names) <= MAX_MATRIX:
             counts = torch.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), -1)
             return {"labels": names, "confusion": counts.tolist()}
-        found, counts = pairs[true != predicted].unique(return_counts=True)  # a matrix of many labels takes gigabytes
+        # a matrix of many labels would take gigabytes
+        found, counts = pairs[true != predicted].unique(return_counts=True)  # type: ignore[no-untyped-call]
         most = counts.argsort(descending=True, stable=True)[:_NUM_CONFUSIONS]
         places = (divmod(place, len(names)) for place in found[most].tolist())
         return {

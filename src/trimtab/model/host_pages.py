@@ -124,10 +124,11 @@ class HostLink:
         return self._copy(pairs, device, "out")
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until all copies to the host are over. This is a host-device sync."""
-        stream = self._streams.get((device, "out"))
-        if stream is not None:
-            stream.synchronize()
+        """Wait until all copies are over: the host may then read, change and free its memory. A host-device sync."""
+        for direction in ("in", "out"):
+            stream = self._streams.get((device, direction))
+            if stream is not None:
+                stream.synchronize()
 
     def wait_sent(self, event: Any) -> None:
         """Let the current stream wait for a copy to the host."""

@@ -89,7 +89,7 @@ class OffloadedState:
         vars(optimizer).update(allocate_state=self.allocate, state_on_host=self)
         optimizer.register_step_pre_hook(self._update_before)
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-        optimizer.register_load_state_dict_post_hook(lambda _: self._keys.clear())  # the state has other tensors now
+        optimizer.register_load_state_dict_post_hook(lambda _: self._renew())
 
     def settle(self) -> None:
         """Let the host read and change the state: wait until all of it is there, and forget what was fetched ahead.
@@ -98,6 +98,12 @@ class OffloadedState:
         """
         self._link.synchronize(self._device)
         self._forget()
+
+    def _renew(self) -> None:
+        """Forget all slices: the optimizer's state has other tensors now."""
+        self.settle()
+        for slices in (self._pieces, self._keys, self._order, self._seen):
+            slices.clear()
 
     def _forget(self) -> None:
         self._free.extend(self._fetched.values())

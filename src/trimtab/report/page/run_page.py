@@ -67,7 +67,7 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
     best, name = status.get("best_metric"), status.get("metric_name")
     if best is not None and name:
-        found.append((f"Best {name}", number(best), f"at step {status.get('best_step', 0):,}"))
+        found.append((f"Best {name}", number(best), f"at step {number(status.get('best_step'))}"))
     loss, held_out = run.last("loss"), run.last("eval_loss")
     if loss is not None:
         found.append(
@@ -75,7 +75,7 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
         )
     step, total = status.get("step", 0), status.get("num_steps", 0)
     epochs = step / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
-    found.append(("Steps", f"{step:,}", f"of {total:,}" + (f", {epochs:.2g} epochs" if epochs else "")))
+    found.append(("Steps", f"{step:,}", f"of {total:,}" + (f", {_digits(epochs, 2)} epochs" if epochs else "")))
     found += _speed(run)
     predicted, measured = peak_of(run)
     if measured:
@@ -97,8 +97,13 @@ def _speed(run: RunFiles) -> list[tuple[str, str, str]]:
 def _short(count: int) -> str:
     for size, letter in ((10**9, " B"), (10**6, " M")):
         if count >= size:
-            return f"{count / size:.3g}{letter}"
+            return f"{_digits(count / size, 3)}{letter}"
     return f"{count:,}"
+
+
+def _digits(value: float, num_digits: int) -> str:
+    """Return a number with so many digits, or all of those before the point."""
+    return f"{value:.{num_digits}g}" if value < 10**num_digits - 0.5 else f"{value:,.0f}"
 
 
 def _checkpoints(run: RunFiles) -> str:
