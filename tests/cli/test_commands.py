@@ -98,7 +98,7 @@ SURFACE = {
     "train": [
         *SHARED,
         *("--batch-size", "--device", "--epochs", "--fast-dev-run", "--fresh", "--json", "--label", "--limit-eval"),
-        *("--limit-train", "--lr", "--max-length", "--max-steps", "--max-time", "--name", "--out"),
+        *("--limit-train", "--lr", "--max-length", "--max-steps", "--max-time", "--memory", "--name", "--out"),
         *("--overfit-batches", "--precision", "--quiet", "--resume", "--seed", "--set", "--text", "RECIPE"),
     ],
 }
@@ -224,6 +224,7 @@ def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):
         "--lr": (1e-4, "train.lr", 0.25),  # --set wins over flags
         "--max-length": (12, "data.max_length", 12),
         "--precision": ("bf16", "train.precision", "bf16"),
+        "--memory": ("8GiB", "memory.budget", "8GiB"),
         "--seed": (5, "seed", 5),
         "--out": ("run", "out", "run"),
         "--limit-train": ("34%", "limits.train", 0.34),

@@ -135,8 +135,9 @@ def test_a_prediction_from_few_blocks_is_that_of_all(monkeypatch, update):
     ],
 )
 def test_what_does_not_go_together(train, sections, words):
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(RecipeError, match=words) as refused:
         train("host", **sections)
+    assert refused.value.cure.startswith("memory.offload_state: none; or change one of these settings")
 
 
 def test_host_memory_is_checked_before_it_is_used(train, monkeypatch):

@@ -1,5 +1,6 @@
 """Applies all techniques of a specification: one function for each hook of `Technique`."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from trimtab.techniques.base import (
 )
 
 Values = StepSpec | Mapping[str, str]
+_SETTING = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: \S")
 
 
 # ---------------------------------------------------------------------- which values
@@ -116,11 +118,16 @@ def require_possible(spec: StepSpec, case: Case) -> None:
     """Refuse a specification that is not possible.
 
     Raises:
-        RecipeError: With the reason.
+        RecipeError: With the reason, and the setting at its end, if there is one, as the cure.
     """
     reason = refusal(spec, case)
-    if reason is not None:
-        raise RecipeError(reason, "change one of these settings, or set it to auto")
+    if reason is None:
+        return
+    cure = "change one of these settings, or set it to auto"
+    problem, _, setting = reason.rpartition("; ")
+    if problem and _SETTING.match(setting):
+        raise RecipeError(problem, f"{setting}; or {cure}")
+    raise RecipeError(reason, cure)
 
 
 # ---------------------------------------------------------------------- what they do
