@@ -297,6 +297,21 @@ def test_values_and_keys_of_odd_types(tmp_path, more):
     assert load_recipe(tmp_path / "recipe.yaml", {}, ()).recipe.model == "m"
 
 
+def test_rows_that_a_recipe_would_not_read_are_listed(tmp_path):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(
+        "base_model: m\n"
+        "datasets: [{path: json, data_files: [a.jsonl, b.jsonl, c.jsonl], split: 'train[:10%]', type: chat_template}]\n"
+        "test_datasets: [{path: ./d.jsonl, split: train}]\n"
+    )
+    found = convert_axolotl(path)
+    assert (found.settings["data.train"], found.settings["data.eval"]) == ("a.jsonl", "./d.jsonl")
+    lost = {name: value for name, value, _ in found.lost}
+    assert "b.jsonl" in lost["datasets.0.data_files"]
+    assert "train[:10%]" in lost["datasets.0.split"]
+    assert "test_datasets.0.split" not in lost
+
+
 def test_files_that_are_no_list(tmp_path):
     path = tmp_path / "axolotl.yml"
     path.write_text("base_model: m\ndatasets: [{path: a.jsonl, data_files: true}]\n")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trimtab.training import row_outcomes
 from trimtab.training.row_outcomes import RowOutcomes
 
 
@@ -39,3 +40,16 @@ def test_logits_of_another_form_are_left_out(kind, logits, labels):
     rows.add(logits, labels)
     rows.add_numbers(Shard)
     assert rows.finish() is None
+
+
+def test_outcomes_leave_the_device_and_those_of_many_targets_are_not_kept(monkeypatch):
+    monkeypatch.setattr(row_outcomes, "_MOST_ON_DEVICE", 16)
+    rows, many = RowOutcomes("mse", 3), RowOutcomes("binary-cross-entropy", 5000)
+    for _ in range(9):
+        rows.add(torch.ones(2, 3), torch.zeros(2, 3))
+        many.add(torch.ones(2, 5000), torch.zeros(2, 5000))
+        for each in (rows, many):
+            each.add_numbers(Shard)
+        assert sum(part.numel() for part in rows._parts) < 16
+    assert rows.finish().shape == (18, 5)
+    assert many.finish() is None

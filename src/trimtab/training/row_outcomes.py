@@ -7,22 +7,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_MAX_OUTPUTS = 256  # of a row; the outcomes of more would take gigabytes
+_MOST_ON_DEVICE = 2**20  # numbers; no plan contains their memory
 ROW_LOSSES = ("cross-entropy", "binary-cross-entropy", "mse")
 
 
 class RowOutcomes:
-    """Collects the rows of one evaluation on the device; only `finish` is a host-device sync.
+    """Collects the rows of one evaluation; a host-device sync is `finish`, and one for every million numbers.
 
     Args:
-        kind: Kind of the loss; nothing is collected unless it is one of `ROW_LOSSES`.
+        kind: Kind of the loss; nothing is collected unless it is one of `ROW_LOSSES`, or if a row has many targets.
         num_outputs: Number of labels or targets of a row.
     """
 
     def __init__(self, kind: str | None = None, num_outputs: int = 0) -> None:
-        self._kind = kind if kind in ROW_LOSSES else None
+        is_small = kind == "cross-entropy" or num_outputs <= _MAX_OUTPUTS
+        self._kind = kind if kind in ROW_LOSSES and is_small else None
         self._num_outputs = num_outputs
         self._num_columns = 1 + (1 if kind == "cross-entropy" else num_outputs)
-        self._parts: list[Tensor] = []
+        self._parts: list[Tensor] = []  # on the device
+        self._on_host: list[Tensor] = []
         self._rows: list[int] = []
 
     def add(self, logits: Tensor, labels: Tensor | None) -> None:
@@ -32,6 +36,13 @@ class RowOutcomes:
         num_expected = len(labels) if self._kind == "cross-entropy" else logits.numel()
         if logits.shape[1] == self._num_outputs and labels.numel() == num_expected:
             self._parts.append(_columns(self._kind, logits.detach().float(), labels))
+            if sum(part.numel() for part in self._parts) >= _MOST_ON_DEVICE:
+                self._move_to_host()
+
+    def _move_to_host(self) -> None:
+        if self._parts:
+            self._on_host.append(torch.cat(self._parts).cpu())
+            self._parts.clear()
 
     def add_numbers(self, shard: Any) -> None:
         """Add the numbers of the rows of a batch, whose logits were added: the present shard of the loader."""
@@ -46,7 +57,8 @@ class RowOutcomes:
         """
         if self._kind is None:
             return None
-        found = torch.cat([torch.zeros(0, self._num_columns), *(part.cpu() for part in self._parts)]).double()
+        self._move_to_host()
+        found = torch.cat([torch.zeros(0, self._num_columns), *self._on_host]).double()
         if len(found) != len(self._rows):  # the user's own loss returns other logits than one line per row
             found, self._rows = found[:0], []
         table = gather(torch.cat([torch.tensor(self._rows, dtype=torch.float64)[:, None], found], 1))

@@ -43,9 +43,14 @@ def dataset_answers(name: str, value: Any) -> Iterator[tuple[str, Any, Answer]]:
         first.setdefault("type", "pretrain")
     is_test = name == "test_datasets"
     yield f"{name}.0.path", first.get("path"), _source("data.eval" if is_test else "data.train", first)
-    for key in sorted(first.keys() - {"path", "name", "split", "data_files"}):
+    files, split = first.get("data_files"), first.get("split")
+    if isinstance(files, list) and files[1:] and first.get("path") in _FILE_TYPES:
+        yield f"{name}.0.data_files", files[1:], left_out(_ONE, is_lost=True)
+    if split not in (None, "", "train") and (files or _is_file(str(first.get("path")))):
+        yield f"{name}.0.split", split, left_out("slice the file: data.train: 'FILE[:10%]'", is_lost=True)
+    for key in sorted(map(str, first.keys() - {"path", "name", "split", "data_files"})):
         answer = left_out("the columns are those of datasets") if is_test else _answer(key, first)
-        yield f"{name}.0.{key}", first[key], answer
+        yield f"{name}.0.{key}", first.get(key), answer
     for number, entry in enumerate(entries[1:], start=1):
         yield f"{name}.{number}", entry.get("path"), left_out(_ONE, is_lost=True)
 
@@ -58,17 +63,19 @@ def _source(ours: str, entry: Mapping[str, Any]) -> Answer:
         return left_out(f"download it, and write the file as {ours}", is_lost=True)
     files = files if isinstance(files, list) else [files] if files else []
     if files and path in _FILE_TYPES:
-        note = _ONE if len(files) > 1 else ""
-        return written({ours: files[0]}, note)
+        return written({ours: files[0]})
     if files:
         return left_out(f"download {', '.join(map(str, files))} of {path}, and write it as {ours}", is_lost=True)
     source = f"{path}/{entry['name']}" if entry.get("name") else path
-    is_file = path.startswith((".", "/", "~")) or path.rpartition(".")[2] in _FILE_TYPES
-    return written({ours: f"{source}:{split}" if split and not is_file else source})
+    return written({ours: f"{source}:{split}" if split and not _is_file(path) else source})
+
+
+def _is_file(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.rpartition(".")[2] in _FILE_TYPES
 
 
 def _answer(key: str, entry: Mapping[str, Any]) -> Answer:
-    value = entry[key]
+    value = entry.get(key)
     if key == "type":
         return _type(value, entry)
     if key in ("chat_template", "chat_template_jinja"):
