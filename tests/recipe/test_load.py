@@ -148,7 +148,7 @@ def test_files_that_cannot_be_read(tmp_path):
         load_recipe(tmp_path / "recipes.yaml", {}, [])
     with pytest.raises(RecipeError, match="trimtab init"):
         load_recipe(tmp_path / "no" / "such.yaml", {}, [])
-    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+    with pytest.raises(RecipeError, match=r"cannot be read: Is a directory\n.*recipe.yaml; or trimtab resume "):
         load_recipe(tmp_path, {}, [])
     (tmp_path / "latin.yaml").write_bytes("model: bert\nname: café\n".encode("latin-1"))
     with pytest.raises(RecipeError, match=r"latin.yaml:2: not UTF-8"):

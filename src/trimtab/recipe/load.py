@@ -348,7 +348,9 @@ def _read_text(path: Path) -> str:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise RecipeError(f"{path}:{line}: not UTF-8 text", "save the recipe as UTF-8") from None
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}", "pass the path of a YAML file") from None
+        is_run = (path / "recipe.yaml").is_file()
+        cure = f"pass {path / 'recipe.yaml'}; or trimtab resume {path}" if is_run else "pass the path of a YAML file"
+        raise RecipeError(f"{path} cannot be read: {error.strerror}", cure) from None
 
 
 def _flag(key: str) -> str:
