@@ -147,7 +147,9 @@ def test_host_memory_is_checked_before_it_is_used(train, monkeypatch):
 
 
 @pytest.mark.slow
-def test_auto_takes_it_if_nothing_else_fits():
+def test_auto_takes_it_if_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**24)  # the model is small
+
     def chosen(memory):
         recipe = Recipe(
             model={"config": {**LLAMA, "hidden_size": 1024}, "tokenizer": "train"},
