@@ -57,6 +57,6 @@ def test_the_one_in_bold_chooses(row, rows):
 
 
 def test_which_way_is_better():
-    line = next(line for line in SECTION.splitlines() if line.startswith("- More is better"))
+    line = next(line for line in SECTION.splitlines() if line.startswith("- Higher is better"))
     every = {name for kind in KINDS.values() for name in METRIC_NAMES[kind]}
     assert set(names_in(line)) == {name for name in every if not higher_is_better(name)}
