@@ -424,7 +424,7 @@ def test_the_command(recipe, own_folder, home):
     assert done.returncode == 0, done.stderr
     folder = Path("runs/reviews/compare-1")
     assert {path.name for path in folder.iterdir()} == {
-        *("logs", "results.json", "results.md", "memory-and-speed.png", "loss.png"),
+        *("logs", "results.json", "results.md", "memory-and-speed.png", "loss.png", "report.html"),
     }
     for words in ("4 as 1 × 4", "4 as 4 × 1", "1 alone", "tensors MiB", "activations", "needs"):
         assert words in done.stdout
