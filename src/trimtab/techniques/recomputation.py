@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.errors import RecipeError
 from trimtab.log import log_info_once, say
 from trimtab.model.blocks import blocks_of
+from trimtab.model.own_checkpointing import checkpoints_itself, stop_own_checkpointing
 from trimtab.model.random_draws import Draws, ReplayedDraws, WatchedDraws
 from trimtab.model.selective_recompute import saving_contexts
 from trimtab.recipe.schema import Recipe
@@ -50,7 +51,7 @@ class GradientCheckpointing(Technique):
         if asked != "auto":
             return (as_text(asked),)
         num_blocks = len(blocks_of(case.model))
-        recomputes_already = case.recipe is None and getattr(case.model, "is_gradient_checkpointing", False)
+        recomputes_already = case.recipe is None and checkpoints_itself(case.model)
         if not num_blocks or recomputes_already:
             return ("none",)
         parts = next((parts for fewest, parts in sorted(_PARTS.items(), reverse=True) if num_blocks >= fewest), ())
@@ -165,8 +166,8 @@ def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int, key: str = _K
 
 
 def _stop_own_checkpointing(model: nn.Module) -> None:
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    if checkpoints_itself(model):
+        stop_own_checkpointing(model)
         say(f"the gradient checkpointing of {type(model).__name__} was switched off; {_KEY} controls it")
 
 

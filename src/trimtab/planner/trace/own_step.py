@@ -10,6 +10,7 @@ import torch
 
 from trimtab.model.blocks import stacks_of
 from trimtab.model.forward import logits_of
+from trimtab.model.own_checkpointing import checkpoints_itself
 from trimtab.planner.largest_batch import LargestBatch, NoBatch
 from trimtab.planner.target import Target
 from trimtab.planner.trace.plain_step import Loop, trace_loop
@@ -46,7 +47,7 @@ class OwnStep:
             raise NoBatch(f"{type(model).__name__} is not a transformers model")
         self._num_micro = min(2, num_micro)  # two represent any larger number: from the second on gradients exist
         self._optimizer, self._target = optimizer, target
-        self.recomputes_already = bool(getattr(model, "is_gradient_checkpointing", False))
+        self.recomputes_already = checkpoints_itself(model)
         self.has_loss = False  # seen in the first trace, like the next one
         self.compared_rows: str | None = None  # an output that compares all rows of a batch with each other
         self._skeleton, self._originals = _without_weights(model)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.model.hub import quiet_transformers
+from trimtab.model.own_checkpointing import start_own_checkpointing
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.default_dtype import own_default_dtype
 from trimtab.planner.trace.example_batch import tell_values
@@ -89,7 +90,7 @@ def trace_plain_model(
         model = short.model.train()
         model.config.use_cache = False
         if recomputes:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            start_own_checkpointing(model)
         return _plain_loop(recorder, model, batch, precision, optimizer, implementation)
 
     return trace_loop(skeleton, build, batch, gpu=gpu, is_padded=mask == "padded", whole=whole)
