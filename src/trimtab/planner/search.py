@@ -1,10 +1,11 @@
 """The search for a plan: the Pareto front of memory and time over micro-batch sizes and techniques.
 
-Predictions are expensive, so three facts keep their number low. Memory is nearly linear in the micro-batch size, so the
+Predictions are expensive, so four facts keep their number low. Memory is nearly linear in the micro-batch size, so the
 largest one that fits is guessed, then verified. A technique may declare that each of its values is slower and smaller
-than the one before; only then are values after one that fits left out. And values of such a technique between the
-first and the last are not predicted for a micro-batch where a straight line between those two is far from fitting. A
-technique that declares nothing may turn out faster or slower, smaller or larger: all its values are predicted.
+than the one before; only then are values after one that fits left out, and values before one that does not fit. A peak
+is the largest of several moments, each of which is nearly linear in how much of the model such a technique is used for:
+a convex function, so lines through predicted values are a lower bound of others (`_too_large`). A technique that
+declares nothing may turn out faster or slower, smaller or larger: all its values are predicted.
 """
 
 import math
@@ -12,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from trimtab.techniques.base import Axis, StepSpec
+from trimtab.techniques.base import Axis, Phase, StepSpec
 
 _MOST_BY_LINE = 4  # measurements, before the middle is tried
 _START_WEIGHT, _MARGIN = 2.0, 1.01  # see `ranked_seconds`
-_CLEARLY = 1.5  # times the room: what needs more by a line does not fit; plans lie below the line, not above
+_CLEARLY = 1.5  # times the room: what needs more by the line between first and last value; plans lie below that line
+_SURELY = 1.02  # times the room: what needs more by a lower bound
 
 
 @dataclass(frozen=True)
@@ -103,20 +105,38 @@ class Space:
                 return False
         return bool(steps) and min(steps) >= 0 and max(steps) > 0
 
-    def ends_around(self, spec: StepSpec) -> tuple[float, StepSpec, StepSpec] | None:
-        """The position of a specification between the first and the last value of a technique, and these two.
+    def between(self, spec: StepSpec) -> Axis | None:
+        """The technique that declares slower and smaller values, and has one between the first and the last here.
 
-        None unless exactly one technique, which declares that its values are slower and smaller one by one, has a value
-        between them.
+        None unless there is exactly one.
         """
-        found = []
-        for axis in self.axes:
-            key, last = axis.technique.key, len(axis.values) - 1
-            at = axis.values.index(spec[key])
-            if axis.technique.is_slower_with_each_value and 0 < at < last:
-                first_spec, last_spec = spec.having({key: axis.values[0]}), spec.having({key: axis.values[last]})
-                found.append((at / last, first_spec, last_spec))
+        found = [
+            axis
+            for axis in self.axes
+            if axis.technique.is_slower_with_each_value
+            and spec[axis.technique.key] not in (axis.values[0], axis.values[-1])
+        ]
         return found[0] if len(found) == 1 else None
+
+    def order(self, spec: StepSpec) -> int:
+        """When a specification is predicted: values at the ends first, then the middle; they are bounds for others."""
+        axis = self.between(spec)
+        return 0 if axis is None else 1 if spec[axis.technique.key] == axis.middle else 2
+
+    def smallest_beside(self, spec: StepSpec) -> StepSpec:
+        """The same specification with the smallest values of techniques that declare them, but for recomputation."""
+        return spec.having(self._ends(-1))
+
+    def largest_beside(self, spec: StepSpec) -> StepSpec:
+        """The same specification with the largest values of techniques that declare them, but for recomputation."""
+        return spec.having(self._ends(0))
+
+    def _ends(self, at: int) -> dict[str, str]:
+        return {
+            axis.technique.key: axis.values[at]
+            for axis in self.axes
+            if axis.technique.is_slower_with_each_value and axis.technique.phase is not Phase.RECOMPUTATION
+        }
 
     def reference(self) -> StepSpec:
         """The first value of each technique."""
@@ -169,7 +189,7 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
         return found[spec]
 
     widest: list[Row] = []
-    for spec in sorted(space.sets(), key=lambda spec: space.ends_around(spec) is not None):
+    for spec in sorted(space.sets(), key=space.order):
         is_slower = any(row.estimate.fits and space.is_known_slower(spec, row.spec) for row in widest)
         if is_slower and not thorough:
             continue
@@ -182,9 +202,25 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
     sizes = space.micro_batches[1:]
     if best is None and widest:  # the smallest set allows the largest micro-batch: a time that others have to beat
         best = _largest_micro_batch(min(widest, key=lambda row: row.least_bytes), sizes, look, room, None)
+
+    def may_fit(spec: StepSpec) -> bool:
+        """Whether a specification is worth a prediction: the smallest one beside it fits."""
+        if thorough:
+            return True
+        smallest = space.smallest_beside(spec)
+        axis = space.between(smallest)
+        for value in () if axis is None else (axis.values[0], axis.values[-1], axis.middle):
+            look(smallest.having({axis.technique.key: value}))  # type: ignore[union-attr]
+            if _too_large(smallest, space, found, room) is not None:
+                return False
+        row = look(smallest)
+        return row is None or row.estimate.fits
+
     for row in widest:
         if best is not None and not _is_faster(row, best):
             break  # smaller micro-batches are slower still
+        if sizes and not may_fit(row.spec.with_micro_batch(sizes[-1])):
+            continue
         fitting = _largest_micro_batch(row, sizes, look, room, best)
         if fitting is not None and (best is None or _is_faster(fitting, best)):
             best = fitting
@@ -198,27 +234,62 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
 
 
 def _too_large(spec: StepSpec, space: Space, found: Mapping[StepSpec, Row | None], room: int) -> Row | None:
-    """A row by the line between two predicted ones, if that is far from fitting; None if it has to be predicted."""
-    around = space.ends_around(spec) if len(space.micro_batches) > 1 else None
-    first, last = (None, None) if around is None else (found.get(end) for end in around[1:])
-    if around is None or first is None or last is None:
+    """A row by lines between predicted ones, if it does not fit; None if it has to be predicted."""
+    axis = space.between(spec) if len(space.micro_batches) > 1 else None
+    if axis is None:
         return None
+    key = axis.technique.key
+    known = {
+        axis.position(value): row
+        for value in axis.values
+        if (row := _known_or_sum(spec, {key: value}, {key: axis.values[0]}, space, found)) is not None
+    }
+    if not {0.0, 1.0} <= known.keys():
+        return None
+    at, first, last = axis.position(spec[key]), known[0.0].estimate, known[1.0].estimate
+    numbers = {
+        name: _on_line(at, (0.0, getattr(first, name)), (1.0, getattr(last, name)))
+        for name in ("allocated_bytes", "outside_bytes", "step_s", "tokens_s")
+    }
+    bound = _lower_bound(at, {position: row.estimate.allocated_bytes for position, row in known.items()})
+    if bound is not None:
+        numbers["allocated_bytes"] = bound
+    needed = numbers["allocated_bytes"] + numbers["outside_bytes"]
+    if needed <= (_CLEARLY if bound is None else _SURELY) * room:
+        return None
+    sizes = {name: int(numbers.pop(name)) for name in ("allocated_bytes", "outside_bytes")}
+    return Row(spec, replace(first, fits=False, **sizes, **numbers))
 
-    def between(name: str) -> float:
-        one, other = float(getattr(first.estimate, name)), float(getattr(last.estimate, name))
-        return one + around[0] * (other - one)
 
-    numbers = {name: between(name) for name in ("allocated_bytes", "outside_bytes", "step_s", "tokens_s")}
-    guessed = replace(
-        first.estimate,
-        fits=False,
-        allocated_bytes=int(numbers["allocated_bytes"]),
-        outside_bytes=int(numbers["outside_bytes"]),
-        step_s=numbers["step_s"],
-        tokens_s=numbers["tokens_s"],
-    )
-    row = Row(spec, guessed)
-    return row if row.least_bytes > _CLEARLY * room else None
+def _known_or_sum(
+    spec: StepSpec,
+    value: Mapping[str, str],
+    first: Mapping[str, str],
+    space: Space,
+    found: Mapping[StepSpec, Row | None],
+) -> Row | None:
+    """A predicted row for another value of a technique, or its sum: what other techniques save is the same for all."""
+    wanted, here = spec.having(value), spec.having(first)
+    if found.get(wanted) is not None:
+        return found[wanted]
+    larger = space.largest_beside(wanted)
+    base, one, other = found.get(larger), found.get(space.largest_beside(here)), found.get(here)
+    if base is None or one is None or other is None:
+        return None
+    saved = one.estimate.allocated_bytes - other.estimate.allocated_bytes
+    return Row(wanted, replace(base.estimate, allocated_bytes=base.estimate.allocated_bytes - saved))
+
+
+def _on_line(at: float, one: tuple[float, float], other: tuple[float, float]) -> float:
+    """The value at a position of the line through two points."""
+    return one[1] + (at - one[0]) / (other[0] - one[0]) * (other[1] - one[1])
+
+
+def _lower_bound(at: float, known: Mapping[float, float]) -> float | None:
+    """The least that a convex function has at a position: the line through two points on one side of it."""
+    before, after = sorted(known_at for known_at in known if known_at < at), sorted(x for x in known if x > at)
+    pairs = [pair for pair in (before[-2:], after[:2]) if len(pair) == 2]
+    return max((_on_line(at, (x, known[x]), (y, known[y])) for x, y in pairs), default=None)
 
 
 def _is_faster(row: Row, best: Row) -> bool:
@@ -252,8 +323,10 @@ def _largest_micro_batch(
     high, low = 0, len(sizes) - 1  # the first size that is open, and one that fits
     while high < low:
         at = high + _guess(sizes[high:low], fitting, above, room)
-        if best is not None and _seconds_between(fitting, widest, sizes[at]) > best.estimate.ranked_s:
-            return None
+        while best is not None and _seconds_between(fitting, widest, sizes[at]) > best.estimate.ranked_s:
+            if at == high:
+                return None
+            at -= 1  # the guess is careful where memory by a line is too much: the next size that would be fast enough
         row = look(spec.with_micro_batch(sizes[at]))
         if row is not None and row.estimate.fits:
             fitting, low = row, at

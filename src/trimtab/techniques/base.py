@@ -500,6 +500,10 @@ class Technique:
         """Arguments of `planner.trace.plain_step.trace_plain_model`; None if a plain loop has no such value."""
         return {} if value in (self.off, self.before) else None
 
+    def share_of_blocks(self, value: str) -> float | None:
+        """The share of a model's blocks that a value is used for; None if values differ in something else."""
+        return None
+
     def describe(self, value: str) -> str:
         """The value in a few words, for the ladder and the log."""
         return f"{self.key} {value}"
@@ -528,3 +532,13 @@ class Axis:
 
     technique: Technique = field(repr=False)
     values: tuple[str, ...]
+
+    def position(self, value: str) -> float:
+        """Where a value is between the first (0) and the last (1), by how much of the model it is used for."""
+        share = self.technique.share_of_blocks(value)
+        return self.values.index(value) / (len(self.values) - 1) if share is None else share
+
+    @property
+    def middle(self) -> str:
+        """The value that is nearest to the middle."""
+        return min(self.values, key=lambda value: abs(self.position(value) - 0.5))

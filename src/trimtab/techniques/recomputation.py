@@ -30,7 +30,9 @@ _KINDS = "none, all, ops, {every: 2}, {all_but_every: 4} or {layers: [0, 1, -1]}
 _PARTS: dict[int, tuple[dict[str, int], ...]] = {
     4: ({"every": 2},),
     8: ({"every": 4}, {"every": 2}, {"all_but_every": 4}),
+    16: ({"every": 8}, {"every": 4}, {"every": 2}, {"all_but_every": 4}),
 }
+_MANY = 64  # blocks, to compare shares of them
 
 
 class GradientCheckpointing(Technique):
@@ -74,6 +76,11 @@ class GradientCheckpointing(Technique):
         if value == "none" or not num_blocks:
             return None
         return set(chosen_blocks(read_value(value), num_blocks)).__contains__
+
+    def share_of_blocks(self, value: str) -> float | None:
+        """The share that is recomputed, in a model with many blocks."""
+        which = read_value(value)
+        return None if "layers" in which else len(chosen_blocks(which, _MANY)) / _MANY if which != "none" else 0.0
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
         """Transformers' own switch recomputes all blocks or none."""

@@ -13,7 +13,9 @@ import torch
 from trimtab.planner.trace.recorder import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
 
 _VISITS_OF_SOME = ("weights", "state")  # only blocks with buffers are visited again after all parameters
-_BEFORE, _AFTER = 1, 2  # blocks to keep before and after the repeated unit, because their neighbours differ
+# Blocks to keep before and after the repeated unit, because their neighbours differ. Before it two: without gradients of
+# its input (LoRA) the first block is another graph if it is compiled, so what the second one frees of it differs, too.
+_BEFORE, _AFTER = 2, 2
 
 
 class NotPeriodic(Exception):  # noqa: N818 (the cure is to trace the whole model)
