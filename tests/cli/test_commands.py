@@ -483,6 +483,7 @@ def test_launch_runs_a_script(trimtab):
 
 
 def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_folder):
+    (own_folder / "wrong.yaml").write_text("slow: {train.lrr: 1}\n")
     (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv}}\n")
     for arguments, words in (
         ((), "one of --vary, --study and --variants"),
@@ -491,7 +492,8 @@ def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_f
         (("--vary", "train.lr=1,2", "--steps", 2), "leave too few to time"),
         (("--vary", "train.lr=1,2", "--timeout", "soon"), "is not a length of time"),
         (("--vary", "train.lr=1,2", "--set", "train.lr=fast"), "train.lr: found 'fast'"),
-        (("--vary", "train.lrr=1,2"), "did you mean train.lr?"),
+        (("--vary", "train.lrr=1,2"), "--vary: train.lrr: found 1; no such key; did you mean train.lr?"),
+        (("--variants", "wrong.yaml"), "wrong.yaml: train.lrr: found 1; no such key; did you mean train.lr?"),
     ):
         done = trimtab("compare", "recipe.yaml", *arguments)
         assert (done.code, done.out) == (2, "")

@@ -45,6 +45,7 @@ def load_recipe(
     sets: Sequence[str],
     changes: Sequence[str] = (),
     *,
+    changes_origin: str = "--set",
     extra_check: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
     """Load a recipe and apply the command line to it.
@@ -57,6 +58,7 @@ def load_recipe(
         overrides: Values of plain flags by dotted key; None is a flag that was not given.
         sets: Further values in the form "train.lr=3e-5".
         changes: Values in the same form that replace those of the command line, such as a variant of a comparison.
+        changes_origin: Where the changes were written, such as "--vary".
         extra_check: Finds more mistakes in a valid recipe. They are reported together with all others, except those
             about keys that are already known to be wrong.
 
@@ -72,7 +74,7 @@ def load_recipe(
     for text in sets:
         layers.add_set(text)
     layers.begin_layer()
-    return _load(layers, changes, extra_check)
+    return _load(layers, changes, changes_origin, extra_check)
 
 
 def load_to_resume(
@@ -105,7 +107,7 @@ def load_to_resume(
     layers.begin_layer()
     for key, value in {"out": str(folder), **(overrides or {})}.items():
         layers.put(key, value, _flag(key) if key in _FLAGS else "resume")
-    loaded = _load(layers, sets)
+    loaded = _load(layers, sets, "--set")
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
     return replace(loaded, origins=_first_origins(loaded.origins, source)) if isinstance(source, Path) else loaded
@@ -121,11 +123,12 @@ def _first_origins(origins: Mapping[str, str], path: Path) -> dict[str, str]:
 def _load(
     layers: "_Layers",
     changes: Sequence[str],
+    changes_origin: str,
     extra_check: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
     """Apply the last changes, validate the result, and record the origin of each value."""
     for text in changes:
-        layers.add_set(text)
+        layers.add_set(text, changes_origin)
     layers.refuse_settings_without_adapter()
     context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True, "extra_check": extra_check}
     recipe = Recipe.model_validate(layers.values, context=context)
@@ -220,13 +223,13 @@ class _Layers:
         for dotted, place, first_line in document.duplicates:
             self._add_mistake(dotted, f"given twice, first on line {first_line}; keep one of them", place)
 
-    def add_set(self, text: str) -> None:
+    def add_set(self, text: str, origin: str = "--set") -> None:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             cure = "write --set KEY=VALUE, such as --set train.lr=3e-5"
             self._add_mistake(key.strip() or "--set", f"found {text!r} without a value; {cure}", "--set")
         else:
-            self.put(key.strip(), read_value(value), "--set")
+            self.put(key.strip(), read_value(value), origin)
 
     def put(self, dotted: str, value: Any, origin: str) -> None:
         """Set one key. A mapping for a section sets only the keys in it; any other value replaces the old one."""
