@@ -121,6 +121,9 @@ def test_variants_of_a_file(tmp_path):
     path.write_text("plain: bf16\n")
     with pytest.raises(RecipeError, match="plain is 'bf16'"):
         read_variants(path)
+    path.write_text("- plain\n")
+    with pytest.raises(RecipeError, match=r"is a list, not a mapping\n  cure: write the variants as a mapping: \{name"):
+        read_variants(path)
     with pytest.raises(RecipeError, match="cannot be read"):
         read_variants(tmp_path / "nowhere.yaml")
 
