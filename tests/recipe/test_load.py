@@ -158,6 +158,21 @@ def test_files_that_cannot_be_read(tmp_path):
         load_recipe(tmp_path / "empty.yaml", {"model": "bert"}, [])
 
 
+def test_a_missing_recipe_suggests_only_similar_names(tmp_path):
+    with pytest.raises(RecipeError, match="cure: `trimtab init` writes one"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    files = [write(tmp_path / f"{name}.yaml", "model: bert") for name in ("mixing-a", "mixing-b", "training")]
+    listed = re.escape(", ".join(map(str, files)))
+    with pytest.raises(RecipeError, match=f"cure: pass one of {listed}; or `trimtab init`"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    write(tmp_path / "tuning.yml", "model: bert")
+    with pytest.raises(RecipeError, match=f"cure: pass one of {listed} and 1 more; or"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    for name in ("trainings.yaml", "Training.yml", "training"):
+        with pytest.raises(RecipeError, match=r"cure: did you mean .*training.yaml\?"):
+            load_recipe(tmp_path / name, {}, [])
+
+
 def test_a_byte_order_mark_and_anchors(tmp_path):
     text = "model: bert\ndata: {train: x}\ntrain: {batch_size: &b 32}\nevaluate: {batch_size: *b}\n"
     (tmp_path / "r.yaml").write_bytes(b"\xef\xbb\xbf" + text.encode())

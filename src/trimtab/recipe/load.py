@@ -29,6 +29,7 @@ _FLAGS = {
 # A single word for one of these keys is short for a mapping with this one key.
 _SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
+_MAX_LISTED = 3  # files in a message
 
 
 @dataclass(frozen=True)
@@ -342,11 +343,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        names = [file.name for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
-        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        cure = f"did you mean {folder / near[0]}?" if near else "`trimtab init` writes one; or pass all values as flags"
-        raise RecipeError(f"there is no recipe {path}", cure) from None
+        raise RecipeError(f"there is no recipe {path}", _cure_of_missing(path)) from None
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise RecipeError(f"{path}:{line}: not UTF-8 text", "save the recipe as UTF-8") from None
@@ -354,6 +351,18 @@ def _read_text(path: Path) -> str:
         is_run = (path / "recipe.yaml").is_file()
         cure = f"pass {path / 'recipe.yaml'}; or trimtab resume {path}" if is_run else "pass the path of a YAML file"
         raise RecipeError(f"{path} cannot be read: {error.strerror}", cure) from None
+
+
+def _cure_of_missing(path: Path) -> str:
+    """Suggest the file with a similar name; without one, list files of the folder."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    files = sorted(file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
+    by_stem = {file.stem.lower(): file for file in files}  # equal suffixes would make all names similar
+    if near := difflib.get_close_matches(path.stem.lower(), by_stem, n=1, cutoff=0.75):
+        return f"did you mean {by_stem[near[0]]}?"
+    more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
+    listed = f"pass one of {', '.join(map(str, files[:_MAX_LISTED]))}{more}; or " if files else ""
+    return f"{listed}`trimtab init` writes one; or pass all values as flags: --model NAME --data FILE"
 
 
 def _flag(key: str) -> str:
