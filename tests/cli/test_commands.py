@@ -504,9 +504,11 @@ def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_f
 # ---------------------------------------------------------------------- data and predictions
 
 
-def test_data_show(trimtab, bert, own_folder):
+def test_data_show(trimtab, bert, own_folder, caplog):
+    caplog.set_level("INFO", logger="trimtab")
     done = trimtab("data", "show", "--model", bert, "--data", "reviews.csv", "--eval", "reviews.csv", "--examples", 2)
     assert done.code == 0
+    assert (done.out + caplog.text).count("text: column 'text' (guessed; set data.text to change)") == 1
     assert "special tokens added by the tokenizer: <s> … </s>: do not add them yourself" in done.out
     assert f"<s>{ROWS[0]['text']}</s>" in done.out
     assert "example 2 (reviews.csv, line 3)" in done.out
