@@ -42,7 +42,7 @@ def build_data(recipe: Recipe, *, log_guesses: bool = True) -> Data:
         on_bad_rows=settings.on_bad_rows,
     )
     if log_guesses:
-        for line in task.said:
+        for line in task.notes:
             say(line)
     train = task.usable(train)
     held_out = None if held_out is None else task.usable(held_out)
