@@ -17,7 +17,7 @@ from trimtab import Recipe, fit, load
 from trimtab.cli.main import app
 from trimtab.commands.distill import distill
 from trimtab.errors import CheckpointError, ModelError, RecipeError, Stopped
-from trimtab.report.figures_table import figures_table
+from trimtab.report.measurements_table import measurements_table
 from trimtab.runs.journal import VOLATILE_KEYS
 
 ROWS = reviews(40)
@@ -79,11 +79,11 @@ def test_every_task(teacher_of, task):
     before = digest(teacher)
     found = distill(recipe(teacher, task, distill={"hidden": 0.5, "attention": 0.5}), progress="quiet", device="cpu")
     assert digest(teacher) == before
-    names = [one.name for one in found.figures]
+    names = [one.name for one in found.measurements]
     assert names == ["teacher", "student"]
-    assert found.figures[1].disk_bytes < found.figures[0].disk_bytes
-    assert found.figures[1].divergence is not None
-    header, lines = figures_table(found.figures)
+    assert found.measurements[1].disk_bytes < found.measurements[0].disk_bytes
+    assert found.measurements[1].divergence is not None
+    header, lines = measurements_table(found.measurements)
     assert len(lines) == 2
     student = load(found.result.best, device="cpu").model  # a plain folder, without the teacher
     whole = load(teacher, device="cpu").model

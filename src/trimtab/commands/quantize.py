@@ -31,9 +31,9 @@ from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import read_adapter_source, refuse_unmergeable
-from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import LoadedModel, load, task_name_of
+from trimtab.inference.model_measurement import ModelMeasurement, measure
 from trimtab.inference.quality_loss import quality_loss
 from trimtab.log import muted, say
 from trimtab.model.adapters import adapter_of
@@ -52,13 +52,13 @@ class Quantized:
         folder: Its folder.
         formats: Format of each layer that is quantized.
         num_left: Number of linear layers of the base that are not quantized.
-        figures: Of the original model, then of the quantized one as it loads from its folder; empty without rows.
+        measurements: Of the original model, then of the quantized one as it loads from its folder; empty without rows.
     """
 
     folder: Path
     formats: dict[str, str]
     num_left: int
-    figures: list[ModelFigures]
+    measurements: list[ModelMeasurement]
 
 
 def quantize(
@@ -116,9 +116,9 @@ def quantize(
         gc.collect()  # the original has to be gone before the result is loaded
         with muted():  # the folder has a temporary name
             again = load(place, device=where)
-        figures = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
-        _check_bound(bound, figures, target)
-    return Quantized(target, names, num_left, figures)
+        measurements = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
+        _check_bound(bound, measurements, target)
+    return Quantized(target, names, num_left, measurements)
 
 
 def _check_no_rows(data: Any, bound: Bound | None) -> None:
@@ -163,11 +163,11 @@ def _quantize_layers(judge: Judge, formats: Sequence[WeightFormat], bound: Bound
     return {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
 
 
-def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: Path) -> None:
+def _check_bound(bound: Bound | None, measurements: Sequence[ModelMeasurement], target: Path) -> None:
     """Check the bound on the model as it loads; it was chosen in memory, where sizes of files are estimates."""
     if bound is None:
         return
-    before, after = figures
+    before, after = measurements
     lost, kept = quality_loss(before.quality, after.quality), f"so {target} was not written"
     if bound.max_loss is not None and not lost <= bound.max_loss:
         raise ModelError(
