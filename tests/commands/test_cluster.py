@@ -101,8 +101,8 @@ def run_of_classifier(tiny, folder, data, **settings):
 @pytest.mark.slow
 def test_without_rows_a_run_is_clustered_weight_by_weight(own_folder, tiny, data, monkeypatch):
     source = run_of_classifier(tiny, own_folder / "best", data)
-    judged = cluster(source, own_folder / "judged", ClusterSettings(), num_rows=8)
-    assert judged.measurements[0].quality
+    measured = cluster(source, own_folder / "judged", ClusterSettings(), num_rows=8)
+    assert measured.measurements[0].quality
     assert cluster(source, own_folder / "fewer", ClusterSettings(), num_rows=2).measurements[1].divergence.num_rows == 2
     cluster(source, own_folder / "memory", ClusterSettings(), calibration=data)  # of which nothing is used
 
@@ -112,7 +112,7 @@ def test_without_rows_a_run_is_clustered_weight_by_weight(own_folder, tiny, data
     monkeypatch.setattr("trimtab.commands.cluster.load", refuse)
     done = cluster(source, own_folder / "files", ClusterSettings(), num_rows=0)
     assert done.measurements == []
-    assert done.bits == judged.bits
+    assert done.bits == measured.bits
     assert read_facts(done.folder)["recipe"] == read_facts(source)["recipe"]
     for other in ("judged", "memory"):
         one, two = (stored_tensors(own_folder / name) for name in ("files", other))

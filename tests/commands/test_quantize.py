@@ -213,7 +213,7 @@ def test_a_bound_that_the_written_model_breaks_leaves_the_old_folder(place, int8
     (old / "notes.txt").write_text("which a new model would remove")
     before = {path.name: path.read_bytes() for path in old.iterdir()}
     if bound == "max_loss":
-        monkeypatch.setattr("trimtab.commands.quantize_mix.Judge.loss", lambda judge: 0.0)
+        monkeypatch.setattr("trimtab.commands.quantize_mix.MixEvaluator.loss", lambda evaluator: 0.0)
         limit, message = Bound(max_loss=0.005), "more than 0.50%"
     else:
         monkeypatch.setattr("trimtab.commands.quantize_mix.within_size", lambda moves, *sizes: moves)

@@ -99,7 +99,7 @@ def cluster(
         raise RecipeError(f"--rows {num_rows} has no effect: {source} has no run with rows", "--data FILE")
     original = None if streamed is not None and not compares else load(model, device=find_device(device))
     held_out = held_out_of(original, data, num_rows) if compares and original is not None else None
-    judge = _Judge(original, held_out)
+    evaluator = _Evaluator(original, held_out)
     if streamed is not None:
         bare, tokenizer = streamed.skeleton, load_tokenizer(source)
         weights = cluster_files(streamed.paths, bare, settings)
@@ -112,7 +112,7 @@ def cluster(
             weights = rows.trained(weights, teacher.model, train_steps, settings)
         bare, tokenizer = original.model, original.tokenizer
     bits = _write(Path(folder), weights, _Origin(source, bare, tokenizer), settings)
-    return Clustered(Path(folder), bits, judge.compare(Path(folder), source, device))
+    return Clustered(Path(folder), bits, evaluator.compare(Path(folder), source, device))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _Origin:
     tokenizer: Any
 
 
-class _Judge:
+class _Evaluator:
     """Measures the original before it is clustered, and the result afterwards."""
 
     def __init__(self, original: LoadedModel | None, held_out: HeldOut | None) -> None:
