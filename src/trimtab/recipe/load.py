@@ -30,6 +30,7 @@ _FLAGS = {
 _SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
 _MAX_LISTED = 3  # files in a message
+_DATA_SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"}
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,9 @@ class _Layers:
         self._layer = set()
 
     def add_file(self, path: Path) -> None:
+        if path.suffix.lower() in _DATA_SUFFIXES and path.is_file():
+            cure = f"pass data with --data: trimtab train --model NAME --data {path}"
+            raise RecipeError(f"{path} is a data file, not a recipe", cure)
         document = read_yaml(_read_text(path), str(path))
         self.values, self.origins = document.values, document.places
         word = self.values.get("track")
@@ -227,8 +231,9 @@ class _Layers:
     def add_set(self, text: str, origin: str = "--set") -> None:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
+            problem = "without a key" if equals else "without a value"
             cure = "write --set KEY=VALUE, such as --set train.lr=3e-5"
-            self._add_mistake(key.strip() or "--set", f"found {text!r} without a value; {cure}", "--set")
+            self._add_mistake(text.strip(), f"found {text!r} {problem}; {cure}", "--set")
         else:
             self.put(key.strip(), read_value(value), origin)
 
@@ -361,8 +366,9 @@ def _cure_of_missing(path: Path) -> str:
     if near := difflib.get_close_matches(path.stem.lower(), by_stem, n=1, cutoff=0.75):
         return f"did you mean {by_stem[near[0]]}?"
     more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
-    listed = f"pass one of {', '.join(map(str, files[:_MAX_LISTED]))}{more}; or " if files else ""
-    return f"{listed}`trimtab init` writes one; or pass all values as flags: --model NAME --data FILE"
+    listed = ", ".join(map(str, files[:_MAX_LISTED])) + more
+    choice = f"pass {'one of ' if len(files) > 1 else ''}{listed}; or " if files else ""
+    return f"{choice}`trimtab init` writes one; or pass all values as flags: --model NAME --data FILE"
 
 
 def _flag(key: str) -> str:
