@@ -122,8 +122,10 @@ def test_columns_that_are_not_there(asked, key):
 
 def test_columns_that_the_eval_rows_lack():
     rows = make_rows(text=WORDS, label=[0, 1, 0, 1])
-    with pytest.raises(DataError, match="eval.csv has no column 'label'; the columns are 'text'"):
-        build_task(None, rows, eval_rows=Rows({"text": WORDS}, "eval.csv"))
+    for on_bad_rows in ("stop", "skip"):
+        with pytest.raises(DataError, match="eval.csv has no column 'label'; the columns are 'text'") as caught:
+            build_task(None, rows, eval_rows=Rows({"text": WORDS}, "eval.csv"), on_bad_rows=on_bad_rows)
+        assert caught.value.cure.startswith("data.eval needs the columns of data.train: 'text', 'label'; leave it out")
 
 
 def test_many_whole_numbers():

@@ -104,9 +104,23 @@ def build_task(
         task = MaskedLM(choose_text(rows, text, notes, pairs=False), notes, seed, on_bad_rows)
     else:
         raise DataError(f"unknown task {name!r}", f"set task to one of {', '.join(TASK_NAMES)}")
-    if eval_rows is not None and on_bad_rows == "stop":
-        task.usable(eval_rows)
+    if eval_rows is not None:
+        _check_eval_columns(task, eval_rows)
+        if on_bad_rows == "stop":
+            task.usable(eval_rows)
     return task
+
+
+def _check_eval_columns(task: Task, rows: Rows) -> None:
+    """Refuse eval rows without a column that the task reads; columns of tools and system prompts may be missing."""
+    values = [value for role, value in task.columns.items() if role not in ("tools", "system")]
+    needed = [name for value in values for name in ([value] if isinstance(value, str) else value)]
+    missing = [name for name in needed if name not in rows.columns]
+    if missing and len(rows):
+        raise DataError(
+            f"{rows.origin} has no column {missing[0]!r}; the columns are {list_values(rows.names)}",
+            f"data.eval needs the columns of data.train: {list_values(needed)}; leave it out to hold out training rows",
+        )
 
 
 def build_task_of_classifier(
