@@ -116,6 +116,7 @@ def test_stopped_resumed_extended_replaced(command):
     code, _, err = command("resume", RUN, "--set", "seed=3", "--set", "train.batch_size=4", "--set", "train.epochs=3")
     assert code == 2
     assert "cannot resume with these changes" in err
+    assert f"start a new run from the model: model: {RUN}" in err
     assert "train.batch_size: 9 → 4" in err
     assert "seed: 0 → 3" in err
     assert "train.epochs" not in err
