@@ -119,6 +119,9 @@ def check_variants(
         raise RecipeError("there is nothing to compare", "--vary KEY=a,b, --study NAME or --variants FILE")
     if all(one.recipe is None for one in checked):
         _load_variant(recipe, sets, variants[0], origin)  # raises with all that is wrong
+    for one in checked:
+        if one.recipe is None:
+            say(f"{one.variant.name}: refused: {one.failure}")
     return checked
 
 
@@ -140,7 +143,6 @@ def _check(recipe: Path | None, sets: Sequence[str], variant: Variant, origin: s
         loaded = _load_variant(recipe, sets, variant, origin)
     except RecipeError as error:
         reason = [line.strip() for line in error.problem.splitlines() if line.strip()][-1].removeprefix(f"{origin}: ")
-        say(f"{variant.name}: refused: {reason}")
         return VariantRuns(variant, None, failure=reason)
     return VariantRuns(variant, loaded.recipe.model_dump(mode="json", exclude_defaults=True))
 
