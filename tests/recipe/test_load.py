@@ -3,10 +3,12 @@
 import json
 import re
 from operator import attrgetter
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+import trimtab
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import (
     LoadedRecipe,
@@ -174,6 +176,22 @@ def test_a_missing_recipe_suggests_only_similar_names(tmp_path):
     for name in ("trainings.yaml", "Training.yml", "training"):
         with pytest.raises(RecipeError, match=r"cure: did you mean .*training.yaml\?"):
             load_recipe(tmp_path / name, {}, [])
+
+
+@pytest.mark.parametrize("call", [trimtab.fit, trimtab.plan])
+@pytest.mark.parametrize(
+    ("given", "found", "cure"),
+    [
+        ("mine.yaml", "found the str 'mine.yaml'", "load_recipe(Path('mine.yaml'), {}, [])"),
+        (Path("mine.yaml"), "mine.yaml", "load_recipe(Path('mine.yaml'), {}, [])"),
+        ({"model": "bert"}, "found the dict {model: bert}", "pass Recipe(**settings)"),
+        (3, "found the int 3", "pass Recipe(model="),
+    ],
+)
+def test_something_else_than_a_recipe(call, given, found, cure):
+    with pytest.raises(RecipeError, match=re.escape(found)) as caught:
+        call(given)
+    assert cure in caught.value.cure
 
 
 def test_data_in_the_place_of_a_recipe(tmp_path):

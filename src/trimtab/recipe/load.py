@@ -41,6 +41,24 @@ class LoadedRecipe:
     origins: dict[str, str]
 
 
+def as_loaded(recipe: Any) -> LoadedRecipe:
+    """Return a recipe with the origins of its values; one that was made in Python has none.
+
+    Raises:
+        RecipeError: It is neither a `Recipe` nor a `LoadedRecipe`.
+    """
+    if isinstance(recipe, LoadedRecipe):
+        return recipe
+    if isinstance(recipe, Recipe):
+        return LoadedRecipe(recipe, {})
+    cure = "pass Recipe(model=…, data={'train': …})"
+    if isinstance(recipe, str | Path):
+        cure = f"from trimtab.recipe.load import load_recipe; load_recipe(Path({str(recipe)!r}), {{}}, [])"
+    elif isinstance(recipe, Mapping):
+        cure = "pass Recipe(**settings)"
+    raise RecipeError(f"a Recipe is expected, found the {type(recipe).__name__} {shown(recipe)}", cure)
+
+
 def load_recipe(
     path: Path | None,
     overrides: Mapping[str, Any],
