@@ -467,7 +467,7 @@ def test_launch_reports_all_mistakes_at_once(trimtab):
     assert lines[1] == "  launch.yaml:1: procesess: no such key; did you mean processes?"
     assert lines[2].startswith("  --processes: found 0")
     assert "not among node1, node2" in lines[3]
-    assert lines[4] == "  there is no mien.py"
+    assert lines[4] == "  there is no mien.py; pass a script (.py) or a recipe (.yaml)"
     missing = trimtab("launch", "--config", "nowhere.yaml", "x.py")
     assert missing.code == 2
     assert "there is no launch file nowhere.yaml" in missing.err

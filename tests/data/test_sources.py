@@ -257,6 +257,11 @@ def test_a_header_of_very_many_columns():
     assert len(message) < 500
 
 
+def test_too_few_rows_to_hold_some_out():
+    with pytest.raises(DataError, match=r": 1 row, too few to hold some out\n  cure: .* data.eval_share: 0"):
+        hold_out_rows(load_rows([{"text": "a"}]), 0.1, 0)
+
+
 def test_what_is_not_there():
     write("reviews.csv", CSV)
     write("none.csv", CSV)
