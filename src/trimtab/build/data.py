@@ -18,13 +18,8 @@ from trimtab.techniques.adapter import num_virtual_tokens
 _SHORTEST = 2  # tokens of a row, of which the first one is not a label
 
 
-def build_data(recipe: Recipe, *, log_guesses: bool = True) -> Data:
-    """Load the rows, detect the task, and split off rows for evaluation.
-
-    Args:
-        recipe: The recipe.
-        log_guesses: Log which task and columns were guessed; not needed where the caller prints them.
-    """
+def build_data(recipe: Recipe) -> Data:
+    """Load the rows, detect the task, and split off rows for evaluation."""
     settings = recipe.data
     train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows)
     held_out = None if settings.eval is None else load_rows(settings.eval, on_bad_rows=settings.on_bad_rows)
@@ -41,9 +36,8 @@ def build_data(recipe: Recipe, *, log_guesses: bool = True) -> Data:
         seed=recipe.seed,
         on_bad_rows=settings.on_bad_rows,
     )
-    if log_guesses:
-        for line in task.notes:
-            say(line)
+    for line in task.notes:
+        say(line)
     train = task.usable(train)
     held_out = None if held_out is None else task.usable(held_out)
     if held_out is None and settings.eval_share > 0:
