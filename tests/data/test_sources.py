@@ -319,6 +319,7 @@ def test_folders_and_patterns(said):
     write("e/train.csv", CSV)
     write("e/test.csv", CSV)
     assert "e has files of several splits: test.csv, train.csv" in error_of("e")
+    assert error_of("e").endswith("for example e/train.csv")
     assert "without a split 'train'" in error_of("e:train")
     write("f/readme.md", "")
     assert "f has no data files" in error_of("f")

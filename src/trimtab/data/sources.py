@@ -194,7 +194,7 @@ def _require_one_split(folder: Path, files: list[Path]) -> None:
                 splits.setdefault(_SPLIT_WORDS[word], file)
     if len(splits) > 1:
         names = ", ".join(str(file.relative_to(folder)) for file in splits.values())
-        example = next(iter(splits.values()))
+        example = splits.get("train", next(iter(splits.values())))
         raise DataError(
             f"{folder} has files of several splits: {names}", f"name those of one split, for example {example}"
         )
