@@ -29,9 +29,9 @@ from trimtab.checkpoint.export import export_model
 from trimtab.commands.export import export
 from trimtab.commands.quantize import quantize
 from trimtab.commands.shrink import forms_of
-from trimtab.inference.figures import memory_bytes, weight_bytes
 from trimtab.inference.held_out import quality_of, read_held_out
 from trimtab.inference.load import load
+from trimtab.inference.model_measurement import memory_bytes, weight_bytes
 from trimtab.log import muted
 from trimtab.model.load import resolve_source
 
@@ -118,7 +118,7 @@ class Forms:
         return load(folder, device=CPU, **({"dtype": HALF[name]} if name in HALF else {}))
 
     def measure(self):
-        """Figures of each form, by name."""
+        """Measurements of each form, by name."""
         comparison = self.held_out.compare_with(self.original, self.args.compared_rows)
         models = {name: loaded.model for name, loaded in self.models.items()}
         times = {

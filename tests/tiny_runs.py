@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from tiny_models import config_of
 from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, train_tokenizer
+from trimtab.runs.journal import VOLATILE_KEYS
 
 GOOD = ("good", "great", "fine", "lovely")
 BAD = ("bad", "awful", "dull", "poor")
@@ -64,6 +66,18 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 def lines_of(run: Path) -> list[dict]:
     """The journal of a run, without its first line, which is the config."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def reproducible_lines(run: Path, *left_out: str) -> list[dict]:
+    """The journal of a run, without values that differ each time, and without some keys."""
+    return [{k: v for k, v in line.items() if k not in {*VOLATILE_KEYS, *left_out}} for line in lines_of(run)]
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in the safetensors files of a folder, which has some."""
+    found = {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    assert found
+    return found
 
 
 @cache

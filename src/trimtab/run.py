@@ -15,7 +15,7 @@ from trimtab.data.metrics import check_own_metrics
 from trimtab.engine.engine import Engine
 from trimtab.planner.out_of_memory import OutOfMemoryPicture
 from trimtab.planner.resolve import resolve_run
-from trimtab.recipe.load import LoadedRecipe
+from trimtab.recipe.load import LoadedRecipe, as_loaded
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.mirror_recovery import mirror_setting, recover
 from trimtab.runs.plan import Plan
@@ -71,7 +71,7 @@ def fit(
         Stopped: After a signal; a checkpoint was saved, and the run can be resumed.
         RecipeError: A callback would never be called, or a metric of yours has the name of one of trimtab's.
     """
-    loaded = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, {})
+    loaded = as_loaded(recipe)
     check_callbacks(callbacks)
     check_own_metrics(metrics or {})
     engine = build_engine(loaded.recipe, device)

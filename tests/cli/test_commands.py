@@ -278,10 +278,13 @@ def test_exit_code_75_at_the_time_limit(trimtab, bert):
         (("--model", "BERT", "--data", "review.csv"), "did you mean reviews.csv?"),
         (("--model", "no/such", "--data", "reviews.csv"), "the hub cannot be reached"),
         (("--model", "BERT", "--data", "reviews.csv", "--label", "stars"), "no column 'stars'"),
-        (("--model", "BERT", "--data", "reviews.csv", "--device", "gpu7"), "is not a torch device"),
+        (
+            ("--model", "BERT", "--data", "reviews.csv", "--device", "gpu7"),
+            "'gpu7' is not a torch device\n  cure: cpu, ",
+        ),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "evaluate.metric=acuracy"), "did you mean 'accuracy'"),
         (("--model", "BERT", "--data", "reviews.csv", "--set", "memory.budget=900TiB"), "but cpu has"),
-        (("--model", "BERT", "--data", "reviews.csv", "--out", "reviews.csv"), "is not empty"),
+        (("--model", "BERT", "--data", "reviews.csv", "--out", "reviews.csv"), "is a file, and a run needs a folder"),
         (("--model", "BERT", "--data", "reviews.csv", "--quiet", "--json"), "both given"),
         (("nowhere.yaml",), "there is no recipe nowhere.yaml"),
     ],
@@ -464,7 +467,7 @@ def test_launch_reports_all_mistakes_at_once(trimtab):
     assert lines[1] == "  launch.yaml:1: procesess: no such key; did you mean processes?"
     assert lines[2].startswith("  --processes: found 0")
     assert "not among node1, node2" in lines[3]
-    assert lines[4] == "  there is no mien.py"
+    assert lines[4] == "  there is no mien.py; pass a script (.py) or a recipe (.yaml)"
     missing = trimtab("launch", "--config", "nowhere.yaml", "x.py")
     assert missing.code == 2
     assert "there is no launch file nowhere.yaml" in missing.err
@@ -483,6 +486,7 @@ def test_launch_runs_a_script(trimtab):
 
 
 def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_folder):
+    (own_folder / "wrong.yaml").write_text("slow: {train.lrr: 1}\n")
     (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv}}\n")
     for arguments, words in (
         ((), "one of --vary, --study and --variants"),
@@ -491,7 +495,8 @@ def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_f
         (("--vary", "train.lr=1,2", "--steps", 2), "leave too few to time"),
         (("--vary", "train.lr=1,2", "--timeout", "soon"), "is not a length of time"),
         (("--vary", "train.lr=1,2", "--set", "train.lr=fast"), "train.lr: found 'fast'"),
-        (("--vary", "train.lrr=1,2"), "did you mean train.lr?"),
+        (("--vary", "train.lrr=1,2"), "--vary: train.lrr: found 1; no such key; did you mean train.lr?"),
+        (("--variants", "wrong.yaml"), "wrong.yaml: train.lrr: found 1; no such key; did you mean train.lr?"),
     ):
         done = trimtab("compare", "recipe.yaml", *arguments)
         assert (done.code, done.out) == (2, "")
@@ -502,9 +507,11 @@ def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_f
 # ---------------------------------------------------------------------- data and predictions
 
 
-def test_data_show(trimtab, bert, own_folder):
+def test_data_show(trimtab, bert, own_folder, caplog):
+    caplog.set_level("INFO", logger="trimtab")
     done = trimtab("data", "show", "--model", bert, "--data", "reviews.csv", "--eval", "reviews.csv", "--examples", 2)
     assert done.code == 0
+    assert (done.out + caplog.text).count("text: column 'text' (guessed; set data.text to change)") == 1
     assert "special tokens added by the tokenizer: <s> … </s>: do not add them yourself" in done.out
     assert f"<s>{ROWS[0]['text']}</s>" in done.out
     assert "example 2 (reviews.csv, line 3)" in done.out

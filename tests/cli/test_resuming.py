@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 import trimtab as library
-from tiny_runs import lines_of, reviews, write_csv
+from tiny_runs import lines_of, reproducible_lines, reviews, write_csv
 from trimtab.log import logger
-from trimtab.runs.journal import VOLATILE_KEYS
 
 RUN = Path("runs/reviews/mine")
 
@@ -51,10 +50,6 @@ def status_of(run: Path) -> dict:
         return json.loads((run / "run.json").read_text())
     except (OSError, ValueError):  # not there yet
         return {}
-
-
-def numbers(run: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(run)]
 
 
 def stop_long_run(fork_server, number: signal.Signals):
@@ -102,13 +97,13 @@ def test_ctrl_c_prints_the_command_that_resumes(recipe, fork_server):
 
 def test_stopped_resumed_extended_replaced(command):
     assert command("train", "recipe.yaml", "--quiet", "--name", "whole").code == 0
-    whole = numbers(RUN.parent / "whole")
+    whole = reproducible_lines(RUN.parent / "whole")
     assert command("train", "recipe.yaml", "--quiet", "--resume", "--max-time", "0.001s").code == 75
     assert (status_of(RUN)["state"], status_of(RUN)["step"]) == ("stopped", 1)
     code, _, err = command("resume", RUN, "--set", "train.max_time=null")
     assert code == 0
     assert "resuming from step-1 " in err
-    assert numbers(RUN) == whole
+    assert reproducible_lines(RUN) == whole
     code, _, err = command("resume", RUN, "--set", "train.epochs=2")
     assert code == 0
     assert "the schedule is stretched over all steps: the learning rate goes from 0 to 0.0005 at step 10" in err
@@ -121,6 +116,7 @@ def test_stopped_resumed_extended_replaced(command):
     code, _, err = command("resume", RUN, "--set", "seed=3", "--set", "train.batch_size=4", "--set", "train.epochs=3")
     assert code == 2
     assert "cannot resume with these changes" in err
+    assert f"start a new run from the model: model: {RUN}" in err
     assert "train.batch_size: 9 → 4" in err
     assert "seed: 0 → 3" in err
     assert "train.epochs" not in err
@@ -132,7 +128,7 @@ def test_stopped_resumed_extended_replaced(command):
     code, _, err = command("train", "recipe.yaml", "--quiet")
     assert (code, "holds a finished run (step 20 of 20)" in err) == (2, True)
     assert command("train", "recipe.yaml", "--quiet", "--fresh").code == 0
-    assert numbers(RUN) == whole
+    assert reproducible_lines(RUN) == whole
     code, _, err = command("resume", "nowhere")
     assert (code, "nowhere is not a folder" in err) == (2, True)
 

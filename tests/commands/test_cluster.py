@@ -101,9 +101,9 @@ def run_of_classifier(tiny, folder, data, **settings):
 @pytest.mark.slow
 def test_without_rows_a_run_is_clustered_weight_by_weight(own_folder, tiny, data, monkeypatch):
     source = run_of_classifier(tiny, own_folder / "best", data)
-    judged = cluster(source, own_folder / "judged", ClusterSettings(), num_rows=8)
-    assert judged.figures[0].quality
-    assert cluster(source, own_folder / "fewer", ClusterSettings(), num_rows=2).figures[1].divergence.num_rows == 2
+    measured = cluster(source, own_folder / "judged", ClusterSettings(), num_rows=8)
+    assert measured.measurements[0].quality
+    assert cluster(source, own_folder / "fewer", ClusterSettings(), num_rows=2).measurements[1].divergence.num_rows == 2
     cluster(source, own_folder / "memory", ClusterSettings(), calibration=data)  # of which nothing is used
 
     def refuse(*args, **options):
@@ -111,8 +111,8 @@ def test_without_rows_a_run_is_clustered_weight_by_weight(own_folder, tiny, data
 
     monkeypatch.setattr("trimtab.commands.cluster.load", refuse)
     done = cluster(source, own_folder / "files", ClusterSettings(), num_rows=0)
-    assert done.figures == []
-    assert done.bits == judged.bits
+    assert done.measurements == []
+    assert done.bits == measured.bits
     assert read_facts(done.folder)["recipe"] == read_facts(source)["recipe"]
     for other in ("judged", "memory"):
         one, two = (stored_tensors(own_folder / name) for name in ("files", other))
@@ -164,7 +164,7 @@ def test_a_model_without_such_files_cannot_be_read_weight_by_weight(own_folder, 
 
 def test_the_table_has_the_original_and_both_ways(own_folder, tiny, data):
     done = cluster(classifier(tiny), own_folder / "out", ClusterSettings(), data=data)
-    original, once, on_use = done.figures
+    original, once, on_use = done.measurements
     assert once.disk_bytes < 0.5 * original.disk_bytes
     assert on_use.memory_bytes < 0.7 * once.memory_bytes
     assert once.divergence.kl_mean < 1e-3
@@ -182,7 +182,7 @@ def test_calibration_and_trained_palettes_come_closer(own_folder, tiny, data, im
     settings = ClusterSettings(bits=3, importance=importance, compensate=True)
     trained = cluster(source, own_folder / "trained", settings, data=data, calibration=data, train_steps=30)
     assert trained.bits == plain.bits
-    assert trained.figures[1].divergence.kl_mean < 0.5 * plain.figures[1].divergence.kl_mean
+    assert trained.measurements[1].divergence.kl_mean < 0.5 * plain.measurements[1].divergence.kl_mean
 
 
 def test_the_card_says_how_to_load_it_and_whose_metrics_it_states(own_folder, tiny):

@@ -121,6 +121,9 @@ def test_variants_of_a_file(tmp_path):
     path.write_text("plain: bf16\n")
     with pytest.raises(RecipeError, match="plain is 'bf16'"):
         read_variants(path)
+    path.write_text("- plain\n")
+    with pytest.raises(RecipeError, match=r"is a list, not a mapping\n  cure: write the variants as a mapping: \{name"):
+        read_variants(path)
     with pytest.raises(RecipeError, match="cannot be read"):
         read_variants(tmp_path / "nowhere.yaml")
 
@@ -292,9 +295,11 @@ def test_how_a_process_ended(tmp_path, code, reason):
     assert re.fullmatch(reason, said)
 
 
-def test_a_recipe_that_is_wrong_is_refused_before_anything_starts(recipe, own_folder):
+def test_a_recipe_that_is_wrong_is_refused_before_anything_starts(recipe, own_folder, caplog):
+    caplog.set_level(logging.INFO, logger="trimtab")
     with pytest.raises(RecipeError, match="did you mean train.precision"):
         check_variants(recipe, combine_values(["train.precison=fp32,bf16"]))
+    assert not caplog.messages, "the error has it"
     with pytest.raises(RecipeError, match="nothing to compare"):
         check_variants(recipe, [])
     with pytest.raises(RecipeError, match="there is no recipe"):
@@ -305,6 +310,7 @@ def test_a_recipe_that_is_wrong_is_refused_before_anything_starts(recipe, own_fo
     assert (one.failure, one.recipe["train"]["lr"]) == ("", 0.5)
     assert other.recipe is None
     assert other.failure.startswith("train.lr: found 'fast'")
+    assert caplog.messages == [f"lr fast: refused: {other.failure}"]
 
 
 @pytest.mark.slow

@@ -244,6 +244,24 @@ def test_bad_input_is_one_message(convert, text, message):
     assert caught.value.cure
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("- base_model: a", "is a list"),
+        ("base_model", "is a single value"),
+        ("", "is empty"),
+        ("{}", "not a config of Axolotl"),
+    ],
+)
+def test_what_is_no_mapping_is_told_what_a_config_has(tmp_path, text, problem):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=rf"(?s){problem}.*base_model, and datasets or pretraining_dataset") as caught:
+        convert_axolotl(path)
+    assert "a recipe needs" not in str(caught.value)
+    assert "found ;" not in caught.value.cure
+
+
 def test_what_contradicts_is_listed(convert):
     text = "base_model: a\ndatasets: [{path: a.csv, type: completion}]\nmax_steps: 5\nnum_epochs: 2\n"
     found, recipe = convert(text + "bfloat16: true\noptimizer: adafactor\n")

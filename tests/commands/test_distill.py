@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rounding import rounding_error
-from tiny_runs import NO_DROPOUT, lines_of, reviews, write_csv, write_jsonl
+from tiny_runs import NO_DROPOUT, lines_of, reproducible_lines, reviews, write_csv, write_jsonl
 from trimtab import Recipe, fit, load
 from trimtab.cli.main import app
 from trimtab.commands.distill import distill
 from trimtab.errors import CheckpointError, ModelError, RecipeError, Stopped
-from trimtab.report.figures_table import figures_table
-from trimtab.runs.journal import VOLATILE_KEYS
+from trimtab.report.measurements_table import measurements_table
 
 ROWS = reviews(40)
 LABELS = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
@@ -79,11 +78,11 @@ def test_every_task(teacher_of, task):
     before = digest(teacher)
     found = distill(recipe(teacher, task, distill={"hidden": 0.5, "attention": 0.5}), progress="quiet", device="cpu")
     assert digest(teacher) == before
-    names = [one.name for one in found.figures]
+    names = [one.name for one in found.measurements]
     assert names == ["teacher", "student"]
-    assert found.figures[1].disk_bytes < found.figures[0].disk_bytes
-    assert found.figures[1].divergence is not None
-    header, lines = figures_table(found.figures)
+    assert found.measurements[1].disk_bytes < found.measurements[0].disk_bytes
+    assert found.measurements[1].divergence is not None
+    header, lines = measurements_table(found.measurements)
     assert len(lines) == 2
     student = load(found.result.best, device="cpu").model  # a plain folder, without the teacher
     whole = load(teacher, device="cpu").model
@@ -140,8 +139,7 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_teacher(teacher_of, tiny):
         quick(made("stopped"), callbacks=[Stops()])
     result = quick(made("stopped"), resume=True)
     assert result.fit.step == 6
-    keep = [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path("whole"))]
-    assert [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path("stopped"))] == keep
+    assert reproducible_lines("stopped") == reproducible_lines("whole")
     ours, theirs = (load_file(Path(run) / "best/model.safetensors") for run in ("stopped", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -9,7 +9,7 @@ import torch
 
 from tiny_runs import reviews, tiny_config, tokenizer, write_csv, write_jsonl
 from trimtab.checkpoint.export import export_model
-from trimtab.commands.evaluate import judge
+from trimtab.commands.evaluate import evaluate_model
 from trimtab.errors import CheckpointError
 from trimtab.model.load import load_model
 from trimtab.report.evaluation import as_dict, confusion_table, write_evaluation
@@ -49,12 +49,12 @@ def test_tables_and_files(model, data, trimtab_command):
     for expected in ("60 rows", "accuracy", "95% interval", "precision", "true \\ predicted", "reviews.csv, line"):
         assert expected in out
     found = json.loads(Path("found/evaluation.json").read_text())
-    judged = judge(model, data, device="cpu", num_worst=2)
-    assert found == json.loads(json.dumps(judged.evaluation.as_dict()))
-    assert f"{judged.evaluation.metrics['accuracy']:.4f}" in out
+    result = evaluate_model(model, data, device="cpu", num_worst=2)
+    assert found == json.loads(json.dumps(result.evaluation.as_dict()))
+    assert f"{result.evaluation.metrics['accuracy']:.4f}" in out
     with Path("found/worst_rows.csv").open(newline="") as file:
         worst = list(csv.DictReader(file))
-    assert [row["text"] for row in worst] == [row.text for row in judged.evaluation.worst]
+    assert [row["text"] for row in worst] == [row.text for row in result.evaluation.worst]
     assert Path("found/confusion.png").read_bytes().startswith(b"\x89PNG")
     # again: the folder is replaced as a whole; a folder of something else is not
     assert trimtab_command("evaluate", model, data, "--out", "found", "--worst", "1")[0] == 0
@@ -62,7 +62,7 @@ def test_tables_and_files(model, data, trimtab_command):
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("…")
     with pytest.raises(CheckpointError):
-        write_evaluation(Path("mine"), judged.evaluation)
+        write_evaluation(Path("mine"), result.evaluation)
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.txt"]
 
 
@@ -105,7 +105,7 @@ def test_many_labels_are_shown_as_confusions(data, own_folder):
     names = tuple(f"label {index}" for index in range(15))
     export("many", data, names=names)
     rows = [{"text": row["text"], "label": names[index % 15]} for index, row in enumerate(reviews(60))]
-    found = judge("many", rows, device="cpu").evaluation
+    found = evaluate_model("many", rows, device="cpu").evaluation
     header, rows = confusion_table(found)
     assert header == ["true", "predicted", "rows"]
     assert 0 < len(rows) <= 12

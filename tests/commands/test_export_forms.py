@@ -63,7 +63,7 @@ def contents(folder):
 def test_gguf_with_table_and_card(tiny, texts):
     decoder(tiny)
     done = export("decoder", "out", to="gguf", dtype="f32", data=texts)
-    original, exported = done.figures
+    original, exported = done.measurements
     assert exported.divergence.agreement == 1.0
     assert exported.divergence.kl_mean < 1e-9
     assert exported.quality["perplexity"] == pytest.approx(original.quality["perplexity"], rel=1e-5)
@@ -85,7 +85,7 @@ def test_merged_from_an_adapter(tiny, data):
     model, tok = adapted(tiny.folder("bert"), "sequence-classification", LABELS)
     export_run("run", model, tok, data)
     done = export("run", "out", to="merged", data=data)
-    assert done.figures[1].divergence.kl_mean < 1e-9
+    assert done.measurements[1].divergence.kl_mean < 1e-9
     torch.testing.assert_close(logits(load("out", device="cpu")), logits(load("run", device="cpu")))
     assert not Path("out/adapter_config.json").exists()
     assert not list(Path().glob(".*export*")), "nothing temporary is left"
@@ -99,7 +99,7 @@ def test_an_adapter_on_four_bits_is_merged_onto_what_it_was_trained_on(tiny, dat
     card = {"task": "causal-lm", "recipe": {"model": model.config.name_or_path, "task": "causal-lm", "data": rows}}
     export_model("run/best", model, tok, card=card)
     done = export("run", "out", to="gguf", dtype="f32", data=data)
-    assert done.figures[1].divergence.kl_mean < 1e-6
+    assert done.measurements[1].divergence.kl_mean < 1e-6
 
 
 def test_merged_keeps_the_dtype_of_the_files(tiny, texts):
@@ -187,12 +187,12 @@ def test_every_form_in_a_fresh_process(tiny, data):
     classifier(tiny, data)
     decoder(tiny)
     done = export("run", "onnx", to="onnx", data=data)
-    assert done.figures[1].divergence.kl_mean < 1e-9
-    assert done.figures[1].divergence.agreement == 1.0
-    assert done.figures[1].memory_bytes == Path("onnx/model.onnx").stat().st_size
+    assert done.measurements[1].divergence.kl_mean < 1e-9
+    assert done.measurements[1].divergence.agreement == 1.0
+    assert done.measurements[1].memory_bytes == Path("onnx/model.onnx").stat().st_size
     rounded = export("run", "int8", to="onnx-int8", data=data)
-    assert rounded.figures[1].disk_bytes < done.figures[1].disk_bytes
-    assert 0 < rounded.figures[1].divergence.kl_mean < 0.1
+    assert rounded.measurements[1].disk_bytes < done.measurements[1].disk_bytes
+    assert 0 < rounded.measurements[1].divergence.kl_mean < 0.1
     export("run", "merged", to="merged")
     export("decoder", "gguf", to="gguf", dtype="f32")
     before = contents("gguf")
@@ -248,13 +248,15 @@ def test_an_onnx_decoder_generates_and_is_measured(tiny, texts, to):
     decoder(tiny)
     done = export("decoder", "out", to=to, data=texts)
     if to == "onnx":
-        assert done.figures[1].divergence.agreement == 1.0
+        assert done.measurements[1].divergence.agreement == 1.0
         loaded = load("decoder", device="cpu")
         assert predict_text(load("out"), "the film", max_new_tokens=5) == predict_text(
             loaded, "the film", max_new_tokens=5
         )
-    assert done.figures[1].quality["perplexity"] == pytest.approx(done.figures[0].quality["perplexity"], rel=0.05)
-    assert done.figures[1].memory_bytes == Path("out/model.onnx").stat().st_size
+    assert done.measurements[1].quality["perplexity"] == pytest.approx(
+        done.measurements[0].quality["perplexity"], rel=0.05
+    )
+    assert done.measurements[1].memory_bytes == Path("out/model.onnx").stat().st_size
     assert len(load("out").generate(["the film", "a"], max_new_tokens=5)) == 2
 
 
@@ -265,7 +267,7 @@ def test_an_onnx_encoder_decoder_is_measured(tiny, own_folder):
         "pair", load_model(tiny.folder("t5"), "seq2seq-lm", {}, None), load_tokenizer(tiny.folder("t5")), card={}
     )
     done = export("pair", "out", to="onnx", data=write_csv(own_folder / "rows.csv", rows))
-    original, exported = done.figures
+    original, exported = done.measurements
     assert exported.divergence.agreement == 1.0
     assert exported.divergence.kl_mean < 1e-9
     assert exported.quality["perplexity"] == pytest.approx(original.quality["perplexity"], rel=1e-4)
@@ -284,6 +286,6 @@ def test_what_has_no_other_form(tiny, data, monkeypatch):
 def test_the_rows_of_the_run_are_used(tiny, data):
     classifier(tiny, data)
     done = export("run", "out", to="merged")
-    assert done.figures[1].divergence.num_rows == 4  # a tenth of 40 is held out
+    assert done.measurements[1].divergence.num_rows == 4  # a tenth of 40 is held out
     data.unlink()
-    assert export("run", "again", to="merged").figures == ()
+    assert export("run", "again", to="merged").measurements == ()

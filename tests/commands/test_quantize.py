@@ -22,8 +22,8 @@ from trimtab.commands.quantize_mix import Bound
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_formats import FORMATS
 from trimtab.errors import ModelError, RecipeError
-from trimtab.inference.figures import weight_bytes
 from trimtab.inference.load import load
+from trimtab.inference.model_measurement import weight_bytes
 from trimtab.inference.quality_loss import quality_loss
 from trimtab.model.adapters import adapter_of
 from trimtab.model.load import load_model
@@ -79,7 +79,7 @@ def logits_of(folder, texts):
 def short_timings():
     """Time each model three times only: no test reads the times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trimtab.inference.figures._MAX_REPEATS", 3)
+        patch.setattr("trimtab.inference.model_measurement._MAX_REPEATS", 3)
         yield
 
 
@@ -97,10 +97,10 @@ def folders(place, int8):
 
 
 @pytest.mark.slow
-def test_every_format_is_smaller_and_has_figures(place, folders):
+def test_every_format_is_smaller_and_has_measurements(place, folders):
     before = weight_bytes(place / "model")
     for name, done in folders.items():
-        original, new = done.figures
+        original, new = done.measurements
         assert (original.name, new.name) == ("original", name)
         assert original.disk_bytes == before > new.disk_bytes
         assert new.memory_bytes < original.memory_bytes
@@ -169,10 +169,10 @@ def test_a_fresh_process_loads_the_same_outputs_with_plain_transformers(place, f
 
 def test_max_loss_leaves_the_fragile_layer_alone(place, int8, tmp_path):
     options = {"data": place / "rows.jsonl", "device": "cpu"}
-    whole = int8.figures[1].quality["accuracy"]
+    whole = int8.measurements[1].quality["accuracy"]
     assert whole < 0.98  # else there is nothing to keep
     done = quantize(place / "model", tmp_path / "mix", ["int8"], bound=Bound(max_loss=0.005), **options)
-    before, after = (one.quality for one in done.figures)
+    before, after = (one.quality for one in done.measurements)
     assert before["accuracy"] == 1
     assert quality_loss(before, after) <= 0.005
     assert FRAGILE not in done.formats
@@ -181,7 +181,7 @@ def test_max_loss_leaves_the_fragile_layer_alone(place, int8, tmp_path):
 
 
 def test_size_is_kept_with_the_least_harmful_layers(place, int8, tmp_path):
-    before, least = (one.disk_bytes for one in int8.figures)
+    before, least = (one.disk_bytes for one in int8.measurements)
     wanted = (before + least) // 2
     options = {"data": place / "rows.jsonl", "device": "cpu"}
     done = quantize(place / "model", tmp_path / "mix", ["int8"], bound=Bound(max_bytes=wanted), **options)
@@ -213,7 +213,7 @@ def test_a_bound_that_the_written_model_breaks_leaves_the_old_folder(place, int8
     (old / "notes.txt").write_text("which a new model would remove")
     before = {path.name: path.read_bytes() for path in old.iterdir()}
     if bound == "max_loss":
-        monkeypatch.setattr("trimtab.commands.quantize_mix.Judge.loss", lambda judge: 0.0)
+        monkeypatch.setattr("trimtab.commands.quantize_mix.MixEvaluator.loss", lambda evaluator: 0.0)
         limit, message = Bound(max_loss=0.005), "more than 0.50%"
     else:
         monkeypatch.setattr("trimtab.commands.quantize_mix.within_size", lambda moves, *sizes: moves)
@@ -317,8 +317,8 @@ def test_an_adapter_is_merged_first(place, tmp_path):
     model, tok = adapted(str(place / "model"), "sequence-classification", LABELS)
     run = export_run(tmp_path / "run", model, tok, place / "rows.jsonl")
     done = quantize(run, tmp_path / "out", ["int8"], data=place / "rows.jsonl", num_rows=8, device="cpu")
-    assert done.figures[0].disk_bytes is None  # an adapter alone is no model
-    assert done.figures[1].disk_bytes == weight_bytes(tmp_path / "out")
+    assert done.measurements[0].disk_bytes is None  # an adapter alone is no model
+    assert done.measurements[1].disk_bytes == weight_bytes(tmp_path / "out")
     facts = read_facts(tmp_path / "out")
     assert "adapter" not in facts
     assert facts["recipe"]["model"] == str(place / "model")
@@ -347,7 +347,7 @@ def test_a_language_model_in_halves(tmp_path, name):
     (tmp_path / "rows.txt").write_text("\n".join(TEXTS * 8))
     options = {"data": tmp_path / "rows.txt", "num_rows": 16, "device": "cpu", "bound": Bound(max_loss=0.05)}
     done = quantize(tmp_path / "model", tmp_path / "out", [name], **options)
-    before, after = (one.quality["loss"] for one in done.figures)
+    before, after = (one.quality["loss"] for one in done.measurements)
     assert after <= before * 1.05
     assert set(done.formats.values()) == {name}
     loaded = load(tmp_path / "out", device="cpu")

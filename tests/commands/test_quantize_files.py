@@ -68,7 +68,7 @@ def test_weight_by_weight_writes_the_bits_of_the_whole_model(tmp_path, family, n
     settings = TIED if family == "llama" else {}
     source = model_folder(tmp_path / "model", family, **settings)
     done = quantize(source, tmp_path / "files", [name], num_rows=0, device="cpu")
-    assert done.figures == []
+    assert done.measurements == []
     assert len(done.formats) >= 10
     whole = quantize_in_memory(source, tmp_path / "memory", name)
     assert stored(done.folder) == stored(whole)

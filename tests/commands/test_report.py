@@ -19,7 +19,7 @@ import trimtab
 from tiny_runs import lines_of, reviews, write_csv, write_jsonl
 from trimtab import Recipe, Stopped, fit
 from trimtab.build.report_facts import HeldOutRows
-from trimtab.commands.evaluate import judge
+from trimtab.commands.evaluate import evaluate_model
 from trimtab.commands.report import make_page, write_page
 from trimtab.commands.samples import write_samples
 from trimtab.errors import RecipeError
@@ -79,19 +79,19 @@ def test_held_out_rows_are_those_of_the_best_model(tiny):
     """The evaluation of the run and a new one with the saved model agree, row by row."""
     result = classified(tiny, train={"max_steps": 9, "batch_size": 8, "lr": 1e-2})
     found = json.loads((result.folder / "report.json").read_text())["held_out"]
-    judged = judge(str(result.folder), num_worst=18, device="cpu").evaluation
+    evaluated = evaluate_model(str(result.folder), num_worst=18, device="cpu").evaluation
     assert found["step"] == result.fit.best_step
-    assert found["num_rows"] == judged.num_rows == 18
-    assert found["labels"] == list(judged.labels)
-    assert found["confusion"] == [list(row) for row in judged.confusion]
-    check_worst(found["worst"], judged.worst)
+    assert found["num_rows"] == evaluated.num_rows == 18
+    assert found["labels"] == list(evaluated.labels)
+    assert found["confusion"] == [list(row) for row in evaluated.confusion]
+    check_worst(found["worst"], evaluated.worst)
 
 
-def check_worst(found, judged):
+def check_worst(found, evaluated):
     """Rows of nearly equal loss may be in another order."""
     assert len(found) == 10
-    assert [row["loss"] for row in found] == pytest.approx([row.loss for row in judged[:10]], rel=1e-4)
-    by_location = {row.location: row for row in judged}
+    assert [row["loss"] for row in found] == pytest.approx([row.loss for row in evaluated[:10]], rel=1e-4)
+    by_location = {row.location: row for row in evaluated}
     for row in found:
         other = by_location[row["location"]]
         assert (row["text"], row["label"]) == (other.text, other.label)
@@ -121,7 +121,7 @@ def test_held_out_rows_of_other_tasks(tiny, kind):
     assert (kind in ("limited", "packed")) == ("confusion" in found)
     assert (kind == "many labels") == ("confusions" in found)
     if kind != "limited":
-        check_worst(found["worst"], judge(str(result.folder), num_worst=100, device="cpu").evaluation.worst)
+        check_worst(found["worst"], evaluate_model(str(result.folder), num_worst=100, device="cpu").evaluation.worst)
     assert "Rows with the highest loss" in text_of((result.folder / "report.html").read_text())
 
 

@@ -61,10 +61,10 @@ def test_the_bound_decides_and_failures_are_told(classifier):
     half = forms_of(loaded, place, held_out, torch.device("cpu"))["fp16"]
     ways = {"fp16": half, "broken": write_broken(place), "refused": refuse}
     found = shrink(place, classifier / "small", data=str(classifier / "rows.csv"), forms=ways, device="cpu")
-    assert [one.name for one in found.figures] == ["original", "fp16", "broken"]
+    assert [one.name for one in found.measurements] == ["original", "fp16", "broken"]
     assert found.best.name == "fp16"
     assert found.folder == classifier / "small" / "fp16"
-    assert found.best.disk_bytes < 0.6 * found.figures[0].disk_bytes
+    assert found.best.disk_bytes < 0.6 * found.measurements[0].disk_bytes
     assert "does not exist here" in found.failed["refused"]
     written = json.loads((classifier / "small" / "frontier.json").read_text())
     assert written["recommended"] == "fp16"

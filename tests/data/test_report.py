@@ -77,7 +77,6 @@ def test_the_table_has_it_all(report):
     for line in (
         "task: classify",
         "columns: text from text, label from label",
-        "text: column 'text' (guessed; set data.text to change)",
         "example 1 (mine.csv, row 1), 5 tokens",
         "tokens: [CLS] a good film [SEP]",
         "label: g",

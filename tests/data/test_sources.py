@@ -217,7 +217,7 @@ def test_bad_items_of_an_iterable():
         ("a.csv", "text,text\na,b\n", "the header has text more than once"),
         ("a.txt", "\n \n", "a.txt has no rows"),
         ("a.jsonl", "\n", "a.jsonl has no rows"),
-        ("a.json", '{"a": 3}', "a JSON dict without rows"),
+        ("a.json", '{"a": 3}', "a JSON object without rows"),
         ("a.json", '[{"a": 1},\n{"a" 2}]', "a.json, line 2: invalid JSON"),
         ("a.json", '[{"a": %s}]' % ("1" * 5000), "a.json: a number with thousands of digits"),
         ("a.json", "[" * 99_999, "a.json: JSON nested too deeply"),
@@ -257,9 +257,17 @@ def test_a_header_of_very_many_columns():
     assert len(message) < 500
 
 
+def test_too_few_rows_to_hold_some_out():
+    with pytest.raises(DataError, match=r": 1 row, too few to hold some out\n  cure: .* data.eval_share: 0"):
+        hold_out_rows(load_rows([{"text": "a"}]), 0.1, 0)
+
+
 def test_what_is_not_there():
     write("reviews.csv", CSV)
+    write("none.csv", CSV)
     assert "did you mean reviews.csv?" in error_of("review.csv")
+    assert "did you mean reviews.csv?" in error_of("Reviews.tsv")
+    assert "cure: check the path; files are searched in" in error_of("nowhere.csv")
     assert "the folder nowhere does not exist" in error_of("nowhere/a.csv")
     assert "no file matches 'x*.csv'" in error_of("x*.csv")
     assert "cannot load rows from a int" in error_of(3)
@@ -311,6 +319,7 @@ def test_folders_and_patterns(said):
     write("e/train.csv", CSV)
     write("e/test.csv", CSV)
     assert "e has files of several splits: test.csv, train.csv" in error_of("e")
+    assert error_of("e").endswith("for example e/train.csv")
     assert "without a split 'train'" in error_of("e:train")
     write("f/readme.md", "")
     assert "f has no data files" in error_of("f")

@@ -329,7 +329,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
     ("target", "arguments", "module", "words"),
     [
         ("trian.py", (), False, "there is no trian.py; did you mean train.py?"),
-        ("no/such.py", (), False, "there is no no/such.py"),
+        ("no/such.py", (), False, "there is no no/such.py; pass a script (.py) or a recipe (.yaml)"),
         ("train", ("recipe.yaml",), False, "train is a command of trimtab, not a script: trimtab launch recipe.yaml"),
         ("recipe.yaml", ("--processes", "2"), False, "--processes comes after the recipe"),
         ("folder", (), False, "folder is a folder"),

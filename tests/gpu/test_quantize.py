@@ -8,8 +8,8 @@ from trimtab.checkpoint.export import export_model
 from trimtab.commands.quantize import quantize
 from trimtab.commands.quantize_mix import Bound
 from trimtab.compress.weight_formats import FORMATS
-from trimtab.inference.figures import weight_bytes
 from trimtab.inference.load import load
+from trimtab.inference.model_measurement import weight_bytes
 from trimtab.model.load import load_model
 
 pytestmark = [
@@ -44,8 +44,8 @@ def test_every_format_on_a_gpu(place, name, tmp_path):
     options = {"data": place / "rows.txt", "num_rows": 16, "device": "cuda"}
     done = quantize(place / "model", tmp_path / "out", [name], **options)
     assert len(done.formats) == 14
-    assert done.figures[1].disk_bytes < done.figures[0].disk_bytes
-    assert done.figures[1].divergence.kl_mean < 0.05
+    assert done.measurements[1].disk_bytes < done.measurements[0].disk_bytes
+    assert done.measurements[1].divergence.kl_mean < 0.05
     torch.testing.assert_close(logits_of(tmp_path / "out"), logits_of(tmp_path / "out"))
     # against the original: 4 bits and fp8 round by up to a tenth of a weight
     found, expected = logits_of(tmp_path / "out"), logits_of(place / "model")

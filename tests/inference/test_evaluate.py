@@ -1,4 +1,4 @@
-"""Judging a model: figures against scikit-learn, intervals, worst rows, two models on the same rows."""
+"""Evaluating a model: metrics against scikit-learn, intervals, worst rows, two models on the same rows."""
 
 import json
 import logging

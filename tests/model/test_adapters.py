@@ -262,7 +262,11 @@ class TestTargets:
         ("settings", "problem", "cure"),
         [
             ({"targets": ["q_prj"]}, "adapter.targets: 'q_prj' matches no module", "q_proj"),
-            ({"targets": ["zzz"]}, "matches no module of LlamaForCausalLM", "there are"),
+            (
+                {"targets": ["zzz"]},
+                "matches no module of LlamaForCausalLM",
+                "there are model, .*layers, self_attn, q_proj",
+            ),
             ({"targets": ["embed_tokens"]}, "a Embedding without linear", "all-linear"),
             ({"targets": ["lm_head"]}, "lm_head is the output layer", r"adapter.trains: \[lm_head\]"),
             ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which is trained in full", "name it either"),

@@ -252,6 +252,17 @@ def test_sources(tmp_path):
         resolve_source(str(tmp_path / "empty"))
 
 
+def test_a_folder_with_a_similar_name_is_suggested(own_folder):
+    (own_folder / "runs" / "first").mkdir(parents=True)
+    (own_folder / "tiny-bert").mkdir()
+    with pytest.raises(ModelError, match=r"there is no folder .*\n  cure: did you mean the folder runs/first\? else"):
+        resolve_source("./runs/frist")
+    with pytest.raises(ModelError, match=r"cannot be reached\n  cure: did you mean the folder tiny-bert\? else"):
+        load_tokenizer("tinybert")
+    with pytest.raises(ModelError, match=r"the hub cannot be reached\n  cure: name a folder, or connect"):
+        load_tokenizer("roberta")
+
+
 def test_hub_failures(monkeypatch):
     with pytest.raises(ModelError, match="the hub cannot be reached") as failure:
         load_model("no-such-org/no-such-model", "causal-lm", {}, None)

@@ -3,10 +3,12 @@
 import json
 import re
 from operator import attrgetter
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+import trimtab
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import (
     LoadedRecipe,
@@ -156,6 +158,52 @@ def test_files_that_cannot_be_read(tmp_path):
     write(tmp_path / "empty.yaml", "# nothing\n")
     with pytest.raises(RecipeError, match="empty.yaml is empty"):
         load_recipe(tmp_path / "empty.yaml", {"model": "bert"}, [])
+
+
+def test_a_missing_recipe_suggests_only_similar_names(tmp_path):
+    with pytest.raises(RecipeError, match="cure: `trimtab init` writes one"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    first = write(tmp_path / "mixing-a.yaml", "model: bert")
+    with pytest.raises(RecipeError, match=f"cure: pass {first}; or `trimtab init`"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    files = [first, *(write(tmp_path / f"{name}.yaml", "model: bert") for name in ("mixing-b", "training"))]
+    listed = re.escape(", ".join(map(str, files)))
+    with pytest.raises(RecipeError, match=f"cure: pass one of {listed}; or `trimtab init`"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    write(tmp_path / "tuning.yml", "model: bert")
+    with pytest.raises(RecipeError, match=f"cure: pass one of {listed} and 1 more; or"):
+        load_recipe(tmp_path / "missing.yaml", {}, [])
+    for name in ("trainings.yaml", "Training.yml", "training"):
+        with pytest.raises(RecipeError, match=r"cure: did you mean .*training.yaml\?"):
+            load_recipe(tmp_path / name, {}, [])
+
+
+@pytest.mark.parametrize("call", [trimtab.fit, trimtab.plan])
+@pytest.mark.parametrize(
+    ("given", "found", "cure"),
+    [
+        ("mine.yaml", "found the str 'mine.yaml'", "load_recipe(Path('mine.yaml'), {}, [])"),
+        (Path("mine.yaml"), "mine.yaml", "load_recipe(Path('mine.yaml'), {}, [])"),
+        ({"model": "bert"}, "found the dict {model: bert}", "pass Recipe(**settings)"),
+        (3, "found the int 3", "pass Recipe(model="),
+    ],
+)
+def test_something_else_than_a_recipe(call, given, found, cure):
+    with pytest.raises(RecipeError, match=re.escape(found)) as caught:
+        call(given)
+    assert cure in caught.value.cure
+
+
+def test_data_in_the_place_of_a_recipe(tmp_path):
+    path = write(tmp_path / "rows.csv", "text,label\na,b\n")
+    with pytest.raises(RecipeError, match=f"is a data file, not a recipe\n  cure: .* --model NAME --data {path}$"):
+        load_recipe(path, {}, [])
+
+
+@pytest.mark.parametrize(("text", "problem"), [("=3", "a key"), ("train.lr:3", "a value"), ("seed", "a value")])
+def test_a_set_without_a_key_or_a_value(text, problem):
+    with pytest.raises(RecipeError, match=f"  --set: {text}: found '{text}' without {problem}; write --set KEY=VALUE"):
+        load_recipe(None, {"model": "bert", "data.train": "x.csv"}, [text])
 
 
 def test_a_byte_order_mark_and_anchors(tmp_path):

@@ -5,14 +5,14 @@ import math
 import pytest
 
 from trimtab.inference.comparison import OutputDivergence
-from trimtab.inference.figures import ModelFigures
+from trimtab.inference.model_measurement import ModelMeasurement
 from trimtab.inference.quality_loss import quality_loss
 from trimtab.report.frontier import draw_frontier, frontier, frontier_table, recommended
 
 
 def form(name, size, latency, accuracy, kl=None):
     closeness = None if kl is None else OutputDivergence(kl, kl, 1.0, 10, 10)
-    return ModelFigures(name, size, size, latency, 32 * latency, {"accuracy": accuracy, "f1": accuracy}, closeness)
+    return ModelMeasurement(name, size, size, latency, 32 * latency, {"accuracy": accuracy, "f1": accuracy}, closeness)
 
 
 FORMS = [

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tiny_runs import lines_of, reviews, write_csv
+from tiny_runs import reproducible_lines, reviews, saved_tensors, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import Stopped
 from trimtab.model import streamed_blocks
 from trimtab.optim import offloaded_state
-from trimtab.runs.journal import VOLATILE_KEYS
 
 STREAMED = {"stream_weights": "all"}
 CASES = {
@@ -153,18 +151,8 @@ def test_bits_are_the_same(own_folder, tiny, case, monkeypatch):
         fit(recipe("stopped"), callbacks=[Stops()], progress="quiet")
     result = fit(recipe("stopped"), progress="quiet", resume=True)
     assert result.fit.step == 9
-    assert numbers("stopped") == numbers("whole")
+    assert reproducible_lines("stopped") == reproducible_lines("whole")
     for folder in ("best", "checkpoints/step-9"):
-        ours, theirs = (tensors(Path(run) / folder) for run in ("stopped", "whole"))
+        ours, theirs = (saved_tensors(Path(run) / folder) for run in ("stopped", "whole"))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def tensors(folder):
-    found = {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
-    assert found
-    return found
-
-
-def numbers(run):
-    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]

@@ -72,8 +72,8 @@ def test_a_folder_that_is_used(tmp_path):
     for free in ("empty", "new", "new/er"):
         check_free(tmp_path / free)
     assert not (tmp_path / "new").exists()
-    for used in ("used", "used/a.txt"):
-        with pytest.raises(RecipeError, match="is not empty") as failure:
+    for used, problem in (("used", "is not empty, and holds no run"), ("used/a.txt", "is a file, and a run needs")):
+        with pytest.raises(RecipeError, match=problem) as failure:
             RunFolder(tmp_path / used)
         assert "--out" in failure.value.cure
     with pytest.raises(RecipeError, match="cannot be created: Not a directory"):

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 from tiny_models import config_of
-from tiny_runs import lines_of, write_csv
+from tiny_runs import reproducible_lines, saved_tensors, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError, Stopped, TrimtabError
 from trimtab.model.captured_step import MOST_GRAPHS, capture_micro_batches, compute_captured
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks
 from trimtab.model.load import load_model
-from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques import compilation
 from trimtab.techniques.apply import plain_spec, values_with_stored, values_without_plan
 from trimtab.techniques.base import Accelerator, Case, StepSpec, Trial
@@ -71,18 +69,10 @@ def recipe_of(tiny, out, *, max_steps=6, **sections):
     )
 
 
-def tensors(folder):
-    return {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
-
-
-def numbers(run):
-    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]
-
-
 def assert_same_run(ours, theirs, step):
-    assert numbers(ours) == numbers(theirs)
+    assert reproducible_lines(ours) == reproducible_lines(theirs)
     for folder in ("best", f"checkpoints/step-{step}"):
-        mine, others = (tensors(Path(run) / folder) for run in (ours, theirs))
+        mine, others = (saved_tensors(Path(run) / folder) for run in (ours, theirs))
         assert mine
         assert mine.keys() == others.keys()
         assert all(torch.equal(mine[name], others[name]) for name in mine)

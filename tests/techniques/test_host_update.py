@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tiny_runs import lines_of, reviews, same_bits
-from trimtab import Recipe, fit, predict_step_memory
+from tiny_runs import lines_of, reproducible_lines, reviews, same_bits, saved_tensors
+from trimtab import Recipe, predict_step_memory
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware import catalog, memory
@@ -26,38 +25,12 @@ from trimtab.planner.target import known_target
 from trimtab.planner.time import step_seconds
 from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.recorder import Op
-from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques.apply import plain_spec
 from trimtab.techniques.base import Accelerator, Case
 from trimtab.techniques.weight_update import WeightUpdate
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-ROWS, HELD_OUT = reviews(32), reviews(24, first=1000)
-
-
-@pytest.fixture
-def train(tiny, tmp_path):
-    """Trains a tiny BERT for four steps, with clipping; keywords are sections of the recipe."""
-    numbers = itertools.count()
-
-    def train(update, callbacks=(), resume=False, memory=None, **sections):
-        settings = {"epochs": 1, "lr": 1e-3, "log_every": 1, "max_grad_norm": 0.5, "weight_decay": 0.1}
-        usual = {
-            "model": tiny.folder("bert"),
-            "data": {"train": ROWS, "eval": HELD_OUT},
-            "checkpoint": {"every": "1 steps", "keep": 9},
-            "out": str(tmp_path / f"run-{next(numbers)}"),
-            "memory": {"update": update, **(memory or {})},
-        }
-        sections["train"] = settings | sections.get("train", {})
-        options = {"callbacks": callbacks, "progress": "quiet", "device": "cpu", "resume": resume}
-        return fit(Recipe(**usual | sections), **options)
-
-    return train
-
-
-def numbers_of(run):
-    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(run.folder)]
+ROWS = reviews(32)
 
 
 # ---------------------------------------------------------------------- numbers
@@ -90,17 +63,11 @@ def test_models_and_metrics_are_equal_to_the_bit(train, case):
     ours, theirs = (train(how, **EQUAL[case]) for how in ("host", "device"))
     assert ours.plan.update == "host"
     assert ours.fit.step == 4
-    assert numbers_of(ours) == numbers_of(theirs)
+    assert reproducible_lines(ours.folder) == reproducible_lines(theirs.folder)
     for name in ("best", "checkpoints/step-4"):
-        one, other = (tensors(Path(run.folder) / name) for run in (ours, theirs))
+        one, other = (saved_tensors(Path(run.folder) / name) for run in (ours, theirs))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one), "exported and saved are the fp32 masters"
-
-
-def tensors(folder):
-    found = {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
-    assert found
-    return found
 
 
 @pytest.mark.parametrize(
@@ -117,20 +84,20 @@ def test_a_language_model_whose_head_is_tied_or_not(train, tiny, name, loss):
     sections = {"model": tiny.folder(name, **changes), "task": "causal-lm", "data": {"train": ROWS, "text": "text"}}
     sections |= {"memory": {"loss": loss, "micro_batch": 3}, "train": {"precision": "bf16"}}
     ours, theirs = (train(how, **sections) for how in ("host", "device"))
-    assert numbers_of(ours) == numbers_of(theirs)
+    assert reproducible_lines(ours.folder) == reproducible_lines(theirs.folder)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_run_may_change_between_host_and_device(train, precision):
     """Checkpoints have the fp32 weights, whatever is on the device."""
     sections = {"train": {"precision": precision}}
-    expected = tensors(Path(train("device", **sections).folder) / "best")
+    expected = saved_tensors(Path(train("device", **sections).folder) / "best")
     for first, second in (("host", "device"), ("device", "host")):
         out = {"out": f"run-{first}"}
         train(first, **out, **sections)
         resumed = train(second, resume="step-2", **out, **sections)
         assert resumed.plan.update == second
-        assert same_bits(tensors(Path(resumed.folder) / "best"), expected)
+        assert same_bits(saved_tensors(Path(resumed.folder) / "best"), expected)
 
 
 def test_memory_that_runs_out_in_backward_is_undone_and_retried(train, monkeypatch):

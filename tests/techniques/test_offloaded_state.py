@@ -1,12 +1,11 @@
 """Optimizer state in host memory as a setting of a recipe: numbers, predictions, refusals, and what `auto` does."""
 
-import itertools
 from collections import Counter
 
 import pytest
 
-from tiny_runs import Watch, lines_of, reviews, same_bits
-from trimtab import Recipe, fit, predict_step_memory
+from tiny_runs import Watch, lines_of, same_bits
+from trimtab import Recipe, predict_step_memory
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware import memory as host_memory
 from trimtab.model import host_areas
@@ -20,28 +19,18 @@ from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.techniques.apply import plain_spec
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-ROWS = reviews(32)
 IN_BACKWARD = {"train": {"max_grad_norm": None}, "memory": {"update": "in-backward"}}
 
 
 @pytest.fixture
-def train(tiny, tmp_path, monkeypatch):
-    """Trains a tiny BERT for four steps, with state in slices; keywords are sections of the recipe."""
+def train(four_steps, monkeypatch):
+    """Trains with a value of memory.offload_state, with state in slices."""
     monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**16)
     monkeypatch.setattr(offloaded_state, "NUM_SLOTS", 3)
     monkeypatch.setattr(offloaded_state, "MIN_ELEMENTS", 512)
-    numbers = itertools.count()
 
-    def train(offload_state, callbacks=(), **sections):
-        settings = {"epochs": 1, "lr": 1e-3, "log_every": 1, "max_grad_norm": 0.5, "weight_decay": 0.1}
-        usual = {
-            "model": tiny.folder("bert"),
-            "data": {"train": ROWS, "eval_share": 0},
-            "out": str(tmp_path / f"run-{next(numbers)}"),
-        }
-        sections["train"] = settings | sections.get("train", {})
-        sections["memory"] = {"offload_state": offload_state, **sections.get("memory", {})}
-        return fit(Recipe(**usual | sections), callbacks=callbacks, progress="quiet", device="cpu")
+    def train(offload_state, callbacks=(), memory=None, **sections):
+        return four_steps(callbacks, memory={"offload_state": offload_state, **(memory or {})}, **sections)
 
     return train
 

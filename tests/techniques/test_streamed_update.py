@@ -1,14 +1,10 @@
 """Weights on the device whose gradients and state are on the host: the numbers of a plain step, and predictions."""
 
-import itertools
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tiny_runs import Watch, lines_of, reviews, same_bits
-from trimtab import Recipe, fit, predict_step_memory
+from tiny_runs import Watch, reproducible_lines, same_bits, saved_tensors
+from trimtab import Recipe, predict_step_memory
 from trimtab.errors import RecipeError
 from trimtab.optim import host_update, offloaded_state
 from trimtab.optim.build import build_optimizer
@@ -21,43 +17,15 @@ from trimtab.planner.survey import survey
 from trimtab.planner.target import known_target
 from trimtab.planner.time import step_seconds
 from trimtab.planner.trace.recipe_step import StepTracer
-from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques.apply import host_use, plain_spec
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-ROWS, HELD_OUT = reviews(32), reviews(24, first=1000)
 
 
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch):
     monkeypatch.setattr(offloaded_state, "SLOT_BYTES", 2**16)
     monkeypatch.setattr(offloaded_state, "NUM_SLOTS", 3)
-
-
-@pytest.fixture
-def train(tiny, tmp_path):
-    """Trains a tiny BERT for four steps, with clipping; keywords are sections of the recipe."""
-    numbers = itertools.count()
-
-    def train(update, callbacks=(), resume=False, memory=None, **sections):
-        settings = {"epochs": 1, "lr": 1e-3, "log_every": 1, "max_grad_norm": 0.5, "weight_decay": 0.1}
-        usual = {
-            "model": tiny.folder("bert"),
-            "data": {"train": ROWS, "eval": HELD_OUT},
-            "checkpoint": {"every": "1 steps", "keep": 9},
-            "out": str(tmp_path / f"run-{next(numbers)}"),
-            "memory": {"update": update, **(memory or {})},
-        }
-        sections["train"] = settings | sections.get("train", {})
-        options = {"callbacks": callbacks, "progress": "quiet", "device": "cpu", "resume": resume}
-        return fit(Recipe(**usual | sections), **options)
-
-    return train
-
-
-def numbers_of(run):
-    left_out = (*VOLATILE_KEYS, "predicted_peak_bytes")
-    return [{k: v for k, v in line.items() if k not in left_out} for line in lines_of(run.folder)]
 
 
 EQUAL = {
@@ -86,10 +54,11 @@ def test_weights_and_metrics_are_equal_to_the_bit(train, case):
     runs = [train(how, [watch], **EQUAL[case]) for how, watch in (("streamed", ours), ("device", theirs))]
     assert runs[0].plan.update == "streamed"
     assert len(ours.weights) == 4
-    assert numbers_of(runs[0]) == numbers_of(runs[1])
+    one, other = (reproducible_lines(run.folder, "predicted_peak_bytes") for run in runs)
+    assert one == other
     assert all(same_bits(*pair) for pair in zip(ours.weights, theirs.weights, strict=True))
-    one, other = (load_file(next(Path(run.folder, "best").glob("*.safetensors"))) for run in runs)
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    one, other = (saved_tensors(run.folder / "best") for run in runs)
+    assert same_bits(one, other)
 
 
 @pytest.mark.parametrize(("before", "after"), [("streamed", "device"), ("device", "streamed")])

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from techniques.test_gradient_checkpointing import CONFIGS, OTHERS, assert_same, deep, forward, quantize, rows, step
 from tiny_models import TEXTS
-from tiny_runs import lines_of, reviews
+from tiny_runs import lines_of, reproducible_lines, reviews, saved_tensors
 from trimtab import Recipe, fit
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware.catalog import CATALOG
@@ -34,7 +33,6 @@ from trimtab.planner.target import known_target
 from trimtab.planner.time import step_seconds
 from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.recipe_step import StepTracer
-from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.techniques import apply, streamed_weights
 from trimtab.techniques.apply import plain_spec
 from trimtab.techniques.base import WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, Accelerator, Case
@@ -153,16 +151,6 @@ def train(tiny, tmp_path):
     return train
 
 
-def numbers_of(run):
-    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(run.folder)]
-
-
-def tensors(folder):
-    found = {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
-    assert found
-    return found
-
-
 IN_BACKWARD, HOST = {"update": "in-backward"}, {"update": "host"}
 UNCLIPPED = {"max_grad_norm": None}
 EQUAL = {
@@ -200,9 +188,9 @@ def test_models_and_metrics_are_equal_to_the_bit(train, case):
     ours, theirs = (train(how, **EQUAL[case]) for how in (value, "none"))
     assert ours.plan.stream_weights != theirs.plan.stream_weights
     assert ours.fit.step == 4
-    assert numbers_of(ours) == numbers_of(theirs)
+    assert reproducible_lines(ours.folder) == reproducible_lines(theirs.folder)
     for name in ("best", "checkpoints/step-2", "checkpoints/step-4"):
-        one, other = (tensors(Path(run.folder) / name) for run in (ours, theirs))
+        one, other = (saved_tensors(Path(run.folder) / name) for run in (ours, theirs))
         assert one.keys() == other.keys()
         assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
@@ -387,7 +375,7 @@ def test_updates_in_backward_that_run_out_end_with_a_reason_and_the_last_checkpo
     resumed = train("all", resume=True, **sections)
     assert resumed.fit.step == 4
     expected = train("none", **EQUAL["in backward"])
-    one, other = (tensors(Path(run.folder) / "best") for run in (resumed, expected))
+    one, other = (saved_tensors(Path(run.folder) / "best") for run in (resumed, expected))
     assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
@@ -395,13 +383,13 @@ def test_updates_in_backward_that_run_out_end_with_a_reason_and_the_last_checkpo
 @pytest.mark.parametrize("case", ["lora", "in backward", "host"])
 def test_a_run_may_begin_with_streamed_weights_and_end_without(train, case):
     sections = EQUAL[case]
-    expected = tensors(Path(train("none", **sections).folder) / "best")
+    expected = saved_tensors(Path(train("none", **sections).folder) / "best")
     for first, second in (("all", "none"), ("none", "all")):
         out = {"out": f"{first}-{case}"}
         train(first, **out, **sections)
         resumed = train(second, resume="step-2", **out, **sections)
         assert resumed.plan.stream_weights == second
-        found = tensors(Path(resumed.folder) / "best")
+        found = saved_tensors(Path(resumed.folder) / "best")
         assert [key for key in found if not torch.equal(found[key], expected[key])] == []
 
 

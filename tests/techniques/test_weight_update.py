@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, same_bits
-from trimtab import Recipe, fit, predict_step_memory
+from trimtab import Recipe, predict_step_memory
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.model.load import load_model, load_tokenizer
 from trimtab.optim.build import build_optimizer
@@ -20,28 +20,18 @@ from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.techniques.apply import plain_spec
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-ROWS, HELD_OUT = reviews(32), reviews(24, first=1000)
+ROWS = reviews(32)
 
 
 @pytest.fixture
-def train(tiny, tmp_path):
-    """Trains a tiny BERT for four steps without clipping; keywords are sections of the recipe."""
-    numbers = itertools.count()
+def train(train):
+    """Trains without clipping, unless a section says otherwise."""
 
-    def train(update, callbacks=(), resume=False, memory=None, **sections):
-        settings = {"epochs": 1, "lr": 1e-3, "log_every": 1, "max_grad_norm": None, "weight_decay": 0.1}
-        usual = {
-            "model": tiny.folder("bert"),
-            "data": {"train": ROWS, "eval": HELD_OUT},
-            "checkpoint": {"every": "1 steps", "keep": 9},
-            "out": str(tmp_path / f"run-{next(numbers)}"),
-            "memory": {"update": update, **(memory or {})},
-        }
-        sections["train"] = settings | sections.get("train", {})
-        options = {"callbacks": callbacks, "progress": "quiet", "device": "cpu", "resume": resume}
-        return fit(Recipe(**usual | sections), **options)
+    def unclipped(update, callbacks=(), resume=False, **sections):
+        sections["train"] = {"max_grad_norm": None} | sections.get("train", {})
+        return train(update, callbacks, resume, **sections)
 
-    return train
+    return unclipped
 
 
 # ---------------------------------------------------------------------- numbers

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of, wait_until
 
-from tiny_runs import lines_of, reviews, write_csv
+from tiny_runs import lines_of, reproducible_lines, reviews, write_csv
 from trimtab import Recipe, fit
 from trimtab.build.tracking import sync_run
 from trimtab.errors import TrimtabError
@@ -128,11 +128,7 @@ def test_stopped_and_resumed_it_is_one_run(recipe, number, code, status):
     assert rows_on(STORE, run["id"]) == rows_in(FOLDER)
     assert (FOLDER / "metrics.jsonl").read_bytes().startswith(kept)
     assert set(Counter((line["step"], *sorted(line)) for line in lines_of(FOLDER)).values()) == {1}
-    expected, found = (
-        [{key: value for key, value in line.items() if key not in VOLATILE_KEYS} for line in lines_of(folder)]
-        for folder in (whole.folder, FOLDER)
-    )
-    assert found == expected
+    assert reproducible_lines(FOLDER) == reproducible_lines(whole.folder)
 
 
 @pytest.mark.slow

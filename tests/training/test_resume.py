@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_runs import lines_of, reviews, write_csv
+from tiny_runs import reproducible_lines, reviews, write_csv
 from trimtab import Recipe, fit, resume
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.recipe.schema import ModelSettings
-from trimtab.runs.journal import VOLATILE_KEYS
 from trimtab.training.loop import Trainer
 
 
@@ -59,18 +58,14 @@ def recipe(own_folder, tiny):
     return make
 
 
-def numbers(run):
-    return [{k: v for k, v in line.items() if k not in VOLATILE_KEYS} for line in lines_of(Path(run))]
-
-
 def test_an_evaluation_that_was_due_when_the_signal_came_is_made_up_for(recipe):
     settings = {"evaluate": {"every": "5 steps"}}
     fit(recipe("whole", **settings), progress="quiet")
     with pytest.raises(Stopped):
         fit(recipe(**settings), callbacks=[Signals(5)], progress="quiet")
-    assert [line["step"] for line in numbers("run") if "eval_loss" in line] == []
+    assert [line["step"] for line in reproducible_lines("run") if "eval_loss" in line] == []
     fit(recipe(**settings), progress="quiet", resume=True)
-    assert numbers("run") == numbers("whole")
+    assert reproducible_lines("run") == reproducible_lines("whole")
 
 
 def test_a_rewind_over_the_end_of_an_epoch_goes_on_in_the_right_one(recipe, monkeypatch):

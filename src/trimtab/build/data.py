@@ -36,7 +36,7 @@ def build_data(recipe: Recipe) -> Data:
         seed=recipe.seed,
         on_bad_rows=settings.on_bad_rows,
     )
-    for line in task.said:
+    for line in task.notes:
         say(line)
     train = task.usable(train)
     held_out = None if held_out is None else task.usable(held_out)

@@ -8,7 +8,7 @@ from trimtab.recipe.schema import Recipe
 
 def report_data(recipe: Recipe, num_examples: int = 3) -> DataReport:
     """Read and tokenize the data of a recipe; no weights are loaded."""
-    data = build_data(recipe)
+    data = build_data(recipe)  # logs what was guessed
     loaded = build_skeleton(recipe, data)
     tokens = build_tokens(recipe, data, loaded)
     return describe_data(data.task, data.train, data.eval, tokens.train, tokens.eval, loaded.tokenizer, num_examples)

@@ -87,10 +87,11 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
     refused = [difference for difference in found if difference.is_refused]
     if refused:
         lines = "".join(f"\n  {difference}" for difference in refused)
+        run = now.out or "RUN"
         raise RecipeError(
             f"the run cannot resume with {'these changes' if len(refused) > 1 else 'this change'}:{lines}",
             "restore the old values; or start a new run from the model"
-            + (": model: RUN" if before.adapter == "none" else ", after `trimtab merge RUN DIR`: model: DIR"),
+            + (f": model: {run}" if before.adapter == "none" else f", after `trimtab merge {run} DIR`: model: DIR"),
         )
     return found
 

@@ -39,7 +39,7 @@ def cluster(
 
     from trimtab.commands.cluster import cluster as cluster_weights
     from trimtab.compress.clustering import ClusterSettings
-    from trimtab.report.figures_table import figures_table
+    from trimtab.report.measurements_table import measurements_table
 
     if rest not in ("fp16", "keep"):
         raise RecipeError(f"--rest {rest} is not known", "--rest fp16 or --rest keep")
@@ -63,6 +63,6 @@ def cluster(
         done = cluster_weights(model, target, settings, **rows_of, train_steps=train_steps, device=device)
     if not prints:
         return
-    if done.figures:
-        show_table(*figures_table(done.figures))
+    if done.measurements:
+        show_table(*measurements_table(done.measurements))
     typer.echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")

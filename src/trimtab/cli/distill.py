@@ -22,11 +22,11 @@ def distill(
 ) -> None:
     """Train a small model to give the outputs of a large one."""
     from trimtab.commands.distill import distill as train_student
-    from trimtab.report.figures_table import figures_table
+    from trimtab.report.measurements_table import measurements_table
 
     mode = set_verbosity(quiet, json_lines)
     loaded = load_with_flags(recipe, sets, {"out": out})
     found = train_student(loaded, progress=mode, device=device, resume=resume, fresh=fresh)
     finish(found.result, mode)
-    if found.figures and mode == "auto":
-        show_table(*figures_table(found.figures))
+    if found.measurements and mode == "auto":
+        show_table(*measurements_table(found.measurements))

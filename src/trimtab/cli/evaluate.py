@@ -13,7 +13,7 @@ from trimtab.cli.output import show_table, shown
 from trimtab.errors import DataError
 
 if TYPE_CHECKING:
-    from trimtab.commands.evaluate import Judged
+    from trimtab.commands.evaluate import EvaluationResult
 
 # Messages about columns name keys of a recipe; here they are options.
 _OPTIONS = {
@@ -36,26 +36,28 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on labelled rows: metrics with intervals, confusion matrix, worst rows."""
-    from trimtab.commands.evaluate import judge
+    from trimtab.commands.evaluate import evaluate_model
     from trimtab.commands.evaluate import track as track_evaluation
     from trimtab.report.evaluation import write_evaluation
 
     columns = {"text": _one_or_list(text), "label": _one_or_list(label)}
     try:
         with shown(quiet=False, json_lines=as_json):
-            judged = judge(model, data, against=against, num_rows=rows, num_worst=worst, device=device, **columns)
+            result = evaluate_model(
+                model, data, against=against, num_rows=rows, num_worst=worst, device=device, **columns
+            )
     except DataError as error:
         raise DataError(error.problem, _with_options(error.cure)) from error
-    _show(judged, as_json)
+    _show(result, as_json)
     with ExitStack() as stack:
         folder = out
         if folder is None and track:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "evaluation"
         if folder is None:
             return
-        files = write_evaluation(folder, judged.evaluation, judged.against, judged.differences)
+        files = write_evaluation(folder, result.evaluation, result.against, result.differences)
         lines = [] if out is None else [" ".join(str(file) for file in files)]
-        lines += [track_evaluation(judged, files)] if track else []
+        lines += [track_evaluation(result, files)] if track else []
     if not as_json:
         typer.echo("\n" + "\n".join(lines))
 
@@ -70,14 +72,14 @@ def _with_options(cure: str) -> str:
     return cure
 
 
-def _show(judged: "Judged", as_json: bool) -> None:
+def _show(result: "EvaluationResult", as_json: bool) -> None:
     from trimtab.report import evaluation as report
 
-    found = judged.evaluation
+    found = result.evaluation
     if as_json:
-        typer.echo(json.dumps(report.as_dict(found, judged.against, judged.differences), ensure_ascii=False))
+        typer.echo(json.dumps(report.as_dict(found, result.against, result.differences), ensure_ascii=False))
         return
-    typer.echo(f"{judged.model} ({found.task_name}) on {found.num_rows:,} rows of {found.origin}\n")
+    typer.echo(f"{result.model} ({found.task_name}) on {found.num_rows:,} rows of {found.origin}\n")
     show_table(*report.metrics_table(found))
     tables = [report.labels_table(found)] if found.by_label else []
     tables += [report.confusion_table(found)] if found.confusion else []
@@ -85,6 +87,6 @@ def _show(judged: "Judged", as_json: bool) -> None:
     for table in tables:
         typer.echo()
         show_table(*table)
-    if judged.differences is not None:
-        typer.echo(f"\nfirst: {judged.model}\nsecond: {judged.other}\n")
-        show_table(*report.differences_table(judged.differences))
+    if result.differences is not None:
+        typer.echo(f"\nfirst: {result.model}\nsecond: {result.other}\n")
+        show_table(*report.differences_table(result.differences))

@@ -24,15 +24,15 @@ def export(
 ) -> None:
     """Export a model as ONNX, GGUF or a plain folder; check it."""
     from trimtab.commands.export import export as export_to
-    from trimtab.report.figures_table import figures_table
+    from trimtab.report.measurements_table import measurements_table
 
     options: dict[str, Any] = {"dtype": dtype, "push": push, "force": force}
     target = folder_of_form(model, to, folder)
     exported = export_to(model, target, to=to, data=data, num_rows=rows, **options)
     for note in exported.notes:
         typer.echo(note)
-    if exported.figures:
-        show_table(*figures_table(exported.figures))
+    if exported.measurements:
+        show_table(*measurements_table(exported.measurements))
     else:
         typer.echo("pass --data FILE for a table of quality, latency and agreement")
     typer.echo(f"{exported.folder}: {model} as {to}")

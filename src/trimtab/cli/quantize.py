@@ -28,7 +28,7 @@ def quantize(
     """Quantize the linear layers of a model to 8 or 4 bits; compare."""
     from trimtab.commands.quantize import quantize as quantize_model
     from trimtab.commands.quantize_mix import Bound
-    from trimtab.report.figures_table import figures_table
+    from trimtab.report.measurements_table import measurements_table
     from trimtab.units import parse_bytes, parse_share
 
     bound = None
@@ -42,7 +42,7 @@ def quantize(
         done = quantize_model(model, target, names, **options)
     if not prints:
         return
-    if done.figures:
-        show_table(*figures_table(done.figures))
+    if done.measurements:
+        show_table(*measurements_table(done.measurements))
     left = f", {done.num_left} not quantized" if done.num_left else ""
     typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are unchanged")

@@ -31,7 +31,7 @@ def shrink(
     with shown(quiet) as prints:
         found = shrink_model(model, target, data=data, max_loss=share, num_rows=rows, device=device)
     if prints:
-        show_table(*frontier_table(found.figures, found.max_loss))
+        show_table(*frontier_table(found.measurements, found.max_loss))
         if found.folder is None:
             typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
         else:

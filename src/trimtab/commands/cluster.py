@@ -25,9 +25,9 @@ from trimtab.compress.palette_training import train_palettes, use_clustered
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import refuse_unmergeable
-from trimtab.inference.figures import ModelFigures, measure, weight_bytes
 from trimtab.inference.held_out import HeldOut, read_held_out
 from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.model_measurement import ModelMeasurement, measure, weight_bytes
 from trimtab.log import say
 from trimtab.model.hub import is_adapter, quiet_transformers
 from trimtab.model.load import is_quantized_config, load_config, load_tokenizer, resolve_source
@@ -44,12 +44,12 @@ class Clustered:
     Args:
         folder: Where.
         bits: Mean size of a clustered weight in bits, with its share of the palettes.
-        figures: The original and the clustered model; empty without rows to evaluate them on.
+        measurements: The original and the clustered model; empty without rows to evaluate them on.
     """
 
     folder: Path
     bits: float
-    figures: list[ModelFigures]
+    measurements: list[ModelMeasurement]
 
 
 def cluster(
@@ -99,7 +99,7 @@ def cluster(
         raise RecipeError(f"--rows {num_rows} has no effect: {source} has no run with rows", "--data FILE")
     original = None if streamed is not None and not compares else load(model, device=find_device(device))
     held_out = held_out_of(original, data, num_rows) if compares and original is not None else None
-    judge = _Judge(original, held_out)
+    evaluator = _Evaluator(original, held_out)
     if streamed is not None:
         bare, tokenizer = streamed.skeleton, load_tokenizer(source)
         weights = cluster_files(streamed.paths, bare, settings)
@@ -112,7 +112,7 @@ def cluster(
             weights = rows.trained(weights, teacher.model, train_steps, settings)
         bare, tokenizer = original.model, original.tokenizer
     bits = _write(Path(folder), weights, _Origin(source, bare, tokenizer), settings)
-    return Clustered(Path(folder), bits, judge.compare(Path(folder), source, device))
+    return Clustered(Path(folder), bits, evaluator.compare(Path(folder), source, device))
 
 
 @dataclass(frozen=True)
@@ -124,28 +124,28 @@ class _Origin:
     tokenizer: Any
 
 
-class _Judge:
+class _Evaluator:
     """Measures the original before it is clustered, and the result afterwards."""
 
     def __init__(self, original: LoadedModel | None, held_out: HeldOut | None) -> None:
         self._held_out = held_out
-        self._figures: list[ModelFigures] = []
+        self._measurements: list[ModelMeasurement] = []
         if original is not None and held_out is not None:
             self._comparison = held_out.compare_with(original, len(held_out))
-            self._figures.append(measure("original", original, held_out))
+            self._measurements.append(measure("original", original, held_out))
 
-    def compare(self, folder: Path, source: str, device: str | torch.device | None) -> list[ModelFigures]:
-        """Return the figures of the original and of the clustered model, decoded once and on use."""
+    def compare(self, folder: Path, source: str, device: str | torch.device | None) -> list[ModelMeasurement]:
+        """Return the measurements of the original and of the clustered model, decoded once and on use."""
         if self._held_out is None:
             return []
         where = find_device(device)
         if Path(source).is_dir():
-            self._figures[0] = dataclasses.replace(self._figures[0], disk_bytes=weight_bytes(source))
+            self._measurements[0] = dataclasses.replace(self._measurements[0], disk_bytes=weight_bytes(source))
         for name, decode in (("clustered", "once"), ("clustered, decoded on use", "on-use")):
             loaded = load(folder, device=where, decode=decode)
             options: dict[str, Any] = {"folder": folder, "comparison": self._comparison}
-            self._figures.append(measure(name, loaded, self._held_out, **options))
-        return self._figures
+            self._measurements.append(measure(name, loaded, self._held_out, **options))
+        return self._measurements
 
 
 def _check(source: str, settings: ClusterSettings, calibration: str | Path | None, train_steps: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.build.data import run_name
 from trimtab.errors import RecipeError
 from trimtab.log import say
-from trimtab.recipe.load import load_recipe
+from trimtab.recipe.load import LoadedRecipe, load_recipe
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
 from trimtab.report.compare import Comparison, Measurement, Outcome, Variant
@@ -97,13 +97,16 @@ def make_folder(recipe: Recipe, out: Path | None) -> Path:
     raise AssertionError("there is always a next number")
 
 
-def check_variants(recipe: Path | None, variants: Sequence[Variant], sets: Sequence[str] = ()) -> list[VariantRuns]:
+def check_variants(
+    recipe: Path | None, variants: Sequence[Variant], sets: Sequence[str] = (), *, origin: str = "--vary"
+) -> list[VariantRuns]:
     """Load and check the recipe of each variant. Nothing is started or written.
 
     Args:
         recipe: The recipe's file; None if `sets` is the whole recipe.
         variants: The variants; the others are compared with the first one.
         sets: Changes to the recipe of all variants, such as "train.lr=3e-5".
+        origin: Where the variants were written: the option, or the file of `--variants`.
 
     Raises:
         RecipeError: The unchanged recipe is not valid, or no variant is.
@@ -111,11 +114,14 @@ def check_variants(recipe: Path | None, variants: Sequence[Variant], sets: Seque
     load_recipe(recipe, {}, list(sets))
     for variant in variants:
         _refuse_own_keys(variant)
-    checked = [_check(recipe, sets, variant) for variant in variants]
+    checked = [_check(recipe, sets, variant, origin) for variant in variants]
     if not checked:
         raise RecipeError("there is nothing to compare", "--vary KEY=a,b, --study NAME or --variants FILE")
     if all(one.recipe is None for one in checked):
-        load_recipe(recipe, {}, list(sets), _as_sets(variants[0].changes))  # raises with all that is wrong
+        _load_variant(recipe, sets, variants[0], origin)  # raises with all that is wrong
+    for one in checked:
+        if one.recipe is None:
+            say(f"{one.variant.name}: refused: {one.failure}")
     return checked
 
 
@@ -132,18 +138,18 @@ def _refuse_own_keys(variant: Variant) -> None:
                 )
 
 
-def _check(recipe: Path | None, sets: Sequence[str], variant: Variant) -> VariantRuns:
+def _check(recipe: Path | None, sets: Sequence[str], variant: Variant, origin: str) -> VariantRuns:
     try:
-        loaded = load_recipe(recipe, {}, list(sets), _as_sets(variant.changes))
+        loaded = _load_variant(recipe, sets, variant, origin)
     except RecipeError as error:
-        reason = [line.strip() for line in error.problem.splitlines() if line.strip()][-1].removeprefix("--set: ")
-        say(f"{variant.name}: refused: {reason}")
+        reason = [line.strip() for line in error.problem.splitlines() if line.strip()][-1].removeprefix(f"{origin}: ")
         return VariantRuns(variant, None, failure=reason)
     return VariantRuns(variant, loaded.recipe.model_dump(mode="json", exclude_defaults=True))
 
 
-def _as_sets(changes: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={as_yaml(value)}" for key, value in changes.items()]
+def _load_variant(recipe: Path | None, sets: Sequence[str], variant: Variant, origin: str) -> LoadedRecipe:
+    changes = [f"{key}={as_yaml(value)}" for key, value in variant.changes.items()]
+    return load_recipe(recipe, {}, list(sets), changes, changes_origin=origin)
 
 
 def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protocol, *, logs: Path) -> Comparison:

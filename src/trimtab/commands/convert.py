@@ -18,6 +18,7 @@ from trimtab.recipe.yaml_text import as_yaml, read_yaml
 
 _DATASETS = ("datasets", "pretraining_dataset", "test_datasets")
 _ORDER = [key.dotted for key in keys_of(Recipe)]
+_EXPECTED = "pass an Axolotl config: a mapping with base_model, and datasets or pretraining_dataset"
 _UNKNOWN = "not a key that `trimtab convert` knows"
 
 
@@ -150,7 +151,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"there is no file {path}", "pass the path of an Axolotl config: trimtab convert axolotl.yml")
     try:
-        document = read_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+        document = read_yaml(path.read_text(encoding="utf-8-sig"), str(path), _EXPECTED)
     except UnicodeDecodeError:
         raise RecipeError(f"{path} is not UTF-8 text", "pass the path of an Axolotl config (YAML)") from None
     if document.duplicates:
@@ -162,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
     if "base_model" not in config or not any(config.get(name) for name in _DATASETS[:2]):
         raise RecipeError(
             f"{path} is not a config of Axolotl: it needs base_model, and datasets or pretraining_dataset",
-            f"found {', '.join(list(config)[:8])}; trimtab check explains the keys of other tools",
+            f"found {', '.join(list(config)[:8]) or 'no keys'}; trimtab check explains the keys of other tools",
         )
     for name, kind in REFUSED.items():
         if config.get(name):

@@ -7,9 +7,9 @@ from typing import Any
 from trimtab.build.data import build_data
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.errors import RecipeError
-from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import load
+from trimtab.inference.model_measurement import ModelMeasurement, measure
 from trimtab.log import muted
 from trimtab.model.load import resolve_source
 from trimtab.recipe.load import LoadedRecipe
@@ -20,10 +20,10 @@ from trimtab.tracking.mlflow.registry import local_source
 
 @dataclass(frozen=True)
 class Distilled:
-    """The run of a student, and the figures of teacher and student; no figures if no rows were held out."""
+    """The run of a student, and the measurements of teacher and student; empty if no rows were held out."""
 
     result: Result
-    figures: list[ModelFigures]
+    measurements: list[ModelMeasurement]
 
 
 def distill(recipe: Recipe | LoadedRecipe, **options: Any) -> Distilled:
@@ -47,7 +47,7 @@ def distill(recipe: Recipe | LoadedRecipe, **options: Any) -> Distilled:
     return Distilled(result, measure_both(asked, result, options.get("device")) if is_done else [])
 
 
-def measure_both(recipe: Recipe, result: Result, device: str | None = None) -> list[ModelFigures]:
+def measure_both(recipe: Recipe, result: Result, device: str | None = None) -> list[ModelMeasurement]:
     """Measure the teacher and the student of a finished run on its held-out rows; empty if there are none."""
     assert recipe.distill is not None
     with muted():

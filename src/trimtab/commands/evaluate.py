@@ -20,7 +20,7 @@ _MAX_LABELS = 100  # whose scores are tracked one by one
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluationResult:
     """The result of `trimtab evaluate`.
 
     Args:
@@ -40,7 +40,7 @@ class Judged:
     differences: Mapping[str, PairedDifference] | None = None
 
 
-def judge(
+def evaluate_model(
     model: str,
     data: Any = None,
     *,
@@ -50,7 +50,7 @@ def judge(
     num_rows: int | None = None,
     num_worst: int = 10,
     device: str | torch.device | None = None,
-) -> Judged:
+) -> EvaluationResult:
     """Evaluate a model, and compare it with another one on the same rows.
 
     Args:
@@ -73,35 +73,35 @@ def judge(
     held_out = held_out_of(loaded, data, num_rows, text=text, label=label)
     first = evaluate(loaded, held_out, num_worst=num_worst)
     if against is None:
-        return Judged(model, facts, first)
+        return EvaluationResult(model, facts, first)
     del loaded
     gc.collect()  # frees the first model, which has reference cycles
     other = load(against, device=where)
     second = evaluate(other, same_rows(held_out, other), num_worst=num_worst)
-    return Judged(model, facts, first, against, second, first.compare_with(second))
+    return EvaluationResult(model, facts, first, against, second, first.compare_with(second))
 
 
-def track(judged: Judged, files: Sequence[Path]) -> str:
+def track(result: EvaluationResult, files: Sequence[Path]) -> str:
     """Log an evaluation to MLflow, and return a line on where it is.
 
     Args:
-        judged: The evaluation.
+        result: The evaluation.
         files: Files to upload.
     """
-    params = {"model": judged.model, "data": judged.evaluation.origin, "rows": str(judged.evaluation.num_rows)}
-    if judged.other is not None:
-        params["against"] = judged.other
-    name = f"evaluate {Path(judged.model).name}"
-    return track_results(judged.model, judged.facts, Results(name, params, _tracked_metrics(judged), files))
+    params = {"model": result.model, "data": result.evaluation.origin, "rows": str(result.evaluation.num_rows)}
+    if result.other is not None:
+        params["against"] = result.other
+    name = f"evaluate {Path(result.model).name}"
+    return track_results(result.model, result.facts, Results(name, params, _tracked_metrics(result), files))
 
 
-def _tracked_metrics(judged: Judged) -> dict[str, float]:
-    found = judged.evaluation
+def _tracked_metrics(result: EvaluationResult) -> dict[str, float]:
+    found = result.evaluation
     values = dict(found.metrics)
     for name, (low, high) in found.intervals.items():
         values |= {f"{name}_low": low, f"{name}_high": high}
     if len(found.by_label) <= _MAX_LABELS:
         values |= {f"f1/{each.label}": each.f1 for each in found.by_label}
-    for name, difference in (judged.differences or {}).items():
+    for name, difference in (result.differences or {}).items():
         values |= {f"{name}_difference": difference.second - difference.first, f"{name}_p": difference.p_value}
     return values

@@ -27,9 +27,9 @@ from trimtab.compress.gguf_file import TYPES, check_gguf, write_gguf
 from trimtab.compress.onnx_file import quantize_onnx, require_onnx, write_onnx
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.hardware.extras import require_extra
-from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.model_measurement import ModelMeasurement, measure
 from trimtab.inference.onnx_check import OnnxCheck, compare_onnx, require_close
 from trimtab.inference.onnx_generator import load_onnx_model
 from trimtab.inference.onnx_model import OnnxModel
@@ -49,14 +49,14 @@ class Exported:
         folder: Its folder.
         to: Its form, one of FORMS.
         notes: How it was checked, one sentence each.
-        figures: Figures of the original and of the exported model; empty if there are no rows to measure them on.
+        measurements: Of the original and of the exported model; empty if there are no rows to measure them on.
         address: Where it was uploaded to; None if it was not.
     """
 
     folder: Path
     to: str
     notes: tuple[str, ...]
-    figures: tuple[ModelFigures, ...]
+    measurements: tuple[ModelMeasurement, ...]
     address: str | None = None
 
 
@@ -120,10 +120,10 @@ def export(
     ):
         with muted():  # models that are read back, from folders with temporary names
             written = _write(to, whole, place, dtype)
-        figures = _measure(source, original, written, held_out, place, to)
-        _write_card(written, figures, place)
+        measurements = _measure(source, original, written, held_out, place, to)
+        _write_card(written, measurements, place)
     address = None if repository is None else repository.upload(target)
-    return Exported(target, to, written.subject.notes, figures, address)
+    return Exported(target, to, written.subject.notes, measurements, address)
 
 
 def _check_arguments(to: str, dtype: str | None) -> None:
@@ -262,7 +262,7 @@ def _write(to: str, whole: _Whole, place: Path, dtype: str | None) -> _Written:
 
 def _measure(
     source: str, original: LoadedModel, written: _Written, held_out: HeldOut | None, place: Path, to: str
-) -> tuple[ModelFigures, ...]:
+) -> tuple[ModelMeasurement, ...]:
     if held_out is None:
         return ()
     # an adapter has the weights of its base too, and a hub name has no folder of its own
@@ -272,15 +272,15 @@ def _measure(
     return first, second
 
 
-def _write_card(written: _Written, figures: tuple[ModelFigures, ...], place: Path) -> None:
+def _write_card(written: _Written, measurements: tuple[ModelMeasurement, ...], place: Path) -> None:
     facts: dict[str, Any] = {**written.loaded.facts, "trimtab": __version__}
     notes = [*written.subject.notes]
-    if figures and (of := figures[1].divergence) is not None:
+    if measurements and (of := measurements[1].divergence) is not None:
         notes.append(
             f"On {of.num_rows:,} rows ({of.num_answers:,} answers): mean KL divergence from the original "
             f"{of.kl_mean:.2g}, the same answer in {of.agreement:.2%}."
         )
-        before, after = (one.quality for one in figures)
+        before, after = (one.quality for one in measurements)
         values = [f"{name} {after[name]:.4f} (original {before[name]:.4f})" for name in sorted(after)]
         notes.append(f"Measured: {', '.join(values)}.")
     facts["exported"] = {"form": written.subject.form, "notes": notes}

@@ -22,7 +22,7 @@ from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
 from trimtab.commands.held_out import held_out_of
 from trimtab.commands.merge import DTYPES, merge_in_place
 from trimtab.commands.model_files import open_files, save_settings
-from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, Judge, choose_mix
+from trimtab.commands.quantize_mix import CALIBRATION_ROWS, Bound, MixEvaluator, choose_mix
 from trimtab.commands.target_folder import check_target
 from trimtab.compress.file_quantization import FileQuantization
 from trimtab.compress.quantized_layers import QuantizedLayers
@@ -31,9 +31,9 @@ from trimtab.compress.weight_formats import FORMATS, WeightFormat
 from trimtab.errors import ModelError, RecipeError
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import read_adapter_source, refuse_unmergeable
-from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut, tokenized
 from trimtab.inference.load import LoadedModel, load, task_name_of
+from trimtab.inference.model_measurement import ModelMeasurement, measure
 from trimtab.inference.quality_loss import quality_loss
 from trimtab.log import muted, say
 from trimtab.model.adapters import adapter_of
@@ -52,13 +52,13 @@ class Quantized:
         folder: Its folder.
         formats: Format of each layer that is quantized.
         num_left: Number of linear layers of the base that are not quantized.
-        figures: Of the original model, then of the quantized one as it loads from its folder; empty without rows.
+        measurements: Of the original model, then of the quantized one as it loads from its folder; empty without rows.
     """
 
     folder: Path
     formats: dict[str, str]
     num_left: int
-    figures: list[ModelFigures]
+    measurements: list[ModelMeasurement]
 
 
 def quantize(
@@ -108,7 +108,7 @@ def quantize(
     is_whole = Path(origin).exists() and not is_adapter(origin)
     original = measure("original", loaded, held_out, folder=origin if is_whole else None)
     loaded.model.to(rest)
-    names, num_left = _quantize_layers(Judge(loaded, held_out, calibration, original.quality), formats, bound)
+    names, num_left = _quantize_layers(MixEvaluator(loaded, held_out, calibration, original.quality), formats, bound)
     with atomic_folder(target, marker=FACTS, what="model") as place:
         facts = {**loaded.facts, "task": loaded.task_name, "quantized": _about(names, num_left, rest)}
         export_model(place, loaded.model, loaded.tokenizer, card=facts)
@@ -116,9 +116,9 @@ def quantize(
         gc.collect()  # the original has to be gone before the result is loaded
         with muted():  # the folder has a temporary name
             again = load(place, device=where)
-        figures = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
-        _check_bound(bound, figures, target)
-    return Quantized(target, names, num_left, figures)
+        measurements = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
+        _check_bound(bound, measurements, target)
+    return Quantized(target, names, num_left, measurements)
 
 
 def _check_no_rows(data: Any, bound: Bound | None) -> None:
@@ -155,19 +155,21 @@ def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str,
     return Quantized(target, names, work.num_left, [])
 
 
-def _quantize_layers(judge: Judge, formats: Sequence[WeightFormat], bound: Bound | None) -> tuple[dict[str, str], int]:
+def _quantize_layers(
+    evaluator: MixEvaluator, formats: Sequence[WeightFormat], bound: Bound | None
+) -> tuple[dict[str, str], int]:
     """Choose and quantize; returns the format of each layer, and the number of layers that have none."""
-    layers = QuantizedLayers(judge.loaded.model)
-    mix = choose_mix(layers, formats, judge, bound)
+    layers = QuantizedLayers(evaluator.loaded.model)
+    mix = choose_mix(layers, formats, evaluator, bound)
     layers.finish(mix)
     return {layer: one.name for layer, one in mix.items()}, len(layers.names) - len(mix)
 
 
-def _check_bound(bound: Bound | None, figures: Sequence[ModelFigures], target: Path) -> None:
+def _check_bound(bound: Bound | None, measurements: Sequence[ModelMeasurement], target: Path) -> None:
     """Check the bound on the model as it loads; it was chosen in memory, where sizes of files are estimates."""
     if bound is None:
         return
-    before, after = figures
+    before, after = measurements
     lost, kept = quality_loss(before.quality, after.quality), f"so {target} was not written"
     if bound.max_loss is not None and not lost <= bound.max_loss:
         raise ModelError(
@@ -247,8 +249,8 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
         return found, found
     order = torch.randperm(len(found.rows), generator=torch.Generator().manual_seed(0)).tolist()
     parts = sorted(order[num_calibration:]), sorted(order[:num_calibration])
-    judged, calibration = (tokenized(loaded, found.task, found.rows.select(part)) for part in parts)
-    return judged, calibration
+    held_out, calibration = (tokenized(loaded, found.task, found.rows.select(part)) for part in parts)
+    return held_out, calibration
 
 
 def _about(formats: dict[str, str], num_left: int, rest_dtype: torch.dtype) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Judge:
+class MixEvaluator:
     """What mixes are evaluated with.
 
     Args:
@@ -68,14 +68,14 @@ class Judge:
 
 
 def choose_mix(
-    layers: QuantizedLayers, formats: Sequence[WeightFormat], judge: Judge, bound: Bound | None
+    layers: QuantizedLayers, formats: Sequence[WeightFormat], evaluator: MixEvaluator, bound: Bound | None
 ) -> dict[str, WeightFormat]:
     """Return the format of each layer that is to be quantized.
 
     Args:
         layers: The layers of the model, in their original form.
         formats: Formats to choose from.
-        judge: What mixes are evaluated with.
+        evaluator: What mixes are evaluated with.
         bound: What to keep; None takes every layer that the first format suits.
 
     Raises:
@@ -85,26 +85,26 @@ def choose_mix(
     if not any(suited.values()):
         raise ModelError(f"no layer has a shape that {formats[0].name} can store", "choose another format")
     for one in formats:
-        _calibrate(layers, one, judge)
+        _calibrate(layers, one, evaluator)
     if bound is None:
         return dict.fromkeys(suited[formats[0].name], formats[0])
-    moves = ordered_moves(_measure_layers(layers, formats, judge))
+    moves = ordered_moves(_measure_layers(layers, formats, evaluator))
     by_name = {one.name: one for one in formats}
     if bound.max_bytes is not None:
         chosen = _for_size(layers, moves, bound.max_bytes)
     else:
         assert bound.max_loss is not None
-        chosen = _for_quality(layers, moves, by_name, judge, bound.max_loss)
+        chosen = _for_quality(layers, moves, by_name, evaluator, bound.max_loss)
     return {layer: by_name[name] for layer, name in formats_after(chosen).items()}
 
 
-def _calibrate(layers: QuantizedLayers, format: WeightFormat, judge: Judge) -> None:
+def _calibrate(layers: QuantizedLayers, format: WeightFormat, evaluator: MixEvaluator) -> None:
     """Let the layers of a format whose rounding depends on inputs see the calibration rows."""
-    loaded = judge.loaded
+    loaded = evaluator.loaded
 
     @torch.inference_mode()
     def run(masks: list[torch.Tensor]) -> None:
-        for _, batch in judge.calibration.batches():
+        for _, batch in evaluator.calibration.batches():
             moved = to_device(batch, loaded.device)
             if "attention_mask" in moved:
                 masks.append(moved["attention_mask"])
@@ -117,15 +117,15 @@ def _calibrate(layers: QuantizedLayers, format: WeightFormat, judge: Judge) -> N
 
 
 def _measure_layers(
-    layers: QuantizedLayers, formats: Sequence[WeightFormat], judge: Judge
+    layers: QuantizedLayers, formats: Sequence[WeightFormat], evaluator: MixEvaluator
 ) -> dict[str, list[LayerForm]]:
     """Measure the size and the divergence of each layer in each format, while all others are original."""
-    comparison = judge.calibration.compare_with(judge.loaded, _SENSITIVITY_ROWS)
+    comparison = evaluator.calibration.compare_with(evaluator.loaded, _SENSITIVITY_ROWS)
     forms = {name: [LayerForm(None, layers.num_bytes(name, None), 0.0)] for name in layers.names}
     todo = [(name, one) for one in formats for name in layers.suited(one)]
     for name, one in tracked(todo, "sensitivity of layers"):
         layers.apply({name: one})
-        divergence = comparison.compare(judge.loaded.model).kl_mean
+        divergence = comparison.compare(evaluator.loaded.model).kl_mean
         divergence = divergence if divergence == divergence else float("inf")  # NaN: never this form
         forms[name].append(LayerForm(one.name, layers.num_bytes(name, one), divergence))
     layers.apply({})
@@ -155,7 +155,7 @@ def _for_quality(
     layers: QuantizedLayers,
     moves: Sequence[Move],
     formats: Mapping[str, WeightFormat],
-    judge: Judge,
+    evaluator: MixEvaluator,
     max_loss: float,
 ) -> list[Move]:
     """Return the largest number of moves that keeps the quality; that mix was measured as a whole."""
@@ -163,7 +163,7 @@ def _for_quality(
     def holds(num: int) -> bool:
         chosen = formats_after(moves[:num])
         layers.apply({layer: formats[name] for layer, name in chosen.items()})
-        lost = judge.loss()
+        lost = evaluator.loss()
         say(f"{num} of {len(moves)} steps: quality lost {lost:.2%}, at most {max_loss:.2%}")
         return lost <= max_loss  # False for NaN
 

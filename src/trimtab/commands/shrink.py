@@ -21,15 +21,15 @@ from trimtab.compress.clustering import ClusterSettings
 from trimtab.data.rows import Rows
 from trimtab.errors import DataError, RecipeError, TrimtabError
 from trimtab.hardware.inventory import find_device
-from trimtab.inference.figures import ModelFigures, measure
 from trimtab.inference.held_out import HeldOut
 from trimtab.inference.load import LoadedModel, load
+from trimtab.inference.model_measurement import ModelMeasurement, measure
 from trimtab.log import muted, say
 from trimtab.model.hub import is_adapter
 from trimtab.model.load import resolve_source
 from trimtab.recipe.schema import Recipe
-from trimtab.report.figures_table import figures_table
 from trimtab.report.frontier import draw_frontier, frontier_table, recommended
+from trimtab.report.measurements_table import measurements_table
 from trimtab.report.tables import markdown_table
 from trimtab.tracking.mlflow.registry import local_source
 from trimtab.training.work_progress import tracked
@@ -48,7 +48,7 @@ class Shrunk:
     """The forms of a model.
 
     Args:
-        figures: Their figures; the first is the original.
+        measurements: One for each form; the first is the original.
         best: The smallest form that holds the bound.
         folder: Folder of that form; None if it is the original.
         max_loss: The bound.
@@ -57,8 +57,8 @@ class Shrunk:
         facts: What trimtab.json says about it.
     """
 
-    figures: list[ModelFigures]
-    best: ModelFigures
+    measurements: list[ModelMeasurement]
+    best: ModelMeasurement
     folder: Path | None
     max_loss: float
     failed: dict[str, str]
@@ -99,8 +99,8 @@ def shrink(
     original = load(place, device=where)
     held_out = held_out_of(original, data, num_rows)
     comparison = held_out.compare_with(original)
-    figures = [measure("original", original, held_out, folder=place if Path(place).exists() else None)]
-    say(f"original: {_in_words(figures[0])}")
+    measurements = [measure("original", original, held_out, folder=place if Path(place).exists() else None)]
+    say(f"original: {_in_words(measurements[0])}")
     ways = forms_of(original, place, held_out, where) if forms is None else forms
     failed: dict[str, str] = {}
     for number, (name, write) in enumerate(tracked(ways.items(), "forms"), 1):
@@ -110,15 +110,15 @@ def shrink(
             write(target / name)
             with muted():  # log lines about a model were shown when it was written
                 smaller = load(target / name, device=where)
-                figures.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
+                measurements.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
         except Exception as error:  # of any type: other packages write and run these forms
             failed[name] = str(error) if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
             say(f"{name}: not made, {failed[name]}")
         else:
-            say(f"{name}: {_in_words(figures[-1])}; took {format_seconds(time.perf_counter() - started)}")
-    best = recommended(figures, max_loss)
-    chosen = None if best is figures[0] else target / best.name
-    found = Shrunk(figures, best, chosen, max_loss, failed, source, original.facts)
+            say(f"{name}: {_in_words(measurements[-1])}; took {format_seconds(time.perf_counter() - started)}")
+    best = recommended(measurements, max_loss)
+    chosen = None if best is measurements[0] else target / best.name
+    found = Shrunk(measurements, best, chosen, max_loss, failed, source, original.facts)
     _write_frontier(found, target)
     return found
 
@@ -130,14 +130,14 @@ def track_forms(found: Shrunk, folder: Path) -> str:
         found: The forms.
         folder: The folder with the frontier.
     """
-    parts = [Results(one.name, {"form": one.name}, _tracked_metrics(one)) for one in found.figures]
+    parts = [Results(one.name, {"form": one.name}, _tracked_metrics(one)) for one in found.measurements]
     params = {"model": found.source, "recommended": found.best.name, "max_loss": f"{found.max_loss:g}"}
     files = [folder / name for name in ("frontier.json", "frontier.md", "frontier.png")]
     results = Results(f"shrink {Path(found.source).name}", params, _tracked_metrics(found.best), files, parts)
     return track_results(found.source, found.facts, results)
 
 
-def _tracked_metrics(one: ModelFigures) -> dict[str, float]:
+def _tracked_metrics(one: ModelMeasurement) -> dict[str, float]:
     values = {**one.quality, "memory_bytes": one.memory_bytes, "rows_per_s": one.rows_per_s}
     values |= {"latency_1_s": one.latency_1_s, "latency_32_s": one.latency_32_s}
     if one.disk_bytes is not None:
@@ -199,8 +199,8 @@ def _write_half(original: LoadedModel, source: str, folder: Path) -> None:
     )
 
 
-def _in_words(one: ModelFigures) -> str:
-    header, rows = figures_table([one])
+def _in_words(one: ModelMeasurement) -> str:
+    header, rows = measurements_table([one])
     return ", ".join(f"{name} {cell}" for name, cell in zip(header[1:], rows[0][1:], strict=True) if cell)
 
 
@@ -208,13 +208,13 @@ def _write_frontier(found: Shrunk, folder: Path) -> None:
     facts = {
         "recommended": found.best.name,
         "max_loss": found.max_loss,
-        "forms": [asdict(one) for one in found.figures],
+        "forms": [asdict(one) for one in found.measurements],
         "failed": found.failed,
     }
     (folder / "frontier.json").write_text(json.dumps(as_json(facts), indent=1), encoding="utf-8")
-    lines = [markdown_table(*frontier_table(found.figures, found.max_loss)), *(_failures(found))]
+    lines = [markdown_table(*frontier_table(found.measurements, found.max_loss)), *(_failures(found))]
     (folder / "frontier.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    draw_frontier(found.figures, found.max_loss, folder / "frontier.png")
+    draw_frontier(found.measurements, found.max_loss, folder / "frontier.png")
 
 
 def _failures(found: Shrunk) -> list[str]:

@@ -14,6 +14,8 @@ from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
 from trimtab.report.compare import Variant
 from trimtab.report.studies import STUDIES, build_study
 
+_EXPECTED = "write the variants as a mapping: {name: {key: value}}"
+
 
 def choose_variants(
     recipe: Recipe, vary: Sequence[str], study: str | None, file: Path | None, num_sampled: int | None = None
@@ -107,9 +109,11 @@ def read_variants(path: Path) -> list[Variant]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}", "a YAML file: {name: {key: value}}") from None
+        raise RecipeError(
+            f"{path} cannot be read: {error.strerror}", "pass a YAML file: {name: {key: value}}"
+        ) from None
     variants = []
-    for name, changes in read_yaml(text, str(path)).values.items():
+    for name, changes in read_yaml(text, str(path), _EXPECTED).values.items():
         if not isinstance(changes, Mapping | None):
             raise RecipeError(f"{path}: {name} is {changes!r}", f"{name}: {{train.precision: bf16}}")
         variants.append(Variant(str(name), dict(changes or {})))

@@ -152,7 +152,8 @@ def _parse_json(text: str, name: str, bad: BadRows) -> Rows:
     if isinstance(content, dict) and content and all(isinstance(values, list) for values in content.values()):
         return Rows(content, name)
     if not isinstance(content, list):
-        raise DataError(f"{name}: a JSON {type(content).__name__} without rows", cure)
+        kind = "object" if isinstance(content, dict) else type(content).__name__
+        raise DataError(f"{name}: a JSON {kind} without rows", cure)
     return from_objects(content, name, bad, cure)
 
 

@@ -102,7 +102,6 @@ class DataCard:
 class DataReport(DataCard):
     """Everything that `trimtab data show` prints."""
 
-    said: tuple[str, ...]
     examples: tuple[ShownExample, ...]
     special_tokens: str
     num_texts_with_special_tokens: int
@@ -142,7 +141,6 @@ def describe_data(
     shared, num_shared_rows = _shared_texts(task, train_rows, eval_rows)
     return DataReport(
         **vars(describe_sets(task, train_rows, eval_rows, train_tokens, eval_tokens)),
-        said=tuple(task.said),
         examples=examples,
         special_tokens=_describe_special_tokens(task, examples, tokenizer),
         num_texts_with_special_tokens=len(with_special),

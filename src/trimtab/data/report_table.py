@@ -18,7 +18,6 @@ def render(report: DataReport) -> RenderableType:
     parts: list[RenderableType] = [Text(f"task: {report.task}", style="bold")]
     columns = ((role, [name] if isinstance(name, str) else name) for role, name in report.columns.items())
     parts.append(Text("columns: " + ", ".join(f"{role} from {' + '.join(names)}" for role, names in columns)))
-    parts += [Text(line) for line in report.said]
     for number, example in enumerate(report.examples, 1):
         parts += [Text(""), *_example(example, number)]
     parts += [Text(""), *_legend(report), Text(""), _sets(report), Text(""), _histogram(report)]

@@ -142,7 +142,8 @@ def hold_out_rows(rows: Rows, share: float, seed: int, *, label: str | None = No
         raise DataError(f"data.eval_share is {share}", "set data.eval_share between 0 and 1")
     if num_rows < 2:
         raise DataError(
-            f"{rows.origin} has {num_rows} row(s): too few to hold some out", "set data.eval to another file"
+            f"{rows.origin}: {num_rows} row{'' if num_rows == 1 else 's'}, too few to hold some out",
+            "set data.eval to another file, or data.eval_share: 0 to train without evaluation",
         )
     if label is not None and label not in rows.columns:
         raise DataError(f"{rows.origin} has no column {label!r}", f"the columns are {', '.join(rows.names)}")

@@ -194,7 +194,7 @@ def _require_one_split(folder: Path, files: list[Path]) -> None:
                 splits.setdefault(_SPLIT_WORDS[word], file)
     if len(splits) > 1:
         names = ", ".join(str(file.relative_to(folder)) for file in splits.values())
-        example = next(iter(splits.values()))
+        example = splits.get("train", next(iter(splits.values())))
         raise DataError(
             f"{folder} has files of several splits: {names}", f"name those of one split, for example {example}"
         )
@@ -230,7 +230,11 @@ def _load_hub(name: str, split: str | None, window: tuple[str, str] | None) -> R
 def _similar_names(path: Path) -> str:
     if not path.parent.is_dir():
         return f"check the path: the folder {path.parent} does not exist; the current directory is {Path.cwd()}"
-    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=3)
+    names: dict[str, list[str]] = {}  # by stem: equal suffixes would make all names similar
+    for file in sorted(path.parent.iterdir()):
+        names.setdefault(file.stem.lower(), []).append(file.name)
+    stems = difflib.get_close_matches(path.stem.lower(), names, n=3, cutoff=0.75)
+    near = [name for stem in stems for name in names[stem]][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else "check the path;"
     return f"{hint} files are searched in {path.parent.resolve()}"
 

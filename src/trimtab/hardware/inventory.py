@@ -25,7 +25,7 @@ def find_device(requested: str | torch.device | None = None, local_rank: int | N
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        raise RecipeError(f"device={requested!r} is not a torch device", 'for example device="cpu"') from error
+        raise RecipeError(f"device={requested!r} is not a torch device", "cpu, cuda or cuda:1") from error
     if device.type in ("cpu", "meta"):
         return device
     if accelerator is None or accelerator.type != device.type:

@@ -29,7 +29,7 @@ class LabelScores:
 
 
 @dataclass(frozen=True)
-class JudgedRow:
+class EvaluatedRow:
     """The prediction of a model for one row.
 
     Args:
@@ -71,7 +71,7 @@ class Evaluation:
     labels: tuple[str, ...]
     by_label: tuple[LabelScores, ...]
     confusion: tuple[tuple[int, ...], ...]
-    worst: tuple[JudgedRow, ...]
+    worst: tuple[EvaluatedRow, ...]
     scores: RowScores
 
     @property
@@ -194,13 +194,13 @@ def _row_losses(scores: RowScores) -> Tensor:
 
 def _worst_rows(
     loaded: LoadedModel, held_out: HeldOut, scores: RowScores, names: tuple[str, ...], num_worst: int
-) -> tuple[JudgedRow, ...]:
+) -> tuple[EvaluatedRow, ...]:
     losses = _row_losses(scores)
     found = []
     for row in losses.topk(min(num_worst, len(losses))).indices.tolist():
         label = _described(scores.kind, scores.targets_NK[row], names)
         predicted = _described(scores.kind, _prediction(scores, row), names)
-        found.append(JudgedRow(*_source(loaded, held_out, row), label, predicted, losses[row].item()))
+        found.append(EvaluatedRow(*_source(loaded, held_out, row), label, predicted, losses[row].item()))
     return tuple(found)
 
 

@@ -310,7 +310,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _no_match(pattern: str, names: Sequence[str], key: str, what: str) -> RecipeError:
     known = {part for name in names for part in (name, name.rpartition(".")[2]) if not part.isdigit()}
     near = get_close_matches(pattern, sorted(known), n=3, cutoff=0.5)
-    some = ", ".join(list(dict.fromkeys(name.rpartition(".")[2] for name in names))[:12])
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    some = ", ".join([name for name in ends if not name.isdigit()][:12])
     return RecipeError(
         f"{key}: {pattern!r} matches no {what}",
         f"did you mean {' or '.join(near)}?" if near else f"there are {some}",

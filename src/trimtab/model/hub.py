@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,20 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
     if path.is_file():
         raise ModelError(f"{path} is a file, not a model", "name the folder that holds config.json, or a .gguf file")
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise ModelError(f"there is no folder {text!r}", "name a folder that holds config.json, or a name on the hub")
+        cure = _similar_folder(text) + "name a folder that holds config.json, or a name on the hub"
+        raise ModelError(f"there is no folder {text!r}", cure)
     return text
+
+
+def _similar_folder(text: str) -> str:
+    """Suggest a folder next to a path that does not exist; empty if none has a similar name."""
+    path = Path(text).expanduser()
+    try:
+        names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
+    except OSError:  # there is no such folder, or it cannot be read
+        return ""
+    near = get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"did you mean the folder {path.parent / near[0]}? else " if near else ""
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -174,7 +187,7 @@ def explained(
     if kinds & unreachable:
         return ModelError(
             f"{source!r} is neither a folder nor in the Hub's cache, and the hub cannot be reached",
-            "name a folder, or connect once (and unset HF_HUB_OFFLINE) to download it",
+            _similar_folder(source) + "name a folder, or connect once (and unset HF_HUB_OFFLINE) to download it",
         )
     if "trust_remote_code" in text:
         return ModelError(

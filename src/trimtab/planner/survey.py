@@ -17,7 +17,7 @@ from trimtab.planner.search import Ladder, Row
 from trimtab.planner.shapes import Lengths, LengthsOfData, OneLength, StepTask, named_task
 from trimtab.planner.target import Target, known_target, target_here
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
-from trimtab.recipe.load import LoadedRecipe
+from trimtab.recipe.load import LoadedRecipe, as_loaded
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.outlook import Outlook
 from trimtab.runs.plan import Plan
@@ -159,8 +159,7 @@ def plan(
     Raises:
         DoesNotFit: With what the smallest plan needs, and what would fit.
     """
-    asked = recipe.recipe if isinstance(recipe, LoadedRecipe) else recipe
-    found = survey(asked, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
+    found = survey(as_loaded(recipe).recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
     if found.plan is None:
         raise DoesNotFit(found.problem)
     return found.plan

@@ -29,6 +29,8 @@ _FLAGS = {
 # A single word for one of these keys is short for a mapping with this one key.
 _SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
+_MAX_LISTED = 3  # files in a message
+_DATA_SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"}
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,31 @@ class LoadedRecipe:
     origins: dict[str, str]
 
 
+def as_loaded(recipe: Any) -> LoadedRecipe:
+    """Return a recipe with the origins of its values; one that was made in Python has none.
+
+    Raises:
+        RecipeError: It is neither a `Recipe` nor a `LoadedRecipe`.
+    """
+    if isinstance(recipe, LoadedRecipe):
+        return recipe
+    if isinstance(recipe, Recipe):
+        return LoadedRecipe(recipe, {})
+    cure = "pass Recipe(model=…, data={'train': …})"
+    if isinstance(recipe, str | Path):
+        cure = f"from trimtab.recipe.load import load_recipe; load_recipe(Path({str(recipe)!r}), {{}}, [])"
+    elif isinstance(recipe, Mapping):
+        cure = "pass Recipe(**settings)"
+    raise RecipeError(f"a Recipe is expected, found the {type(recipe).__name__} {shown(recipe)}", cure)
+
+
 def load_recipe(
     path: Path | None,
     overrides: Mapping[str, Any],
     sets: Sequence[str],
     changes: Sequence[str] = (),
     *,
+    changes_origin: str = "--set",
     extra_check: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
     """Load a recipe and apply the command line to it.
@@ -57,6 +78,7 @@ def load_recipe(
         overrides: Values of plain flags by dotted key; None is a flag that was not given.
         sets: Further values in the form "train.lr=3e-5".
         changes: Values in the same form that replace those of the command line, such as a variant of a comparison.
+        changes_origin: Where the changes were written, such as "--vary".
         extra_check: Finds more mistakes in a valid recipe. They are reported together with all others, except those
             about keys that are already known to be wrong.
 
@@ -72,7 +94,7 @@ def load_recipe(
     for text in sets:
         layers.add_set(text)
     layers.begin_layer()
-    return _load(layers, changes, extra_check)
+    return _load(layers, changes, changes_origin, extra_check)
 
 
 def load_to_resume(
@@ -105,7 +127,7 @@ def load_to_resume(
     layers.begin_layer()
     for key, value in {"out": str(folder), **(overrides or {})}.items():
         layers.put(key, value, _flag(key) if key in _FLAGS else "resume")
-    loaded = _load(layers, sets)
+    loaded = _load(layers, sets, "--set")
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
     return replace(loaded, origins=_first_origins(loaded.origins, source)) if isinstance(source, Path) else loaded
@@ -121,11 +143,12 @@ def _first_origins(origins: Mapping[str, str], path: Path) -> dict[str, str]:
 def _load(
     layers: "_Layers",
     changes: Sequence[str],
+    changes_origin: str,
     extra_check: Callable[[Recipe], Iterable[Mistake]] = lambda recipe: (),
 ) -> LoadedRecipe:
     """Apply the last changes, validate the result, and record the origin of each value."""
     for text in changes:
-        layers.add_set(text)
+        layers.add_set(text, changes_origin)
     layers.refuse_settings_without_adapter()
     context = {"origins": layers.origins, "mistakes": layers.mistakes, "from_text": True, "extra_check": extra_check}
     recipe = Recipe.model_validate(layers.values, context=context)
@@ -211,6 +234,9 @@ class _Layers:
         self._layer = set()
 
     def add_file(self, path: Path) -> None:
+        if path.suffix.lower() in _DATA_SUFFIXES and path.is_file():
+            cure = f"pass data with --data: trimtab train --model NAME --data {path}"
+            raise RecipeError(f"{path} is a data file, not a recipe", cure)
         document = read_yaml(_read_text(path), str(path))
         self.values, self.origins = document.values, document.places
         word = self.values.get("track")
@@ -220,13 +246,14 @@ class _Layers:
         for dotted, place, first_line in document.duplicates:
             self._add_mistake(dotted, f"given twice, first on line {first_line}; keep one of them", place)
 
-    def add_set(self, text: str) -> None:
+    def add_set(self, text: str, origin: str = "--set") -> None:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
+            problem = "without a key" if equals else "without a value"
             cure = "write --set KEY=VALUE, such as --set train.lr=3e-5"
-            self._add_mistake(key.strip() or "--set", f"found {text!r} without a value; {cure}", "--set")
+            self._add_mistake(text.strip(), f"found {text!r} {problem}; {cure}", "--set")
         else:
-            self.put(key.strip(), read_value(value), "--set")
+            self.put(key.strip(), read_value(value), origin)
 
     def put(self, dotted: str, value: Any, origin: str) -> None:
         """Set one key. A mapping for a section sets only the keys in it; any other value replaces the old one."""
@@ -339,11 +366,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        names = [file.name for pattern in ("*.yaml", "*.yml") for file in sorted(folder.glob(pattern))]
-        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        cure = f"did you mean {folder / near[0]}?" if near else "`trimtab init` writes one; or pass all values as flags"
-        raise RecipeError(f"there is no recipe {path}", cure) from None
+        raise RecipeError(f"there is no recipe {path}", _cure_of_missing(path)) from None
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise RecipeError(f"{path}:{line}: not UTF-8 text", "save the recipe as UTF-8") from None
@@ -351,6 +374,19 @@ def _read_text(path: Path) -> str:
         is_run = (path / "recipe.yaml").is_file()
         cure = f"pass {path / 'recipe.yaml'}; or trimtab resume {path}" if is_run else "pass the path of a YAML file"
         raise RecipeError(f"{path} cannot be read: {error.strerror}", cure) from None
+
+
+def _cure_of_missing(path: Path) -> str:
+    """Suggest the file with a similar name; without one, list files of the folder."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    files = sorted(file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
+    by_stem = {file.stem.lower(): file for file in files}  # equal suffixes would make all names similar
+    if near := difflib.get_close_matches(path.stem.lower(), by_stem, n=1, cutoff=0.75):
+        return f"did you mean {by_stem[near[0]]}?"
+    more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
+    listed = ", ".join(map(str, files[:_MAX_LISTED])) + more
+    choice = f"pass {'one of ' if len(files) > 1 else ''}{listed}; or " if files else ""
+    return f"{choice}`trimtab init` writes one; or pass all values as flags: --model NAME --data FILE"
 
 
 def _flag(key: str) -> str:

@@ -15,6 +15,7 @@ from trimtab.errors import RecipeError
 _TAG = "tag:yaml.org,2002:"
 _MAX_VALUES = 100_000  # with every alias expanded: a few lines of nested aliases can expand to billions
 _MAX_DIGITS = 1000  # of an integer; Python refuses to parse or print more than 4,300
+_RECIPE = "a recipe needs at least model and data.train; `trimtab init` writes one with every key documented"
 
 
 class _Loader(yaml.SafeLoader):
@@ -49,30 +50,30 @@ class Document:
     duplicates: list[tuple[str, str, int]]
 
 
-def read_yaml(text: str, name: str) -> Document:
+def read_yaml(text: str, name: str, expected: str = _RECIPE) -> Document:
     """Read one YAML mapping.
 
     Args:
         text: The YAML.
         name: Its name in messages, usually the path of the file.
+        expected: What the text should contain; the cure if it is empty or not a mapping.
 
     Raises:
         RecipeError: The text is not valid YAML, is empty, or is not a mapping.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
-        cure = "a recipe needs at least model and data.train; `trimtab init` writes one with every key documented"
         if node is None:
-            raise RecipeError(f"{name} is empty", cure)
+            raise RecipeError(f"{name} is empty", expected)
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-            raise RecipeError(f"{name} is {kind}, not a mapping", f"{cure}; write a space after each colon")
+            raise RecipeError(f"{name} is {kind}, not a mapping", f"{expected}; write a space after each colon")
         reader = _Reader(name)
         return Document(reader.value(node, "", ()), reader.places, reader.duplicates)
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
-        raise RecipeError(f"{name}: values are nested too deeply", "a recipe needs only a few levels") from None
+        raise RecipeError(f"{name}: values are nested too deeply", "use fewer levels") from None
 
 
 def read_value(text: str) -> Any:

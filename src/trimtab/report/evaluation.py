@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.inference.bootstrap import PairedDifference
-from trimtab.inference.evaluate import Evaluation, JudgedRow
+from trimtab.inference.evaluate import EvaluatedRow, Evaluation
 from trimtab.report.tables import Table
 
 JSON_FILE, PLOT_FILE, ROWS_FILE = "evaluation.json", "confusion.png", "worst_rows.csv"
@@ -104,7 +104,7 @@ def write_evaluation(
         (place / JSON_FILE).write_text(text, encoding="utf-8")
         with (place / ROWS_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow([field.name for field in fields(JudgedRow)])
+            writer.writerow([field.name for field in fields(EvaluatedRow)])
             writer.writerows(asdict(row).values() for row in found.worst)
         if found.confusion:
             draw_confusion(found, place / PLOT_FILE)

@@ -407,9 +407,11 @@ def check_free(path: Path) -> None:
         raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
     if not is_used:
         return
-    run = find_run(path) if path.is_dir() else None
+    if not path.is_dir():
+        raise RecipeError(f"{path} is a file, and a run needs a folder", "choose another --out")
+    run = find_run(path)
     if run is None:
-        raise RecipeError(f"{path} is not empty", "choose another --out, or remove the folder")
+        raise RecipeError(f"{path} is not empty, and holds no run", "choose another --out, or remove the folder")
     progress = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
     if run["state"] == "finished":
         cure = f"another --out; --fresh to replace it; or train longer: trimtab resume {path} --set train.epochs=…"

@@ -198,7 +198,7 @@ def test_tools_reach_the_template(fresh_gpt, said, marks, as_json):
     rows = make_rows(messages=[TWO_TURNS, TWO_TURNS], tools=tools)
     task = build_task(None, rows)
     assert task.columns == {"messages": "messages", "tools": "tools"}
-    assert task.said[-1].startswith("tools of the conversations: column 'tools'")
+    assert task.notes[-1].startswith("tools of the conversations: column 'tools'")
     dataset = task.encode(rows, fresh_gpt, 512)
     texts = [task.example_text(dataset[row], fresh_gpt) for row in range(2)]
     assert texts[0] == json.dumps([schema]) + texts[1]
@@ -335,7 +335,7 @@ def test_instruction_data(fresh_gpt, columns, prompt, found):
     rows = make_rows(**columns)
     task = build_task(None, rows)
     assert task.columns["prompt"] == found
-    assert any("guessed" in line for line in task.said)
+    assert any("guessed" in line for line in task.notes)
     dataset = task.encode(rows, fresh_gpt, 64)
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\nparis<|im_end|>\n"
     assert task.example_text(dataset[0], fresh_gpt) == text

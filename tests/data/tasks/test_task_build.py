@@ -57,10 +57,10 @@ MESSAGES = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": 
 def test_guessed_where_clear(columns, task, roles):
     built = build_task(None, make_rows(**columns))
     assert (built.name, built.columns) == (task, roles)
-    assert built.said[0].startswith(f"task {task}: ")
-    assert built.said[0].endswith("(guessed; set task to change)")
-    assert all("guessed" in line or "labels (" in line for line in built.said)
-    assert len(built.said) >= 2
+    assert built.notes[0].startswith(f"task {task}: ")
+    assert built.notes[0].endswith("(guessed; set task to change)")
+    assert all("guessed" in line or "labels (" in line for line in built.notes)
+    assert len(built.notes) >= 2
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_named_task_lets_more_be_guessed():
         build_task("classify", rows)
     task = build_task("classify", rows, text="utterances")
     assert task.columns == {"text": "utterances", "label": "kind"}
-    assert task.said == [
+    assert task.notes == [
         "label: column 'kind' (guessed; set data.label to change)",
         "2 labels ('a', 'b'), one label per row",
     ]
@@ -96,7 +96,7 @@ def test_nothing_is_guessed_that_was_said():
     rows = make_rows(text=WORDS, other=WORDS, label=[0, 1, 0, 1], mark=[1, 1, 0, 0])
     task = build_task("classify", rows, text="other", label="mark")
     assert task.columns == {"text": "other", "label": "mark"}
-    assert not any("guessed" in line for line in task.said)
+    assert not any("guessed" in line for line in task.notes)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,10 @@ def test_columns_that_are_not_there(asked, key):
 
 def test_columns_that_the_eval_rows_lack():
     rows = make_rows(text=WORDS, label=[0, 1, 0, 1])
-    with pytest.raises(DataError, match="eval.csv has no column 'label'; the columns are 'text'"):
-        build_task(None, rows, eval_rows=Rows({"text": WORDS}, "eval.csv"))
+    for on_bad_rows in ("stop", "skip"):
+        with pytest.raises(DataError, match="eval.csv has no column 'label'; the columns are 'text'") as caught:
+            build_task(None, rows, eval_rows=Rows({"text": WORDS}, "eval.csv"), on_bad_rows=on_bad_rows)
+        assert caught.value.cure.startswith("data.eval needs the columns of data.train: 'text', 'label'; leave it out")
 
 
 def test_many_whole_numbers():

@@ -28,7 +28,7 @@ class Task:
 
     Args:
         columns: The columns used, by role.
-        said: Log lines about what was guessed from the data.
+        notes: Log lines about what was guessed from the data.
         on_bad_rows: "stop" or "skip".
 
     Attributes:
@@ -45,9 +45,9 @@ class Task:
     shifts_labels: bool = False
     default_metric: str = "loss"
 
-    def __init__(self, columns: Columns, said: list[str], on_bad_rows: str = "stop") -> None:
+    def __init__(self, columns: Columns, notes: list[str], on_bad_rows: str = "stop") -> None:
         self.columns = columns
-        self.said = said
+        self.notes = notes
         self.on_bad_rows = on_bad_rows
         self._pad_id: int | None = None
         self._uses_token_types = True

@@ -87,26 +87,40 @@ def build_task(
     if len(rows) == 0:
         raise DataError(f"{rows.origin} has no rows", "add at least one row to data.train")
     named = _NamedColumns(text, label, target, messages, prompt, answer)
-    said: list[str] = []
+    notes: list[str] = []
     if name is None:
         name, reason = _guess_task(rows, named)
-        said.append(f"task {name}: {reason} (guessed; set task to change)")
+        notes.append(f"task {name}: {reason} (guessed; set task to change)")
     task: Task
     if name in ("classify", "regress"):
-        task = _build_labelled(name, rows, named, said, on_bad_rows)
+        task = _build_labelled(name, rows, named, notes, on_bad_rows)
     elif name == "chat":
-        task = Chat(_choose_conversations(rows, named, said), said, on_bad_rows)
+        task = Chat(_choose_conversations(rows, named, notes), notes, on_bad_rows)
     elif name == "seq2seq":
-        task = _build_seq2seq(rows, named, said, on_bad_rows)
+        task = _build_seq2seq(rows, named, notes, on_bad_rows)
     elif name == "causal-lm":
-        task = CausalLM(choose_text(rows, text, said, pairs=False), said, on_bad_rows)
+        task = CausalLM(choose_text(rows, text, notes, pairs=False), notes, on_bad_rows)
     elif name == "masked-lm":
-        task = MaskedLM(choose_text(rows, text, said, pairs=False), said, seed, on_bad_rows)
+        task = MaskedLM(choose_text(rows, text, notes, pairs=False), notes, seed, on_bad_rows)
     else:
         raise DataError(f"unknown task {name!r}", f"set task to one of {', '.join(TASK_NAMES)}")
-    if eval_rows is not None and on_bad_rows == "stop":
-        task.usable(eval_rows)
+    if eval_rows is not None:
+        _check_eval_columns(task, eval_rows)
+        if on_bad_rows == "stop":
+            task.usable(eval_rows)
     return task
+
+
+def _check_eval_columns(task: Task, rows: Rows) -> None:
+    """Refuse eval rows without a column that the task reads; columns of tools and system prompts may be missing."""
+    values = [value for role, value in task.columns.items() if role not in ("tools", "system")]
+    needed = [name for value in values for name in ([value] if isinstance(value, str) else value)]
+    missing = [name for name in needed if name not in rows.columns]
+    if missing and len(rows):
+        raise DataError(
+            f"{rows.origin} has no column {missing[0]!r}; the columns are {list_values(rows.names)}",
+            f"data.eval needs the columns of data.train: {list_values(needed)}; leave it out to hold out training rows",
+        )
 
 
 def build_task_of_classifier(
@@ -130,15 +144,15 @@ def build_task_of_classifier(
         DataError: If a column is ambiguous or missing.
     """
     named = _NamedColumns(text, label, None, None, None, None)
-    said: list[str] = []
+    notes: list[str] = []
     labels = named.labels
     if not labels:
         are_columns = several and all(name in rows.columns for name in names)
-        labels = list(names) if are_columns else [_choose_label(rows, named, said)]
+        labels = list(names) if are_columns else [_choose_label(rows, named, notes)]
     for column in labels:
         require(rows, column, "data.label")
-    texts = choose_text(rows, text, said, besides=labels)
-    return Classify(texts, read_labels_of_model(rows, labels, names, several=several), said)
+    texts = choose_text(rows, text, notes, besides=labels)
+    return Classify(texts, read_labels_of_model(rows, labels, names, several=several), notes)
 
 
 def _guess_task(rows: Rows, named: _NamedColumns) -> tuple[str, str]:
@@ -181,20 +195,20 @@ def _guess_labelled(rows: Rows, columns: list[str]) -> tuple[str, str]:
     return "classify", f"column {list_values(columns)} contains labels"
 
 
-def _build_labelled(name: str, rows: Rows, named: _NamedColumns, said: list[str], on_bad_rows: str) -> Task:
-    labels = named.labels or [_choose_label(rows, named, said)]
+def _build_labelled(name: str, rows: Rows, named: _NamedColumns, notes: list[str], on_bad_rows: str) -> Task:
+    labels = named.labels or [_choose_label(rows, named, notes)]
     for column in labels:
         require(rows, column, "data.label")
-    texts = choose_text(rows, named.text, said, besides=labels)
+    texts = choose_text(rows, named.text, notes, besides=labels)
     if name == "regress":
-        return Regress(texts, labels, said, on_bad_rows)
+        return Regress(texts, labels, notes, on_bad_rows)
     reader = read_labels(rows, labels)
     kind = "several labels per row" if reader.several else "one label per row"
-    said.append(f"{len(reader.labels)} labels ({list_values(reader.labels.names)}), {kind}")
-    return Classify(texts, reader, said, on_bad_rows)
+    notes.append(f"{len(reader.labels)} labels ({list_values(reader.labels.names)}), {kind}")
+    return Classify(texts, reader, notes, on_bad_rows)
 
 
-def _choose_label(rows: Rows, named: _NamedColumns, said: list[str]) -> str:
+def _choose_label(rows: Rows, named: _NamedColumns, notes: list[str]) -> str:
     texts = [named.text] if isinstance(named.text, str) else list(named.text or ())
     label = find(rows, LABEL_NAMES, besides=texts)
     if label is None:
@@ -206,7 +220,7 @@ def _choose_label(rows: Rows, named: _NamedColumns, said: list[str]) -> str:
             f"{rows.origin}: cannot tell which column is the label; the columns are {list_values(rows.names)}",
             "set data.label to its name",
         )
-    said.append(f"label: column {label!r} (guessed; set data.label to change)")
+    notes.append(f"label: column {label!r} (guessed; set data.label to change)")
     return label
 
 
@@ -225,23 +239,23 @@ def _find_messages(rows: Rows) -> str | None:
     return None
 
 
-def _choose_conversations(rows: Rows, named: _NamedColumns, said: list[str]) -> Conversations:
+def _choose_conversations(rows: Rows, named: _NamedColumns, notes: list[str]) -> Conversations:
     column = named.messages
     if column is not None:
         require(rows, column, "data.messages")
     elif named.prompt is None and named.answer is None:
         column = _find_messages(rows)
         if column is not None:
-            said.append(f"conversations: column {column!r} (guessed; set data.messages to change)")
+            notes.append(f"conversations: column {column!r} (guessed; set data.messages to change)")
     if column is None:
-        return _choose_prompts(rows, named, said)
+        return _choose_prompts(rows, named, notes)
     tools = next((name for name in rows.names if name == "tools" and _contains_lists(rows, name)), None)
     if tools is not None:
-        said.append(f"tools of the conversations: column {tools!r} (rename it to leave them out)")
+        notes.append(f"tools of the conversations: column {tools!r} (rename it to leave them out)")
     return MessageColumn(column, tools)
 
 
-def _choose_prompts(rows: Rows, named: _NamedColumns, said: list[str]) -> PromptColumns:
+def _choose_prompts(rows: Rows, named: _NamedColumns, notes: list[str]) -> PromptColumns:
     pair = find_pair(rows, _PROMPT_AND_ANSWER)
     prompt = named.prompt or (pair[0] if pair else find(rows, ("", "", *PROMPT_NAMES)))
     answer = named.answer or (pair[1] if pair else find(rows, ("", "", *ANSWER_NAMES)))
@@ -259,13 +273,13 @@ def _choose_prompts(rows: Rows, named: _NamedColumns, said: list[str]) -> Prompt
     system = next((name for name in rows.names if name.casefold() in ("system", "system_prompt")), None)
     if named.prompt is None or named.answer is None:
         found = f"prompts: {list_values(prompts)}, answers: {answer!r}"
-        said.append(f"{found} (guessed; set data.prompt and data.answer to change)")
+        notes.append(f"{found} (guessed; set data.prompt and data.answer to change)")
     if system is not None:
-        said.append(f"system prompts: column {system!r} (guessed)")
+        notes.append(f"system prompts: column {system!r} (guessed)")
     return PromptColumns(prompts, answer, system)
 
 
-def _build_seq2seq(rows: Rows, named: _NamedColumns, said: list[str], on_bad_rows: str) -> Seq2Seq:
+def _build_seq2seq(rows: Rows, named: _NamedColumns, notes: list[str], on_bad_rows: str) -> Seq2Seq:
     if named.text is not None and not isinstance(named.text, str):
         raise DataError(f"data.text names {len(named.text)} columns", "set data.text to one column")
     pair = find_pair(rows, (*SEQ2SEQ_NAMES, *_PROMPT_AND_ANSWER))
@@ -279,5 +293,5 @@ def _build_seq2seq(rows: Rows, named: _NamedColumns, said: list[str], on_bad_row
     require(rows, source, "data.text")
     require(rows, target, "data.target")
     if named.text is None or named.target is None:
-        said.append(f"source: {source!r}, target: {target!r} (guessed; set data.text and data.target to change)")
-    return Seq2Seq(source, target, said, on_bad_rows)
+        notes.append(f"source: {source!r}, target: {target!r} (guessed; set data.text and data.target to change)")
+    return Seq2Seq(source, target, notes, on_bad_rows)

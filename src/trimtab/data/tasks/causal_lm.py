@@ -22,15 +22,15 @@ class CausalLM(Task):
 
     Args:
         texts: The text column.
-        said, on_bad_rows: As in `Task`.
+        notes, on_bad_rows: As in `Task`.
     """
 
     name = "causal-lm"
     model_kind = "causal-lm"
     shifts_labels = True
 
-    def __init__(self, texts: TextColumns, said: list[str], on_bad_rows: str = "stop") -> None:
-        super().__init__({"text": texts.as_role}, said, on_bad_rows)
+    def __init__(self, texts: TextColumns, notes: list[str], on_bad_rows: str = "stop") -> None:
+        super().__init__({"text": texts.as_role}, notes, on_bad_rows)
         self._texts = texts
 
     def problem(self, rows: Rows, index: int) -> Problem:

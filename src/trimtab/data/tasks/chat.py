@@ -24,15 +24,15 @@ class Chat(Task):
 
     Args:
         conversations: The reader of the conversations.
-        said, on_bad_rows: As in `Task`.
+        notes, on_bad_rows: As in `Task`.
     """
 
     name = "chat"
     model_kind = "causal-lm"
     shifts_labels = True
 
-    def __init__(self, conversations: Conversations, said: list[str], on_bad_rows: str = "stop") -> None:
-        super().__init__(conversations.columns, said, on_bad_rows)
+    def __init__(self, conversations: Conversations, notes: list[str], on_bad_rows: str = "stop") -> None:
+        super().__init__(conversations.columns, notes, on_bad_rows)
         self._conversations = conversations
 
     def bind(self, tokenizer: Any, config: Any = None) -> None:

@@ -18,14 +18,14 @@ class Classify(Task):
     Args:
         texts: The text column or columns.
         labels: The reader of the labels.
-        said, on_bad_rows: As in `Task`.
+        notes, on_bad_rows: As in `Task`.
     """
 
     name = "classify"
     model_kind = "sequence-classification"
 
-    def __init__(self, texts: TextColumns, labels: LabelColumns, said: list[str], on_bad_rows: str = "stop") -> None:
-        super().__init__({"text": texts.as_role, "label": labels.as_role}, said, on_bad_rows)
+    def __init__(self, texts: TextColumns, labels: LabelColumns, notes: list[str], on_bad_rows: str = "stop") -> None:
+        super().__init__({"text": texts.as_role, "label": labels.as_role}, notes, on_bad_rows)
         self.loss_kind = "binary-cross-entropy" if labels.several else "cross-entropy"
         self.default_metric = "f1" if labels.several else "accuracy"
         self._texts = texts

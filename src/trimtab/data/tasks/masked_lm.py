@@ -28,14 +28,14 @@ class MaskedLM(Task):
     Args:
         texts: The text column.
         seed: Decides which tokens are masked.
-        said, on_bad_rows: As in `Task`.
+        notes, on_bad_rows: As in `Task`.
     """
 
     name = "masked-lm"
     model_kind = "masked-lm"
 
-    def __init__(self, texts: TextColumns, said: list[str], seed: int = 0, on_bad_rows: str = "stop") -> None:
-        super().__init__({"text": texts.as_role}, said, on_bad_rows)
+    def __init__(self, texts: TextColumns, notes: list[str], seed: int = 0, on_bad_rows: str = "stop") -> None:
+        super().__init__({"text": texts.as_role}, notes, on_bad_rows)
         self._texts = texts
         self._seed = seed
         self._mask_id = -1

@@ -19,7 +19,7 @@ class Regress(Task):
     Args:
         texts: The text column or columns.
         numbers: The columns of the numbers.
-        said, on_bad_rows: As in `Task`.
+        notes, on_bad_rows: As in `Task`.
     """
 
     name = "regress"
@@ -27,9 +27,9 @@ class Regress(Task):
     loss_kind = "mse"
     default_metric = "mse"
 
-    def __init__(self, texts: TextColumns, numbers: list[str], said: list[str], on_bad_rows: str = "stop") -> None:
+    def __init__(self, texts: TextColumns, numbers: list[str], notes: list[str], on_bad_rows: str = "stop") -> None:
         columns = {"text": texts.as_role, "label": numbers[0] if len(numbers) == 1 else numbers}
-        super().__init__(columns, said, on_bad_rows)
+        super().__init__(columns, notes, on_bad_rows)
         self._texts = texts
         self._numbers = numbers
 

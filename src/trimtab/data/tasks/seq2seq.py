@@ -21,14 +21,14 @@ class Seq2Seq(Task):
     Args:
         source: The column of the encoder's input.
         target: The column of the text to generate.
-        said, on_bad_rows: As in `Task`.
+        notes, on_bad_rows: As in `Task`.
     """
 
     name = "seq2seq"
     model_kind = "seq2seq-lm"
 
-    def __init__(self, source: str, target: str, said: list[str], on_bad_rows: str = "stop") -> None:
-        super().__init__({"text": source, "target": target}, said, on_bad_rows)
+    def __init__(self, source: str, target: str, notes: list[str], on_bad_rows: str = "stop") -> None:
+        super().__init__({"text": source, "target": target}, notes, on_bad_rows)
         self._source = source
         self._target = target
         self._start = DecoderStart()

@@ -71,14 +71,14 @@ def column_texts(rows: Rows, name: str) -> list[str]:
 
 
 def choose_text(
-    rows: Rows, named: str | Sequence[str] | None, said: list[str], *, besides: Sequence[str] = (), pairs: bool = True
+    rows: Rows, named: str | Sequence[str] | None, notes: list[str], *, besides: Sequence[str] = (), pairs: bool = True
 ) -> TextColumns:
     """Return the text columns that the recipe names, or guess them from the column names.
 
     Args:
         rows: The training rows.
         named: Value of data.text.
-        said: Gets a log line about a guess.
+        notes: Gets a log line about a guess.
         besides: Columns with another role.
         pairs: Whether two columns may form sentence pairs.
 
@@ -95,7 +95,7 @@ def choose_text(
         return TextColumns([require(rows, name, "data.text") for name in names])
     pair = find_pair(rows, PAIR_NAMES) if pairs else None
     if pair is not None and not set(pair) & set(besides):
-        said.append(f"sentence pairs: columns {pair[0]!r} and {pair[1]!r} (guessed; set data.text to change)")
+        notes.append(f"sentence pairs: columns {pair[0]!r} and {pair[1]!r} (guessed; set data.text to change)")
         return TextColumns(pair)
     name = find_text(rows, besides)
     if name is None:
@@ -103,5 +103,5 @@ def choose_text(
             f"{rows.origin}: cannot tell which column is the text; the columns are {list_values(rows.names)}",
             "set data.text to its name" + (" (or to a list of two for sentence pairs)" if pairs else ""),
         )
-    said.append(f"text: column {name!r} (guessed; set data.text to change)")
+    notes.append(f"text: column {name!r} (guessed; set data.text to change)")
     return TextColumns([name])

@@ -115,7 +115,8 @@ def _describe_missing(target: str, arguments: list[str]) -> str:
     folder = Path(target).parent
     names = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".py", ".yaml", ".yml")]
     near = nearest(Path(target).name, names) if folder.is_dir() else ""
-    return f"there is no {target}" + (f"; did you mean {folder / near}?" if near else "")
+    cure = f"did you mean {folder / near}?" if near else "pass a script (.py) or a recipe (.yaml)"
+    return f"there is no {target}; {cure}"
 
 
 def _rendezvous_options(settings: Settings, token: str) -> list[str]:

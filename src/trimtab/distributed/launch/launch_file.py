@@ -146,7 +146,7 @@ def read_launch_file(path: Path | None) -> LaunchFile:
         raise RecipeError(f"{path} cannot be read: {reason}", "write one with `trimtab config`") from None
     if not re.search(r"^\s*[^\s#]", text, flags=re.MULTILINE):
         return LaunchFile()  # only comments
-    document = read_yaml(text, str(path))
+    document = read_yaml(text, str(path), "write a mapping such as {processes: 2}, or use `trimtab config`")
     problems = [
         f"{place}: {key}: given twice, first in line {first}; keep one" for key, place, first in document.duplicates
     ]

@@ -1,4 +1,4 @@
-"""Figures of a model: its size counts shared storage once, its quality is that of the task's metrics."""
+"""Measurements of a model: its size counts shared storage once, its quality is that of the task's metrics."""
 
 import csv
 
@@ -7,11 +7,11 @@ import torch
 
 from tiny_models import config_of, tokenizer
 from trimtab.checkpoint.export import export_model
-from trimtab.inference.figures import measure, memory_bytes, weight_bytes
 from trimtab.inference.held_out import quality_of, read_held_out
 from trimtab.inference.load import load
+from trimtab.inference.model_measurement import measure, memory_bytes, weight_bytes
 from trimtab.model.load import load_model
-from trimtab.report.figures_table import figures_table
+from trimtab.report.measurements_table import measurements_table
 
 HEAD = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
 ROWS = [("what a great film it was", "good"), ("the worst film that I ever saw", "bad"), ("great", "good")] * 4
@@ -26,7 +26,7 @@ def classifier(tmp_path):
     return tmp_path
 
 
-def test_figures(classifier):
+def test_measurements(classifier):
     loaded = load(classifier / "model", device="cpu")
     held_out = read_held_out(loaded, classifier / "rows.csv")
     comparison = held_out.compare_with(loaded)
@@ -39,7 +39,7 @@ def test_figures(classifier):
     assert found.divergence.num_rows == 12
     assert found.divergence.kl_mean > 0.1
     assert found.latency_1_s > 0
-    header, rows = figures_table([found])
+    header, rows = measurements_table([found])
     assert dict(zip(header, rows[0], strict=True))["accuracy"] == "0.6667"
 
 

@@ -21,8 +21,8 @@ _MAX_SECONDS = 5.0  # per latency
 
 
 @dataclass(frozen=True)
-class ModelFigures:
-    """Figures of one model.
+class ModelMeasurement:
+    """Measurements of one model.
 
     Args:
         name: Name of the row in a table.
@@ -55,7 +55,7 @@ def measure(
     *,
     folder: str | Path | None = None,
     comparison: ModelComparison | None = None,
-) -> ModelFigures:
+) -> ModelMeasurement:
     """Measure a model.
 
     Args:
@@ -65,7 +65,7 @@ def measure(
         folder: Folder, or file, of its weights.
         comparison: Comparison with the original, whose outputs have been recorded.
     """
-    return ModelFigures(
+    return ModelMeasurement(
         name,
         None if folder is None else weight_bytes(folder),
         memory_bytes(loaded.model),
