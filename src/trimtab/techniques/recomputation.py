@@ -209,14 +209,45 @@ def _recomputed(
 ) -> Any:
     args, kwargs = _without_cache(block, args, kwargs)
     names, num_args = tuple(kwargs), len(args)
+    attention = _AttentionOf(block)
 
     def run(*values: Any) -> Any:
-        return own(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+        with attention:
+            return own(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
     values = (*args, *kwargs.values())
     # torch looks for devices and keeps tensors among positional arguments only
     devices = list({value.device for value in values if isinstance(value, torch.Tensor)})
     return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts(devices))
+
+
+class _AttentionOf:
+    """The attention implementation of a block in its forward, which its recomputation has to find again.
+
+    Models switch it for the time of a forward, and the graphs of compiled blocks are valid for one implementation only.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        configs = {id(config): config for module in block.modules() if (config := getattr(module, "config", None))}
+        self._then = [(config, name) for config in configs.values() if (name := _implementation(config))]
+        self._now: list[tuple[Any, str | None]] = []
+
+    def __enter__(self) -> None:
+        self._now = [(config, _implementation(config)) for config, _ in self._then]
+        self._set(self._then)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self._now)
+
+    @staticmethod
+    def _set(names: list[tuple[Any, str | None]]) -> None:
+        for config, name in names:
+            if _implementation(config) != name:
+                config._attn_implementation = name
+
+
+def _implementation(config: Any) -> str | None:
+    return getattr(config, "_attn_implementation", None)
 
 
 def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,8 +13,8 @@ import torch
 from trimtab.planner.trace.recorder import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
 
 _VISITS_OF_SOME = ("weights", "state")  # only blocks with buffers are visited again after all parameters
-# Blocks to keep before and after the repeated unit, because their neighbours differ. Before it two: without gradients of
-# its input (LoRA) the first block is another graph if it is compiled, so what the second one frees of it differs, too.
+# Blocks to keep before and after the repeated unit, because their neighbours differ. Two before it: where embeddings do
+# not train, a compiled first block gets a copy of its input, so what the second block frees of it differs as well.
 _BEFORE, _AFTER = 2, 2
 
 
