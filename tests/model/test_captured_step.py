@@ -13,7 +13,7 @@ import torch
 from trimtab import Engine
 from trimtab.errors import RecipeError
 from trimtab.model import captured_step
-from trimtab.model.captured_step import capture_micro_batches, compute_captured, compute_plainly
+from trimtab.model.captured_step import capture_micro_batches, compute_captured, compute_plainly, compute_uncaptured
 from trimtab.model.losses import StepLoss
 from trimtab.training.step import take_step, window_gradients
 
@@ -116,6 +116,21 @@ def both(loss, sizes, num_windows=5, recorder=None, **options):
 def close(a, b):
     """Equal but for the last bits of a few steps."""
     return torch.allclose(a, b, rtol=64 * torch.finfo(torch.float32).eps, atol=1e-6)
+
+
+def test_a_rehearsal_computes_with_the_weights_of_captured_steps():
+    """Else blocks would be compiled twice: for weights in fp32, and for their copies."""
+    model, recorder, seen = Model(), Repeats(), []
+    capture_micro_batches(model, recorder)
+    model.first.register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
+    ((window,), (other,)) = list(batches(2, (4,)))
+    engine = Engine("bf16", device="cpu")
+    model = engine.prepare(model)
+    for batch, compute in ((window, compute_uncaptured), (window, compute_uncaptured), (other, compute_captured)):
+        with engine.accumulate(model):
+            compute(engine, model, weighted_on_host, batch)
+    assert seen == [torch.bfloat16] * 3
+    assert recorder.num_recorded == 0
 
 
 # ---------------------------------------------------------------------- exactness

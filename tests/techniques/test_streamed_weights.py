@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from techniques.test_gradient_checkpointing import CONFIGS, OTHERS, assert_same, deep, forward, quantize, rows, step
 from tiny_models import TEXTS
@@ -17,6 +18,7 @@ from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware.catalog import CATALOG
 from trimtab.model import host_areas, streamed_blocks
 from trimtab.model.blocks import blocks_of
+from trimtab.model.compiled_blocks import compile_blocks
 from trimtab.model.device_visits import Visits
 from trimtab.model.streamed_blocks import stream_blocks, streamable, streamed_blocks_of
 from trimtab.optim import host_update
@@ -123,6 +125,29 @@ def test_adapters(quantized, dropout, which):
     for recomputed in RECOMPUTED:
         checkpoint_layers(model, recomputed)
         assert_same(step(model), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "lora"])
+def test_compiled_blocks(adapter):
+    """Weights are fetched around compiled code: one graph for all blocks, and its results with weights that stay."""
+    from trimtab.model.adapters import LoraSpec, add_adapter
+
+    model = deep("llama")
+    if adapter:
+        add_adapter(model, LoraSpec(rank=2, dropout=0.0))
+    plain = copy.deepcopy(model)
+    compile_blocks(plain, "aot_eager")
+    expected = step(plain)
+    streamed(model, trains=not adapter)
+    torch._dynamo.reset()
+    counters.clear()
+    blocks = compile_blocks(model, "aot_eager")
+    for recomputed in RECOMPUTED:
+        checkpoint_layers(model, recomputed)
+        assert_same(step(model), expected)
+    assert blocks.failure is None
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 # ---------------------------------------------------------------------- runs
@@ -432,6 +457,8 @@ TRACES = {
     "in backward": ({}, {"update": "in-backward"}),
     "in backward, recomputed": ({}, {"update": "in-backward", "gradient_checkpointing": "all"}),
     "host": ({}, {"update": "host", "gradient_checkpointing": "all"}),
+    "lora, compiled": ({"adapter": "lora"}, {"adapter": "lora", "compile": "blocks"}),
+    "compiled": ({}, {"update": "in-backward", "gradient_checkpointing": "all", "compile": "blocks"}),
     "offloaded": ({"adapter": "lora"}, {"adapter": "lora", "offload_activations": "all"}),
 }
 
@@ -525,7 +552,8 @@ def case_of(asked, model=None, num_processes=1):
 @pytest.mark.parametrize(
     ("values", "num_processes", "words"),
     [
-        ({"adapter": "lora", "compile": "blocks"}, 1, "train.compile: blocks"),
+        ({"adapter": "lora", "compile": "graphs"}, 1, "train.compile: graphs"),
+        ({"adapter": "lora", "compile": "blocks"}, 1, None),
         ({"adapter": "lora", "gradient_checkpointing": "ops"}, 1, "gradient_checkpointing: ops"),
         ({"update": "device"}, 1, "memory.update: host, or an adapter"),
         ({"adapter": "lora"}, 2, "one process"),

@@ -472,9 +472,9 @@ def test_the_worst_batch_is_what_is_tried(train, monkeypatch):
     for micro_batch, num_times in (("auto", 1), (3, 2)):
         seen = []
 
-        def looking(engine, model, loss, micro_batches, *rest, seen=seen):
+        def looking(engine, model, loss, micro_batches, *rest, seen=seen, **options):
             seen += [tuple(batch["input_ids"].shape) for batch in micro_batches]
-            return window_gradients(engine, model, loss, micro_batches, *rest)
+            return window_gradients(engine, model, loss, micro_batches, *rest, **options)
 
         monkeypatch.setattr("trimtab.training.rehearsal.window_gradients", looking)
         trained = []

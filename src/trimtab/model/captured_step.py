@@ -265,9 +265,7 @@ class CapturedMicroBatches:
             )
         if self.failure is not None or not self.can_capture(engine.device):
             return compute_plainly(engine, model, loss, batch)
-        self._forget_if_changed(model)
-        if self._half_weights is None:
-            self._half_weights = HalfWeights(model, engine.compute_dtype)
+        half_weights = self._halves(engine, model)
         size = _size_of(batch)
         # what is in .grad already has to stay, also where another loop accumulates by itself
         writes = engine.gradient_accumulation_steps == 1 and all(p.grad is None for p in self._parameters)
@@ -283,13 +281,26 @@ class CapturedMicroBatches:
         if self.failure is not None:
             return compute_plainly(engine, model, loss, batch)
         self._keep_gradients()
-        with self._half_weights.in_use():
+        with half_weights.in_use():
             result = compute_plainly(engine, model, loss, batch)
         if size not in self._seen:
             weight = result[1]
             self._seen[size] = weight.clone() if isinstance(weight, torch.Tensor) else weight
             self._owners |= {parameter for parameter in self._parameters if parameter.grad is not None}
         return result
+
+    def compute_once(self, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
+        """Compute a micro-batch with the weights that captured ones use, and capture nothing."""
+        if self.failure is not None or not self.can_capture(engine.device):
+            return compute_plainly(engine, model, loss, batch)
+        with self._halves(engine, model).in_use():
+            return compute_plainly(engine, model, loss, batch)
+
+    def _halves(self, engine: Any, model: torch.nn.Module) -> HalfWeights:
+        self._forget_if_changed(model)
+        if self._half_weights is None:
+            self._half_weights = HalfWeights(model, engine.compute_dtype)
+        return self._half_weights
 
     def _keep_gradients(self) -> None:
         """Let the parameters that got gradients have them allocated for the whole run: others would come and go."""
@@ -363,6 +374,13 @@ def compute_captured(engine: Any, model: torch.nn.Module, loss: Loss, batch: Bat
     """Like `compute_plainly`, by graphs if `capture_micro_batches` was called for the model."""
     captured = captured_micro_batches_of(model)
     compute: Compute = compute_plainly if captured is None else captured
+    return compute(engine, model, loss, batch)
+
+
+def compute_uncaptured(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
+    """Like `compute_captured`, without graphs: compiled blocks then have the inputs that they have in graphs."""
+    captured = captured_micro_batches_of(model)
+    compute: Compute = compute_plainly if captured is None else captured.compute_once
     return compute(engine, model, loss, batch)
 
 

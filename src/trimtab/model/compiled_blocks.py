@@ -4,8 +4,8 @@ Only the blocks are compiled, not the model: a block is compiled once and used N
 times as long. Sizes are symbols in its graph, so that micro-batches of other sizes need no other one. Blocks are
 compiled in training only; evaluation computes what it computes without this module.
 
-The forward of a block is replaced on the instance, so names in state dicts do not change. A model whose blocks cannot
-be compiled computes as before.
+The forward of a block is replaced on the instance, so names in state dicts do not change. Where weights are streamed,
+they are fetched around the compiled code, not in it. A model whose blocks cannot be compiled computes as before.
 """
 
 import warnings
@@ -19,6 +19,7 @@ import torch
 from trimtab.errors import summarize_error
 from trimtab.log import say
 from trimtab.model.blocks import blocks_of
+from trimtab.model.streamed_blocks import innermost_forward, set_innermost_forward
 
 _MOST_GRAPHS = 32  # of one kind of inputs, where torch cannot make one graph for all sizes
 _PLAIN_FORWARD = "_trimtab_uncompiled_block"
@@ -123,10 +124,10 @@ def _replace_forward(block: torch.nn.Module) -> None:
         return self.__dict__[_STATE].run(own, args, kwargs)
 
     # Bound methods follow their object through copy.deepcopy; a closure over the block would not.
-    own = block.forward
+    own = innermost_forward(block)
     forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
     block.__dict__[_PLAIN_FORWARD] = own
-    block.forward = MethodType(forward, block)
+    set_innermost_forward(block, MethodType(forward, block))
 
 
 class _Requiring(torch.autograd.Function):
@@ -185,11 +186,17 @@ def _compiled(backend: str | Callable[..., Any]) -> Callable[..., Any]:
 def inductor_options() -> dict[str, Any]:
     """Options for the same numbers in every run: no kernel is chosen by timing, and dropout draws what torch draws.
 
-    Inductor's own random numbers are no faster (BERT-base on an H200, 1.21 against 1.19 ms for a layer).
+    Inductor's own random numbers are no faster (BERT-base on an H200, 1.21 against 1.19 ms for a layer). Sums over rows
+    and over columns are fused for all sizes: inductor would have another graph for small ones.
     """
     from torch._inductor import config
 
-    options = {"triton.autotune_pointwise": False, "deterministic": True, "fallback_random": True}
+    options = {
+        "triton.autotune_pointwise": False,
+        "triton.mix_order_reduction_non_strict_mode": True,
+        "deterministic": True,
+        "fallback_random": True,
+    }
     known = config.get_config_copy()  # torch.compile refuses names that its version does not have
     return {name: value for name, value in options.items() if name in known}
 

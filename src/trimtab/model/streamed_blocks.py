@@ -216,6 +216,19 @@ def stream_blocks(
     return streamed
 
 
+def innermost_forward(block: nn.Module) -> Any:
+    """The forward of a block, without what fetches its weights."""
+    return block.__dict__[_PLACE][2] if _PLACE in block.__dict__ else block.forward
+
+
+def set_innermost_forward(block: nn.Module, forward: Any) -> None:
+    """Replace the forward of a block; its weights are still fetched before."""
+    if _PLACE in block.__dict__:
+        block.__dict__[_PLACE] = *block.__dict__[_PLACE][:2], forward
+    else:
+        block.forward = forward
+
+
 def streamed_blocks_of(model: nn.Module) -> StreamedBlocks | None:
     """The streamed blocks of a model, if it has any."""
     return model.__dict__.get(_STATE)

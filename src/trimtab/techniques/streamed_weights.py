@@ -35,7 +35,7 @@ from trimtab.techniques.base import (
     TraceRecorder,
     as_text,
 )
-from trimtab.techniques.compilation import Compilation
+from trimtab.techniques.compilation import Compilation, captures_steps
 from trimtab.techniques.recomputation import (
     GradientCheckpointing,
     chosen_blocks,
@@ -79,8 +79,9 @@ class StreamedWeights(Technique):
             return None
         if case.num_processes > 1:
             return f"{KEY} works with one process, which has the weights of all blocks in its host memory"
-        if spec[Compilation.key] != Compilation.off:
-            return f"{KEY} does not work with {Compilation.setting}: {spec[Compilation.key]}, which calls blocks itself"
+        if captures_steps(spec[Compilation.key]):
+            value = spec[Compilation.key]
+            return f"{KEY} does not work with {Compilation.setting}: {value}, which captures no copies of weights"
         if keeps_products(spec[GradientCheckpointing.key]):
             value = spec[GradientCheckpointing.key]
             return f"{KEY} does not work with {GradientCheckpointing.setting}: {value}, which observes every operation"

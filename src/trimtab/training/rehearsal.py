@@ -15,6 +15,7 @@ import torch
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.hardware.memory import peak_memory, peak_reserved, reset_peak_memory
+from trimtab.model.captured_step import compute_uncaptured
 from trimtab.techniques.base import Trial
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.rollback import OutOfMemory, Rollback
@@ -130,7 +131,8 @@ class Rehearsal:
             for _ in range(num_times):
                 loss(engine.unwrap_model(model), batch).value.backward()  # type: ignore[no-untyped-call]
             return
-        window_gradients(engine, model, loss, [batch] * num_times, num_times, self._max_grad_norm)
+        batches = [batch] * num_times
+        window_gradients(engine, model, loss, batches, num_times, self._max_grad_norm, compute=compute_uncaptured)
 
     def evaluate(self, evaluator: Evaluator) -> Peak | OutOfMemory:
         """Run the largest evaluation batch, in micro-batches of the evaluator's present size."""
