@@ -99,6 +99,7 @@ class MemoryWatch:
         self._profiler: Any = None
         self._handles: list[Any] = []
         self._known: dict[int, Block] = {}
+        self._started_ns = 0
         self._unknown_bytes = 0
         is_cuda = self._device.type == "cuda"
         self._allocator = AllocatorHistory(self._device, with_stacks=names_modules) if is_cuda else None
@@ -134,6 +135,7 @@ class MemoryWatch:
         if self._allocator is not None:
             self._allocator.start()
         self._profiler.start()
+        self._started_ns = time.perf_counter_ns()
         _note_forward()  # inside a forward, the model's pre-hooks have run already
 
     def stop(self) -> Anatomy:
@@ -154,7 +156,7 @@ class MemoryWatch:
         self._handles.clear()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        end_ns = time.time_ns()
+        duration_ns = time.perf_counter_ns() - self._started_ns
         profiler.stop()
         self.history = None if self._allocator is None else self._allocator.stop()
         events = profiler.profiler.kineto_results.experimental_event_tree()
@@ -171,7 +173,8 @@ class MemoryWatch:
                 block.name_as(named)
         _assign_parts(profile)
         if profile.times_ns:  # the end of the step changes no memory; the optimizer may change none either
-            profile.times_ns.append(max(end_ns, profile.times_ns[-1]))
+            first, last = profile.times_ns[0], profile.times_ns[-1]
+            profile.times_ns.append(max(first + duration_ns, last + 1))  # the allocator has a clock of its own
         return profile
 
     def _in_use_now(self) -> int:
