@@ -97,7 +97,7 @@ def prepare_pretrained(settings, work, folder):
     write_jsonl(test, folder / "test.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.save_pretrained(folder / "tokenizer")
-    for seed in range(settings.rounds):
+    for seed in settings.seeds:
         torch.manual_seed(seed)
         model = load_classifier(source)
         if settings.check:
@@ -160,7 +160,7 @@ def in_child(settings, name, seed, folder, timeout_s):
 def measure(settings, folder, keep):
     """Run all rounds; `keep` gets the runs after each one."""
     began, runs = time.monotonic(), {name: [] for name in settings.tools}
-    for number in range(settings.rounds):
+    for number in settings.seeds:
         for name in random.Random(number).sample(settings.tools, len(settings.tools)):
             left_s = settings.seconds_limit - (time.monotonic() - began)
             if left_s < 1:
@@ -293,6 +293,7 @@ def parse_arguments():
     add("--no-trimtab", action="store_true", help="leave trimtab's own recipe out; --vary adds others")
     add("--vary", nargs="+", action="append", default=[], metavar="KEY=VALUE", help="also trimtab with these changes")
     add("--rounds", type=int, default=1)
+    add("--first-seed", type=int, default=0, help="seed of the first round: seeds may run side by side for accuracy")
     add("--steps", type=int, help="optimizer steps of a run (default: by work)")
     add("--seconds-limit", type=float, default=86_400, help="start no run after this time, and stop the one that runs")
     add("--small", action="store_true", help="a tiny model and few steps, for a CPU")
@@ -322,6 +323,7 @@ def completed(parser, settings):
 
     settings.device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings.threads = settings.threads or os.cpu_count()
+    settings.seeds = range(settings.first_seed, settings.first_seed + settings.rounds)
     settings.cold |= WORKS[settings.work].is_whole_run
     settings.test_rows = settings.test_rows or (500 if settings.device == "cpu" else 24_000)
     if settings.length and WORKS[settings.work].lengths is None:

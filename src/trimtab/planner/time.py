@@ -59,6 +59,7 @@ class Calibration:
         optimizer_host: The same in the optimizer; fused and foreach versions launch few operations for many tensors.
         bitsandbytes_host: The same in a bitsandbytes optimizer, which updates parameters one by one in Python.
         update_host: The same for what an optimizer does besides its operations if it is called for one parameter.
+        copy_host: The same for a copy between host and device of what belongs together.
         replay_host: The same for all that the host does for a captured micro-batch: one launch of its graph, and small
             copies of inputs and results.
     """
@@ -76,7 +77,8 @@ class Calibration:
     recompute_host: float = 15.0
     optimizer_host: float = 5.0
     bitsandbytes_host: float = 47.0
-    update_host: float = 7.0  # not fitted: 100 µs with two operations of torch's AdamW, measured on a CPU
+    update_host: float = 100.0  # fitted to two steps: 8-bit AdamW in the backward of a Llama of 1B and of 8B
+    copy_host: float = 10.0  # not fitted: events and streams around a copy, and its launch
     replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_step`
 
     def host_ops(self, op: Op) -> float:
@@ -143,7 +145,9 @@ def step_seconds(
             costs = op_seconds(op, device, tf32=tf32, calibration=calibration)
             bound = "compute" if costs[0] > costs[1] else "bandwidth"
             is_copy = op.name in _LINK_OPS
-            work, launch = (0.0, 1.0) if is_copy else (max(costs) + kernel_s, calibration.host_ops(op))
+            work = 0.0 if is_copy else max(costs) + kernel_s
+            host = calibration.copy_host if op.name in _COPIES else 1.0
+            launch = host if is_copy else calibration.host_ops(op)
             known[id(op)] = bound, work, launch * device.host_op_s
         bound, work, _ = known[id(op)]
         if op.stage not in _BESIDE:
