@@ -5,7 +5,6 @@ are allocated once and used again in every step, for tensors of any size: a larg
 ones share a page. Pages are a power of two large, because torch rounds pinned memory up to one.
 """
 
-import ctypes
 from typing import Any
 
 import torch
@@ -140,7 +139,6 @@ class HostLink:
         _wait(event)
 
     def _copy(self, parts: Pairs, device: torch.device, direction: str, after: Any = None) -> Any:
-        parts = joined(parts)
         if device.type != "cuda":
             for target, source in parts:
                 target.copy_(source)
@@ -156,40 +154,6 @@ class HostLink:
             for target, source in parts:
                 target.copy_(source, non_blocking=True)
             return stream.record_event()
-
-
-def joined(pairs: Pairs) -> Pairs:
-    """The same copies, with those of neighbours in memory as one: the host takes ten microseconds to launch one."""
-    found: Pairs = []
-    run: Pairs = []
-    for pair in pairs:
-        if run and not all(_follows(now, before) for now, before in zip(pair, run[-1], strict=True)):
-            found.append(_as_one(run))
-            run = []
-        run.append(pair)
-    return [*found, _as_one(run)] if run else found
-
-
-def _follows(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether a tensor begins where another one ends, with nothing between them that a copy would overwrite."""
-    are_dense = now.is_contiguous() and before.is_contiguous()
-    return are_dense and now.data_ptr() == before.data_ptr() + before.nbytes
-
-
-def _as_one(run: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(run) == 1:
-        return run[0]
-    size = sum(target.nbytes for target, _ in run)
-    target, source = run[0]
-    return _bytes_from(target, size), _bytes_from(source, size)
-
-
-def _bytes_from(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """The memory that begins with a tensor, which others may own that are alive as well."""
-    storage, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
-    if first + size <= storage.nbytes():
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, first, (size,))
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
 
 
 def _wait(event: Any) -> None:
