@@ -424,7 +424,7 @@ def tokens_of_steps(recipe: Any, job: Job) -> list[int]:
     for epoch in range(math.ceil(job.work.num_steps * recipe.train.batch_size / len(lengths))):
         batches = epoch_batches(lengths, recipe.train.batch_size, epoch=epoch, **options)
         found += [sum(lengths[row] for row in batch) for batch in batches]
-    return found
+    return found[: job.work.num_steps]  # the last batch of an epoch may be smaller, and steps end with it
 
 
 def save_if_whole(job: Job, model: Any) -> None:

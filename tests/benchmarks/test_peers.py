@@ -123,6 +123,19 @@ def test_trimtab_and_the_peers_read_the_same_tokens(peers, name, tmp_path):
             assert own["labels"].tolist() == row["labels"]
 
 
+def test_the_tokens_of_an_epoch_whose_last_batch_is_smaller(peers, tmp_path):
+    from dataclasses import replace
+
+    from trimtab import Recipe
+
+    (tmp_path / "lengths.json").write_text(json.dumps(list(range(1, 31))))
+    work = replace(peers.peer_works.WORKS["bert-imdb"].small(), num_steps=8, batch_size=4)
+    job = peers.peer_tools.Job(work, tmp_path, tmp_path, 0, "cpu")
+    found = peers.peer_tools.tokens_of_steps(Recipe.model_validate(peers.peer_tools.recipe_of(job)), job)
+    assert len(found) == 8
+    assert sum(found) == 31 * 15
+
+
 def test_chart_has_every_tool_that_ran(peers, tmp_path, monkeypatch):
     pictures = importlib.import_module("pictures")
     runs = {"trimtab": [run_of(300, 0), run_of(600, 1)], "hf-trainer": [run_of(100, 0)]}
