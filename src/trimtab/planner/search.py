@@ -257,8 +257,15 @@ def _too_large(spec: StepSpec, space: Space, found: Mapping[StepSpec, Row | None
     needed = numbers["allocated_bytes"] + numbers["outside_bytes"]
     if needed <= (_CLEARLY if bound is None else _SURELY) * room:
         return None
-    sizes = {name: int(numbers.pop(name)) for name in ("allocated_bytes", "outside_bytes")}
-    return Row(spec, replace(first, fits=False, **sizes, **numbers))
+    guessed = replace(
+        first,
+        fits=False,
+        allocated_bytes=int(numbers["allocated_bytes"]),
+        outside_bytes=int(numbers["outside_bytes"]),
+        step_s=numbers["step_s"],
+        tokens_s=numbers["tokens_s"],
+    )
+    return Row(spec, guessed)
 
 
 def _known_or_sum(

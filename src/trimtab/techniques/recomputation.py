@@ -229,18 +229,19 @@ class _AttentionOf:
 
     def __init__(self, block: nn.Module) -> None:
         configs = {id(config): config for module in block.modules() if (config := getattr(module, "config", None))}
-        self._then = [(config, name) for config in configs.values() if (name := _implementation(config))]
-        self._now: list[tuple[Any, str | None]] = []
+        found = [(config, _implementation(config)) for config in configs.values()]
+        self._then = [(config, name) for config, name in found if name is not None]
+        self._now = self._then
 
     def __enter__(self) -> None:
-        self._now = [(config, _implementation(config)) for config, _ in self._then]
+        self._now = [(config, config._attn_implementation) for config, _ in self._then]
         self._set(self._then)
 
     def __exit__(self, *error: object) -> None:
         self._set(self._now)
 
     @staticmethod
-    def _set(names: list[tuple[Any, str | None]]) -> None:
+    def _set(names: list[tuple[Any, str]]) -> None:
         for config, name in names:
             if _implementation(config) != name:
                 config._attn_implementation = name
