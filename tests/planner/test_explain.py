@@ -71,6 +71,8 @@ def test_the_reason():
     )
     faster = make(8, 20, 300, fits=False)
     assert "micro-batch 8 would be 20% faster and needs 20.00 GiB" in reason([faster, chosen], 12 * GIB, PLAIN)
+    nearly = make(8, 15, 251, fits=False)
+    assert "micro-batch 8 would be 20% faster" in reason([nearly, faster, chosen], 12 * GIB, PLAIN), "not 0%"
     other = make(8, 20, 900, fits=False, alternative=True)
     assert "fastest of all" in reason([chosen, other], 12 * GIB, PLAIN), "another method is no faster plan of this one"
 

@@ -23,6 +23,7 @@ LETTERS = {
 }
 _WIDE_TERMINAL, _WIDE_BAR, _NARROW_BAR = 120, 32, 20
 _MOST_SHOWN = 12
+_WORTH_NAMING = 1.01  # times the speed of the chosen plan: what is less is within the noise of a prediction
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ def reason(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> str
     """One sentence: why this row was chosen."""
     chosen = next(one for one in rungs if one.is_chosen)
     room = f"{gib(chosen.total_bytes)} of {gib(budget_bytes)}"
-    faster = [one for one in rungs if not one.is_alternative and not one.fits and one.tokens_s > chosen.tokens_s]
+    least = _WORTH_NAMING * chosen.tokens_s
+    faster = [one for one in rungs if not one.is_alternative and not one.fits and one.tokens_s >= least]
     words = words_of(chosen.spec, reference)
     if not faster:
         return f"Chosen: {words}: the fastest of all, and it fits ({room})."
