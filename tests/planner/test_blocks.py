@@ -183,7 +183,7 @@ def test_the_derived_trace_is_the_traced_one(tracers, name, adapter, which, monk
     derived = tracer.trace(spec, batch, num_micro=2)
     traced = tracer.trace(spec, batch, num_micro=2, whole=True)
     assert_same(derived, traced)
-    assert bool(failures) is ((name, adapter) == ("gpt2", "qlora")), "else all of it was traced, and nothing derived"
+    assert not failures, "all of it was traced, and nothing derived"
 
 
 def test_products_of_an_fp8_base(tracers):
