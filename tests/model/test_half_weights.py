@@ -1,6 +1,7 @@
 """Copies of weights in half precision: the numbers of autocast, and a model that is as it was afterwards."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -84,3 +85,11 @@ def test_adapters_are_left_alone():
     model = Model()
     model.first.lora_A = torch.nn.ModuleDict()
     assert not HalfWeights(model, torch.bfloat16).copies
+
+
+def test_copies_are_freed_with_the_object():
+    """Hooks of the copies do not keep it alive, which Python's garbage collector would not see."""
+    half = HalfWeights(torch.nn.Linear(4, 4), torch.bfloat16)
+    known = weakref.ref(half), *(weakref.ref(copy) for copy in half.copies)
+    del half
+    assert [reference() for reference in known] == [None] * 3

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import itertools
 import logging
 import warnings
 
@@ -17,7 +18,8 @@ from trimtab.errors import RecipeError
 from trimtab.model.blocks import blocks_of
 from trimtab.model.freeze import Freezing
 from trimtab.model.load import load_model
-from trimtab.techniques.recomputation import checkpoint_layers
+from trimtab.techniques.base import Accelerator, Case
+from trimtab.techniques.recomputation import GradientCheckpointing, checkpoint_layers
 
 KINDS = ["all", "ops", {"every": 2}, {"all_but_every": 2}, {"layers": [0, -1]}]
 TASKS = {"bert": "masked-lm", "roberta": "masked-lm", "gpt2": "causal-lm", "llama": "causal-lm"}
@@ -592,3 +594,19 @@ def test_mistakes():
     with pytest.raises(RecipeError, match=r"has no list of blocks to recompute, only 0 \(Linear\)"):
         checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), "all")
     assert checkpoint_layers(nn.Linear(2, 2), "none") == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "widths", "known"), [(8, {16}, True), (7, {16}, False), (8, {16, 32}, False)])
+def test_memory_follows_the_share_of_equal_blocks_only(num_blocks, widths, known):
+    """Of an odd number the last one is recomputed as well; of unequal ones small or large ones are chosen."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = itertools.cycle(sorted(widths))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, next(sizes))) for _ in range(num_blocks))
+
+    values = ("none", "{every: 4}", "{every: 2}", "{all_but_every: 4}", "all")
+    case = Case(Model(), Accelerator("cuda"), "bf16", None)
+    found = GradientCheckpointing().shares(values, case)
+    assert found == (tuple(zip(values, (0.0, 0.25, 0.5, 0.75, 1.0), strict=True)) if known else ())

@@ -27,7 +27,7 @@ class HalfWeights:
         self._places: list[tuple[torch.nn.Module, str]] = []
         self.parameters: list[torch.Tensor] = []
         self.copies: list[torch.Tensor] = []
-        self._adds_gradients = True
+        self._adds_gradients = [True]  # in a list, which hooks of the copies keep alive, and not this object
         if dtype not in (torch.float16, torch.bfloat16) or any(hasattr(module, "lora_A") for module in model.modules()):
             return
         for module, name, parameter in linear_parameters(model):
@@ -39,8 +39,10 @@ class HalfWeights:
         self.parameters.append(parameter)
         self.copies.append(copy)
 
+        adds = self._adds_gradients
+
         def add(half: torch.Tensor) -> None:
-            if self._adds_gradients and half.grad is not None:
+            if adds[0] and half.grad is not None:
                 if parameter.grad is None:
                     parameter.grad = half.grad.to(parameter.dtype)
                 else:
@@ -62,7 +64,7 @@ class HalfWeights:
             return
         with torch.no_grad():
             torch._foreach_copy_(self.copies, self.parameters)
-        self._adds_gradients = not keeps_gradients
+        self._adds_gradients[0] = not keeps_gradients
         for (module, name), copy in zip(self._places, self.copies, strict=True):
             module._parameters[name] = copy  # type: ignore[assignment]
         try:
@@ -70,7 +72,7 @@ class HalfWeights:
         finally:
             for (module, name), parameter in zip(self._places, self.parameters, strict=True):
                 module._parameters[name] = parameter  # type: ignore[assignment]
-            self._adds_gradients = True
+            self._adds_gradients[0] = True
 
     def take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters with the gradients that their copies got; the copies have none afterwards."""

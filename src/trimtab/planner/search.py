@@ -214,7 +214,8 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
             if _too_large(smallest, space, found, room) is not None:
                 return False
         row = look(smallest)
-        return row is None or row.estimate.fits
+        # what needs least on the device may need too much of the host, where others keep nothing
+        return row is None or row.estimate.fits or row.least_bytes <= _SURELY * room
 
     for row in widest:
         if best is not None and not _is_faster(row, best):
@@ -251,7 +252,8 @@ def _too_large(spec: StepSpec, space: Space, found: Mapping[StepSpec, Row | None
         name: _on_line(at, (0.0, getattr(first, name)), (1.0, getattr(last, name)))
         for name in ("allocated_bytes", "outside_bytes", "step_s", "tokens_s")
     }
-    bound = _lower_bound(at, {position: row.estimate.allocated_bytes for position, row in known.items()})
+    bytes_at = {position: row.estimate.allocated_bytes for position, row in known.items()}
+    bound = _lower_bound(at, bytes_at) if axis.shares else None
     if bound is not None:
         numbers["allocated_bytes"] = bound
     needed = numbers["allocated_bytes"] + numbers["outside_bytes"]

@@ -99,7 +99,7 @@ class MemoryWatch:
         self._profiler: Any = None
         self._handles: list[Any] = []
         self._known: dict[int, Block] = {}
-        self._started_ns = 0
+        self._started_ns, self._has_begun = 0, False
         self._unknown_bytes = 0
         is_cuda = self._device.type == "cuda"
         self._allocator = AllocatorHistory(self._device, with_stacks=names_modules) if is_cuda else None
@@ -122,7 +122,7 @@ class MemoryWatch:
             if parameter.requires_grad:
                 hook = partial(_note_gradient, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._handles.append(self._model.register_forward_pre_hook(_note_forward))
+        self._handles.append(self._model.register_forward_pre_hook(self._begin_forward))
         if self._names_modules:
             self._handles += _name_modules(self._model)
         # CPU activities only: tracing kernels would take device memory
@@ -135,8 +135,13 @@ class MemoryWatch:
         if self._allocator is not None:
             self._allocator.start()
         self._profiler.start()
-        self._started_ns = time.perf_counter_ns()
+        self._started_ns, self._has_begun = time.perf_counter_ns(), False
         _note_forward()  # inside a forward, the model's pre-hooks have run already
+
+    def _begin_forward(self, *called_with: object) -> None:
+        if not self._has_begun:  # a batch may have been read before
+            self._started_ns, self._has_begun = time.perf_counter_ns(), True
+        _note_forward()
 
     def stop(self) -> Anatomy:
         """Stop the record, and return what memory consisted of at its peak."""

@@ -45,7 +45,8 @@ def method_values(recipe: Recipe) -> dict[str, str]:
 
 def axes_of(case: Case) -> tuple[Axis, ...]:
     """For each technique the values among which a plan chooses."""
-    return tuple(Axis(technique, technique.values(case)) for technique in TECHNIQUES)
+    found = ((technique, technique.values(case)) for technique in TECHNIQUES)
+    return tuple(Axis(technique, values, technique.shares(values, case)) for technique, values in found)
 
 
 def needs_prediction(recipe: Recipe) -> bool:

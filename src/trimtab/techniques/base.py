@@ -500,9 +500,9 @@ class Technique:
         """Arguments of `planner.trace.plain_step.trace_plain_model`; None if a plain loop has no such value."""
         return {} if value in (self.off, self.before) else None
 
-    def share_of_blocks(self, value: str) -> float | None:
-        """The share of a model's blocks that a value is used for; None if values differ in something else."""
-        return None
+    def shares(self, values: Sequence[str], case: Case) -> tuple[tuple[str, float], ...]:
+        """Each value with the share of a model's blocks that it is used for; empty if memory does not follow it."""
+        return ()
 
     def describe(self, value: str) -> str:
         """The value in a few words, for the ladder and the log."""
@@ -528,15 +528,22 @@ def as_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """The values of one technique among which a plan chooses."""
+    """The values of one technique among which a plan chooses.
+
+    Attributes:
+        technique: The technique.
+        values: The values.
+        shares: As `Technique.shares`.
+    """
 
     technique: Technique = field(repr=False)
     values: tuple[str, ...]
+    shares: tuple[tuple[str, float], ...] = ()
 
     def position(self, value: str) -> float:
-        """Where a value is between the first (0) and the last (1), by how much of the model it is used for."""
-        share = self.technique.share_of_blocks(value)
-        return self.values.index(value) / (len(self.values) - 1) if share is None else share
+        """Where a value is between the first (0) and the last (1)."""
+        known = dict(self.shares)
+        return known[value] if known else self.values.index(value) / (len(self.values) - 1)
 
     @property
     def middle(self) -> str:

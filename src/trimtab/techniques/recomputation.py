@@ -5,7 +5,7 @@ step, because a recomputed block draws the same random numbers again.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -25,6 +25,7 @@ from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, as_t
 
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
+_CONFIGS = "_trimtab_configs_of_block"
 _KINDS = "none, all, ops, {every: 2}, {all_but_every: 4} or {layers: [0, 1, -1]}"
 # Parts of the blocks to recompute, by the number of blocks from which on they are tried; the fewest blocks come first.
 _PARTS: dict[int, tuple[dict[str, int], ...]] = {
@@ -32,7 +33,6 @@ _PARTS: dict[int, tuple[dict[str, int], ...]] = {
     8: ({"every": 4}, {"every": 2}, {"all_but_every": 4}),
     16: ({"every": 8}, {"every": 4}, {"every": 2}, {"all_but_every": 4}),
 }
-_MANY = 64  # blocks, to compare shares of them
 
 
 class GradientCheckpointing(Technique):
@@ -77,10 +77,14 @@ class GradientCheckpointing(Technique):
             return None
         return set(chosen_blocks(read_value(value), num_blocks)).__contains__
 
-    def share_of_blocks(self, value: str) -> float | None:
-        """The share that is recomputed, in a model with many blocks."""
-        which = read_value(value)
-        return None if "layers" in which else len(chosen_blocks(which, _MANY)) / _MANY if which != "none" else 0.0
+    def shares(self, values: Sequence[str], case: Case) -> tuple[tuple[str, float], ...]:
+        """Known if all blocks are equally large and values choose evenly among them: not of an odd number of blocks."""
+        blocks = [block for _, block in blocks_of(case.model)] if len(values) > 1 and case.model is not None else []
+        sizes = {sum(parameter.numel() for parameter in block.parameters()) for block in blocks}
+        if len(sizes) != 1 or len(blocks) % 2:
+            return ()
+        chosen = {value: [] if value == "none" else chosen_blocks(read_value(value), len(blocks)) for value in values}
+        return tuple((value, len(numbers) / len(blocks)) for value, numbers in chosen.items())
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
         """Transformers' own switch recomputes all blocks or none."""
@@ -189,11 +193,14 @@ def _wrap(block: nn.Module, contexts: Callable[[list[torch.device]], tuple[Watch
     own = block.forward
     forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
     block.__dict__[_OWN_FORWARD] = own
+    configs: dict[int, Any] = {id(module.config): module.config for module in block.modules() if _has_attention(module)}
+    block.__dict__[_CONFIGS] = list(configs.values())
     block.forward = MethodType(forward, block)
 
 
 def _unwrap(block: nn.Module) -> None:
     own = block.__dict__.pop(_OWN_FORWARD, None)
+    block.__dict__.pop(_CONFIGS, None)
     if own is not None:
         del block.__dict__["forward"]
         if own != block.forward:
@@ -228,9 +235,7 @@ class _AttentionOf:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        configs = {id(config): config for module in block.modules() if (config := getattr(module, "config", None))}
-        found = [(config, _implementation(config)) for config in configs.values()]
-        self._then = [(config, name) for config, name in found if name is not None]
+        self._then = [(config, config._attn_implementation) for config in block.__dict__[_CONFIGS]]
         self._now = self._then
 
     def __enter__(self) -> None:
@@ -243,12 +248,12 @@ class _AttentionOf:
     @staticmethod
     def _set(names: list[tuple[Any, str]]) -> None:
         for config, name in names:
-            if _implementation(config) != name:
+            if config._attn_implementation != name:
                 config._attn_implementation = name
 
 
-def _implementation(config: Any) -> str | None:
-    return getattr(config, "_attn_implementation", None)
+def _has_attention(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) is not None
 
 
 def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
