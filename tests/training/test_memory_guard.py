@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import weakref
 
 import numpy
 import pytest
@@ -465,38 +464,6 @@ def test_a_rehearsal_changes_nothing(train, tiny, sections):
     last = lines_of(looked.folder)[-1]
     assert last["step"] == 4
     assert 0 < last["preflight_peak_bytes"] <= last["peak_memory_bytes"]
-
-
-def test_activations_are_freed_after_a_hook_of_a_gradient_ran_out_of_memory():
-    """torch would keep them until the next backward: the next try would have less memory."""
-
-    class Saved:
-        def __init__(self, tensor):
-            self.tensor = tensor.detach()
-
-    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
-
-    def pack(tensor):
-        one = Saved(tensor)
-        saved.add(one)
-        return one
-
-    def runs_out(parameter):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 …")
-
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
-    model[2].weight.register_post_accumulate_grad_hook(runs_out)
-    engine = Engine(device="cpu")
-    model = engine.prepare(model)
-
-    def work():
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
-            loss = model(torch.ones(3, 8)).tanh().sum()
-        assert len(saved) > 0
-        loss.backward()
-
-    assert isinstance(Rollback(engine, model).attempt(work), OutOfMemory)
-    assert len(saved) == 0
 
 
 def test_the_worst_batch_is_what_is_tried(train, monkeypatch):

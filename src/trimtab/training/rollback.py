@@ -81,7 +81,6 @@ class Rollback:
             self._random.observe()
             return result
         # not in the except block: while the exception is handled, its traceback keeps the activations alive
-        _release_failed_backward(self._engine.device)
         if together:
             release_cached_memory(self._engine.device)
             failure = self._give_up(failure)
@@ -116,20 +115,6 @@ class Rollback:
             restore_random_state(random)
 
         return undo
-
-
-def _release_failed_backward(device: torch.device) -> None:
-    """Let autograd free the graph of a backward that failed.
-
-    After an exception in a hook of a complete gradient (an update in backward, a copy to the host), torch keeps what is
-    left of the graph, with all saved activations, until the next backward on the device: this one, of nothing.
-    """
-    try:
-        with torch.enable_grad():
-            torch.zeros((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # there may be no memory for a number
-        if not is_out_of_memory(error):
-            raise
 
 
 class _UsedGenerators:
