@@ -180,58 +180,70 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
     Returns:
         The rows that were predicted; none is chosen where none fits.
     """
-    found: dict[StepSpec, Row | None] = {}
+    rows = _Predicted(predict)
+    widest = _with_whole_batch(space, rows, room, thorough)
+    best = next((row for row in widest if row.estimate.fits), None)
+    sizes = space.micro_batches[1:]
+    if best is None and widest:  # the smallest set allows the largest micro-batch: a time that others have to beat
+        best = _largest_micro_batch(min(widest, key=lambda row: row.least_bytes), sizes, rows.look, room, None)
+    for row in widest:
+        if best is not None and not _is_faster(row, best):
+            break  # smaller micro-batches are slower still
+        if sizes and not thorough and not _may_fit(row.spec.with_micro_batch(sizes[-1]), space, rows, room):
+            continue
+        fitting = _largest_micro_batch(row, sizes, rows.look, room, best)
+        if fitting is not None and (best is None or _is_faster(fitting, best)):
+            best = fitting
+    if thorough or best is None:
+        *_, last = space.sets()
+        rows.look(last.with_micro_batch(space.micro_batches[-1]))
+        if thorough and best is not None:
+            _look_one_step_down(best, space, rows.look)
+    possible = [row for row in rows.found.values() if row is not None]
+    return Ladder(tuple(sorted(possible, key=lambda row: row.estimate.ranked_s)), best)
 
-    def look(spec: StepSpec) -> Row | None:
-        if spec not in found:
-            estimate = predict(spec)
-            found[spec] = None if estimate is None else Row(spec, estimate)
-        return found[spec]
 
+class _Predicted:
+    """The rows of all specifications that were predicted; None for those that the model does not support."""
+
+    def __init__(self, predict: Predict) -> None:
+        self.found: dict[StepSpec, Row | None] = {}
+        self._predict = predict
+
+    def look(self, spec: StepSpec) -> Row | None:
+        """The row of a specification, predicted once."""
+        if spec not in self.found:
+            estimate = self._predict(spec)
+            self.found[spec] = None if estimate is None else Row(spec, estimate)
+        return self.found[spec]
+
+
+def _with_whole_batch(space: Space, rows: _Predicted, room: int, thorough: bool) -> list[Row]:
+    """The combinations of techniques with the largest micro-batch, the fastest first."""
     widest: list[Row] = []
     for spec in sorted(space.sets(), key=space.order):
         is_slower = any(row.estimate.fits and space.is_known_slower(spec, row.spec) for row in widest)
         if is_slower and not thorough:
             continue
-        row = None if thorough else _too_large(spec, space, found, room)
-        row = row or look(spec)
+        row = None if thorough else _too_large(spec, space, rows.found, room)
+        row = row or rows.look(spec)
         if row is not None:
             widest.append(row)
-    widest.sort(key=lambda row: row.estimate.ranked_s)
-    best = next((row for row in widest if row.estimate.fits), None)
-    sizes = space.micro_batches[1:]
-    if best is None and widest:  # the smallest set allows the largest micro-batch: a time that others have to beat
-        best = _largest_micro_batch(min(widest, key=lambda row: row.least_bytes), sizes, look, room, None)
+    return sorted(widest, key=lambda row: row.estimate.ranked_s)
 
-    def may_fit(spec: StepSpec) -> bool:
-        """Whether a specification is worth a prediction: the smallest one beside it fits."""
-        if thorough:
-            return True
-        smallest = space.smallest_beside(spec)
-        axis = space.between(smallest)
-        for value in () if axis is None else (axis.values[0], axis.values[-1], axis.middle):
-            look(smallest.having({axis.technique.key: value}))  # type: ignore[union-attr]
-            if _too_large(smallest, space, found, room) is not None:
+
+def _may_fit(spec: StepSpec, space: Space, rows: _Predicted, room: int) -> bool:
+    """Whether a specification is worth a prediction: the smallest one beside it fits on the device."""
+    smallest = space.smallest_beside(spec)
+    axis = space.between(smallest)
+    if axis is not None:
+        for value in (axis.values[0], axis.values[-1], axis.middle):
+            rows.look(smallest.having({axis.technique.key: value}))
+            if _too_large(smallest, space, rows.found, room) is not None:
                 return False
-        row = look(smallest)
-        # what needs least on the device may need too much of the host, where others keep nothing
-        return row is None or row.estimate.fits or row.least_bytes <= _SURELY * room
-
-    for row in widest:
-        if best is not None and not _is_faster(row, best):
-            break  # smaller micro-batches are slower still
-        if sizes and not may_fit(row.spec.with_micro_batch(sizes[-1])):
-            continue
-        fitting = _largest_micro_batch(row, sizes, look, room, best)
-        if fitting is not None and (best is None or _is_faster(fitting, best)):
-            best = fitting
-    if thorough or best is None:
-        *_, last = space.sets()
-        look(last.with_micro_batch(space.micro_batches[-1]))
-        if thorough and best is not None:
-            _look_one_step_down(best, space, look)
-    rows = [row for row in found.values() if row is not None]
-    return Ladder(tuple(sorted(rows, key=lambda row: row.estimate.ranked_s)), best)
+    row = rows.look(smallest)
+    # what needs least on the device may need too much of the host, where others keep nothing
+    return row is None or row.estimate.fits or row.least_bytes <= _SURELY * room
 
 
 def _too_large(spec: StepSpec, space: Space, found: Mapping[StepSpec, Row | None], room: int) -> Row | None:
