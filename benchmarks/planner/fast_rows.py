@@ -64,11 +64,12 @@ def row(
     adapter: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """One row. `words` are its techniques: packed, compiled, graphs, chunked, liger, all, ops, N micro-batches."""
+    """One row. `words` are its techniques: packed, compiled, captured, graphs (both), chunked, liger, micro-batches."""
     told = words.split(", ")
     num_micro = next((int(word.split()[0]) for word in told if word.endswith("micro-batches")), 1)
     recomputed = next((word.removeprefix("recompute ") for word in told if word.startswith("recompute ")), "none")
-    train = {"compile": "graphs" if "graphs" in told else "blocks" if "compiled" in told else "off"}
+    compiled = {"graphs": "graphs", "captured": "capture", "compiled": "blocks"}
+    train = {"compile": next((value for word, value in compiled.items() if word in told), "off")}
     memory = {
         "padding": "none" if "packed" in told else "longest",
         "gradient_checkpointing": recomputed,
@@ -83,15 +84,22 @@ def row(
 def _all_rows() -> Iterator[tuple[str, dict[str, Any]]]:
     bert = ("packed", "packed, recompute all", "packed, 4 micro-batches", "compiled", "compiled, recompute all")
     bert += ("compiled, packed", "compiled, packed, recompute all", "compiled, packed, 4 micro-batches")
-    for words in (*bert, "graphs", "graphs, packed", "graphs, packed, 4 micro-batches"):
+    for words in (*bert, "graphs", "graphs, packed", "graphs, packed, 4 micro-batches", "captured, packed"):
         yield f"bert, {words}", row(BERT, words)
-    for words in ("packed", "compiled, packed, 2 micro-batches", "graphs, packed"):
+    for words in ("packed", "compiled, packed, 2 micro-batches", "graphs, packed", "captured, packed"):
         yield f"minilm, {words}", row(MINILM, words, 64, 256)
     for words in ("packed", "compiled, packed"):
         yield f"roberta, {words}", row(SHORT_ROBERTA, words, 32, 256, precision="fp16")
         yield f"modernbert, {words}", row(SHORT_MODERNBERT, words, task="masked-lm")
     llama = {"rows": 4, "length": 1024, "task": "causal-lm"}
-    of_a_base = ("packed", "compiled", "compiled, recompute all", "compiled, packed", "graphs, packed")
+    of_a_base = (
+        "packed",
+        "compiled",
+        "compiled, recompute all",
+        "compiled, packed",
+        "graphs, packed",
+        "captured, packed",
+    )
     for words in of_a_base:
         yield f"llama 1B, lora, {words}", row(LLAMA_1B, words, adapter=LORA, **llama)
     for words in ("plain", "compiled", "compiled, packed, 2 micro-batches", "liger, recompute ops"):

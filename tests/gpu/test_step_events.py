@@ -97,7 +97,10 @@ def run(folder, name, compiled, precision):
 
 @pytest.mark.parametrize(
     ("compiled", "precision", "num_syncs"),
-    [("off", "bf16", 0), ("off", "fp16", 1), ("blocks", "bf16", 0), ("graphs", "bf16", 0), ("graphs", "fp16", 1)],
+    [
+        *(("off", "bf16", 0), ("off", "fp16", 1), ("blocks", "bf16", 0), ("capture", "bf16", 0)),
+        *(("graphs", "bf16", 0), ("graphs", "fp16", 1)),
+    ],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_syncs_of_a_step(tmp_path, name, compiled, precision, num_syncs):
@@ -108,15 +111,19 @@ def test_syncs_of_a_step(tmp_path, name, compiled, precision, num_syncs):
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches_of_a_step(tmp_path, name):
-    found = {kind: run(tmp_path / kind, name, kind, "bf16")[0].counts for kind in ("off", "blocks", "graphs")}
+    kinds = ("off", "blocks", "graphs", "capture")
+    found = {kind: run(tmp_path / kind, name, kind, "bf16")[0].counts for kind in kinds}
     kernels = {kind: num_kernels(counts) for kind, counts in found.items()}
     assert kernels["off"] > kernels["blocks"] > kernels["graphs"] > 0, kernels
+    assert kernels["capture"] == kernels["graphs"], "of what is not captured"
     # a graph leaves clipping, the optimizer and copies of inputs, which are few kernels for many tensors
     assert kernels["graphs"] < 120, kernels
-    assert [num_graphs(counts) for counts in found.values()] == [0, 0, 1], "one micro-batch"
+    assert [num_graphs(counts) for counts in found.values()] == [0, 0, 1, 1], "one micro-batch"
 
 
-@pytest.mark.parametrize(("compiled", "is_rounded"), [("off", False), ("blocks", False), ("graphs", True)])
+@pytest.mark.parametrize(
+    ("compiled", "is_rounded"), [("off", False), ("blocks", False), ("capture", True), ("graphs", True)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_filler_of_packed_batches(tmp_path, monkeypatch, name, compiled, is_rounded):
     """Graphs are captured for few sizes, so batches are rounded up; otherwise there is no filler at all."""

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from trimtab import Recipe
-from trimtab.model.compile_time import compile_seconds
+from trimtab.model.compile_time import capture_seconds, compile_seconds
 from trimtab.planner.allocator import CAP_STEP, LARGE_SEGMENT, peaks, round_size
 from trimtab.planner.graph_memory import graph_memory, with_graph_workspaces
 from trimtab.planner.memory import predict_captured
@@ -188,19 +188,21 @@ def test_a_start_has_to_be_worth_it(num_steps, before, after, is_worth_it):
     assert (compiled < plain) is is_worth_it
 
 
-@pytest.mark.parametrize(("num_steps", "expected"), [(300, "off"), (1_000_000, "graphs")])
-def test_a_plan_compiles_for_long_runs(num_steps, expected):
+@pytest.mark.parametrize(("num_steps", "expected"), [(300, "capture"), (1_000_000, "graphs")])
+def test_a_plan_compiles_for_long_runs_and_captures_for_shorter_ones(num_steps, expected):
     planner = planner_of("auto", max_steps=num_steps)
-    assert {axis.technique.key: axis.values for axis in planner.space.axes}["compile"] == ("off", "graphs")
+    assert {axis.technique.key: axis.values for axis in planner.space.axes}["compile"] == ("off", "capture", "graphs")
     ladder = planner.choose()
     assert ladder.chosen.spec["compile"] == expected
     assert ladder.chosen.estimate.num_steps == num_steps
     assert {row.spec["compile"] for row in ladder.rows} == {expected}, "only the better value is searched"
     reference = planner.space.reference()
-    by_value = {value: planner.estimate(reference.having({"compile": value})) for value in ("off", "graphs")}
-    assert by_value["graphs"].step_s < by_value["off"].step_s
-    assert by_value["off"].start_s == 0.0
-    assert by_value["graphs"].start_s == compile_seconds(planner.case.model, 1)  # rows of one length
+    values = ("off", "capture", "graphs")
+    off, capture, graphs = (planner.estimate(reference.having({"compile": value})) for value in values)
+    assert graphs.step_s < capture.step_s < off.step_s
+    assert off.start_s == 0.0
+    assert capture.start_s == capture_seconds(planner.case.model, 1)  # rows of one length
+    assert graphs.start_s == capture.start_s + compile_seconds(planner.case.model)
 
 
 def test_the_rules_know_the_length_of_the_run():

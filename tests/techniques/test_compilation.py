@@ -171,11 +171,22 @@ def auto_values(model=None, recipe=None, **changes):
 
 
 def test_auto_considers_long_runs_on_one_gpu(monkeypatch):
-    assert auto_values() == ("off", "graphs")
-    assert auto_values(recipe={"adapter": "lora"}) == ("off", "graphs")
+    assert auto_values() == ("off", "capture", "graphs")
+    assert auto_values(recipe={"adapter": "lora"}) == ("off", "capture", "graphs")
     monkeypatch.setattr(compilation, "_MOST_FOR_GRAPHS", 5)
     assert auto_values() == ("off", "blocks"), "all gradients of a large model would stay allocated"
-    assert auto_values(recipe={"adapter": "lora"}) == ("off", "graphs"), "few weights have gradients"
+    assert auto_values(recipe={"adapter": "lora"}) == ("off", "capture", "graphs"), "few weights have gradients"
+
+
+def test_to_capture_takes_less_time_than_to_compile():
+    """Nothing is compiled, so shorter runs are captured."""
+    model = load_model(config_of("bert"), "sequence-classification", {}, None)
+    case = Case(model, Accelerator("cuda", (9, 0)), "bf16", count_shapes=lambda: 20)
+    off, capture, blocks, graphs = (
+        Compilation().start_seconds(value, case) for value in ("off", "capture", "blocks", "graphs")
+    )
+    assert off == 0 < capture < blocks
+    assert graphs == pytest.approx(capture + blocks)
 
 
 @pytest.mark.parametrize(
@@ -200,15 +211,17 @@ def test_own_loops_are_left_alone():
     assert Compilation().values(Case(torch.nn.Linear(2, 2), Accelerator("cuda", (9, 0)), "bf16")) == ("off",)
 
 
-def test_graphs_need_one_process():
-    spec = StepSpec.of(4, "bf16", {"compile": "graphs"})
+@pytest.mark.parametrize("value", ["capture", "graphs"])
+def test_graphs_need_one_process(value):
+    spec = StepSpec.of(4, "bf16", {"compile": value})
     case = Case(None, Accelerator("cuda", (9, 0)), "bf16", num_processes=2)
-    assert "works with one process" in Compilation().refuse(spec, case)
+    assert f"{value} works with one process" in Compilation().refuse(spec, case)
 
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(RecipeError, match="Linear has no repeated blocks"):
         Compilation().values(case_of(torch.nn.Linear(2, 2), compile="blocks"))
+    assert Compilation().values(case_of(torch.nn.Linear(2, 2), compile="capture")) == ("capture",)
 
 
 def test_only_the_most_frequent_sizes_are_captured():
@@ -301,25 +314,51 @@ class Repeats:
         self.num_forgotten += 1
 
 
+class Refuses(Repeats):
+    def record(self, work):
+        self.num_recorded += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
 @pytest.mark.slow
-def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch):
+@pytest.mark.parametrize(("plain", "captured"), [("blocks", "graphs"), ("off", "capture")])
+def test_a_run_replays_captured_micro_batches(tiny, own_folder, compiler, monkeypatch, plain, captured):
     write_csv(own_folder / "rows.csv", rows())
     recorder = Repeats()
     monkeypatch.setattr(compilation, "capture_micro_batches", lambda model: capture_micro_batches(model, recorder))
-    fit(recipe_of(tiny, "blocks", memory={"micro_batch": 4}), progress="quiet", device="cpu")
-    recipe = recipe_of(tiny, "graphs", memory={"micro_batch": 4}, train={"compile": "graphs"})
-    fit(recipe, progress="quiet", device="cpu")
+    for value in (plain, captured):
+        recipe = recipe_of(tiny, value, memory={"micro_batch": 4}, train={"compile": value})
+        fit(recipe, progress="quiet", device="cpu")
     assert recorder.num_recorded == 1
     assert recorder.num_replayed == 1 + 11  # a trial, and 6 steps of 2 micro-batches: one step has half the rows
-    assert_same_run("graphs", "blocks", 6)
+    assert len(compiler.made) == (2 if plain == "blocks" else 0), "capture compiles nothing"
+    assert_same_run(captured, plain, 6)
 
 
 @pytest.mark.slow
-def test_graphs_on_a_cpu_are_reported(tiny, own_folder, compiler, caplog):
+@pytest.mark.parametrize("value", ["capture", "graphs"])
+def test_graphs_on_a_cpu_are_reported(tiny, own_folder, compiler, caplog, value):
     write_csv(own_folder / "rows.csv", rows())
     with caplog.at_level("INFO", "trimtab"):
-        fit(recipe_of(tiny, "run", max_steps=2, train={"compile": "graphs"}), progress="quiet", device="cpu")
-    assert sum("graphs needs an NVIDIA GPU" in record.message for record in caplog.records) == 1
+        fit(recipe_of(tiny, "run", max_steps=2, train={"compile": value}), progress="quiet", device="cpu")
+    assert sum(f"{value} needs an NVIDIA GPU" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_be_captured_says_so_and_stays_so(tiny, own_folder, monkeypatch, caplog):
+    """Also after a resume: the failure is in the checkpoint."""
+    write_csv(own_folder / "rows.csv", rows())
+    recorder = Refuses()
+    monkeypatch.setattr(compilation, "capture_micro_batches", lambda model: capture_micro_batches(model, recorder))
+    fit(recipe_of(tiny, "plain", train={"compile": "off"}), progress="quiet", device="cpu")
+    recipe = recipe_of(tiny, "captured", train={"compile": "capture"})
+    with caplog.at_level("INFO", "trimtab"):
+        with pytest.raises(Stopped):
+            fit(recipe, callbacks=[Stops()], progress="quiet", device="cpu")
+        fit(recipe, progress="quiet", device="cpu", resume=True)
+    assert sum("could not be captured" in record.message for record in caplog.records) == 1
+    assert recorder.num_recorded == 1
+    assert_same_run("captured", "plain", 6)
 
 
 @pytest.mark.slow

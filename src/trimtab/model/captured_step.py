@@ -260,7 +260,7 @@ class CapturedMicroBatches:
         """Compute a micro-batch inside `engine.accumulate`."""
         if engine.use_distributed:
             raise RecipeError(
-                "train.compile: graphs works with one process: a graph cannot contain the exchange of gradients",
+                "CUDA graphs (train.compile) need one process: a graph cannot contain the exchange of gradients",
                 "train.compile: blocks",
             )
         if self.failure is not None or not self.can_capture(engine.device):

@@ -179,10 +179,10 @@ class TrainSettings(Section):
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
     """Non-finite loss: stop = raise an error; skip = skip the optimizer step; rewind = go back to the last checkpoint
     and continue with other rows, once per run."""
-    compile: Literal["auto", "off", "blocks", "graphs"] = "auto"
-    """Compile the model with torch.compile: blocks = the repeated blocks, before the first step; graphs = also capture
-    the step of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one GPU);
-    auto = what is fastest for a run of that length on one NVIDIA GPU, else off."""
+    compile: Literal["auto", "off", "capture", "blocks", "graphs"] = "auto"
+    """blocks = compile the repeated blocks of the model with torch.compile before the first step; capture = capture the
+    step of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one GPU); graphs =
+    both; auto = what is fastest for a run of that length on one NVIDIA GPU, else off."""
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10

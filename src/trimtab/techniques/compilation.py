@@ -2,7 +2,8 @@
 
 Blocks are compiled before the first step. torch keeps compiled code in a cache folder (TORCHINDUCTOR_CACHE_DIR), which
 later runs and resumed runs read. `graphs` captures forward, loss and backward of every size of micro-batch in CUDA
-graphs as well, so that the GPU no longer waits for Python.
+graphs as well, so that the GPU no longer waits for Python; `capture` does so without compiling anything, which takes
+seconds less before the first step and leaves operations as they are.
 
 Results are those of the plain step up to rounding; dropout draws the same random numbers. A failure is part of a
 checkpoint, so a resumed run rounds alike.
@@ -27,14 +28,14 @@ from trimtab.model.captured_step import (
     captured_micro_batches_of,
     compute_captured,
 )
-from trimtab.model.compile_time import compile_seconds, compiling_may_pay
+from trimtab.model.compile_time import capture_seconds, compile_seconds, compiling_may_pay
 from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
 from trimtab.model.expert_weights import fused_experts
 from trimtab.techniques.adapter import adapter_settings, has_plain_lora, has_quantized_base
 from trimtab.techniques.base import Case, OnResume, Phase, Site, StepSpec, Technique, Trial
 
 _KEY = "train.compile"
-_GRAPHS = "graphs"
+_GRAPHS, _CAPTURE = "graphs", "capture"
 _ROW_KINDS = ("sequence-classification",)
 _MOST_FOR_GRAPHS = 500_000_000  # trainable parameters
 
@@ -56,52 +57,55 @@ class Compilation(Technique):
         """The recipe's value; `auto` leaves it to the planner whether a run is long enough."""
         asked = str(self.asked(case.recipe))
         if asked == "auto":
-            return ("off", _best_for(case)) if may_compile(case) else ("off",)
-        if asked != "off" and case.model is not None and not blocks_of(case.model):
+            return ("off", *_worth_trying(case)) if may_compile(case) else ("off",)
+        if compiles_blocks(asked) and case.model is not None and not blocks_of(case.model):
             raise RecipeError(f"{_KEY}: {asked}: {type(case.model).__name__} has no repeated blocks", f"{_KEY}: off")
         return (asked,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
         """A graph cannot contain the exchange of gradients; masks in compiled blocks are not predicted well."""
         value = spec[self.key]
-        if value == _GRAPHS and case.num_processes > 1:
-            return f"{_KEY}: {_GRAPHS} works with one process; blocks works with several"
+        if captures_steps(value) and case.num_processes > 1:
+            return f"{_KEY}: {value} works with one process; blocks works with several"
         if value == self.off or not self.is_open(case.recipe):
             return None
         if spec["padding"] != "none":
             return f"{_KEY}: auto compiles batches without padding only"
         # Batches with one label per row would have graphs for every number of rows and every number of tokens.
-        if value == _GRAPHS and case.model_kind in _ROW_KINDS and _divides_batches(spec, case):
+        if captures_steps(value) and case.model_kind in _ROW_KINDS and _divides_batches(spec, case):
             return f"{_KEY}: auto captures the steps of a classifier only if a batch is one micro-batch"
         return None
 
     def can_keep(self, value: str, case: Case) -> bool:
         """Graphs need an NVIDIA GPU and one process; where `auto` compiles nothing, a resumed run does not either."""
-        return value == self.off or (case.accelerator.is_cuda and (value != _GRAPHS or case.num_processes == 1))
+        is_alone = case.num_processes == 1
+        return value == self.off or (case.accelerator.is_cuda and (is_alone or not captures_steps(value)))
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Replace the forward of the blocks; a trace runs the graphs that would be compiled."""
-        compile_blocks(model)
-        if value == _GRAPHS and not site.is_traced:
+        if compiles_blocks(value):
+            compile_blocks(model)
+        if captures_steps(value) and not site.is_traced:
             capture_micro_batches(model)
 
     def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
         """Replay captured micro-batches."""
-        return partial(compute_gradients, compute=compute_captured) if value == _GRAPHS else compute_gradients
+        return partial(compute_gradients, compute=compute_captured) if captures_steps(value) else compute_gradients
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
         """Every size is a separate graph, and takes memory and time to capture."""
-        return replace(batching, has_few_sizes=True) if value == _GRAPHS else batching
+        return replace(batching, has_few_sizes=True) if captures_steps(value) else batching
 
     def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
         """Compile the blocks, and capture every size; if there are too many, the most frequent ones."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
-        if blocks is None or (blocks.failure is not None and captured is None):
+        if captured is None and (blocks is None or blocks.failure is not None):
             return
         largest, *others = find_trials()
         largest.run()
         if captured is not None and not captured.can_capture(next(model.parameters()).device):
-            say(f"{_KEY}: {_GRAPHS} needs an NVIDIA GPU: blocks are compiled, and nothing is captured")
+            rest = "blocks are compiled, and nothing is captured" if blocks is not None else "nothing is captured"
+            say(f"{_KEY}: {value} needs an NVIDIA GPU: {rest}")
             captured = None
         if captured is None:
             for trial in others[-1:]:  # torch may find that small sizes need other code
@@ -110,29 +114,30 @@ class Compilation(Technique):
         _capture_sizes(captured, [largest, *others])
 
     def captures(self, value: str) -> bool:
-        """Graphs are."""
+        """Graphs are, compiled or not."""
         return captures_steps(value)
 
     def start_seconds(self, value: str, case: Case) -> float:
         """Compiling, and capturing every size."""
         if value == self.off:
             return 0.0
-        counts = value == _GRAPHS and case.count_shapes is not None
-        num_sizes = min(MOST_GRAPHS, case.count_shapes()) if counts else 0  # type: ignore[misc]
-        return compile_seconds(case.model, num_sizes)
+        seconds = compile_seconds(case.model) if compiles_blocks(value) else 0.0
+        if captures_steps(value) and case.count_shapes is not None:
+            seconds += capture_seconds(case.model, min(MOST_GRAPHS, case.count_shapes()))
+        return seconds
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
-        return blocks if blocks is None or captured is None else _Execution(blocks, captured)
+        return _Execution(blocks, captured) if blocks is not None and captured is not None else blocks or captured
 
     def loads_kernels(self, value: str) -> bool:
         """Inductor's kernels are Triton's."""
-        return value != self.off
+        return compiles_blocks(value)
 
     def describe(self, value: str) -> str:
         """Such as "compiled blocks"."""
-        return f"compiled {value}"
+        return f"compiled {value}" if compiles_blocks(value) else "captured steps"
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
         """Compiled blocks round differently."""
@@ -141,7 +146,12 @@ class Compilation(Technique):
 
 def captures_steps(value: str) -> bool:
     """Whether a value captures steps in CUDA graphs."""
-    return value == _GRAPHS
+    return value in (_GRAPHS, _CAPTURE)
+
+
+def compiles_blocks(value: str) -> bool:
+    """Whether a value compiles the blocks of a model."""
+    return value in ("blocks", _GRAPHS)
 
 
 def may_compile(case: Case) -> bool:
@@ -169,12 +179,12 @@ def _divides_batches(spec: StepSpec, case: Case) -> bool:
     return spec.micro_batch < recipe.train.batch_size or recipe.memory.micro_batch_tokens != "auto"
 
 
-def _best_for(case: Case) -> str:
+def _worth_trying(case: Case) -> tuple[str, ...]:
     """Large models keep a GPU busy, and the gradients of all their weights would stay allocated for graphs."""
     assert case.recipe is not None
     has_few = adapter_settings(case.recipe) is not None
     num_trainable = 0 if has_few else sum(parameter.numel() for parameter in case.model.parameters())
-    return _GRAPHS if num_trainable <= _MOST_FOR_GRAPHS else "blocks"
+    return (_CAPTURE, _GRAPHS) if num_trainable <= _MOST_FOR_GRAPHS else ("blocks",)
 
 
 class _Execution:
