@@ -65,8 +65,9 @@ test-newest: .venv-newest       ## the same with the newest that pip finds
 	$</bin/python -m pytest $(MODELS)
 
 # One process for each file: what the allocator keeps of one file would be in the figures of the next.
-test-gpu: .venv/installed       ## the tests that need an NVIDIA GPU
+test-gpu: .venv/installed       ## the tests that need an NVIDIA GPU, and the tutorials on it
 	for file in tests/gpu/test_*.py; do $(BIN)/python -m pytest -n 0 -m gpu $$file || exit 1; done
+	$(BIN)/python -m pytest -n 4 --dist load -m slow tests/docs/test_tutorials.py
 
 docs: .venv/installed   ## the documentation site, in build/site; broken links are errors
 	$(BIN)/python docs/site/build_site.py

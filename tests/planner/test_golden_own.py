@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import MissingDependency
+from trimtab.planner.shapes import OneLength
+from trimtab.planner.survey import RecipeRows, planner_for
+from trimtab.planner.target import known_target
+from trimtab.recipe.schema import Recipe
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "planner" / "accuracy.py"
 spec = importlib.util.spec_from_file_location("planner_accuracy", ACCURACY)
@@ -97,3 +101,27 @@ def test_what_cannot_be_predicted_says_so(name, predictor):
     (row,) = [row for row in ROWS if row.name == name]
     with pytest.raises(MissingDependency, match="liger"):
         predictor.predict(row)
+
+
+# Rows of 120,000 tokens, QLoRA, measured on an H200 with 2 and with 32 layers: attention in backward is the peak.
+LONG = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336}
+LONG |= {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
+LONG_LEVERS = {"padding": "longest", "offload_activations": "all", "tile_tokens": 1024, "offload": "embeddings"}
+LONG_LEVERS |= {"kernels": "liger", "gradient_checkpointing": "all", "loss": "chunked", "stream_weights": "none"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_layers", "measured"), [(2, 14_271_447_552), (32, 18_283_295_232)])
+def test_the_peak_of_a_row_of_120_000_tokens(num_layers, measured):
+    recipe = Recipe(
+        model={"config": LONG | {"num_hidden_layers": num_layers}, "tokenizer": "train"},
+        task="causal-lm",
+        data={"train": [{"text": "the film " * 200}], "eval_share": 0, "max_length": 120_000},
+        train={"batch_size": 1, "precision": "bf16", "optimizer": "paged-adamw8bit", "compile": "off"},
+        adapter={"kind": "qlora", "rank": 32},
+        memory=LONG_LEVERS | {"update": "device", "micro_batch": 1},
+    )
+    planner = planner_for(recipe, known_target("h200", None), RecipeRows(recipe))
+    planner.lengths = OneLength(120_000, num_rows=1)
+    predicted = planner.prediction(planner.space.reference()).allocated
+    assert predicted == pytest.approx(measured, rel=0.001)

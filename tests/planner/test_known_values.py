@@ -25,6 +25,9 @@ class HostRules:
     def temporaries(self, func, args, out):
         return []
 
+    def workspaces(self, func, args):
+        return []
+
     def kept(self, func, args, in_backward):
         return []
 

@@ -118,7 +118,10 @@ class Rules(Protocol):
     """What a real device allocates in addition to the tensors of a step."""
 
     def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> list[int]:
-        """Bytes of temporary buffers inside a kernel."""
+        """Bytes of temporary buffers that a kernel allocates before its outputs."""
+
+    def workspaces(self, func: Any, args: tuple[Any, ...]) -> list[int]:
+        """Bytes of temporary buffers that a kernel allocates after its outputs."""
 
     def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
         """Workspaces that a library allocates in its first call and keeps: name and bytes of each."""
@@ -385,6 +388,8 @@ class Recorder(TorchDispatchMode):
         is_new = False
         for tensor, owner in zip(outs, owners, strict=True):
             is_new = self._bear(tensor, self._part or self.stage, name, owner) or is_new
+        for size in self._rules.workspaces(func, args):
+            temporary.append(self._make(size, self.stage, name, False, self._owner))
         for number in temporary:
             self.events.append(Event(number, 0))
         if self.is_timing and (is_new or temporary or is_mutable):
