@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from trimtab.model.gradient_hooks import register_gradient_hook
 from trimtab.model.half_weights import take_exact
 from trimtab.model.host_areas import empty_on_host, require_host_memory
 from trimtab.model.streamed_blocks import computing_device, is_streamed
-from trimtab.optim.in_backward import register_gradient_hook
 
 SLICE = 2**24  # elements that are converted or added at a time
 MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copied
