@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from trimtab.model.gradient_hooks import call_when_hooks_run_out, register_gradient_hook
+from trimtab.optim.build import build_optimizer
+from trimtab.optim.host_update import build_on_host
+from trimtab.optim.in_backward import update_in_backward, updates_of
+from trimtab.optim.streamed_update import build_streamed
 
+CPU = torch.device("cpu")
 MESSAGE = "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 …"
 NAMES = [f"{layer}.{name}" for layer in range(3) for name in ("q", "k", "v", "o")]
 
@@ -62,7 +67,7 @@ class Hooks:
     def __init__(self, model, fails_at, error=torch.OutOfMemoryError):
         self.taken, self.fails_at, self.error = {}, fails_at, error
         for name, parameter in model.named_parameters():
-            register_gradient_hook(parameter, lambda parameter, name=name: self.take(parameter, name))
+            register_gradient_hook(parameter, self.take, name=name)
 
     def take(self, parameter, name):
         gradient = parameter.grad
@@ -109,7 +114,7 @@ def test_no_hook_does_anything_after_the_one_that_failed():
 def test_callbacks_that_others_queue_later_run_before_the_error():
     """Such as one that moves weights back to the host."""
     model, seen = small_model(), []
-    Hooks(model, "2.o.weight")
+    hooks = Hooks(model, "2.o.weight")
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def block_comes(gradient):
@@ -119,16 +124,18 @@ def test_callbacks_that_others_queue_later_run_before_the_error():
     with pytest.raises(torch.OutOfMemoryError):
         Saved().loss_of(model).backward()
     assert seen == ["done"]
+    assert list(hooks.taken) == ["2.o.bias"]
 
 
 def test_a_listener_is_called_while_activations_are_in_memory():
     model, saved, seen = small_model(), Saved(), []
-    Hooks(model, "2.v.weight")
+    hooks = Hooks(model, "2.v.weight")
     loss = saved.loss_of(model)
     with call_when_hooks_run_out(lambda: seen.append(len(saved.alive))), pytest.raises(torch.OutOfMemoryError):
         loss.backward()
     assert len(seen) == 1
     assert seen[0] > 0
+    assert hooks.fails_at not in hooks.taken
 
 
 def test_other_errors_stop_backward_at_once():
@@ -137,3 +144,36 @@ def test_other_errors_stop_backward_at_once():
     with pytest.raises(ValueError, match="64.00 MiB"):
         Saved().loss_of(model).backward()
     assert len(hooks.taken) <= 1
+
+
+# ---------------------------------------------------------------------- lifetime
+
+
+def build(groups, device):
+    return build_optimizer("adamw", groups, lr=1e-2, device=device)
+
+
+@pytest.mark.parametrize("update", ["in-backward", "host", "streamed"])
+def test_parameters_gradients_and_optimizer_are_freed_with_the_model(update):
+    """Also where hooks of parameters belong to objects that refer to them, which torch hides from Python."""
+
+    def train_a_step():
+        model = small_model()
+        groups = [{"params": list(model.parameters())}]
+        if update == "in-backward":
+            optimizer = build(groups, CPU)
+            update_in_backward(model, optimizer)
+        elif update == "host":
+            optimizer = build_on_host(build, groups)
+        else:
+            optimizer = build_streamed(build, groups, CPU, model)
+        before = model[0].q.weight.detach().clone()
+        updates_of(model).begin_window(1)
+        Saved().loss_of(model).backward()
+        optimizer.step()
+        assert not torch.equal(before, model[0].q.weight)
+        return [weakref.ref(thing) for thing in (model, optimizer, *model.parameters())]
+
+    found = train_a_step()
+    gc.collect()
+    assert [thing() for thing in found] == [None] * len(found)

@@ -377,7 +377,7 @@ def test_activations_are_freed_before_the_next_attempt():
 @pytest.mark.parametrize("update", ["in-backward", "streamed", "host"])
 def test_activations_are_freed_after_memory_ran_out_with_a_complete_gradient(update, monkeypatch):
     """torch would keep them until the next backward: the next attempt would have less memory."""
-    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+    saved = weakref.WeakSet()
 
     class Saved:
         def __init__(self, tensor):

@@ -10,23 +10,42 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import ismethod
+from typing import Any
+from weakref import ref
 
 import torch
 
 from trimtab.hardware.memory import is_out_of_memory
 
-Hook = Callable[[torch.Tensor], None]
-
 _failed: set[int] = set()  # numbers of backwards in which memory ran out in a hook
 _listeners: list[Callable[[], None]] = []
 
 
-def register_gradient_hook(parameter: torch.Tensor, hook: Hook) -> None:
-    """Call a function with a parameter whenever its gradient is complete, also if it is unfrozen later."""
+def register_gradient_hook(parameter: torch.Tensor, hook: Callable[..., None], **arguments: Any) -> None:
+    """Call a function with a parameter whenever its gradient is complete, also if it is unfrozen later.
+
+    The object of a bound method is not kept alive. If it refers to the parameter, nothing would ever free either of
+    them: the garbage collector does not see that torch's reference to the hook belongs to the parameter.
+
+    Args:
+        parameter: The parameter.
+        hook: Called with it.
+        arguments: Passed to the hook as well.
+    """
+    call = partial(_call_method, ref(hook.__self__), hook.__func__) if ismethod(hook) else hook
     requires_grad = parameter.requires_grad
     parameter.requires_grad_(True)  # torch refuses hooks of frozen parameters
-    parameter.register_post_accumulate_grad_hook(partial(_call, hook))  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        partial(_call, partial(call, **arguments))
+    )
     parameter.requires_grad_(requires_grad)
+
+
+def _call_method(find: "ref[Any]", method: Callable[..., None], parameter: torch.Tensor, **arguments: Any) -> None:
+    owner = find()
+    if owner is not None:
+        method(owner, parameter, **arguments)
 
 
 @contextmanager
@@ -39,7 +58,7 @@ def call_when_hooks_run_out(listener: Callable[[], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def _call(hook: Hook, parameter: torch.Tensor) -> None:
+def _call(hook: Callable[[torch.Tensor], None], parameter: torch.Tensor) -> None:
     backward = torch._C._current_graph_task_id()
     if backward in _failed:
         parameter.grad = None

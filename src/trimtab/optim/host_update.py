@@ -12,7 +12,6 @@ Nothing here depends on CUDA but the stream and pinned memory: on a CPU the same
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class HostGradients:
     def watch(self) -> None:
         """Take the gradients of the parameters from now on."""
         for index, parameter in enumerate(self.parameters):
-            register_gradient_hook(parameter, partial(self._take, index=index))
+            register_gradient_hook(parameter, self._take, index=index)
 
     def settle(self) -> None:
         """Wait until all gradients are on the host. This is a host-device sync."""

@@ -10,7 +10,6 @@ except for stochastic rounding, which draws random numbers per parameter here an
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,7 +68,7 @@ class InBackward(AfterBackward):
         number = 0
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                register_gradient_hook(parameter, partial(self._finish, group=index, number=number))
+                register_gradient_hook(parameter, self._finish, group=index, number=number)
                 number += 1
 
     def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
