@@ -50,11 +50,14 @@ class HostGradients:
     def watch(self) -> None:
         """Take the gradients of the parameters from now on."""
         for index, parameter in enumerate(self.parameters):
-            register_gradient_hook(parameter, self._take, index=index)
+            register_gradient_hook(parameter, self._finish, index=index)
 
     def settle(self) -> None:
         """Wait until all gradients are on the host. This is a host-device sync."""
         self._queue.drain()
+
+    def _finish(self, parameter: torch.Tensor, index: int) -> None:
+        self._take(parameter, index)  # found when it is called: a trace replaces it, and must not be kept alive
 
     def _take(self, parameter: torch.Tensor, index: int) -> None:
         """Move a complete gradient to the host, or add it to the sum that is there."""
