@@ -1,9 +1,10 @@
 """Hooks that are called with complete gradients in backward. If memory runs out in one, backward ends before it raises.
 
-An exception in a hook stops a backward of torch at once. Operations that were ready to run stay in a queue of the
-thread, and with them all activations of the operations before them, until the next backward. The next attempt, with a
-smaller micro-batch, would begin without that memory. So an out-of-memory error of a hook is kept, further gradients of
-this backward are freed, and the error is raised when nothing is left to compute.
+An exception in a hook stops a backward of torch at once. Operations that were ready to run stay in a queue, and with
+them all activations of the operations before them: on a CPU until the next backward of the thread, on an accelerator
+until its thread has dropped them, which may be after backward has raised. The next attempt, with a smaller micro-batch,
+would begin without that memory. So an out-of-memory error of a hook is kept, further gradients of this backward are
+freed, and the error is raised when nothing is left to compute.
 """
 
 import traceback
