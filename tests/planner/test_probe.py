@@ -1,8 +1,10 @@
 """Trial steps: which ones are run, what is chosen by them, and that the run does not notice them."""
 
+import gc
 import itertools
 import json
 import logging
+import weakref
 
 import pytest
 import torch
@@ -237,6 +239,28 @@ def test_a_trial_has_the_copy_that_checkpoints_are_written_from(
     plan = train(memory={"budget": "300MiB"}, checkpoint={"every": every}).plan
     assert set(taken) == ({4 * copies * plan.num_parameters} if copies else set())
     assert plan.measured_steps
+
+
+@needs_resident_peak
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["device", "in-backward", "host", "streamed"])
+def test_nothing_of_a_trial_stays_in_memory(train, untraceable, figures, monkeypatch, update):
+    """Weights, gradients and optimizer state of a trial would be missing in the next one, and in the run."""
+    build, found = trial_step.build_parts, []
+
+    def note(run):
+        gc.collect()
+        assert [thing() for thing in found if thing() is not None] == [], "of the trial before"
+        parts = build(run)
+        found.extend(map(weakref.ref, (parts.model, parts.optimizer.optimizer, *parts.model.parameters())))
+        return parts
+
+    monkeypatch.setattr(trial_step, "build_parts", note)
+    train(memory={"budget": "300MiB", "update": update}, train={"max_steps": 1, "max_grad_norm": None})
+    gc.collect()
+    assert len(figures) > 1
+    assert found
+    assert [thing() for thing in found if thing() is not None] == []
 
 
 @needs_resident_peak

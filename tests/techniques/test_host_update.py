@@ -375,16 +375,13 @@ def test_several_processes_are_refused(update):
 def test_a_backward_that_failed_leaves_nothing_in_the_queue():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    optimizer = host_update.build_on_host(
-        lambda groups, _: torch.optim.SGD(groups, lr=0.1), [{"params": list(model.parameters())}]
-    )
+    weights = host_update.HostWeights(list(model.parameters()))
+    optimizer = torch.optim.SGD(weights.masters, lr=0.1)
     handle = model[0].weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(1, 4)).sum().backward()
     handle.remove()
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
-    weights = model[0].weight.master
-    queue = next(iter(model[0].weight._post_accumulate_grad_hooks.values())).func.__self__._queue
-    assert weights.grad is not None
-    assert not queue._kept, "the copies of both backwards were waited for"
+    assert all(master.grad is not None for master in weights.masters)
+    assert not weights._queue._kept, "the copies of both backwards were waited for"

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import weakref
 
 import numpy
 import pytest
@@ -14,7 +15,12 @@ from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, same_bits
 from trimtab import Recipe, fit
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.optim.build import build_optimizer
+from trimtab.optim.host_update import HostGradients
+from trimtab.optim.in_backward import InBackward, updates_of
 from trimtab.planner import decide as deciding
+from trimtab.techniques.base import StepSpec
+from trimtab.techniques.weight_update import WeightUpdate
 from trimtab.training.evaluate import Evaluator
 from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.loop import Trainer
@@ -349,7 +355,6 @@ def test_buffers_and_all_generators_are_put_back(num_windows_before):
 def test_activations_are_freed_before_the_next_attempt():
     """Nothing of the failed attempt is alive: neither its traceback nor its graph."""
     import gc
-    import weakref
 
     engine = Engine(device="cpu")
     model, optimizer = engine.prepare(model := torch.nn.Linear(3, 3), torch.optim.SGD(model.parameters()))
@@ -367,6 +372,62 @@ def test_activations_are_freed_before_the_next_attempt():
     finally:
         gc.enable()
     assert seen[0]() is None
+
+
+@pytest.mark.parametrize("update", ["in-backward", "streamed", "host"])
+def test_activations_are_freed_after_memory_ran_out_with_a_complete_gradient(update, monkeypatch):
+    """torch would keep them until the next backward: the next attempt would have less memory."""
+    saved = weakref.WeakSet()
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()
+            saved.add(self)
+
+    def build_adamw(groups, device):
+        return build_optimizer("adamw", groups, lr=1e-2, device=device)
+
+    def prepared():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
+        spec = StepSpec.of(8, "fp32", {"update": update, "optimizer": "adamw"})
+        build = WeightUpdate().wrap_build(build_adamw, spec, model)
+        optimizer = build([{"params": list(model.parameters())}], torch.device("cpu"))
+        engine = Engine(device="cpu")
+        return engine, *engine.prepare(model, optimizer)
+
+    def window(engine, model, optimizer):
+        updates_of(model).begin_window(1)
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda one: one.tensor):
+            loss = model(torch.ones(3, 8)).tanh().sum()
+        assert len(saved) > 0
+        engine.backward(loss)
+
+    owner, name = (InBackward, "_update") if update == "in-backward" else (HostGradients, "_send")
+    usual, calls, captured = getattr(owner, name), itertools.count(1), []
+
+    def run_out(self, *args):
+        if next(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 …")
+        usual(self, *args)
+
+    monkeypatch.setattr(owner, name, run_out)
+    ours, other = prepared(), prepared()
+    rollback = Rollback(ours[0], ours[1], lambda: captured.append(len(saved)))
+    before = {name: value.clone() for name, value in ours[1].state_dict().items()}
+    failure = rollback.attempt(lambda: window(*ours))
+    assert failure == OutOfMemory("64.00 MiB more", has_changed_weights=update == "in-backward")
+    assert len(saved) == 0
+    assert len(captured) == 1
+    assert captured[0] > 0, "a picture shows what was in memory when it ran out"
+    if failure.has_changed_weights:  # a run loads its last checkpoint
+        ours[1].load_state_dict(before)
+        ours[2].optimizer.state.clear()
+    for parts in (ours, other):
+        window(*parts)
+        parts[2].step()
+    assert all(torch.equal(*pair) for pair in zip(ours[1].parameters(), other[1].parameters(), strict=True))
+    assert not torch.equal(before["0.weight"], ours[1][0].weight)
 
 
 # ---------------------------------------------------------------------- evaluation

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from trimtab.model.gradient_hooks import register_gradient_hook
+
 _NAMES = ("weight", "bias")
 _EXACT = "exact"  # attribute of a parameter that was rounded
 
@@ -49,7 +51,7 @@ class HalfWeights:
                     parameter.grad.add_(half.grad)
                 half.grad = None
 
-        copy.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        register_gradient_hook(copy, add)
 
     @contextmanager
     def in_use(self, *, keeps_gradients: bool = False) -> Iterator[None]:

@@ -12,15 +12,14 @@ Nothing here depends on CUDA but the stream and pinned memory: on a CPU the same
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
+from trimtab.model.gradient_hooks import register_gradient_hook
 from trimtab.model.half_weights import take_exact
 from trimtab.model.host_areas import empty_on_host, require_host_memory
 from trimtab.model.streamed_blocks import computing_device, is_streamed
-from trimtab.optim.in_backward import register_gradient_hook
 
 SLICE = 2**24  # elements that are converted or added at a time
 MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copied
@@ -51,11 +50,14 @@ class HostGradients:
     def watch(self) -> None:
         """Take the gradients of the parameters from now on."""
         for index, parameter in enumerate(self.parameters):
-            register_gradient_hook(parameter, partial(self._take, index=index))
+            register_gradient_hook(parameter, self._finish, index=index)
 
     def settle(self) -> None:
         """Wait until all gradients are on the host. This is a host-device sync."""
         self._queue.drain()
+
+    def _finish(self, parameter: torch.Tensor, index: int) -> None:
+        self._take(parameter, index)  # found when it is called: a trace replaces it, and must not be kept alive
 
     def _take(self, parameter: torch.Tensor, index: int) -> None:
         """Move a complete gradient to the host, or add it to the sum that is there."""

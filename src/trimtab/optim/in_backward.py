@@ -10,12 +10,12 @@ except for stochastic rounding, which draws random numbers per parameter here an
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from trimtab.model.gradient_hooks import register_gradient_hook
 from trimtab.model.streamed_blocks import computing_device
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -68,7 +68,7 @@ class InBackward(AfterBackward):
         number = 0
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                register_gradient_hook(parameter, partial(self._finish, group=index, number=number))
+                register_gradient_hook(parameter, self._finish, group=index, number=number)
                 number += 1
 
     def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
@@ -132,14 +132,6 @@ class InBackward(AfterBackward):
         self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
         if self._factor is not None:
             parameter.grad.mul_(self._factor)
-
-
-def register_gradient_hook(parameter: torch.Tensor, hook: object) -> None:
-    """Call a function with a parameter whenever its gradient is complete, also if it is unfrozen later."""
-    requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch refuses hooks of frozen parameters
-    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(requires_grad)
 
 
 _known: WeakKeyDictionary[torch.nn.Module, AfterBackward] = WeakKeyDictionary()

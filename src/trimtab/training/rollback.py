@@ -15,6 +15,7 @@ import torch
 from trimtab.engine.agreement import WindowAborted
 from trimtab.engine.engine import Engine
 from trimtab.hardware.memory import describe_failed_allocation, is_out_of_memory, release_cached_memory
+from trimtab.model.gradient_hooks import call_when_hooks_run_out
 from trimtab.optim.in_backward import updates_of
 from trimtab.randomness import (
     RandomState,
@@ -48,11 +49,12 @@ class Rollback:
     Args:
         engine: The engine that prepared the model.
         model: The model.
-        capture: Called when memory has run out, before anything is undone.
+        capture: Called when memory has run out, once in each attempt, before anything is freed or undone.
     """
 
     def __init__(self, engine: Engine, model: torch.nn.Module, capture: Callable[[], None] = lambda: None) -> None:
         self._engine, self._capture = engine, capture
+        self._has_captured = False
         self._updates = updates_of(model)
         self._buffers = _ChangingBuffers(model)
         self._random = _UsedGenerators()
@@ -65,9 +67,10 @@ class Rollback:
             together: Whether it is a window of several processes: if one undoes it, all do.
         """
         undo = self._undo_point()
-        self._updates.has_changed_weights = False
+        self._updates.has_changed_weights = self._has_captured = False
+        window = self._engine.all_or_none_window() if together else nullcontext()
         try:
-            with self._engine.all_or_none_window() if together else nullcontext():
+            with call_when_hooks_run_out(self._capture_once), window:
                 result = work()
         except WindowAborted:
             failure = OutOfMemory(is_elsewhere=True)
@@ -75,7 +78,7 @@ class Rollback:
             if not is_out_of_memory(error):
                 raise
             failure = OutOfMemory(describe_failed_allocation(error))
-            self._capture()
+            self._capture_once()
         else:
             self._buffers.observe()
             self._random.observe()
@@ -87,6 +90,11 @@ class Rollback:
         undo()
         release_cached_memory(self._engine.device)
         return replace(failure, has_changed_weights=self._updates.has_changed_weights)
+
+    def _capture_once(self) -> None:
+        if not self._has_captured:
+            self._has_captured = True
+            self._capture()
 
     def _give_up(self, failure: OutOfMemory) -> OutOfMemory:
         try:
