@@ -8,18 +8,13 @@ from trimtab.optim.build import build_optimizer
 from trimtab.optim.in_backward import update_in_backward, updates_of
 
 
-def updated(watch):
-    """The names of the updates that something sees which is registered with the optimizer."""
-    torch.manual_seed(0)
+def a_model():
+    """Three weights, updated in backward, and their optimizer."""
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
     optimizer = build_optimizer("adamw", [{"params": list(model.parameters())}], lr=1e-3)
     update_in_backward(model, optimizer)
-    seen = []
-    handle = watch(optimizer)(lambda made, *_: seen.append(len(made.param_groups[0]["params"])))
     updates_of(model).begin_window(1)
-    model(torch.ones(2, 4)).sum().backward()
-    handle.remove()
-    return seen
+    return model, optimizer
 
 
 @pytest.mark.parametrize(
@@ -32,14 +27,16 @@ def updated(watch):
     ],
 )
 def test_hooks_see_every_update(watch):
-    assert updated(watch) == [1, 1, 1]
+    model, optimizer = a_model()
+    seen = []
+    handle = watch(optimizer)(lambda made, *_: seen.append(len(made.param_groups[0]["params"])))
+    model(torch.ones(2, 4)).sum().backward()
+    handle.remove()
+    assert seen == [1, 1, 1], "one parameter in each"
 
 
 def test_a_profiler_sees_every_update():
-    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
-    optimizer = build_optimizer("adamw", [{"params": list(model.parameters())}], lr=1e-3)
-    update_in_backward(model, optimizer)
-    updates_of(model).begin_window(1)
+    model, _ = a_model()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(2, 4)).sum().backward()
     found = {event.key: event.count for event in profile.key_averages()}

@@ -98,8 +98,8 @@ class Visits:
         for tensor, home in zip(unit.tensors, self._homes, strict=True):
             tensor.data = home
         if has_changed and unit.tensors:
-            home = self._home
-            pairs = [(home, unit.whole)] if home is not None else list(zip(self._homes, unit.views, strict=True))
+            area = self._home
+            pairs = [(area, unit.whole)] if area is not None else list(zip(self._homes, unit.views, strict=True))
             self._sent[slot] = self._link.copy_out(pairs, self._device)
         self._home, self._homes, self.visiting = None, [], None
 
