@@ -36,7 +36,6 @@ class Visits:
         self._arrived: list[Any] = [None] * _NUM_BUFFERS  # events of copies that were not waited for
         self._sent: list[Any] = [None] * _NUM_BUFFERS  # events of copies back to the host
         self._homes: list[torch.Tensor] = []  # host memory of the visiting unit
-        self._home: torch.Tensor | None = None  # the same as one piece, if it is one
         self.visiting: int | None = None
 
     @property
@@ -85,7 +84,7 @@ class Visits:
         if self._arrived[slot] is not None:
             self._link.wait_fetched(self._arrived[slot])
             self._arrived[slot] = None
-        self._home, self._homes = self._area_in_use(number), [tensor.data for tensor in unit.tensors]
+        self._homes = [tensor.data for tensor in unit.tensors]
         for tensor, view in zip(unit.tensors, unit.views, strict=True):
             tensor.data = view
         self.visiting = number
@@ -98,10 +97,10 @@ class Visits:
         for tensor, home in zip(unit.tensors, self._homes, strict=True):
             tensor.data = home
         if has_changed and unit.tensors:
-            area = self._home
+            area = self._area_in_use(self.visiting)
             pairs = [(area, unit.whole)] if area is not None else list(zip(self._homes, unit.views, strict=True))
             self._sent[slot] = self._link.copy_out(pairs, self._device)
-        self._home, self._homes, self.visiting = None, [], None
+        self._homes, self.visiting = [], None
 
     def _area_in_use(self, number: int) -> torch.Tensor | None:
         """The area of a unit at rest, if the data of all its tensors is at its place there."""
