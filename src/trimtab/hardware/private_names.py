@@ -58,6 +58,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "several processes",
     "torch.nn.utils.stateless._reparametrize_module": "prediction of compiled blocks",
     "torch.optim.Adagrad._init_group": "Adagrad without state of frozen parameters",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "updates in backward: whether something watches them",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "updates in backward: whether something watches them",
+    "torch.autograd.profiler._is_profiler_enabled": "updates in backward: whether something watches them",
     # torch: dispatch, autograd, compiler
     "torch._C._SetExcludeDispatchKeyGuard": "selective recomputation",
     "torch._C._autograd._get_sequence_nr": "prediction: the module of a tensor in backward",

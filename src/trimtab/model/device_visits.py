@@ -2,6 +2,9 @@
 
 While the tensors of one unit are in use, those of the next are copied to the other buffer, on a separate stream. A
 tensor keeps its identity: only its data is exchanged, between host memory and a fixed place in a buffer.
+
+If the data of a unit is where `host_areas.move_to_area` put it, the unit is copied as one piece. If anything has
+replaced the data of a tensor since then, its tensors are copied one by one, from and to where they are.
 """
 
 from collections.abc import Sequence
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab.model.host_areas import aligned, laid_out
+from trimtab.model.host_areas import HostArea, has_no_gaps, laid_out, places_of
 from trimtab.model.host_pages import HostLink
 
 _NUM_BUFFERS = 2
@@ -27,6 +30,7 @@ class Visits:
     def __init__(self, device: torch.device, link: HostLink, part: str) -> None:
         self._device, self._link, self._part = device, link, part
         self._units: list[_Unit] = []
+        self._areas: dict[int, HostArea] = {}  # of units that were moved to one area
         self._buffers: list[torch.Tensor] = []
         self._held: list[int | None] = [None] * _NUM_BUFFERS  # the unit whose values a buffer has, or gets
         self._arrived: list[Any] = [None] * _NUM_BUFFERS  # events of copies that were not waited for
@@ -49,19 +53,26 @@ class Visits:
         self._held = [None] * _NUM_BUFFERS
         if [unit.layout for unit in self._units] == [_layout_of(unit) for unit in tensors]:
             return
-        sizes = [sum(aligned(tensor.nbytes) for tensor in unit) for unit in tensors]
+        sizes = [places_of(unit)[1] for unit in tensors]
         wanted = [max(sizes[slot::_NUM_BUFFERS], default=0) for slot in range(_NUM_BUFFERS)]
         if [buffer.nbytes for buffer in self._buffers] != wanted:
             self._buffers = [empty_buffer(size, self._device, self._part) for size in wanted]
         self._units = [_Unit(unit, self._buffers[number % _NUM_BUFFERS]) for number, unit in enumerate(tensors)]
+
+    def set_area(self, number: int, area: HostArea) -> None:
+        """Note that the data of a unit's tensors is in one area of host memory, as `host_areas.places_of` says."""
+        self._areas[number] = area
 
     def fetch(self, number: int) -> None:
         """Start to copy a unit to its buffer, unless there is no such unit or it is there."""
         slot = number % _NUM_BUFFERS
         if not 0 <= number < len(self._units) or self._held[slot] == number:
             return
-        unit = self._units[number]
-        pairs = [(view, tensor.data) for tensor, view in zip(unit.tensors, unit.views, strict=True)]
+        unit, area = self._units[number], self._area_in_use(number)
+        if area is not None:
+            pairs = [(unit.whole, area)]
+        else:
+            pairs = [(view, tensor.data) for tensor, view in zip(unit.tensors, unit.views, strict=True)]
         self._held[slot] = number
         self._arrived[slot] = self._link.copy_in(pairs, self._device, self._sent[slot])
         self._sent[slot] = None
@@ -86,9 +97,15 @@ class Visits:
         for tensor, home in zip(unit.tensors, self._homes, strict=True):
             tensor.data = home
         if has_changed and unit.tensors:
-            pairs = list(zip(self._homes, unit.views, strict=True))
+            area = self._area_in_use(self.visiting)
+            pairs = [(area, unit.whole)] if area is not None else list(zip(self._homes, unit.views, strict=True))
             self._sent[slot] = self._link.copy_out(pairs, self._device)
         self._homes, self.visiting = [], None
+
+    def _area_in_use(self, number: int) -> torch.Tensor | None:
+        """The area of a unit at rest, if the data of all its tensors is at its place there."""
+        area = self._areas[number].whole() if number in self._areas else None
+        return area if area is not None and self._units[number].is_in(area) else None
 
 
 class _Unit:
@@ -96,12 +113,25 @@ class _Unit:
 
     def __init__(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         self.tensors, self.layout = list(tensors), _layout_of(tensors)
-        self.views: list[torch.Tensor] = []
-        begin = 0
+        begins, size = places_of(tensors)
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in tensors:
-                self.views.append(laid_out(buffer[begin : begin + tensor.nbytes], tensor))
-                begin += aligned(tensor.nbytes)
+            self.whole = buffer[:size]
+            self.views = [
+                laid_out(buffer[begin : begin + tensor.nbytes], tensor)
+                for tensor, begin in zip(tensors, begins, strict=True)
+            ]
+        # a tensor without elements has no memory
+        self._filled = [(tensor, begin) for tensor, begin in zip(tensors, begins, strict=True) if tensor.numel()]
+        self._can_be_one = all(map(has_no_gaps, tensors))
+        self._at, self._pointers = 0, [0] * len(self._filled)
+
+    def is_in(self, area: torch.Tensor) -> bool:
+        """Whether the data of the tensors is in an area of host memory, each at the place that it has in the buffer."""
+        at = area.data_ptr()
+        if at != self._at:
+            self._at, self._pointers = at, [at + begin for _, begin in self._filled]
+        is_like_buffer = self._can_be_one and area.nbytes == self.whole.nbytes
+        return is_like_buffer and [tensor.data_ptr() for tensor, _ in self._filled] == self._pointers
 
 
 def _layout_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

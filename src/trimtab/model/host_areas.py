@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 
@@ -16,6 +16,22 @@ _ALIGNMENT = 512  # bytes, as in memory of its own: kernels may choose their alg
 _HOST = torch.device("cpu")
 
 
+class HostArea:
+    """An area of host memory. It exists as long as the data of a tensor is in it, and this object does not keep it.
+
+    Args:
+        memory: The array that all tensors in the area are parts of.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = ref(memory)
+
+    def whole(self) -> torch.Tensor | None:
+        """All bytes of the area; None if it does not exist any more."""
+        memory = self._memory()
+        return None if memory is None else torch.from_numpy(memory)
+
+
 def empty_on_host(
     tensors: Sequence[torch.Tensor], *, pins: bool, key: str = "memory.update: host"
 ) -> list[torch.Tensor]:
@@ -26,16 +42,41 @@ def empty_on_host(
         pins: Whether to pin the area, so that copies overlap with computation; where that fails, it is ordinary memory.
         key: The setting that needs it, for the message in that case.
     """
-    begins, size = [], 0
-    for tensor in tensors:
-        begins.append(size)
-        size += aligned(tensor.nbytes)
+    return _area_for(tensors, pins=pins, key=key)[1]
+
+
+def move_to_area(tensors: Sequence[torch.Tensor], *, pins: bool, key: str) -> HostArea:
+    """Move the data of tensors to one area of host memory, laid out as `places_of` says.
+
+    Args:
+        tensors: The tensors.
+        pins: Whether to pin the area.
+        key: The setting that needs it, for a message.
+    """
+    memory, homes = _area_for(tensors, pins=pins, key=key)
+    for tensor, home in zip(tensors, homes, strict=True):
+        home.copy_(tensor.data)
+        tensor.data = home
+    return HostArea(memory)
+
+
+def _area_for(tensors: Sequence[torch.Tensor], *, pins: bool, key: str) -> tuple[Any, list[torch.Tensor]]:
+    begins, size = places_of(tensors)
     area = torch.empty(size, dtype=torch.uint8)
     if pins and size:
         _pin(area, key)
     memory = area.numpy()  # a tensor of a part of an array has a storage of its own, which files of weights need
     parts = [memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=True)]
-    return [laid_out(torch.from_numpy(part), tensor) for tensor, part in zip(tensors, parts, strict=True)]
+    return memory, [laid_out(torch.from_numpy(part), tensor) for tensor, part in zip(tensors, parts, strict=True)]
+
+
+def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where tensors begin in memory that they share, in bytes, and its size."""
+    begins, size = [], 0
+    for tensor in tensors:
+        begins.append(size)
+        size += aligned(tensor.nbytes)
+    return begins, size
 
 
 def aligned(num_bytes: int) -> int:
@@ -48,10 +89,11 @@ def laid_out(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not like.numel():
         return torch.empty(like.size(), dtype=like.dtype, device=memory.device)
     whole = memory.view(like.dtype)
-    return whole.as_strided(like.size(), like.stride()) if _has_no_gaps(like) else whole.view(like.size())
+    return whole.as_strided(like.size(), like.stride()) if has_no_gaps(like) else whole.view(like.size())
 
 
-def _has_no_gaps(tensor: torch.Tensor) -> bool:
+def has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill its memory, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and stride != expected:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from trimtab.model.device_visits import Visits
-from trimtab.model.host_areas import empty_on_host
+from trimtab.model.host_areas import HostArea, move_to_area
 from trimtab.model.host_pages import HostLink
 
 KEY = "memory.stream_weights"
@@ -34,6 +34,8 @@ _STATE = "_trimtab_streamed_blocks"
 _PLACE = "_trimtab_place_in_stream"
 _MARK = "is_in_host_memory"  # for code that counts device memory
 _DEVICE = "_trimtab_visited_device"
+
+FindState = Callable[[Sequence[torch.Tensor]], tuple[list[torch.Tensor], HostArea | None]]
 
 
 class StreamedBlocks:
@@ -50,16 +52,16 @@ class StreamedBlocks:
         self.weights = Visits(device, self.link, "weights")
         self.weights.begin(self.units)
         self.state: Visits | None = None  # of an optimizer that updates in backward
-        self._state_of: Callable[[torch.Tensor], list[torch.Tensor]] | None = None
+        self._state_of: FindState | None = None
         self._last = -1  # block in forward
         self._backward = -1  # number of the backward that runs
         self._updates = False  # whether the visiting unit may be changed
 
-    def stream_state(self, find: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+    def stream_state(self, find: FindState) -> None:
         """Let weights be changed in backward, and the tensors of an optimizer's state visit with them.
 
         Args:
-            find: Returns the state of a parameter, in host memory.
+            find: Returns the state of the weights of a block, in host memory, and the area that it has moved it to.
         """
         self.state, self._state_of = Visits(self.device, self.link, "state"), find
 
@@ -88,8 +90,15 @@ class StreamedBlocks:
 
     def _begin(self) -> None:
         self.weights.begin(self.units)
-        if self.state is not None and self._state_of is not None:
-            self.state.begin([[state for tensor in unit for state in self._state_of(tensor)] for unit in self.units])
+        if self.state is None or self._state_of is None:
+            return
+        tensors = []
+        for number, unit in enumerate(self.units):
+            found, area = self._state_of(unit)
+            tensors.append(found)
+            if area is not None:
+                self.state.set_area(number, area)
+        self.state.begin(tensors)
 
     def leave(self) -> None:
         """Release the weights that are on the device, if there are any."""
@@ -201,7 +210,7 @@ def stream_blocks(
     streamed = StreamedBlocks(units, device)
     for number, (block, unit) in enumerate(zip(blocks, units, strict=True)):
         if device.type != "meta":
-            _move_to_host(unit, pins=device.type == "cuda")
+            streamed.weights.set_area(number, move_to_area(unit, pins=device.type == "cuda", key=KEY))
             _move_tables(block, unit, device)
         for tensor in unit:
             mark_streamed(tensor, device)
@@ -256,13 +265,6 @@ def _with_signature_of(own: Any) -> Any:
 
     forward.__wrapped__ = getattr(own, "__func__", own)  # type: ignore[attr-defined]  # for inspect.signature
     return forward
-
-
-def _move_to_host(unit: Sequence[torch.Tensor], *, pins: bool) -> None:
-    homes = empty_on_host(unit, pins=pins, key=KEY)
-    for tensor, home in zip(unit, homes, strict=True):
-        home.copy_(tensor.data)
-        tensor.data = home
 
 
 def _move_tables(block: nn.Module, unit: Sequence[torch.Tensor], device: torch.device) -> None:

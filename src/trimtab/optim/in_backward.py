@@ -8,12 +8,13 @@ step usually ends. Its groups, state and checkpoints are those of a step after b
 except for stochastic rounding, which draws random numbers per parameter here and per group there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trimtab.model.gradient_hooks import register_gradient_hook
 from trimtab.model.streamed_blocks import computing_device
@@ -113,7 +114,8 @@ class InBackward(AfterBackward):
 
     def _update(self, parameter: torch.Tensor, group: int, number: int) -> None:
         """Take the optimizer's step for one parameter."""
-        self._clip(parameter)
+        if self._max_norm is not None:
+            self._clip(parameter)
         optimizer = self._optimizer
         groups = optimizer.param_groups
         own = {**groups[group], "params": [parameter]}
@@ -121,17 +123,34 @@ class InBackward(AfterBackward):
             own["rounding_seed"] = f"{own['rounding_seed']} {number}"
         optimizer.param_groups = [own]
         try:
-            type(optimizer).step(optimizer)  # not the instance's, which schedules count
+            _step_of_class(optimizer)(optimizer)  # not the instance's, which schedules count
         finally:
             optimizer.param_groups = groups
 
     @torch.no_grad()
     def _clip(self, parameter: torch.Tensor) -> None:
-        if self._max_norm is None or parameter.grad is None:
+        if parameter.grad is None:
             return
         self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
         if self._factor is not None:
             parameter.grad.mul_(self._factor)
+
+
+def _step_of_class(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of an optimizer's class, without the code of torch around it that has nothing to do.
+
+    That code calls hooks and tells a profiler, which takes about as long as the Python of an update itself.
+    """
+    step: Any = type(optimizer).step
+    own = vars(optimizer)
+    is_watched = (
+        own.get("_optimizer_step_pre_hooks", True)
+        or own.get("_optimizer_step_post_hooks", True)
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+    return step if is_watched or not getattr(step, "hooked", False) else step.__wrapped__  # type: ignore[no-any-return]
 
 
 _known: WeakKeyDictionary[torch.nn.Module, AfterBackward] = WeakKeyDictionary()

@@ -111,9 +111,10 @@ class Quantized(torch.optim.Optimizer):
         assert parameter.grad is not None
         state = self.state[parameter]
         state["step"] += 1
-        for key in _PAGEABLE:
-            if is_paged(state.get(key)):
-                functions.prefetch_tensor(state[key])
+        if self.is_paged:
+            for key in _PAGEABLE:
+                if is_paged(state.get(key)):
+                    functions.prefetch_tensor(state[key])
         weights, gradient = flat(parameter), flat(parameter.grad)
         decay = group["weight_decay"] if self._decays_gradients else 0.0
         is_exact = weights.dtype is torch.float32 and gradient.dtype is torch.float32
@@ -145,13 +146,8 @@ class Quantized(torch.optim.Optimizer):
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         maps = self._maps_on(functions, weights.device)
         for begin in range(0, weights.numel(), _MAX_ELEMENTS):
-            here = slice(begin, begin + _MAX_ELEMENTS)
-            part = _parts(state, here)
-            tensors = [
-                weights[here],
-                gradient[here],
-                *(part[key] for key in ("state1", "state2", "absmax1", "absmax2")),
-            ]
+            part = _part(weights, gradient, state, begin, _MAX_ELEMENTS)
+            tensors = [*part[:2], *(part[2][key] for key in ("state1", "state2", "absmax1", "absmax2"))]
             kernel.step_adam(
                 tensors, maps, state["step"], **options, decouples=not self._decays_gradients, seed=seed, begin=begin
             )
@@ -171,17 +167,17 @@ class Quantized(torch.optim.Optimizer):
         on_host = weights.device.type == "cpu"  # its kernel makes fp32 copies of all arguments
         length = SLICE if needs_copy or on_host else _MAX_ELEMENTS
         for begin in range(0, weights.numel(), length):
-            here = slice(begin, begin + length)
-            exact = weights[here].float()
+            own, own_grad, own_state = _part(weights, gradient, state, begin, length)
+            exact = own.float()
             if decay:
-                exact_grad = gradient[here].add(exact, alpha=decay)
+                exact_grad = own_grad.add(exact, alpha=decay)
             else:
-                exact_grad = gradient[here].to(torch.float32, copy=weights.dtype is torch.bfloat16)
-            self._call(functions, group, exact, exact_grad, _parts(state, here))
-            if weights.dtype is torch.bfloat16 and chance is not None:
-                chance.round_into(weights[here], exact, exact_grad)  # the copied gradient is reused for the noise
-            elif weights.dtype is not torch.float32:
-                weights[here] = exact
+                exact_grad = own_grad.to(torch.float32, copy=own.dtype is torch.bfloat16)
+            self._call(functions, group, exact, exact_grad, own_state)
+            if own.dtype is torch.bfloat16 and chance is not None:
+                chance.round_into(own, exact, exact_grad)  # the copied gradient is reused for the noise
+            elif own.dtype is not torch.float32:
+                own.copy_(exact)
 
     def _call(
         self,
@@ -321,6 +317,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
                 theirs(group, parameter, group_index, index)
 
 
+@functools.cache
 def bitsandbytes_functions() -> Any:
     """The module `bitsandbytes.functional`, imported on first use: it is optional and takes seconds."""
     return importlib.import_module("bitsandbytes.functional")
@@ -353,18 +350,24 @@ def _paged_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return buffer
 
 
-def _parts(state: dict[str, Any], here: slice) -> dict[str, Any]:
-    """The state of a slice of a parameter's elements; the slice starts at a multiple of `BLOCK`."""
-    blocks = slice(here.start // BLOCK, -(-here.stop // BLOCK))
+def _part(
+    weights: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], begin: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """A slice of a parameter's weights and gradient, and its flat state; it starts at a multiple of `BLOCK`."""
+    is_whole = weights.numel() <= length  # slices take more host time than the rest of the update of a small parameter
+    here = slice(begin, begin + length)
+    blocks = slice(begin // BLOCK, -(-here.stop // BLOCK))
     parts: dict[str, Any] = {}
     for key, value in state.items():
         if key == "step":
             parts[key] = value
-        else:
-            parts[key] = value.view(-1)[blocks if key.startswith("absmax") else here]
-            if is_paged(value):
-                parts[key].is_paged = True  # views do not inherit the attribute
-    return parts
+            continue
+        parts[key] = value if value.dim() == 1 else value.view(-1)
+        if not is_whole:
+            parts[key] = parts[key][blocks if key.startswith("absmax") else here]
+        if is_paged(value):
+            parts[key].is_paged = True  # views do not inherit the attribute
+    return (weights, gradient, parts) if is_whole else (weights[here], gradient[here], parts)
 
 
 def _copy_into(state: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -4,9 +4,11 @@ The optimizer is an ordinary one. Its state is allocated while the weights are a
 `trimtab.model.streamed_blocks` exchanges its memory as that of the weights.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from trimtab.model.host_areas import empty_on_host
+from trimtab.model.host_areas import HostArea, move_to_area
 from trimtab.model.streamed_blocks import KEY, StreamedBlocks, is_streamed, mark_streamed
 from trimtab.optim.in_backward import updates_of
 
@@ -24,19 +26,19 @@ def stream_state(model: torch.nn.Module, blocks: StreamedBlocks, optimizer: torc
     ).words_against_dividing = (
         f"{KEY} with memory.update: in-backward needs the whole batch in one micro-batch; memory.update: host does not"
     )
-    pins, is_fused = blocks.device.type == "cuda", bool(optimizer.defaults.get("fused"))
+    pins, is_traced = blocks.device.type == "cuda", blocks.device.type == "meta"
+    is_fused = bool(optimizer.defaults.get("fused"))
 
-    def find(parameter: torch.Tensor) -> list[torch.Tensor]:
-        values = (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor))
+    def find(unit: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], HostArea | None]:
+        values = [value for parameter in unit for value in optimizer.state.get(parameter, {}).values()]
         # fused kernels count steps on the device, others on the host
-        tensors = [value for value in values if value.dim() or is_fused]
-        new = [tensor for tensor in tensors if not is_streamed(tensor)]
-        if new and blocks.device.type != "meta":
-            for tensor, home in zip(new, empty_on_host(new, pins=pins, key=KEY), strict=True):
-                home.copy_(tensor)
-                tensor.data = home
-        for tensor in new:
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and (value.dim() or is_fused)]
+        if all(map(is_streamed, tensors)):
+            return tensors, None
+        # also what is in an area already, which is then freed
+        area = None if is_traced else move_to_area(tensors, pins=pins, key=KEY)
+        for tensor in tensors:
             mark_streamed(tensor, blocks.device)
-        return tensors
+        return tensors, area
 
     blocks.stream_state(find)
