@@ -1,7 +1,8 @@
-"""Tensors that live in host memory and visit a device, unit by unit, in two buffers that take turns.
+"""Tensors that live in host memory and visit a device, unit by unit, in buffers that take turns.
 
-While the tensors of one unit are in use, those of the next are copied to the other buffer, on a separate stream. A
-tensor keeps its identity: only its data is exchanged, between host memory and a fixed place in a buffer.
+While the tensors of one unit are in use, those of the next are copied to another buffer, on a separate stream. With
+two buffers, what comes has to wait until what was changed before has been copied back; with three it need not. A tensor
+keeps its identity: only its data is exchanged, between host memory and a fixed place in a buffer.
 
 If the data of a unit is where `host_areas.move_to_area` put it, the unit is copied as one piece. If anything has
 replaced the data of a tensor since then, its tensors are copied one by one, from and to where they are.
@@ -15,8 +16,6 @@ import torch
 from trimtab.model.host_areas import HostArea, has_no_gaps, laid_out, places_of
 from trimtab.model.host_pages import HostLink
 
-_NUM_BUFFERS = 2
-
 
 class Visits:
     """Tensors in host memory, in units that visit the device one after the other.
@@ -25,22 +24,24 @@ class Visits:
         device: The device.
         link: Copies between both.
         part: What the tensors are in the anatomy of memory: "weights" or "state".
+        num_buffers: Units whose memory is on the device.
     """
 
-    def __init__(self, device: torch.device, link: HostLink, part: str) -> None:
+    def __init__(self, device: torch.device, link: HostLink, part: str, num_buffers: int = 2) -> None:
         self._device, self._link, self._part = device, link, part
+        self._num_buffers = num_buffers
         self._units: list[_Unit] = []
         self._areas: dict[int, HostArea] = {}  # of units that were moved to one area
         self._buffers: list[torch.Tensor] = []
-        self._held: list[int | None] = [None] * _NUM_BUFFERS  # the unit whose values a buffer has, or gets
-        self._arrived: list[Any] = [None] * _NUM_BUFFERS  # events of copies that were not waited for
-        self._sent: list[Any] = [None] * _NUM_BUFFERS  # events of copies back to the host
+        self._held: list[int | None] = [None] * num_buffers  # the unit whose values a buffer has, or gets
+        self._arrived: list[Any] = [None] * num_buffers  # events of copies that were not waited for
+        self._sent: list[Any] = [None] * num_buffers  # events of copies back to the host
         self._homes: list[torch.Tensor] = []  # host memory of the visiting unit
         self.visiting: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def begin(self, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -50,14 +51,14 @@ class Visits:
             tensors: The tensors of each unit; their data is host memory while the unit does not visit.
         """
         assert self.visiting is None
-        self._held = [None] * _NUM_BUFFERS
+        self._held = [None] * self._num_buffers
         if [unit.layout for unit in self._units] == [_layout_of(unit) for unit in tensors]:
             return
         sizes = [places_of(unit)[1] for unit in tensors]
-        wanted = [max(sizes[slot::_NUM_BUFFERS], default=0) for slot in range(_NUM_BUFFERS)]
+        wanted = [max(sizes[slot :: self._num_buffers], default=0) for slot in range(self._num_buffers)]
         if [buffer.nbytes for buffer in self._buffers] != wanted:
             self._buffers = [empty_buffer(size, self._device, self._part) for size in wanted]
-        self._units = [_Unit(unit, self._buffers[number % _NUM_BUFFERS]) for number, unit in enumerate(tensors)]
+        self._units = [_Unit(unit, self._buffers[number % self._num_buffers]) for number, unit in enumerate(tensors)]
 
     def set_area(self, number: int, area: HostArea) -> None:
         """Note that the data of a unit's tensors is in one area of host memory, as `host_areas.places_of` says."""
@@ -65,7 +66,7 @@ class Visits:
 
     def fetch(self, number: int) -> None:
         """Start to copy a unit to its buffer, unless there is no such unit or it is there."""
-        slot = number % _NUM_BUFFERS
+        slot = number % self._num_buffers
         if not 0 <= number < len(self._units) or self._held[slot] == number:
             return
         unit, area = self._units[number], self._area_in_use(number)
@@ -80,7 +81,7 @@ class Visits:
     def enter(self, number: int) -> None:
         """Let the tensors of a unit be on the device; the current stream waits until they are."""
         self.fetch(number)
-        slot, unit = number % _NUM_BUFFERS, self._units[number]
+        slot, unit = number % self._num_buffers, self._units[number]
         if self._arrived[slot] is not None:
             self._link.wait_fetched(self._arrived[slot])
             self._arrived[slot] = None
@@ -93,7 +94,7 @@ class Visits:
         """Let the tensors of the visiting unit be in host memory again, with their new values if they have changed."""
         if self.visiting is None:
             return
-        slot, unit = self.visiting % _NUM_BUFFERS, self._units[self.visiting]
+        slot, unit = self.visiting % self._num_buffers, self._units[self.visiting]
         for tensor, home in zip(unit.tensors, self._homes, strict=True):
             tensor.data = home
         if has_changed and unit.tensors:

@@ -13,7 +13,8 @@ each other strictly: autograd runs the operations of a block in the reverse orde
 parameters as soon as they exist. So a block's weights are not needed any more when backward comes to the one before.
 
 Tensors of an optimizer's state may visit the device together with the weights, in backward (`stream_state`). Then
-weights and state are changed on the device, and copied back to host memory.
+weights and state are changed on the device, and copied back to host memory. State has a third buffer, so that blocks
+come while others leave.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,9 @@ class StreamedBlocks:
         Args:
             find: Returns the state of the weights of a block, in host memory, and the area that it has moved it to.
         """
-        self.state, self._state_of = Visits(self.device, self.link, "state"), find
+        # With the third buffer copies in both directions overlap. Weights do without: they leave before the state, so
+        # that the next ones can come while the state leaves.
+        self.state, self._state_of = Visits(self.device, self.link, "state", num_buffers=3), find
 
     def enter(self, number: int) -> None:
         """Bring the weights of a block to the device, and start to fetch those of its successor."""
@@ -82,10 +85,10 @@ class StreamedBlocks:
         if self.state is not None and is_backward:
             self.state.enter(number)
         successor = number - 1 if is_backward else number + 1
-        self.weights.fetch(successor)
         if self.state is not None and is_backward:
             self.state.fetch(successor)
-        elif self.state is not None and torch.is_grad_enabled() and successor == len(self.units):
+        self.weights.fetch(successor)
+        if self.state is not None and not is_backward and torch.is_grad_enabled() and successor == len(self.units):
             self.state.fetch(number)  # backward begins here
 
     def _begin(self) -> None:

@@ -196,7 +196,7 @@ class _Link:
         if op.name in _WAITED_FOR:  # until this many bytes are left
             return max(finished, self._free[_WAITED_FOR[op.name]] - seconds)
         if op.name == IN_AFTER_OUT:
-            self._free[FROM_HOST] = max(self._free[FROM_HOST], self._free[TO_HOST])
+            self._free[FROM_HOST] = max(self._free[FROM_HOST], self._free[TO_HOST] - seconds)
             return finished
         if self._is_cpu:
             return finished + seconds

@@ -112,7 +112,7 @@ class ActivationOffload(Technique):
 
         def copy_in(link: HostLink, pairs: Pairs, device: torch.device, after: Any = None) -> int:
             if after is not None:
-                recorder.transfer(IN_AFTER_OUT, 0)
+                recorder.transfer(IN_AFTER_OUT, sent[TO_HOST] - after)  # what was sent since then may be on its way
             return copy_all(FROM_HOST, [source for _, source in pairs], WEIGHTS_FROM_HOST)
 
         def copy_out(link: HostLink, pairs: Pairs, device: torch.device) -> int:

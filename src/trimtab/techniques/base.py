@@ -28,7 +28,7 @@ Effect = Literal["exact", "rounding", "method"]
 TO_HOST, FROM_HOST = "host_link.out", "host_link.in"
 WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST = "host_link.weights_out", "host_link.weights_in"  # whatever the size of a batch
 WAIT_TO_HOST, WAIT_FROM_HOST = "host_link.wait_out", "host_link.wait_in"
-IN_AFTER_OUT = "host_link.in_after_out"  # the next copy from the host begins when those to it are over
+IN_AFTER_OUT = "host_link.in_after_out"  # the next copy from the host begins when this many bytes to it are left
 OnResume = Literal["free", "from here on", "refused"]
 
 

@@ -146,11 +146,11 @@ class StreamedWeights(Technique):
         yield device_visits, "empty_buffer", empty_buffer
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """Streamed blocks differ from others, and the first and the last two from those between them."""
+        """Streamed blocks differ from others, and the first two and the last three from those between them."""
         if value == self.off or not num_blocks:
             return None
         chosen = chosen_blocks(read_value(value), num_blocks, KEY)
-        marks = {number: (min(at, 2), min(len(chosen) - 1 - at, 2)) for at, number in enumerate(chosen)}
+        marks = {number: (min(at, 2), min(len(chosen) - 1 - at, 3)) for at, number in enumerate(chosen)}
         return marks.get
 
     def describe(self, value: str) -> str:
