@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.hardware.garbage_collection import gc_disabled
 from trimtab.planner.anatomy import PARTS
 from trimtab.planner.survey import planner_for
 from trimtab.planner.target import known_target
 from trimtab.recipe.load import load_recipe
 from trimtab.report.step_record import Moment
-from trimtab.training.garbage_collection import gc_disabled
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -1,6 +1,7 @@
 """Captured micro-batches with CUDA graphs: the plain step's weights, no host-device sync, and few launches."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -217,3 +218,23 @@ def test_unfrozen_parameters_are_captured_again():
     assert loop.captured.failure is None
     assert loop.captured.num_graphs == 1
     assert_same_curve(*curves, "bf16")
+
+
+def test_a_graph_that_is_freed_during_a_capture_does_not_stop_it():
+    """As that of an earlier run in this process, which is garbage that only the collector of cycles finds."""
+    old = Loop(a_bert(), captures=True)
+    for window in windows(3, (128,)):
+        old.step(window)
+    assert old.captured.num_graphs == 1
+    old.captured.myself = old.captured  # a cycle
+    del old
+    loop = Loop(a_bert(), captures=True)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)  # a collection at nearly every allocation
+    try:
+        for window in windows(3, (128,)):
+            loop.step(window)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert loop.captured.failure is None
+    assert loop.captured.num_graphs == 1

@@ -1,5 +1,6 @@
 """Streamed weights on a GPU: the bits of the plain step, two blocks of memory, no syncs, peaks against predictions."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -83,10 +84,13 @@ def test_weights_of_two_blocks_are_on_the_device_and_the_host_does_not_wait(whic
     model = a_llama(num_hidden_layers=12).requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
     per_block = sum(p.nbytes for p in blocks_of(model)[0][1].parameters() if p.nbytes >= 1024)
+    gc.collect()  # models of earlier tests
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     streamed(model, trains=False)
     torch.cuda.synchronize()
-    assert before - torch.cuda.memory_allocated() == pytest.approx(10 * per_block, rel=0.02)
+    freed = before - torch.cuda.memory_allocated()
+    assert freed == pytest.approx(10 * per_block, abs=0.9 * per_block)  # the allocator may give up to 1 MiB more
     checkpoint_layers(model, which)
     step(model, torch.bfloat16)
     batch = rows()

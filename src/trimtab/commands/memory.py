@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.commands.measured_step import MeasuredStep, measure_step
 from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.hardware.garbage_collection import gc_disabled
 from trimtab.hardware.inventory import find_device
 from trimtab.hardware.memory import is_out_of_memory
 from trimtab.log import muted
@@ -18,7 +19,6 @@ from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.recipe.schema import Recipe
 from trimtab.report.memory_page import MemoryPage, describe_peak, describe_tensors, render_memory_page
 from trimtab.report.step_record import StepRecord
-from trimtab.training.garbage_collection import gc_disabled
 
 _PROTOCOL = 4  # the newest that torch's viewer reads
 _NUM_TENSORS = 3

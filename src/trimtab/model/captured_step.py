@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.errors import RecipeError, summarize_error
+from trimtab.hardware.garbage_collection import gc_disabled
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.forward import bare_model
@@ -76,8 +77,9 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        # not torch.cuda.graph: where a capture cannot be ended, that leaves its stream the current one
-        with torch.cuda.stream(self._stream):
+        # not torch.cuda.graph: where a capture cannot be ended, that leaves its stream the current one. A graph of an
+        # earlier run that the garbage collector frees during a capture would make it fail
+        with gc_disabled(), torch.cuda.stream(self._stream):
             # threads that save checkpoints or copy batches continue during the capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trimtab.errors import ModelError, RecipeError, TrimtabError, summarize_error
+from trimtab.hardware.garbage_collection import gc_disabled
 from trimtab.log import muted
 from trimtab.model.load import max_positions
 from trimtab.planner.memory import Prediction, predict, predict_captured
@@ -21,7 +22,6 @@ from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.apply import batching_of, captures, loads_kernels
 from trimtab.techniques.base import StepSpec
-from trimtab.training.garbage_collection import gc_disabled
 
 _MASKS = ("none", "full", "padded")
 _CODES = ("trimtab", "transformers")

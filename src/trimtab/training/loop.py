@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from trimtab.errors import CheckpointError, DoesNotFit, LossNotFinite
+from trimtab.hardware.garbage_collection import gc_frozen
 from trimtab.hardware.memory import is_out_of_memory, peak_memory, reset_peak_memory
 from trimtab.model.freeze import Freezing
 from trimtab.training.best_model import BestModel
 from trimtab.training.callbacks import call_callbacks
 from trimtab.training.data_position import DataPosition
 from trimtab.training.finite_watch import FiniteWatch, explain_nonfinite
-from trimtab.training.garbage_collection import gc_frozen
 from trimtab.training.interval import Interval
 from trimtab.training.loop_state import LoopState
 from trimtab.training.memory_guard import CURES, MemoryGuard, WeightsChanged

@@ -1,4 +1,4 @@
-"""Keeps Python's cyclic garbage collector from costing time.
+"""Keeps Python's cyclic garbage collector from costing time, and from running where it must not.
 
 After the imports and the construction of a model half a million objects are alive. A full collection runs every few
 dozen steps and visits each of them: 0.3 to 0.5 s during which the GPU waits. A planner allocates a million small
@@ -26,7 +26,7 @@ def gc_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable collections: for a few seconds in which little garbage arises."""
+    """Disable collections: for a few seconds in which little garbage arises, or nothing may be freed."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
