@@ -77,7 +77,7 @@ class Calibration:
     recompute_host: float = 15.0
     optimizer_host: float = 5.0
     bitsandbytes_host: float = 47.0
-    update_host: float = 120.0  # fitted to three steps: AdamW, also in 8 bits, in the backward of Llamas of 1B and 8B
+    update_host: float = 100.0  # fitted to six steps: AdamW, also in 8 bits, in the backward of Llamas of 1B and 8B
     copy_host: float = 10.0  # not fitted: events and streams around a copy, and its launch
     replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_step`
 
