@@ -160,6 +160,8 @@ def test_large_figures_have_no_exponents(tmp_path):
         name: (value, remark) for name, value, remark in run_tiles(RunFiles(tmp_path, status, "stopped", "", plan))
     }
     assert found["Steps"] == ("1,000", "of 2,000, 125 epochs")
+    one = dict((name, remark) for name, _, remark in run_tiles(RunFiles(tmp_path, status | {"step": 8}, "", "", plan)))
+    assert one["Steps"] == "of 2,000, 1 epoch"
     assert found["Trainable"] == ("1,000 M", "of 1,500 B parameters")
     assert found["Best f1"] == ("0.5000", "at step –")
 

@@ -74,8 +74,9 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
             ("Training loss", number(loss), f"held-out {number(held_out)}" if held_out is not None else "last")
         )
     step, total = status.get("step", 0), status.get("num_steps", 0)
-    epochs = step / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
-    found.append(("Steps", f"{step:,}", f"of {total:,}" + (f", {_digits(epochs, 2)} epochs" if epochs else "")))
+    epochs = _digits(step / plan["steps_per_epoch"], 2) if step and plan.get("steps_per_epoch") else None
+    words = "" if epochs is None else f", {epochs} epoch" + "s" * (epochs != "1")
+    found.append(("Steps", f"{step:,}", f"of {total:,}{words}"))
     found += _speed(run)
     predicted, measured = peak_of(run)
     if measured:
