@@ -1,5 +1,7 @@
 """Updates in backward call what watches an optimizer's steps, as a step after backward does."""
 
+import functools
+
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -41,3 +43,17 @@ def test_a_profiler_sees_every_update():
         model(torch.ones(2, 4)).sum().backward()
     found = {event.key: event.count for event in profile.key_averages()}
     assert found["Optimizer.step#AdamW.step"] == 3
+
+
+def test_what_replaces_the_step_of_a_class_is_called(monkeypatch):
+    model, optimizer = a_model()
+    seen, own = [], type(optimizer).step
+
+    @functools.wraps(own)
+    def counted(self, *args, **kwargs):
+        seen.append(len(self.param_groups[0]["params"]))
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(optimizer), "step", counted)
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [1, 1, 1]

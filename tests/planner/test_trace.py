@@ -311,6 +311,17 @@ def test_attention_needs_what_was_measured_in_backward(kernel, sizes, measured):
     assert needed == pytest.approx(measured, abs=4)
 
 
+def test_deterministic_attention_has_several_sums():
+    """As many as can be computed at the same time, by the source of the kernel."""
+    sizes = []
+    for is_deterministic in (False, True):
+        rules = CudaRules(Gpu(is_deterministic=is_deterministic))
+        query = empty(1, 32, 4096, 128, dtype=torch.bfloat16)
+        func = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+        sizes.append(sum(rules.workspaces(func, (None, query, query))))
+    assert sizes[1] - sizes[0] == 4 * (4 * query.numel())  # 132 multiprocessors for 32 heads: 5 instead of 1
+
+
 def test_operations_say_their_work(recorder):
     with recorder:
         product = empty(6, 8, dtype=torch.bfloat16) @ empty(8, 10, dtype=torch.bfloat16)

@@ -20,8 +20,13 @@ from tiny_models import config_of
 from tiny_runs import reproducible_lines, saved_tensors, write_csv
 from trimtab import Recipe, fit
 from trimtab.errors import RecipeError, Stopped, TrimtabError
-from trimtab.model.captured_step import MOST_GRAPHS, capture_micro_batches, compute_captured
-from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks
+from trimtab.model.captured_step import (
+    MOST_GRAPHS,
+    capture_micro_batches,
+    captured_micro_batches_of,
+    compute_captured,
+)
+from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
 from trimtab.model.load import load_model
 from trimtab.techniques import compilation
 from trimtab.techniques.apply import plain_spec, values_with_stored, values_without_plan
@@ -393,6 +398,30 @@ def test_graphs_that_ran_out_of_memory_are_dropped(tiny, own_folder, compiler, m
     assert before == 1
     assert after == 1, "of the smaller size alone"
     assert forgotten_later == forgotten + 1
+
+
+def test_a_failure_belongs_to_what_failed():
+    """After a resume with another value: what was captured says nothing about the compiler, and vice versa."""
+
+    def execution(value):
+        model = torch.nn.Linear(2, 2)
+        if value in ("blocks", "graphs"):
+            model.__dict__["_trimtab_compiled_blocks"] = CompiledBlocks()
+        if value in ("capture", "graphs"):
+            capture_micro_batches(model, Repeats())
+        return compiled_blocks_of(model), captured_micro_batches_of(model), Compilation().state(model, value)
+
+    for before, after in (("capture", "blocks"), ("capture", "graphs"), ("graphs", "capture"), ("blocks", "capture")):
+        blocks, captured, state = execution(before)
+        for part in (blocks, captured):
+            if part is not None:
+                part.failure = f"the reason of {type(part).__name__}"
+        later_blocks, later_captured, later = execution(after)
+        later.load_state_dict(state.state_dict())
+        if later_blocks is not None:
+            assert later_blocks.failure == (blocks.failure if blocks is not None else None)
+        if later_captured is not None:
+            assert later_captured.failure == (captured.failure if captured is not None else None)
 
 
 def test_other_addresses_of_weights_drop_the_graphs():

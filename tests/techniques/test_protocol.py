@@ -67,7 +67,7 @@ VALUES = {
     "kernels": {"liger"},
     "offload": {"embeddings"},
     "attention_backend": {"cudnn", "efficient", "math"},
-    "compile": {"blocks", "graphs"},
+    "compile": {"capture", "blocks", "graphs"},
     "update": {"in-backward"},
 }
 

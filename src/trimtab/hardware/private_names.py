@@ -24,6 +24,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.ops.aten._efficient_attention_forward": "attention of packed rows",
     "torch.ops.aten._embedding_bag": "prediction of compiled blocks",
     "torch.ops.aten._flash_attention_backward": "attention of packed rows and its prediction",
+    "torch.ops.aten._scaled_dot_product_efficient_attention_backward": "prediction of attention",
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward": "prediction of attention",
     "torch.ops.aten._flash_attention_forward": "attention of packed rows",
     "torch.ops.aten._foreach_norm": "prediction of clipping",
     "torch.ops.aten._fused_adagrad_": "prediction of optimizers",

@@ -1,4 +1,4 @@
-"""Hooks that are called with complete gradients in backward. If memory runs out in one, backward ends before it raises.
+"""Post-accumulate-grad hooks. If memory runs out in one, backward ends before the error is raised.
 
 An exception in a hook stops a backward of torch at once. Operations that were ready to run stay in a queue, and with
 them all activations of the operations before them: on a CPU until the next backward of the thread, on an accelerator

@@ -20,6 +20,7 @@ from trimtab.model.gradient_hooks import register_gradient_hook
 from trimtab.model.streamed_blocks import computing_device
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__  # torch's code around a step
 
 
 class AfterBackward:
@@ -150,7 +151,8 @@ def _step_of_class(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Op
         or _global_optimizer_post_hooks
         or torch.autograd.profiler._is_profiler_enabled
     )
-    return step if is_watched or not getattr(step, "hooked", False) else step.__wrapped__  # type: ignore[no-any-return]
+    is_wrapper = getattr(step, "__code__", None) is _WRAPPER  # not what somebody else put around it
+    return step.__wrapped__ if is_wrapper and not is_watched else step  # type: ignore[no-any-return]
 
 
 _known: WeakKeyDictionary[torch.nn.Module, AfterBackward] = WeakKeyDictionary()

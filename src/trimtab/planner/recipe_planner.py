@@ -42,12 +42,23 @@ from trimtab.techniques.apply import (
     require_possible,
     start_seconds,
 )
-from trimtab.techniques.base import WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST, Axis, Case, Phase, Site, StepSpec, compute_dtype
+from trimtab.techniques.base import (
+    IN_AFTER_OUT,
+    WEIGHTS_FROM_HOST,
+    WEIGHTS_TO_HOST,
+    Axis,
+    Case,
+    Phase,
+    Site,
+    StepSpec,
+    compute_dtype,
+)
 from trimtab.units import parse_every
 
 _LENGTH_STEP = 64  # of the search for the longest rows
 _MOST_LENGTH, _MOST_ROWS = 2**20, 2**16
 _OF_WEIGHTS = ("update", "transfer", "host")  # stages that take the same time for any number of tokens
+_COPIES_OF_WEIGHTS = (WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST, IN_AFTER_OUT)
 _USUAL_STEPS = 1000  # of a run whose length is not known
 
 
@@ -526,7 +537,7 @@ def _scaled(ops: list[Op], share: float, is_packed: bool) -> list[Op]:
         return ops
     known: dict[int, Op] = {}  # blocks that repeat share their operations
     for op in ops:
-        if id(op) not in known and (op.stage in _OF_WEIGHTS or op.name in (WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST)):
+        if id(op) not in known and (op.stage in _OF_WEIGHTS or op.name in _COPIES_OF_WEIGHTS):
             known[id(op)] = op
         elif id(op) not in known:
             flops = op.flops * (share**2 if "attention" in op.name and not is_packed else share)

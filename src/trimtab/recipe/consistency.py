@@ -169,7 +169,7 @@ def conflicts_in_backward(recipe: "Recipe") -> Iterator[Mistake]:
         text = f"found fp16; {why}, so no step can be skipped if one overflows; write bf16 or fp32"
         yield _mistake("train.precision", text, "memory.update")
     if train.compile in ("capture", "graphs"):
-        text = f"found {train.compile}; memory.update: in-backward; write blocks"
+        text = f"found {train.compile}; CUDA graphs do not work with memory.update: in-backward; write blocks"
         yield _mistake("train.compile", text, "memory.update")
     if memory.micro_batch_tokens != "auto" or memory.micro_batch not in ("auto", train.batch_size):
         key = "micro_batch" if memory.micro_batch_tokens == "auto" else "micro_batch_tokens"
@@ -192,7 +192,8 @@ def _in_distillation(recipe: "Recipe") -> Iterator[Mistake]:
         text = "found none; student and teacher are compared on padded rows; write longest, or leave it out"
         yield _mistake("memory.padding", text, "distill")
     if recipe.train.compile not in ("auto", "off"):
-        text = f"found {recipe.train.compile}; the step of a student is not compiled; write off, or leave it out"
+        found = f"found {recipe.train.compile}"
+        text = f"{found}; the step of a student is neither compiled nor captured; write off, or leave it out"
         yield _mistake("train.compile", text, "distill")
     if recipe.adapter != "none" and distill.student is not None:
         text = f"found {shown(distill.student)}; an adapter is saved without its base, which would be the whole model"

@@ -180,9 +180,9 @@ class TrainSettings(Section):
     """Non-finite loss: stop = raise an error; skip = skip the optimizer step; rewind = go back to the last checkpoint
     and continue with other rows, once per run."""
     compile: Literal["auto", "off", "capture", "blocks", "graphs"] = "auto"
-    """blocks = compile the repeated blocks of the model with torch.compile before the first step; capture = capture the
-    step of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one GPU); graphs =
-    both; auto = what is fastest for a run of that length on one NVIDIA GPU, else off."""
+    """blocks = compile the repeated blocks of the model with torch.compile before the first step; capture = capture
+    forward and backward of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one
+    GPU); graphs = both; auto = what is fastest for a run of that length on one NVIDIA GPU, else off."""
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10

@@ -129,7 +129,7 @@ class Compilation(Technique):
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
-        return _Execution(blocks, captured) if blocks is not None and captured is not None else blocks or captured
+        return None if blocks is None and captured is None else _Execution(blocks, captured)
 
     def loads_kernels(self, value: str) -> bool:
         """Inductor's kernels are Triton's."""
@@ -188,19 +188,22 @@ def _worth_trying(case: Case) -> tuple[str, ...]:
 
 
 class _Execution:
-    """The state of compiled blocks and of captured micro-batches as one."""
+    """The state of compiled blocks and of captured micro-batches, of which a run has one or both."""
 
-    def __init__(self, blocks: CompiledBlocks, captured: CapturedMicroBatches) -> None:
+    def __init__(self, blocks: CompiledBlocks | None, captured: CapturedMicroBatches | None) -> None:
         self._blocks, self._captured = blocks, captured
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states."""
-        return self._blocks.state_dict() | {"captured": self._captured.state_dict()}
+        state = {} if self._blocks is None else self._blocks.state_dict()
+        return state if self._captured is None else state | {"captured": self._captured.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both states; a run that only compiled blocks before has none of graphs."""
-        self._blocks.load_state_dict(state)
-        if "captured" in state:
+        """Restore what both have in common: a run may have compiled before, and capture now."""
+        of_blocks = {key: value for key, value in state.items() if key != "captured"}
+        if self._blocks is not None and of_blocks:
+            self._blocks.load_state_dict(of_blocks)
+        if self._captured is not None and "captured" in state:
             self._captured.load_state_dict(state["captured"])
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique
-from trimtab.techniques.compilation import may_compile
+from trimtab.techniques.compilation import compiles_blocks, may_compile
 
 
 class FusedKernels(Technique):
@@ -34,17 +34,17 @@ class FusedKernels(Technique):
         if asked != "auto" and not case.accelerator.is_here:
             return (asked,)
         if asked == "auto" and case.recipe.train.compile not in ("auto", "off"):
-            return ("plain",)  # compiled blocks have their own fused kernels
+            return ("plain",)  # compiled blocks have fused kernels of their own; others were not tested in CUDA graphs
         device = torch.device(case.accelerator.type)
         chosen = choose_kernels(asked, case.model, device, case.compute_dtype)
         return (chosen, "plain") if asked == "auto" and chosen != "plain" and may_compile(case) else (chosen,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
         """A compiler fuses norms and activations itself, and fails on liger's functions."""
-        if spec[self.key] == "liger" and spec["compile"] != "off":
-            return (
-                f"memory.kernels: liger does not work with train.compile: {spec['compile']}, which also fuses kernels"
-            )
+        compiled = spec["compile"]
+        if spec[self.key] == "liger" and compiled != "off":
+            reason = "which also fuses kernels" if compiles_blocks(compiled) else "with which it was not tested"
+            return f"memory.kernels: liger does not work with train.compile: {compiled}, {reason}"
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:

@@ -22,6 +22,7 @@ from trimtab.model.selective_recompute import saving_contexts
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, as_text
+from trimtab.techniques.compilation import compiles_blocks
 
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
@@ -67,8 +68,10 @@ class GradientCheckpointing(Technique):
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
         """`ops` observes every operation, and a compiled block is one operation."""
-        if keeps_products(spec[self.key]) and spec["compile"] != "off":
-            return f"{_KEY}: ops does not work with train.compile: {spec['compile']}, which hides single operations"
+        compiled = spec["compile"]
+        if keeps_products(spec[self.key]) and compiled != "off":
+            reason = "which hides single operations" if compiles_blocks(compiled) else "with which it was not tested"
+            return f"{_KEY}: ops does not work with train.compile: {compiled}, {reason}"
         return None
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:

@@ -43,6 +43,7 @@ class Gpu:
         num_multiprocessors: Determines the workspaces of some kernels.
         threads_per_multiprocessor: Determines the workspaces of some kernels.
         workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None if it is not set.
+        is_deterministic: Whether a run on it uses deterministic kernels only.
     """
 
     capability: tuple[int, int] = (9, 0)
@@ -50,6 +51,7 @@ class Gpu:
     num_multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
     workspace_config: str | None = None
+    is_deterministic: bool = False
 
     @property
     def accelerator(self) -> Accelerator:
@@ -92,7 +94,7 @@ class CudaRules:
     def workspaces(self, func: Any, args: tuple[Any, ...]) -> list[int]:
         """Bytes of temporary buffers that a kernel allocates after its outputs."""
         rule = _WORKSPACES.get(func._overloadpacket)
-        return [] if rule is None else rule(args)
+        return [] if rule is None else rule(self.gpu, args)
 
     def stand_in(self, func: Any) -> Callable[..., Any] | None:
         """The replacement of an operation that does not run on `meta`, or is slow there."""
@@ -169,31 +171,40 @@ def _softmax_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
     return [grad.numel() * torch.promote_types(grad.dtype, result.dtype).itemsize]
 
 
-def _flash_backward(query: torch.Tensor, num_scores: int, *, is_grouped: bool) -> list[int]:
+def _flash_backward(
+    gpu: Gpu, query: torch.Tensor, num_rows: int, num_heads: int, num_rounded: int, *, is_grouped: bool
+) -> list[int]:
     """Attention sums the gradient of queries in fp32, and needs a number for every row of scores.
 
-    With grouped heads the gradients of keys and values are computed for every head of the queries, and then summed.
+    With grouped heads the gradients of keys and values are computed for every head of the queries, and then summed. A
+    deterministic kernel has as many sums as can be computed at the same time; that is read in its source, not measured.
 
     Args:
+        gpu: The GPU.
         query: The queries.
-        num_scores: Rows of scores, over all heads.
+        num_rows: Rows of the batch.
+        num_heads: Heads of the queries.
+        num_rounded: Tokens of all rows, rounded up as the kernel does.
         is_grouped: Whether keys and values have fewer heads than queries.
     """
     width = query.shape[-1]
     step = 32 if width <= 128 else 64
-    found = [4 * num_scores, 4 * num_scores * (-(-width // step) * step)]
+    num_scores = num_heads * num_rounded
+    num_sums = -(-gpu.num_multiprocessors // (num_rows * num_heads)) if gpu.is_deterministic else 1
+    found = [4 * num_scores, 4 * num_sums * num_scores * (-(-width // step) * step)]
     return found + [query.numel() * query.element_size()] * 2 if is_grouped else found
 
 
-def _packed_attention_backward(args: tuple[Any, ...]) -> list[int]:
+def _packed_attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
     """Flash attention over packed rows rounds each row up to 128 tokens."""
     query, key, boundaries = args[1], args[2], args[6]
     num_tokens, num_heads, _ = query.shape
-    num_rounded = num_tokens + 128 * (boundaries.numel() - 1)
-    return _flash_backward(query, num_heads * num_rounded, is_grouped=key.shape[1] != num_heads)
+    num_rows = boundaries.numel() - 1
+    num_rounded = num_tokens + 128 * num_rows
+    return _flash_backward(gpu, query, num_rows, num_heads, num_rounded, is_grouped=key.shape[1] != num_heads)
 
 
-def _attention_backward(args: tuple[Any, ...]) -> list[int]:
+def _attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
     """Flash attention rounds rows up to 128 tokens; cuDNN, which is traced as flash attention, does not round.
 
     cuDNN has one workspace for everything, which is assumed for both: measured with both kernels and with rows of 500
@@ -201,11 +212,11 @@ def _attention_backward(args: tuple[Any, ...]) -> list[int]:
     """
     query, key = args[1], args[2]
     num_rows, num_heads, num_tokens, _ = query.shape
-    num_rounded = -(-num_tokens // 128) * 128
-    return [sum(_flash_backward(query, num_rows * num_heads * num_rounded, is_grouped=key.shape[1] != num_heads))]
+    num_rounded = num_rows * -(-num_tokens // 128) * 128
+    return [sum(_flash_backward(gpu, query, num_rows, num_heads, num_rounded, is_grouped=key.shape[1] != num_heads))]
 
 
-def _efficient_attention_backward(args: tuple[Any, ...]) -> list[int]:
+def _efficient_attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
     """The memory-efficient kernel sums the gradient of queries in fp32 if they are in half precision."""
     query = args[1]
     num_scores = query.numel() // query.shape[-1]
@@ -237,7 +248,7 @@ _TEMPORARIES: dict[Any, Callable[[Gpu, tuple[Any, ...], Any], list[int]]] = {
     aten.sort: lambda gpu, args, out: routing.sort_temporaries(args),
 }
 
-_WORKSPACES: dict[Any, Callable[[tuple[Any, ...]], list[int]]] = {
+_WORKSPACES: dict[Any, Callable[[Gpu, tuple[Any, ...]], list[int]]] = {
     aten._flash_attention_backward: _packed_attention_backward,
     aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_attention_backward,

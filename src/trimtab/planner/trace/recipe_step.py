@@ -64,8 +64,9 @@ class StepTracer:
     """
 
     def __init__(self, recipe: Recipe, task: StepTask, gpu: Gpu, tokenizer: Any = None) -> None:
-        if recipe.train.deterministic and gpu.workspace_config is None:
-            gpu = replace(gpu, workspace_config=DETERMINISTIC_WORKSPACES)
+        if recipe.train.deterministic:
+            config = gpu.workspace_config or DETERMINISTIC_WORKSPACES
+            gpu = replace(gpu, workspace_config=config, is_deterministic=True)
         self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
         self._teachers: dict[torch.dtype, Any] = {}
