@@ -21,6 +21,7 @@ from trimtab.planner.target import known_target
 from trimtab.planner.time import step_seconds
 from trimtab.planner.trace.recorder import Op
 from trimtab.techniques.apply import plain_spec
+from trimtab.techniques.base import IN_AFTER_OUT, WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST
 
 GIB = 2**30
 CONFIG = {
@@ -419,3 +420,8 @@ def test_attention_of_shorter_rows():
     assert [op.flops for op in recipe_planner._scaled(ops, 0.5, is_packed=False)] == [100, 200]
     assert [op.flops for op in recipe_planner._scaled(ops, 0.5, is_packed=True)] == [200, 200]
     assert [op.moved for op in recipe_planner._scaled(ops, 0.5, is_packed=True)] == [40, 40]
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST, IN_AFTER_OUT])
+def test_copies_of_weights_are_the_same_for_all_rows(name):
+    assert recipe_planner._scaled([Op(name, "backward", 0, 80, "fp32")], 0.25, is_packed=False)[0].moved == 80
