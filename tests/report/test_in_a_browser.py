@@ -1,0 +1,74 @@
+"""The charts of a report in a real browser: hover, zoom, log scale, legend and arrow keys."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from trimtab.report.page.charts import places, training_charts
+from trimtab.report.page.document import document
+
+BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")), None)
+CURVES = {
+    "loss": [(step, 2.0 / step) for step in range(1, 101)],
+    "eval_loss": [(step, 1.5 / step) for step in range(10, 101, 10)],
+    "lr": [(step, 1e-4 * step) for step in range(1, 101)],
+}
+# What a reader does, and what the page shows after it.
+ACTIONS = """
+const found = { errors: [] };
+addEventListener("error", (event) => found.errors.push(event.message));
+const figure = () => document.querySelector("figure[data-chart]"), svg = () => figure().querySelector("svg");
+const at = (share, type, more) => {
+  const box = svg().getBoundingClientRect();
+  const place = { clientX: box.left + share * box.width, clientY: box.top + 60, bubbles: true, pointerType: "mouse" };
+  svg().dispatchEvent(new PointerEvent(type, { ...place, button: 0, ...more }));
+};
+const steps = () => [...svg().querySelectorAll("text[text-anchor=middle]")].map((text) => Number(text.textContent));
+const key = (name) => svg().dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+found.steps = steps();
+at(0.5, "pointermove");
+found.tip = figure().querySelector(".tip").hidden ? null : figure().querySelector(".tip").innerText;
+key("ArrowRight");
+found.tipAfterKey = figure().querySelector(".tip").innerText;
+figure().querySelector("[data-log]").click();
+found.isLog = figure().querySelector("[data-log]").getAttribute("aria-pressed");
+found.logTicks = [...svg().querySelectorAll("text[text-anchor=end]")].map((text) => text.textContent);
+at(0.4, "pointerdown"); at(0.5, "pointermove"); at(0.6, "pointermove"); at(0.6, "pointerup");
+found.zoomed = steps();
+svg().dispatchEvent(new MouseEvent("dblclick", { bubbles: true }));
+found.again = steps();
+found.curves = svg().querySelectorAll("path.curve").length;
+figure().querySelector("[data-series]").click();
+found.curvesAfterClick = svg().querySelectorAll("path.curve").length;
+const result = document.createElement("pre");
+result.id = "result";
+result.textContent = JSON.stringify(found);
+document.body.append(result);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
+def test_what_a_reader_does_with_a_chart(tmp_path):
+    charts = training_charts([("", CURVES)])
+    page = document("a run", places(charts), charts)
+    path = tmp_path / "report.html"
+    path.write_text(page.replace("</body>", f"<script>{ACTIONS}</script></body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--window-size=1000,2000", "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=300
+    )
+    found = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    assert found["errors"] == []
+    assert (min(found["steps"]), max(found["steps"])) == (20, 100)
+    assert 40 <= int(re.match(r"step (\d+)\ntraining", found["tip"])[1]) <= 60
+    assert found["tipAfterKey"] != found["tip"]
+    assert found["isLog"] == "true"
+    assert {"0.1", "1"} <= set(found["logTicks"])
+    assert 35 <= min(found["zoomed"]) <= max(found["zoomed"]) <= 65
+    assert found["again"] == found["steps"]
+    assert (found["curves"], found["curvesAfterClick"]) == (2, 1)
