@@ -39,7 +39,7 @@ def test_hooks_see_every_update(watch):
 
 def test_a_profiler_sees_every_update():
     model, _ = a_model()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(torch.ones(2, 4)).sum().backward()
     found = {event.key: event.count for event in profile.key_averages()}
     assert found["Optimizer.step#AdamW.step"] == 3
