@@ -1,5 +1,6 @@
 """Steps whose micro-batches are CUDA graphs: a memory pool of their own, one launch each, and time to start."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from trimtab import Recipe
 from trimtab.model.compile_time import capture_seconds, compile_seconds
 from trimtab.planner.allocator import CAP_STEP, LARGE_SEGMENT, peaks, round_size
+from trimtab.planner.decide import choose_row
 from trimtab.planner.graph_memory import graph_memory, with_graph_workspaces
 from trimtab.planner.memory import predict_captured
 from trimtab.planner.predict_step import predict_step_memory
@@ -211,3 +213,19 @@ def test_the_rules_know_the_length_of_the_run():
     planner = planner_of("auto", epochs=2.5, batch=8)
     planner.lengths = OneLength(128, num_rows=33)
     assert planner.case.num_steps == 13  # 2.5 epochs of five steps
+
+
+def test_a_plan_that_leaves_little_free_says_so(caplog):
+    """A run may take the smallest plan if it fits without the share that others leave free."""
+    roomy = planner_of("off")
+    ladder = roomy.choose()
+    row = ladder.smallest
+    needed = roomy.needed_bytes(row) + row.estimate.outside_bytes
+    for share, warns in ((1.01, True), (1.05, False)):
+        target = known_target("h200", f"{int(share * needed)}B")
+        planner = planner_of("off", target=target)
+        found = replace(ladder, chosen=None if warns else row)
+        caplog.clear()
+        with caplog.at_level("INFO", "trimtab"):
+            assert choose_row(planner, found) == row
+        assert any("so memory may run out" in record.message for record in caplog.records) is warns

@@ -27,7 +27,7 @@ from trimtab.planner.memory import Prediction
 from trimtab.planner.recipe_planner import RecipePlanner
 from trimtab.planner.search import Ladder, Row, Space, halved_sizes
 from trimtab.planner.shapes import LengthsOfData
-from trimtab.planner.target import Target, target_here
+from trimtab.planner.target import SPARE, Target, target_here
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
 from trimtab.planner.trial_step import TrialError, TrialSteps
 from trimtab.recipe.schema import Recipe
@@ -91,6 +91,10 @@ def choose_row(
         if always_explains:
             problem = explain_failure(planner, row)
         say(f"{prefix}{problem}\npredictions for a CPU are estimates, so the smallest plan is used")
+    elif not target.is_cpu:
+        needed = format_bytes(planner.needed_bytes(row) + row.estimate.outside_bytes)
+        words = f"{prefix}the smallest plan needs {needed} of {format_bytes(target.budget_bytes)}"
+        say(f"{words}: less than {SPARE:.0%} stay free, so memory may run out")
     return row
 
 
