@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.errors import RecipeError
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.planner.survey import planner_for
 from trimtab.planner.target import Target, known_target
 from trimtab.recipe.load import load_recipe

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.planner.anatomy import PARTS
 from trimtab.planner.survey import planner_for
 from trimtab.planner.target import known_target

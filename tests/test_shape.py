@@ -12,7 +12,7 @@ import trimtab
 SOURCE = Path(trimtab.__file__).parent
 LAYERS = [
     ["addresses", "errors", "log", "units"],
-    ["randomness"],
+    ["garbage_collection", "randomness"],
     ["hardware"],
     ["recipe"],
     ["distributed"],

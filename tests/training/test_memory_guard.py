@@ -15,7 +15,7 @@ from tiny_runs import NO_DROPOUT, Watch, lines_of, reviews, same_bits
 from trimtab import Recipe, fit
 from trimtab.engine.engine import Engine
 from trimtab.errors import DoesNotFit, RecipeError
-from trimtab.hardware.garbage_collection import gc_frozen
+from trimtab.garbage_collection import gc_frozen
 from trimtab.optim.build import build_optimizer
 from trimtab.optim.host_update import HostGradients
 from trimtab.optim.in_backward import InBackward, updates_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.commands.measured_step import MeasuredStep, measure_step
 from trimtab.errors import DoesNotFit, RecipeError
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.hardware.inventory import find_device
 from trimtab.hardware.memory import is_out_of_memory
 from trimtab.log import muted

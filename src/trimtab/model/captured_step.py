@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.errors import RecipeError, summarize_error
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.forward import bare_model

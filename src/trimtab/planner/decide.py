@@ -17,7 +17,7 @@ from trimtab.data.batching import Batching
 from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.errors import DoesNotFit, TraceError, summarize_error
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.hardware.memory import resolve_budget
 from trimtab.log import say
 from trimtab.model.chunked_loss import check_chunked_loss

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimtab.errors import ModelError, RecipeError, TrimtabError, summarize_error
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.log import muted
 from trimtab.model.load import max_positions
 from trimtab.planner.memory import Prediction, predict, predict_captured

@@ -10,7 +10,7 @@ from trimtab.build.model import build_skeleton
 from trimtab.build.plan import count_steps, make_plan
 from trimtab.data.batching import Batching
 from trimtab.errors import DoesNotFit, RecipeError
-from trimtab.hardware.garbage_collection import gc_disabled
+from trimtab.garbage_collection import gc_disabled
 from trimtab.planner.decide import explain_failure, outlook_of
 from trimtab.planner.explain import Rung, as_dict, reason, rung, shown
 from trimtab.planner.recipe_planner import RecipePlanner

@@ -154,6 +154,13 @@ def compiles_blocks(value: str) -> bool:
     return value in ("blocks", _GRAPHS)
 
 
+def conflict(setting: str, value: str, reason: str) -> str:
+    """The refusal of a setting together with a value; `reason` holds where blocks are compiled."""
+    if compiles_blocks(value):
+        return f"{setting} does not work with {_KEY}: {value}, {reason}"
+    return f"{setting} has not been tested with {_KEY}: {value}"
+
+
 def may_compile(case: Case) -> bool:
     """Whether `auto` considers it: on an NVIDIA GPU with Triton, for one process and weights that are not quantized."""
     accelerator, recipe = case.accelerator, case.recipe

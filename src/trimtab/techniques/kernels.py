@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique
-from trimtab.techniques.compilation import compiles_blocks, may_compile
+from trimtab.techniques.compilation import conflict, may_compile
 
 
 class FusedKernels(Technique):
@@ -43,8 +43,7 @@ class FusedKernels(Technique):
         """A compiler fuses norms and activations itself, and fails on liger's functions."""
         compiled = spec["compile"]
         if spec[self.key] == "liger" and compiled != "off":
-            reason = "which also fuses kernels" if compiles_blocks(compiled) else "with which it was not tested"
-            return f"memory.kernels: liger does not work with train.compile: {compiled}, {reason}"
+            return conflict("memory.kernels: liger", compiled, "which also fuses kernels")
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:

@@ -22,7 +22,7 @@ from trimtab.model.selective_recompute import saving_contexts
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import read_value
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique, as_text
-from trimtab.techniques.compilation import compiles_blocks
+from trimtab.techniques.compilation import conflict
 
 _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
@@ -70,8 +70,7 @@ class GradientCheckpointing(Technique):
         """`ops` observes every operation, and a compiled block is one operation."""
         compiled = spec["compile"]
         if keeps_products(spec[self.key]) and compiled != "off":
-            reason = "which hides single operations" if compiles_blocks(compiled) else "with which it was not tested"
-            return f"{_KEY}: ops does not work with train.compile: {compiled}, {reason}"
+            return conflict(f"{_KEY}: ops", compiled, "which hides single operations")
         return None
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:

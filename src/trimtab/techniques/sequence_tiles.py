@@ -15,7 +15,7 @@ from trimtab.errors import RecipeError
 from trimtab.model import token_tiles
 from trimtab.model.token_tiles import tile_modules, tiled_modules
 from trimtab.techniques.base import Accelerator, Case, Patch, Phase, Site, StepSpec, Technique, TraceRecorder
-from trimtab.techniques.compilation import Compilation, compiles_blocks
+from trimtab.techniques.compilation import Compilation, conflict
 from trimtab.techniques.recomputation import GradientCheckpointing, keeps_products
 
 _KEY = "memory.tile_tokens"
@@ -66,10 +66,7 @@ class SequenceTiles(Technique):
             return None
         compiled, recomputed = spec[Compilation.key], spec[GradientCheckpointing.key]
         if compiled != Compilation.off:
-            reason = (
-                "which has one graph for all tokens" if compiles_blocks(compiled) else "with which it was not tested"
-            )
-            return f"{_KEY} does not work with {Compilation.setting}: {compiled}, {reason}"
+            return conflict(_KEY, compiled, "which has one graph for all tokens")
         if keeps_products(recomputed):
             return f"{_KEY} does not work with {GradientCheckpointing.setting}: {recomputed}, which keeps all products"
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from trimtab.errors import CheckpointError, DoesNotFit, LossNotFinite
-from trimtab.hardware.garbage_collection import gc_frozen
+from trimtab.garbage_collection import gc_frozen
 from trimtab.hardware.memory import is_out_of_memory, peak_memory, reset_peak_memory
 from trimtab.model.freeze import Freezing
 from trimtab.training.best_model import BestModel

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from trimtab.hardware.garbage_collection import gc_frozen
+from trimtab.garbage_collection import gc_frozen
 
 
 class Node:
