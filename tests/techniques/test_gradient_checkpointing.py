@@ -6,6 +6,7 @@ import inspect
 import itertools
 import logging
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -241,6 +242,24 @@ def test_adapters(quantized, dropout, dtype):
         checkpoint_layers(model, which)
         assert_same(step(model, dtype=dtype), plain)
         assert kept(model, dtype=dtype) < plain_bytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_last_product_of_a_block_with_adapters_is_not_computed_again(dropout):
+    """Backward needs the input of the last module and nothing of its result."""
+    from trimtab.model.adapters import LoraSpec, add_adapter
+
+    model = deep("llama")
+    add_adapter(model, LoraSpec(rank=2, dropout=dropout))
+    counts = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("base_layer"):
+            kind = name.split(".")[-2]
+            module.register_forward_hook(lambda *_, kind=kind: counts.update([kind]))
+    checkpoint_layers(model, "all")
+    step(model)
+    assert counts.pop("down_proj") == 3, "once for each block"
+    assert set(counts.values()) == {6}
 
 
 def quantize(model):

@@ -9,6 +9,7 @@ Shapes: x (tokens, in), down = A (rank, in), up = B (out, rank), inner = x A^T (
 """
 
 import threading
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -62,8 +63,9 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     rounded = seen.detach().to(dtype) if modes else _rounded(seen, dtype)
     down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
     keeps_outputs = any(type(mode).__name__ in _CACHING_MODES for mode in modes)
-    apply: Any = _BaseAndAdapter.apply
-    rows = apply(x, dropped, rounded, down, up, base, layer.scaling[name], dtype, keeps_outputs)
+    product = _Product(base, layer.scaling[name], dtype, keeps_outputs)
+    after_inner: Any = _Inner.apply(seen, rounded, down, up, product)  # type: ignore[no-untyped-call]
+    rows: Any = _BaseAndAdapter.apply(x, dropped, down, up, after_inner, product)  # type: ignore[no-untyped-call]
     return rows.view(*x.shape[:-1], -1)
 
 
@@ -127,6 +129,49 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rounded
 
 
+class _Inner(torch.autograd.Function):
+    """Computes x A^T and saves what the backward of `_BaseAndAdapter`, which follows, needs.
+
+    Gradient checkpointing stops to recompute a block when all saved tensors are there. Saved here, before the product
+    of the base, the last one of a block does not need that product: an eighth of the step of a Llama.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, rounded: torch.Tensor, down: torch.Tensor, up: torch.Tensor, product: "_Product"
+    ) -> torch.Tensor:
+        """Return an empty tensor, by which `_BaseAndAdapter` depends on this function."""
+        with torch.autocast(x.device.type, enabled=False):  # all dtypes are explicit
+            product.inner = _rows(rounded) @ down.to(product.dtype).t()
+        _, _, needs_down, needs_up, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rounded if needs_down else None, product.inner if needs_up else None, down, up)
+        product.saved = ctx
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        return None, None, None, None, None
+
+
+@dataclass
+class _Product:
+    """What one call of a module passes from `_Inner` to `_BaseAndAdapter`."""
+
+    base: Any
+    scale: float
+    dtype: torch.dtype
+    keeps_outputs: bool
+    inner: torch.Tensor | None = None
+    saved: Any = None  # the context of `_Inner`
+
+    def take_inner(self) -> torch.Tensor:
+        """Return the inner product, which is kept by autograd from then on, or not at all."""
+        inner, self.inner = self.inner, None
+        assert inner is not None
+        return inner
+
+
 class _BaseAndAdapter(torch.autograd.Function):
     """A frozen base and its adapter in one autograd function: base(x) + scale * x A^T B^T.
 
@@ -139,48 +184,43 @@ class _BaseAndAdapter(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         dropped: torch.Tensor | None,
-        rounded: torch.Tensor,
         down: torch.Tensor,
         up: torch.Tensor,
-        base: Any,
-        scale: float,
-        dtype: torch.dtype,
-        keeps_outputs: bool,
+        after_inner: torch.Tensor,
+        product: _Product,
     ) -> torch.Tensor:
         """Return the sum, possibly flattened to a matrix: autograd restricts views that a function returns."""
-        result = base(x)
-        memory = None if keeps_outputs else _memory_of(result)
-        with torch.autocast(x.device.type, enabled=False):  # all dtypes are explicit
-            inner = _rows(rounded) @ down.to(dtype).t()
+        result = product.base(x)
+        memory = None if product.keeps_outputs else _memory_of(result)
+        with torch.autocast(x.device.type, enabled=False):
             if memory is None:
                 memory = result.clone()
-            _add_product(memory, inner, up.to(dtype), scale)
-        _, _, _, needs_down, needs_up, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(rounded if needs_down else None, inner if needs_up else None, down, up)
-        ctx.base, ctx.scale, ctx.dtype, ctx.shape, ctx.input_dtype = base, scale, dtype, x.shape, x.dtype
+            _add_product(memory, product.take_inner(), up.to(product.dtype), product.scale)
+        ctx.product, ctx.shape, ctx.input_dtype = product, x.shape, x.dtype
         return memory
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rounded, inner, down, up = ctx.saved_tensors
-        needs_x, needs_dropped, _, needs_down, needs_up, *_ = ctx.needs_input_grad
+        product: _Product = ctx.product
+        rounded, inner, down, up = product.saved.saved_tensors
+        needs_x, needs_dropped, needs_down, needs_up, *_ = ctx.needs_input_grad
         grad_x = grad_dropped = grad_down = grad_up = None
         with torch.autocast(grad.device.type, enabled=False):
-            rows = _rows(grad).to(ctx.dtype)
-            grad_inner = (rows @ up.to(ctx.dtype)).mul_(ctx.scale)
+            rows = _rows(grad).to(product.dtype)
+            grad_inner = (rows @ up.to(product.dtype)).mul_(product.scale)
             if needs_up:
-                grad_up = (rows.t() @ inner).to(up.dtype).mul_(ctx.scale)
+                grad_up = (rows.t() @ inner).to(up.dtype).mul_(product.scale)
             if needs_down:
                 grad_down = (grad_inner.t() @ _rows(rounded)).to(down.dtype)
             if needs_dropped:
-                grad_dropped = (grad_inner @ down.to(ctx.dtype)).view(ctx.shape).to(ctx.input_dtype)
+                grad_dropped = (grad_inner @ down.to(product.dtype)).view(ctx.shape).to(ctx.input_dtype)
             if needs_x:
-                grad_x = _input_gradient(ctx.base, rows, ctx.dtype)
+                grad_x = _input_gradient(product.base, rows, product.dtype)
                 if not needs_dropped:
-                    grad_x.addmm_(grad_inner, down.to(ctx.dtype))
+                    grad_x.addmm_(grad_inner, down.to(product.dtype))
                 grad_x = grad_x.view(ctx.shape).to(ctx.input_dtype)
-        return grad_x, grad_dropped, None, grad_down, grad_up, None, None, None, None
+        return grad_x, grad_dropped, grad_down, grad_up, None, None
 
 
 def _input_gradient(base: Any, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

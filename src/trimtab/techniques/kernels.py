@@ -1,7 +1,8 @@
 """Fused norms and gated activations from liger-kernel, which store less for backward and read memory less often.
 
 Only the modules of one model are changed. liger-kernel also patches the classes of the model's family for models that
-are built later; that is reverted here.
+are built later; that is reverted here. Rotary position embeddings are fused with it, by a kernel of ours
+(`trimtab.model.rotary`).
 """
 
 import sys
@@ -13,12 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
+from trimtab.model.rotary import rotate_in_trace, rotate_with_triton, use_fused_rotary
 from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique
 from trimtab.techniques.compilation import conflict, may_compile
 
 
 class FusedKernels(Technique):
-    """Compute norms and gated activations with liger-kernel's fused kernels."""
+    """Compute norms, gated activations and rotary embeddings with fused kernels."""
 
     key = "kernels"
     setting = "memory.kernels"
@@ -50,9 +52,11 @@ class FusedKernels(Technique):
         """Use the fused kernels; a trace gets modules that allocate the same memory."""
         if site.is_traced:
             _use_traced_liger(model, site.accelerator.num_multiprocessors)
+            use_fused_rotary(model, rotate_in_trace)
         else:
             _require_liger(model, site.device)  # a stored plan may come from another machine
             use_liger(model)
+            use_fused_rotary(model, rotate_with_triton)
 
     def loads_kernels(self, value: str) -> bool:
         """Liger's kernels are Triton's."""
