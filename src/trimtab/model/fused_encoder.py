@@ -1,0 +1,380 @@
+"""Fused operations of BERT's blocks: one product for queries, keys and values; dropout, sum and norm; bias and GELU.
+
+Modules are recognized by the code of their forward, which many encoders share with BERT (RoBERTa, ELECTRA, XLM-R …),
+and only those of one model are changed. Results are those of the plain modules up to rounding; dropout draws one number
+from torch's generator for each call, which seeds a hash, so recomputed and resumed steps drop the same numbers.
+
+The kernels (`encoder_kernels.py`) are operations of torch's library, so that a compiler calls them as they are and a
+trace on `meta` knows their results. On a CPU the same operations run in torch's own, for tests.
+
+Shapes: T tokens (of all rows), C channels.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+_HIGHEST_SEED = 2**62
+_PARTNERS, _READY = "_trimtab_partners", "_trimtab_ready"
+
+
+def use_fused_encoder(model: torch.nn.Module) -> int:
+    """Let the blocks of a model compute with fused operations; returns the number of changed modules."""
+    changes = [change for module in model.modules() if (change := _change_of(module)) is not None]
+    for change in changes:
+        change()
+    return len(changes)
+
+
+def has_encoder_blocks(model: torch.nn.Module) -> bool:
+    """Whether `use_fused_encoder` would change a model."""
+    return any(_change_of(module) is not None for module in model.modules())
+
+
+def _change_of(module: torch.nn.Module) -> Callable[[], None] | None:
+    """The change of one module; None if it has none."""
+    if "forward" in module.__dict__:  # changed by another technique
+        return None
+    attention, output, intermediate = _codes_of_bert()
+    code = _code_of(type(module).forward)
+    if code == output and _has(module, LayerNorm=torch.nn.LayerNorm, dropout=torch.nn.Dropout):
+        return lambda: _bind(module, _norm_of_sum)
+    if code == intermediate and _has(module, dense=torch.nn.Linear) and _is_gelu(module.intermediate_act_fn):
+        return lambda: _bind(module, _activation)
+    if code == attention and _has(module, **dict.fromkeys(("query", "key", "value"), torch.nn.Linear)):
+        return lambda: _join_projections(module)
+    return None
+
+
+@cache
+def _codes_of_bert() -> tuple[Any, Any, Any]:
+    from transformers.models.bert import modeling_bert as bert
+
+    classes = (bert.BertSelfAttention, bert.BertSelfOutput, bert.BertIntermediate)
+    attention, output, intermediate = (_code_of(kind.forward) for kind in classes)
+    return attention, output, intermediate
+
+
+@cache
+def _code_of(function: Any) -> tuple[Any, ...] | None:
+    """Instructions, names and constants of a function without its documentation; None if it is not Python's."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
+
+
+def _has(module: torch.nn.Module, **kinds: type) -> bool:
+    """Whether attributes have exactly these types: adapters and quantized modules compute something else."""
+    return all(type(getattr(module, name, None)) is kind for name, kind in kinds.items())
+
+
+def _is_gelu(activation: Any) -> bool:
+    return getattr(activation, "act", None) is functional.gelu
+
+
+def _bind(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    # Bound methods follow their object through copy.deepcopy; a closure over the module would not.
+    module.forward = MethodType(forward, module)
+
+
+# ---------------------------------------------------------------------- queries, keys and values
+
+
+def _join_projections(attention: Any) -> None:
+    """Compute three projections of the same input as one product, when the first one is called.
+
+    Modules keep their weights and names. The other two return what is ready.
+    """
+    attention.query.__dict__[_PARTNERS] = [attention.key, attention.value]
+    _bind(attention.query, _project_all)
+    for other in (attention.key, attention.value):
+        other.__dict__[_READY] = []
+        _bind(other, _take_ready)
+
+
+def _project_all(self: Any, x: Tensor) -> Tensor:
+    others = self.__dict__[_PARTNERS]
+    weight = torch.cat([self.weight, *(other.weight for other in others)])
+    bias = None if self.bias is None else torch.cat([self.bias, *(other.bias for other in others)])
+    parts = functional.linear(x, weight, bias).chunk(3, -1)
+    for other, part in zip(others, parts[1:], strict=True):
+        other.__dict__[_READY].append(part)
+    return parts[0]
+
+
+def _take_ready(self: Any, x: Tensor) -> Tensor:
+    ready: Tensor = self.__dict__[_READY].pop()
+    return ready
+
+
+# ---------------------------------------------------------------------- norm(dropout(dense(x)) + residual)
+
+
+def _norm_of_sum(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    dense, norm = self.dense, self.LayerNorm
+    is_plain = type(dense) is torch.nn.Linear and "forward" not in dense.__dict__
+    x = functional.linear(hidden_states, dense.weight) if is_plain else dense(hidden_states)
+    bias = dense.bias if is_plain else None
+    dropout = self.dropout.p if self.training else 0.0
+    seed = torch.randint(_HIGHEST_SEED, (1,), device=x.device) if dropout else norm.weight  # which is not read then
+    total = torch.promote_types(x.dtype, input_tensor.dtype)
+    result = torch.float32 if torch.is_autocast_enabled(x.device.type) else total
+    fused: Any = _NormOfSum.apply
+    rows = fused(
+        x.flatten(0, -2),
+        bias,
+        input_tensor.flatten(0, -2),
+        norm.weight,
+        norm.bias,
+        seed,
+        float(dropout),
+        float(norm.eps),
+        total,
+        result,
+    )
+    return rows.view(input_tensor.shape)  # type: ignore[no-any-return]
+
+
+class _NormOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        gain: Tensor,
+        offset: Tensor,
+        seed: Tensor,
+        dropout: float,
+        eps: float,
+        total_dtype: torch.dtype,
+        result_dtype: torch.dtype,
+    ) -> Tensor:
+        tensors = (x.contiguous(), bias, residual.contiguous(), gain, offset, seed)
+        result, total, means, scales = _norm_forward(*tensors, dropout, eps, total_dtype, result_dtype)
+        ctx.save_for_backward(total, means, scales, gain, seed)
+        ctx.dropout, ctx.dtypes, ctx.has_bias = dropout, (x.dtype, residual.dtype), bias is not None
+        return result  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_residual, sums = _norm_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dropout, *ctx.dtypes)
+        of_gain, of_offset, of_bias = sums.unbind(0)
+        return grad_x, of_bias if ctx.has_bias else None, grad_residual, of_gain, of_offset, *(None,) * 5
+
+
+@torch.library.custom_op("trimtab::norm_of_sum_forward", mutates_args=())
+def _norm_forward(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    offset: Tensor,
+    seed: Tensor,
+    dropout: float,
+    eps: float,
+    total_dtype: torch.dtype,
+    result_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from trimtab.model import encoder_kernels
+
+    result, total, means, scales = _empty_norm(x, total_dtype, result_dtype)
+    encoder_kernels.norm_forward(x, bias, residual, gain, offset, seed, dropout, eps, total, result, means, scales)
+    return result, total, means, scales
+
+
+@_norm_forward.register_fake
+def _(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    offset: Tensor,
+    seed: Tensor,
+    dropout: float,
+    eps: float,
+    total_dtype: torch.dtype,
+    result_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_norm(x, total_dtype, result_dtype)
+
+
+def _empty_norm(x: Tensor, total_dtype: torch.dtype, result_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    result, total = (x.new_empty(x.shape, dtype=dtype) for dtype in (result_dtype, total_dtype))
+    means, scales = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return result, total, means, scales
+
+
+@_norm_forward.register_kernel("cpu")
+def _(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    offset: Tensor,
+    seed: Tensor,
+    dropout: float,
+    eps: float,
+    total_dtype: torch.dtype,
+    result_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values = x.float() if bias is None else x.float() + bias.float()
+    if dropout:
+        values = values * kept(seed, x.shape, dropout) / (1.0 - dropout)
+    total = (values + residual.float()).to(total_dtype)
+    means = total.float().mean(1)
+    centered = total.float() - means[:, None]
+    scales = torch.rsqrt(centered.square().mean(1) + eps)
+    result = centered * scales[:, None] * gain.float() + offset.float()
+    return result.to(result_dtype), total, means, scales
+
+
+@torch.library.custom_op("trimtab::norm_of_sum_backward", mutates_args=())
+def _norm_backward(
+    grad: Tensor,
+    total: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    gain: Tensor,
+    seed: Tensor,
+    dropout: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from trimtab.model import encoder_kernels
+
+    grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in (x_dtype, residual_dtype))
+    sums = encoder_kernels.norm_backward(grad, total, means, scales, gain, seed, dropout, grad_x, grad_residual)
+    return grad_x, grad_residual, sums
+
+
+@_norm_backward.register_fake
+def _(
+    grad: Tensor,
+    total: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    gain: Tensor,
+    seed: Tensor,
+    dropout: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in (x_dtype, residual_dtype))
+    return grad_x, grad_residual, total.new_empty((3, total.shape[1]), dtype=torch.float32)
+
+
+@_norm_backward.register_kernel("cpu")
+def _(
+    grad: Tensor,
+    total: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    gain: Tensor,
+    seed: Tensor,
+    dropout: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    above, scale = grad.float(), scales[:, None]
+    normed = (total.float() - means[:, None]) * scale
+    scaled = above * gain.float()
+    along, common = (scaled * normed).mean(1, keepdim=True), scaled.mean(1, keepdim=True)
+    below = (scaled - common - normed * along) * scale
+    grad_residual = below.to(residual_dtype, copy=True)
+    if dropout:
+        below = below * kept(seed, total.shape, dropout) / (1.0 - dropout)
+    grad_x = below.to(x_dtype, copy=True)
+    return grad_x, grad_residual, torch.stack([(above * normed).sum(0), above.sum(0), grad_x.float().sum(0)])
+
+
+# ---------------------------------------------------------------------- gelu(dense(x))
+
+
+def _activation(self: Any, hidden_states: Tensor) -> Tensor:
+    dense = self.dense
+    if dense.bias is None or "forward" in dense.__dict__:
+        plain: Tensor = self.intermediate_act_fn(dense(hidden_states))
+        return plain
+    x = functional.linear(hidden_states, dense.weight)
+    fused: Any = _BiasGelu.apply
+    return fused(x.flatten(0, -2), dense.bias).view(x.shape)  # type: ignore[no-any-return]
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, bias)
+        return _gelu_forward(x, bias)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, of_bias = _gelu_backward(grad.contiguous(), *ctx.saved_tensors)
+        return grad_x, of_bias
+
+
+@torch.library.custom_op("trimtab::bias_gelu_forward", mutates_args=())
+def _gelu_forward(x: Tensor, bias: Tensor) -> Tensor:
+    from trimtab.model import encoder_kernels
+
+    result = torch.empty_like(x)
+    encoder_kernels.gelu_forward(x, bias, result)
+    return result
+
+
+@_gelu_forward.register_fake
+def _(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_gelu_forward.register_kernel("cpu")
+def _(x: Tensor, bias: Tensor) -> Tensor:
+    return functional.gelu(x.float() + bias.float()).to(x.dtype)
+
+
+@torch.library.custom_op("trimtab::bias_gelu_backward", mutates_args=())
+def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    from trimtab.model import encoder_kernels
+
+    grad_x = torch.empty_like(x)
+    return grad_x, encoder_kernels.gelu_backward(grad, x, bias, grad_x)
+
+
+@_gelu_backward.register_fake
+def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+@_gelu_backward.register_kernel("cpu")
+def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    values = x.float() + bias.float()
+    grad_x = torch.ops.aten.gelu_backward(grad.float(), values).to(x.dtype)
+    return grad_x, grad_x.float().sum(0)
+
+
+# ---------------------------------------------------------------------- dropout as the kernels draw it
+
+
+def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
+    """Which numbers (T, C) dropout keeps, as the kernels decide it."""
+
+    def mixed(x: Tensor) -> Tensor:
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+        return x ^ (x >> 16)
+
+    token, channel = (torch.arange(size, device=seed.device) for size in shape)
+    of_token = mixed(token ^ mixed(seed & 0xFFFFFFFF))
+    of_channel = mixed((((channel + 1) * 0x9E3779B9) & 0xFFFFFFFF) ^ ((seed >> 32) & 0xFFFFFFFF))
+    return mixed(of_token[:, None] ^ of_channel[None, :]) >= int(dropout * 2**32)
