@@ -42,17 +42,18 @@ def test_norm_of_a_sum(size, dropout, dtype, residual_dtype):
     residual = torch.randn(size, generator=draw).to(residual_dtype)
     gain, offset = torch.rand(size[1], generator=draw) + 0.5, torch.randn(size[1], generator=draw)
     seed = torch.randint(2**62, (1,), generator=draw)
-    args = (x, bias, residual, gain, offset, seed, dropout, 1e-12, torch.float32, torch.float32)
+    args = (x, bias, residual, gain, offset, seed, dropout, 1e-12, torch.float32, torch.float32, dtype)
     expected, found = both(fused_encoder._norm_forward, *args)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-    grad = torch.randn(size, generator=draw)
-    args = (grad, *expected[1:], gain, seed, dropout, dtype, residual_dtype)
-    expected, found = both(fused_encoder._norm_backward, *args)
-    for one, other in zip(found[:2], expected[:2], strict=True):
-        assert_same(one, other)
-    # sums of as many rounded numbers as there are tokens
-    torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=rounding_error(grad, 4 * size[0], dtype))
+    grad, statistics = torch.randn(size, generator=draw), expected[2:]
+    for grads in ((grad, None), (None, grad.to(dtype)), (grad, grad.to(dtype))):
+        args = (*grads, *statistics, gain, seed, dropout, dtype, residual_dtype)
+        expected, found = both(fused_encoder._norm_backward, *args)
+        for one, other in zip(found[:2], expected[:2], strict=True):
+            assert_same(one, other)
+        # sums of as many rounded numbers as there are tokens
+        torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=rounding_error(grad, 4 * size[0], dtype))
 
 
 @pytest.mark.parametrize("size", [(33, 3072), (700, 1536), (5, 50)], ids=str)
@@ -71,7 +72,7 @@ def test_gelu(size, dtype):
 def test_dropout_keeps_the_same_numbers():
     seed = torch.tensor([1234567890123456789 % 2**62])
     x, ones = torch.ones(100, 768), torch.ones(768)
-    args = (x, None, torch.zeros_like(x), ones, ones, seed, 0.25, 1e-12, torch.float32, torch.float32)
+    args = (x, None, torch.zeros_like(x), ones, ones, seed, 0.25, 1e-12, torch.float32, torch.float32, None)
     expected, found = both(fused_encoder._norm_forward, *args)
-    assert torch.equal(found[1].cpu() > 0, expected[1] > 0)
-    assert abs(float((found[1] > 0).float().mean()) - 0.75) < 0.01
+    assert torch.equal(found[2].cpu() > 0, expected[2] > 0)
+    assert abs(float((found[2] > 0).float().mean()) - 0.75) < 0.01

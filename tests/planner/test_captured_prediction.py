@@ -31,7 +31,7 @@ def planner_of(value="graphs", *, batch=8, micro_batch=8, target=None, length=12
         task="classify",
         data={"train": "rows.jsonl"},
         train={"batch_size": batch, "compile": value, "precision": "bf16", **train},
-        memory={"gradient_checkpointing": "none", "micro_batch": micro_batch, "padding": "none"},
+        memory={"gradient_checkpointing": "none", "micro_batch": micro_batch, "padding": "none", "kernels": "plain"},
     )
     return RecipePlanner(recipe, named_task(recipe), target or known_target("h200", None), OneLength(length))
 

@@ -1,6 +1,14 @@
-"""Fused kernels of norms and gated activations in a prediction."""
+"""Fused kernels in predictions and plans: what they read and write, and when `auto` takes them."""
 
-from trimtab import predict_step_memory
+import pytest
+
+from trimtab import Recipe, predict_step_memory
+from trimtab.errors import RecipeError
+from trimtab.planner.decide import choose_row
+from trimtab.planner.recipe_planner import RecipePlanner
+from trimtab.planner.shapes import OneLength, named_task
+from trimtab.planner.target import known_target
+from trimtab.techniques.apply import refusal
 
 ROWS, LENGTH, WIDTH, INNER, NUM_BLOCKS = 2, 64, 128, 512, 3
 LLAMA = {
@@ -12,6 +20,8 @@ LLAMA = {
     "num_key_value_heads": 4,
     "vocab_size": 100,
 }
+BERT = {"model_type": "bert", "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+BERT |= {"num_hidden_layers": 6, "vocab_size": 8000}
 
 
 def test_what_the_kernels_read_and_write_is_counted():
@@ -23,3 +33,66 @@ def test_what_the_kernels_read_and_write_is_counted():
         if not op.flops and op.moved in (2 * wide, 3 * wide):
             moved[op.stage] += op.moved
     assert moved == {"forward": 3 * wide * NUM_BLOCKS, "backward": 5 * wide * NUM_BLOCKS}
+
+
+def test_rotary_embeddings_are_one_operation_for_queries_and_one_for_keys():
+    ops = {}
+    for kernels in ("plain", "liger"):
+        step = predict_step_memory(LLAMA, "causal-lm", ROWS, LENGTH, gpu="h100", precision="bf16-pure", kernels=kernels)
+        ops[kernels] = [op.name for op in step.trace.ops]
+    assert sum("cat" in name for name in ops["plain"]) >= 2 * NUM_BLOCKS  # halves of heads change places
+    assert sum("cat" in name for name in ops["liger"]) <= 1
+
+
+def planner_of(kernels="auto", compile="auto", config=BERT, gpu="h200", num_steps=100_000, length=128, **memory):
+    recipe = Recipe(
+        model={"config": config, "tokenizer": "train"},
+        task="classify",
+        data={"train": "rows.jsonl"},
+        train={"batch_size": 8, "compile": compile, "precision": "bf16", "max_steps": num_steps},
+        memory={"kernels": kernels, **memory},
+    )
+    return RecipePlanner(recipe, named_task(recipe), known_target(gpu, None), OneLength(length))
+
+
+def prediction(kernels, compile):
+    memory = {"padding": "none", "gradient_checkpointing": "none", "micro_batch": 8}
+    planner = planner_of(kernels, compile, length=512, **memory)
+    spec = planner.space.reference()
+    return planner.prediction(spec), planner.estimate(spec)
+
+
+def test_an_encoder_needs_less_memory_and_time():
+    (plain, slow), (fused, fast) = prediction("plain", "capture"), prediction("fused", "capture")
+    assert fused.parts["activations"] < plain.parts["activations"]
+    assert fast.step_s < slow.step_s
+    names = [op.name for op in fused.trace.ops]
+    micro_batches = 2  # a captured step is traced with two
+    for name, count in (("norm_of_sum", 2), ("bias_gelu", 1)):
+        for direction in ("forward", "backward"):
+            found = sum(f"{name}_{direction}" in other for other in names)
+            assert found == micro_batches * count * BERT["num_hidden_layers"], (name, direction)
+
+
+@pytest.mark.parametrize("num_steps", [300, 1_000_000])
+def test_auto_takes_the_kernels_of_encoders_in_captured_steps(num_steps):
+    planner = planner_of(num_steps=num_steps)
+    chosen = choose_row(planner, planner.choose()).spec
+    assert (chosen["kernels"], chosen["compile"]) == ("fused", "capture")
+
+
+def test_auto_takes_none_in_a_step_that_is_not_captured():
+    planner = planner_of(num_steps=20)
+    chosen = choose_row(planner, planner.choose()).spec
+    assert (chosen["kernels"], chosen["compile"]) == ("plain", "off")
+
+
+@pytest.mark.parametrize("compile", ["blocks", "graphs"])
+def test_compiled_blocks_have_kernels_of_their_own(compile):
+    planner = planner_of("fused", compile)
+    assert "does not work with train.compile" in refusal(planner.space.reference(), planner.case)
+
+
+def test_a_decoder_has_no_blocks_of_bert():
+    with pytest.raises(RecipeError, match="has none"):
+        planner_of("fused", "capture", config=LLAMA).space.reference()

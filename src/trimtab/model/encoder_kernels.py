@@ -1,7 +1,7 @@
 """Triton kernels between the products of an encoder's block. Imported only if Triton is installed.
 
 torch runs dropout, the residual sum and the norm as three kernels, and in backward one more for each sum over tokens:
-of the gains and offsets of a norm, and of the biases of linear layers. Here each group is one kernel. Backward sums over
+for gains and offsets of a norm, and for biases of linear layers. Here each group is one kernel. Backward sums over
 tokens while it computes gradients: every program adds up its tokens in registers, and one small sum over all programs
 follows, so results are the same in every run.
 
@@ -22,9 +22,10 @@ tl: Any = importlib.import_module("triton.language")
 # (tokens of a tile, warps) of the kernels of norms; (tokens, channels, warps) of those of activations and sums. Fixed:
 # nothing is timed.
 NORM_FORWARD = (1, 4)
-NORM_BACKWARD = (2, 4)
-ACTIVATION = (32, 128, 4)
-PROGRAMS_PER_MULTIPROCESSOR = 4
+NORM_BACKWARD = (4, 4)
+ACTIVATION = (32, 128, 8)
+# Programs on a multiprocessor at a time: more would have more sums to add up afterwards.
+NORM_PROGRAMS, ACTIVATION_PROGRAMS = 2, 4
 
 # fmt: off
 
@@ -46,9 +47,10 @@ def _is_kept(seed, token, channel, threshold):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_forward(  # type: ignore[no-untyped-def]
-    x, bias, residual, gain, offset, seeds, total, result, means, scales, num_tokens, threshold, kept_scale, eps,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
+    x, bias, residual, gain, offset, seeds, total, result, half, means, scales,
+    num_tokens, threshold, kept_scale, eps,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_HALF: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
@@ -69,15 +71,20 @@ def _norm_forward(  # type: ignore[no-untyped-def]
     scale = tl.rsqrt(tl.sum(centered * centered, axis=1)[:, None] / WIDTH + eps)
     gains = tl.load(gain + channel, mask=known, other=0.0).to(tl.float32)
     offsets = tl.load(offset + channel, mask=known, other=0.0).to(tl.float32)
-    tl.store(result + place, (centered * scale * gains + offsets).to(result.dtype.element_ty), mask=inside)
+    normed = centered * scale * gains + offsets
+    tl.store(result + place, normed.to(result.dtype.element_ty), mask=inside)
+    if HAS_HALF:
+        tl.store(half + place, normed.to(half.dtype.element_ty), mask=inside)
     tl.store(means + token, mean, mask=token < num_tokens)
     tl.store(scales + token, scale, mask=token < num_tokens)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_backward(  # type: ignore[no-untyped-def]
-    grad, total, means, scales, gain, seeds, grad_x, grad_residual, sums, num_tokens, threshold, kept_scale,
-    HAS_DROPOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
+    grad, grad_half, total, means, scales, gain, seeds, grad_x, grad_residual, sums,
+    num_tokens, threshold, kept_scale,
+    HAS_GRAD: tl.constexpr, HAS_HALF: tl.constexpr, HAS_DROPOUT: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
 ):
     channel = tl.arange(0, BLOCK)[None, :]
     known = channel < WIDTH
@@ -91,7 +98,11 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         token = first + tl.arange(0, TOKENS)[:, None]
         inside = (token < num_tokens) & known
         place = token.to(tl.int64) * WIDTH + channel
-        above = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        above = tl.zeros((TOKENS, BLOCK), tl.float32)
+        if HAS_GRAD:
+            above += tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        if HAS_HALF:
+            above += tl.load(grad_half + place, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(means + token, mask=token < num_tokens, other=0.0)
         scale = tl.load(scales + token, mask=token < num_tokens, other=0.0)
@@ -131,27 +142,24 @@ def _gelu_forward(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _gelu_backward(  # type: ignore[no-untyped-def]
     grad, x, bias, grad_x, sums, num_tokens, width,
-    HAS_GELU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
 ):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     known = channel < width
     of_bias = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    if HAS_GELU:
-        biases = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
+    biases = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
     step = tl.num_programs(1) * TOKENS
     for first in range(tl.program_id(1) * TOKENS, num_tokens, step):
         token = first + tl.arange(0, TOKENS)[:, None]
         inside = (token < num_tokens) & known
         place = token.to(tl.int64) * width + channel
         below = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-        if HAS_GELU:
-            values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + biases
-            share = 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
-            slope = share + values * 0.3989422804014327 * tl.exp(-0.5 * values * values)
-            rounded = (below * slope).to(grad_x.dtype.element_ty)
-            tl.store(grad_x + place, rounded, mask=inside)
-            below = rounded.to(tl.float32)
-        of_bias += below
+        values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + biases
+        share = 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
+        slope = share + values * 0.3989422804014327 * tl.exp(-0.5 * values * values)
+        below = (below * slope).to(grad_x.dtype.element_ty)
+        tl.store(grad_x + place, below, mask=inside)
+        of_bias += below.to(tl.float32)
     tl.store(sums + tl.program_id(1) * width + channel, tl.sum(of_bias, axis=0)[None, :], mask=known)
 
 # fmt: on
@@ -159,35 +167,35 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
 
 def norm_forward(
     x: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, offset: Tensor, seed: Tensor, dropout: float,
-    eps: float, total: Tensor, result: Tensor, means: Tensor, scales: Tensor,
+    eps: float, total: Tensor, result: Tensor, half: Tensor, means: Tensor, scales: Tensor,
 ) -> None:  # fmt: skip
     """Write norm(dropout(x + bias) + residual), and what backward needs; see `fused_encoder`."""
     num_tokens, width = x.shape
     tokens, warps = NORM_FORWARD
     with torch.cuda.device(x.device):
         _norm_forward[(triton.cdiv(num_tokens, tokens),)](
-            x, gain if bias is None else bias, residual, gain, offset, seed, total, result, means, scales,
+            x, gain if bias is None else bias, residual, gain, offset, seed, total, result, half, means, scales,
             num_tokens, *dropout_arguments(dropout), eps,
-            HAS_BIAS=bias is not None, HAS_DROPOUT=dropout > 0, WIDTH=width, BLOCK=triton.next_power_of_2(width),
-            TOKENS=tokens, num_warps=warps,
+            HAS_BIAS=bias is not None, HAS_DROPOUT=dropout > 0, HAS_HALF=half.numel() > 0,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), TOKENS=tokens, num_warps=warps,
         )  # fmt: skip
 
 
 def norm_backward(
-    grad: Tensor, total: Tensor, means: Tensor, scales: Tensor, gain: Tensor, seed: Tensor, dropout: float,
-    grad_x: Tensor, grad_residual: Tensor,
+    grad: Tensor | None, grad_half: Tensor | None, total: Tensor, means: Tensor, scales: Tensor, gain: Tensor,
+    seed: Tensor, dropout: float, grad_x: Tensor, grad_residual: Tensor,
 ) -> Tensor:  # fmt: skip
     """Write the gradients by x and residual; return those by gain, offset and bias, (3, C) in fp32."""
     num_tokens, width = total.shape
     tokens, warps = NORM_BACKWARD
-    programs = min(triton.cdiv(num_tokens, tokens), PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(grad))
+    programs = min(triton.cdiv(num_tokens, tokens), NORM_PROGRAMS * _num_multiprocessors(total))
     sums = total.new_empty((programs, 3, width), dtype=torch.float32)
-    with torch.cuda.device(grad.device):
+    with torch.cuda.device(total.device):
         _norm_backward[(programs,)](
-            grad, total, means, scales, gain, seed, grad_x, grad_residual, sums,
-            num_tokens, *dropout_arguments(dropout),
-            HAS_DROPOUT=dropout > 0, WIDTH=width, BLOCK=triton.next_power_of_2(width), TOKENS=tokens,
-            num_warps=warps,
+            total if grad is None else grad, total if grad_half is None else grad_half,
+            total, means, scales, gain, seed, grad_x, grad_residual, sums, num_tokens, *dropout_arguments(dropout),
+            HAS_GRAD=grad is not None, HAS_HALF=grad_half is not None, HAS_DROPOUT=dropout > 0,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), TOKENS=tokens, num_warps=warps,
         )  # fmt: skip
     return sums.sum(0)
 
@@ -204,26 +212,16 @@ def gelu_forward(x: Tensor, bias: Tensor, result: Tensor) -> None:
 
 def gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, grad_x: Tensor) -> Tensor:
     """Write the gradient by x; return that by the bias, in fp32."""
-    return _summed(grad, x, bias, grad_x, has_gelu=True)
-
-
-def column_sums(grad: Tensor) -> Tensor:
-    """Return the sums over tokens in fp32."""
-    return _summed(grad, grad, grad, grad, has_gelu=False)
-
-
-def _summed(grad: Tensor, x: Tensor, bias: Tensor, grad_x: Tensor, *, has_gelu: bool) -> Tensor:
     num_tokens, width = grad.shape
     tokens, channels, warps = ACTIVATION
     columns = triton.cdiv(width, channels)
-    most = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(grad), columns)
-    programs = max(1, min(triton.cdiv(num_tokens, tokens), most))
+    most = triton.cdiv(ACTIVATION_PROGRAMS * _num_multiprocessors(grad), columns)
+    programs = min(triton.cdiv(num_tokens, tokens), most)
     sums = grad.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device(grad.device):
         _gelu_backward[(columns, programs)](
-            grad, x, bias, grad_x, sums, num_tokens, width,
-            HAS_GELU=has_gelu, TOKENS=tokens, CHANNELS=channels, num_warps=warps,
-        )  # fmt: skip
+            grad, x, bias, grad_x, sums, num_tokens, width, TOKENS=tokens, CHANNELS=channels, num_warps=warps
+        )
     return sums.sum(0)
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _HIGHEST_SEED = 2**62
-_PARTNERS, _READY = "_trimtab_partners", "_trimtab_ready"
+_PARTNERS, _READY, _HALF = "_trimtab_partners", "_trimtab_ready", "_trimtab_half"
 
 
 def use_fused_encoder(model: torch.nn.Module) -> int:
@@ -85,6 +85,23 @@ def _bind(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
+# ---------------------------------------------------------------------- results in half precision
+# Under autocast a norm returns fp32, and the linear layer after it converts that. The kernel writes both, and adds up
+# the gradients of both. Modules pass one tensor on, so the other one is an attribute of it, which that layer takes.
+
+
+def _give_half(result: Tensor, half: Tensor) -> None:
+    result.__dict__[_HALF] = half, result._version
+
+
+def _take_half(x: Tensor) -> Tensor:
+    """The same numbers in half precision if the module that made x has them, else x itself."""
+    if torch.compiler.is_compiling():
+        return x
+    half, version = x.__dict__.pop(_HALF, (x, None))
+    return half if version == x._version else x
+
+
 # ---------------------------------------------------------------------- queries, keys and values
 
 
@@ -104,7 +121,7 @@ def _project_all(self: Any, x: Tensor) -> Tensor:
     others = self.__dict__[_PARTNERS]
     weight = torch.cat([self.weight, *(other.weight for other in others)])
     bias = None if self.bias is None else torch.cat([self.bias, *(other.bias for other in others)])
-    parts = functional.linear(x, weight, bias).chunk(3, -1)
+    parts = functional.linear(_take_half(x), weight, bias).chunk(3, -1)
     for other, part in zip(others, parts[1:], strict=True):
         other.__dict__[_READY].append(part)
     return parts[0]
@@ -126,21 +143,15 @@ def _norm_of_sum(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tens
     dropout = self.dropout.p if self.training else 0.0
     seed = torch.randint(_HIGHEST_SEED, (1,), device=x.device) if dropout else norm.weight  # which is not read then
     total = torch.promote_types(x.dtype, input_tensor.dtype)
-    result = torch.float32 if torch.is_autocast_enabled(x.device.type) else total
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    dtypes = total, torch.float32 if is_autocast else total, x.dtype if is_autocast else None
+    tensors = x.flatten(0, -2), bias, input_tensor.flatten(0, -2), norm.weight, norm.bias, seed
     fused: Any = _NormOfSum.apply
-    rows = fused(
-        x.flatten(0, -2),
-        bias,
-        input_tensor.flatten(0, -2),
-        norm.weight,
-        norm.bias,
-        seed,
-        float(dropout),
-        float(norm.eps),
-        total,
-        result,
-    )
-    return rows.view(input_tensor.shape)  # type: ignore[no-any-return]
+    result, half = fused(*tensors, float(dropout), float(norm.eps), *dtypes)
+    result = result.view(input_tensor.shape)
+    if is_autocast and not torch.compiler.is_compiling():
+        _give_half(result, half.view(input_tensor.shape))
+    return result  # type: ignore[no-any-return]
 
 
 class _NormOfSum(torch.autograd.Function):
@@ -155,21 +166,22 @@ class _NormOfSum(torch.autograd.Function):
         seed: Tensor,
         dropout: float,
         eps: float,
-        total_dtype: torch.dtype,
-        result_dtype: torch.dtype,
-    ) -> Tensor:
+        *dtypes: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor]:
         tensors = (x.contiguous(), bias, residual.contiguous(), gain, offset, seed)
-        result, total, means, scales = _norm_forward(*tensors, dropout, eps, total_dtype, result_dtype)
+        result, half, total, means, scales = _norm_forward(*tensors, dropout, eps, *dtypes)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, means, scales, gain, seed)
         ctx.dropout, ctx.dtypes, ctx.has_bias = dropout, (x.dtype, residual.dtype), bias is not None
-        return result  # type: ignore[no-any-return]
+        return result, half
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_residual, sums = _norm_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dropout, *ctx.dtypes)
+    def backward(ctx: Any, grad: Tensor | None, grad_half: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = [None if g is None else g.contiguous() for g in (grad, grad_half)]
+        grad_x, grad_residual, sums = _norm_backward(*gradients, *ctx.saved_tensors, ctx.dropout, *ctx.dtypes)
         of_gain, of_offset, of_bias = sums.unbind(0)
-        return grad_x, of_bias if ctx.has_bias else None, grad_residual, of_gain, of_offset, *(None,) * 5
+        return grad_x, of_bias if ctx.has_bias else None, grad_residual, of_gain, of_offset, *(None,) * 6
 
 
 @torch.library.custom_op("trimtab::norm_of_sum_forward", mutates_args=())
@@ -184,12 +196,15 @@ def _norm_forward(
     eps: float,
     total_dtype: torch.dtype,
     result_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    half_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from trimtab.model import encoder_kernels
 
-    result, total, means, scales = _empty_norm(x, total_dtype, result_dtype)
-    encoder_kernels.norm_forward(x, bias, residual, gain, offset, seed, dropout, eps, total, result, means, scales)
-    return result, total, means, scales
+    empty = _empty_norm(x, total_dtype, result_dtype, half_dtype)
+    result, half, total, *statistics = empty
+    tensors = x, bias, residual, gain, offset, seed
+    encoder_kernels.norm_forward(*tensors, dropout, eps, total, result, half, *statistics)
+    return empty
 
 
 @_norm_forward.register_fake
@@ -202,16 +217,17 @@ def _(
     seed: Tensor,
     dropout: float,
     eps: float,
-    total_dtype: torch.dtype,
-    result_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_norm(x, total_dtype, result_dtype)
+    *dtypes: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _empty_norm(x, *dtypes)
 
 
-def _empty_norm(x: Tensor, total_dtype: torch.dtype, result_dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _empty_norm(x: Tensor, *dtypes: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    total_dtype, result_dtype, half_dtype = dtypes
     result, total = (x.new_empty(x.shape, dtype=dtype) for dtype in (result_dtype, total_dtype))
+    half = x.new_empty(0) if half_dtype is None else x.new_empty(x.shape, dtype=half_dtype)
     means, scales = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
-    return result, total, means, scales
+    return result, half, total, means, scales
 
 
 @_norm_forward.register_kernel("cpu")
@@ -226,7 +242,8 @@ def _(
     eps: float,
     total_dtype: torch.dtype,
     result_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    half_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     values = x.float() if bias is None else x.float() + bias.float()
     if dropout:
         values = values * kept(seed, x.shape, dropout) / (1.0 - dropout)
@@ -235,12 +252,14 @@ def _(
     centered = total.float() - means[:, None]
     scales = torch.rsqrt(centered.square().mean(1) + eps)
     result = centered * scales[:, None] * gain.float() + offset.float()
-    return result.to(result_dtype), total, means, scales
+    half = x.new_empty(0) if half_dtype is None else result.to(half_dtype, copy=True)
+    return result.to(result_dtype), half, total, means, scales
 
 
 @torch.library.custom_op("trimtab::norm_of_sum_backward", mutates_args=())
 def _norm_backward(
-    grad: Tensor,
+    grad: Tensor | None,
+    grad_half: Tensor | None,
     total: Tensor,
     means: Tensor,
     scales: Tensor,
@@ -253,29 +272,30 @@ def _norm_backward(
     from trimtab.model import encoder_kernels
 
     grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in (x_dtype, residual_dtype))
-    sums = encoder_kernels.norm_backward(grad, total, means, scales, gain, seed, dropout, grad_x, grad_residual)
-    return grad_x, grad_residual, sums
+    tensors = grad, grad_half, total, means, scales, gain, seed
+    return grad_x, grad_residual, encoder_kernels.norm_backward(*tensors, dropout, grad_x, grad_residual)
 
 
 @_norm_backward.register_fake
 def _(
-    grad: Tensor,
+    grad: Tensor | None,
+    grad_half: Tensor | None,
     total: Tensor,
     means: Tensor,
     scales: Tensor,
     gain: Tensor,
     seed: Tensor,
     dropout: float,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
+    *dtypes: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in (x_dtype, residual_dtype))
+    grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in dtypes)
     return grad_x, grad_residual, total.new_empty((3, total.shape[1]), dtype=torch.float32)
 
 
 @_norm_backward.register_kernel("cpu")
 def _(
-    grad: Tensor,
+    grad: Tensor | None,
+    grad_half: Tensor | None,
     total: Tensor,
     means: Tensor,
     scales: Tensor,
@@ -285,7 +305,8 @@ def _(
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    above, scale = grad.float(), scales[:, None]
+    above = sum((g.float() for g in (grad, grad_half) if g is not None), torch.zeros_like(total, dtype=torch.float32))
+    scale = scales[:, None]
     normed = (total.float() - means[:, None]) * scale
     scaled = above * gain.float()
     along, common = (scaled * normed).mean(1, keepdim=True), scaled.mean(1, keepdim=True)
@@ -305,7 +326,7 @@ def _activation(self: Any, hidden_states: Tensor) -> Tensor:
     if dense.bias is None or "forward" in dense.__dict__:
         plain: Tensor = self.intermediate_act_fn(dense(hidden_states))
         return plain
-    x = functional.linear(hidden_states, dense.weight)
+    x = functional.linear(_take_half(hidden_states), dense.weight)
     fused: Any = _BiasGelu.apply
     return fused(x.flatten(0, -2), dense.bias).view(x.shape)  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ that keeps products for backward (`gradient_checkpointing: ops`) would not notic
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ _NAME = "apply_rotary_pos_emb"
 _HELPER = "rotate_half"  # which that function calls
 
 
-class Rotate(Protocol):
+class Rotate(Hashable, Protocol):
     """Rotates heads, or turns the gradient of rotated ones back; see `rotary_kernel.rotate`."""
 
     def __call__(

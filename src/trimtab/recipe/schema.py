@@ -289,9 +289,10 @@ class MemorySettings(Section):
     """Loss of language models: plain = from the full logits; fused = from the full logits without copies of them, by
     kernels on NVIDIA GPUs; chunked = without storing the full logits; liger = the fused kernel of liger-kernel; auto =
     plain if the logits are small."""
-    kernels: Literal["auto", "plain", "liger"] = "auto"
-    """Norms and gated activations: plain = the model's own; liger = fused kernels of liger-kernel, which store less for
-    backward; auto = liger on an NVIDIA GPU if it is installed and supports the model."""
+    kernels: Literal["auto", "plain", "liger", "fused"] = "auto"
+    """Norms and activations: plain = the model's own; liger = fused kernels of liger-kernel for decoders, which store
+    less for backward; fused = fused kernels for encoders like BERT; auto = on an NVIDIA GPU liger if it is installed
+    and supports the model, and fused in captured steps (train.compile)."""
     attention_backend: Literal["auto", "torch", "cudnn", "flash", "efficient", "math"] = "auto"
     """Kernel that computes attention, where it can run: cudnn; flash; efficient = memory-efficient; math = matrix
     products; torch = torch's own choice; auto = on Hopper GPUs cudnn where micro-batches have few shapes, else flash;

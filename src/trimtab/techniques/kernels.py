@@ -1,8 +1,9 @@
-"""Fused norms and gated activations from liger-kernel, which store less for backward and read memory less often.
+"""Fused kernels for what blocks compute between their products; they store less and read memory less often.
 
-Only the modules of one model are changed. liger-kernel also patches the classes of the model's family for models that
-are built later; that is reverted here. Rotary position embeddings are fused with it, by a kernel of ours
-(`trimtab.model.rotary`).
+`liger`: norms and gated activations of decoders from liger-kernel, and rotary embeddings by a kernel of ours
+(`trimtab.model.rotary`). liger-kernel also patches the classes of the model's family for models that are built later;
+that is reverted here. `fused`: dropout, residual sums, norms, GELU and projections of BERT's blocks by kernels of ours
+(`trimtab.model.fused_encoder`). Only the modules of one model are changed.
 """
 
 import sys
@@ -14,13 +15,14 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.extras import has_package, require_extra
+from trimtab.model.fused_encoder import has_encoder_blocks, use_fused_encoder
 from trimtab.model.rotary import rotate_in_trace, rotate_with_triton, use_fused_rotary
-from trimtab.techniques.base import Case, Phase, Site, StepSpec, Technique
-from trimtab.techniques.compilation import conflict, may_compile
+from trimtab.techniques.base import Accelerator, Case, Phase, Site, StepSpec, Technique
+from trimtab.techniques.compilation import captures_steps, compiles_blocks, conflict, may_compile
 
 
 class FusedKernels(Technique):
-    """Compute norms, gated activations and rotary embeddings with fused kernels."""
+    """Compute norms, activations and rotary embeddings with fused kernels."""
 
     key = "kernels"
     setting = "memory.kernels"
@@ -29,11 +31,15 @@ class FusedKernels(Technique):
     is_decided_first = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The result of `choose_kernels`; liger-kernel need not be installed for a device outside this machine."""
+        """The result of `choose_kernels`; packages need not be installed for a device outside this machine."""
         asked = str(self.asked(case.recipe))
         if case.recipe is None:
             return ("plain",)
-        if asked != "auto" and not case.accelerator.is_here:
+        if asked == "fused":
+            _require_encoder(case.model, case.accelerator)
+        if asked == "auto" and _can_fuse_encoder(case):
+            return _values_of_encoder(case)
+        if asked == "fused" or (asked != "auto" and not case.accelerator.is_here):
             return (asked,)
         if asked == "auto" and case.recipe.train.compile not in ("auto", "off"):
             return ("plain",)  # compiled blocks have fused kernels of their own; others were not tested in CUDA graphs
@@ -43,24 +49,60 @@ class FusedKernels(Technique):
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
         """A compiler fuses norms and activations itself, and fails on liger's functions."""
-        compiled = spec["compile"]
-        if spec[self.key] == "liger" and compiled != "off":
-            return conflict("memory.kernels: liger", compiled, "which also fuses kernels")
+        value, compiled = spec[self.key], spec["compile"]
+        if (value == "liger" and compiled != "off") or (value == "fused" and compiles_blocks(compiled)):
+            return conflict(f"{self.setting}: {value}", compiled, "which also fuses kernels")
+        # a call from Python costs more than the launches that it saves
+        if value == "fused" and compiled == "off" and self.is_open(case.recipe):
+            return f"{self.setting}: auto takes fused kernels of encoders in captured steps only"
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
         """Use the fused kernels; a trace gets modules that allocate the same memory."""
-        if site.is_traced:
+        if value == "fused":
+            _require_encoder(model, site.accelerator)  # a stored plan may come from another machine
+            use_fused_encoder(model)
+        elif site.is_traced:
             _use_traced_liger(model, site.accelerator.num_multiprocessors)
             use_fused_rotary(model, rotate_in_trace)
         else:
-            _require_liger(model, site.device)  # a stored plan may come from another machine
+            _require_liger(model, site.device)
             use_liger(model)
             use_fused_rotary(model, rotate_with_triton)
 
     def loads_kernels(self, value: str) -> bool:
-        """Liger's kernels are Triton's."""
-        return value == "liger"
+        """They are Triton's."""
+        return value != self.off
+
+
+def _can_fuse_encoder(case: Case) -> bool:
+    """Whether `auto` may take the kernels for encoders."""
+    return case.compute_dtype is not None and _encoder_problem(case.model, case.accelerator) is None
+
+
+def _values_of_encoder(case: Case) -> tuple[str, ...]:
+    assert case.recipe is not None
+    compiled = case.recipe.train.compile
+    if captures_steps(compiled) and not compiles_blocks(compiled):
+        return ("fused",)
+    return ("plain", "fused") if may_compile(case) else ("plain",)
+
+
+def _require_encoder(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    problem = _encoder_problem(model, accelerator)
+    if problem is not None:
+        raise RecipeError(f"memory.kernels: fused {problem}", "memory.kernels: auto")
+
+
+def _encoder_problem(model: torch.nn.Module | None, accelerator: Accelerator) -> str | None:
+    """The reason why the kernels for encoders are not possible; None if they are."""
+    if not accelerator.is_cuda:
+        return f"needs an NVIDIA GPU; this device is {accelerator.type}"
+    if accelerator.is_here and not has_package("triton"):
+        return "needs Triton, which is not installed"
+    if model is None or not has_encoder_blocks(model):
+        return f"is for encoders with the blocks of BERT; {type(model).__name__} has none"
+    return None
 
 
 def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> str:
