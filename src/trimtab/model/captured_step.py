@@ -176,9 +176,9 @@ class CapturedMicroBatch:
         with self._half_weights.in_use(keeps_gradients=True):
             self._compute(model, loss)
         halves = dict(self._half_weights.take_gradients())
-        for parameter, half in halves.items():
-            if parameter.grad is not None:  # a loss function that reads the weight itself
-                halves[parameter] = parameter.grad.add_(half)
+        for weight, half in halves.items():
+            if weight.grad is not None:  # a loss function that reads the weight itself
+                halves[weight] = weight.grad.add_(half)
         found = [(buffer, halves.get(p, p.grad)) for p, buffer in self._owners.items()]
         for dtype in {gradient.dtype for _, gradient in found if gradient is not None}:
             targets, sources = [], []
@@ -402,7 +402,9 @@ class CapturedMicroBatches:
         found: dict[torch.nn.Parameter, Any] = {}
         without = [parameter for parameter in self._parameters if parameter.grad is None]
         hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda parameter: found.update({parameter: None}))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda parameter: found.update({parameter: None})
+            )
             for parameter in self._parameters
             if parameter.requires_grad
         ]
