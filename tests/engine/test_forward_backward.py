@@ -488,9 +488,10 @@ def test_other_devices_compute_without_graphs_and_say_so_once(caplog):
     assert_same(train(other, None, verb, accumulates=True), expected, other[1], plain[1])
 
 
-def test_a_capture_that_fails_leads_back_to_backward(recorder, caplog):
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_capture_that_fails_leads_back_to_backward(recorder, caplog, precision):
     recorder.fails = True
-    plain, other = (new_loop(graphs) for graphs in (False, True))
+    plain, other = (new_loop(graphs, mixed_precision=precision) for graphs in (False, True))
     expected = train(plain, None, by_backward, accumulates=True)
     assert_same(train(other, None, verb, accumulates=True), expected, other[1], plain[1])
     assert sum("could not be captured" in record.message for record in caplog.records) == 1
@@ -646,3 +647,38 @@ def test_a_failure_of_compiled_blocks_is_part_of_the_state(tmp_path, monkeypatch
     other, resumed = prepared()
     other.load_state(tmp_path / "failed")
     assert compiled_blocks_of(resumed).failure == "Unsupported: …"
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.LayerNorm(4)) for _ in range(3)]
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(loss=x.pow(2).mean())
+
+
+def test_compiled_blocks_are_compiled_once_and_captured(recorder, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    from trimtab.engine import prepared_parts
+
+    counters.clear()
+    monkeypatch.setattr(prepared_parts, "compile_blocks", lambda model: compile_blocks(model, "aot_eager"))
+    models = []
+    for settings, compute in (({}, by_backward), ({"cuda_graphs": True, "compile_blocks": True}, verb)):
+        torch.manual_seed(0)
+        model = Blocks()
+        engine = Engine("bf16", device="cpu", **settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        parts = engine.prepare(model, optimizer, DataLoader(rows(24), batch_size=4), scheduler)
+        train((engine, *parts), None, compute, accumulates=True, num_epochs=2)
+        models.append(model)
+    assert recorder.num_replayed > 0
+    assert compiled_blocks_of(models[1]).failure is None
+    assert counters["stats"]["unique_graphs"] == 2  # of fp32 and of bf16 inputs, as without CUDA graphs
+    assert_same([], [], models[1], models[0], close)

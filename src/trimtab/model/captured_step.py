@@ -303,6 +303,7 @@ class CapturedMicroBatches:
         self._runs_own_code = runs_own_code
         self._seen: dict[Any, FirstRun] = {}  # by variant and size
         self._owners: dict[Any, dict[torch.nn.Parameter, None]] = {}  # that get gradients, by variant and size
+        self._known_owners: dict[torch.nn.Parameter, None] = {}  # of all variants and sizes
         self._graphs: dict[Any, CapturedMicroBatch] = {}
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
         self._parameters: list[torch.nn.Parameter] = []
@@ -352,15 +353,14 @@ class CapturedMicroBatches:
         if self.failure is not None or not self.can_capture(engine.device):
             return compute_plainly(engine, model, loss, batch)
         half_weights = self._halves(engine, model)
-        if self._runs_own_code:
-            loss = half_weights.only_in_forward(loss)
+        with_halves = half_weights.only_in_forward(loss) if self._runs_own_code else loss
         key = variant, size_of(batch)
         # what is in .grad already has to stay, also where another loop accumulates by itself
         owners = self._owners.get(key, ())
         writes = engine.gradient_accumulation_steps == 1 and all(p.grad is None for p in owners)
         graph = self._graphs.get((key, writes)) or self._graphs.get((key, False))  # adding is right for all
         if graph is None and key in self._seen and not self.is_full:
-            graph = self._capture(key, writes, engine, model, loss, batch)
+            graph = self._capture(key, writes, engine, model, with_halves, batch)
         if graph is not None:
             graph.load(batch)
             engine.replay(graph)
@@ -369,7 +369,7 @@ class CapturedMicroBatches:
             return graph.reported, graph.weight
         if self.failure is not None:
             return compute_plainly(engine, model, loss, batch)
-        return self._compute_uncaptured(key, engine, model, loss, batch)
+        return self._compute_uncaptured(key, engine, model, with_halves, batch)
 
     def _compute_uncaptured(self, key: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
         """Compute a micro-batch without a graph; after the first of a size the second can be captured."""
@@ -378,8 +378,9 @@ class CapturedMicroBatches:
             self._keep_gradients(self._owners[key])
             with self._half_weights.in_use():
                 return compute_plainly(engine, model, loss, batch)
-        without = [parameter for parameter in self._buffers if parameter.grad is None]
-        self._keep_gradients(self._buffers)
+        known = self._known_owners
+        without = [parameter for parameter in known if parameter.grad is None]
+        self._keep_gradients(known)
         with self._found_owners() as found, self._half_weights.in_use():
             reported, weight = compute_plainly(engine, model, loss, batch)
         if self._runs_own_code:  # which may train other parameters with another loss
@@ -387,19 +388,20 @@ class CapturedMicroBatches:
                 if parameter not in found:
                     parameter.grad = None
         else:
-            found = self._buffers | found
+            found = known | found
         is_ignored = isinstance(weight, float | int) and not weight  # its loss may be NaN, which a graph would add
         if len(self._seen) < _MOST_SIZES and not is_ignored:
             weight = weight.clone() if isinstance(weight, torch.Tensor) else weight
             self._seen[key] = FirstRun(weight, reported.dtype)
-            self._owners[key] = dict.fromkeys(found)
+            self._owners[key] = found
+            self._known_owners = known | found
         return reported, weight
 
     @contextmanager
-    def _found_owners(self) -> Iterator[dict[torch.nn.Parameter, Any]]:
+    def _found_owners(self) -> Iterator[dict[torch.nn.Parameter, None]]:
         """Yield a dict whose keys are afterwards the parameters that got a gradient inside the context."""
         assert self._half_weights is not None
-        found: dict[torch.nn.Parameter, Any] = {}
+        found: dict[torch.nn.Parameter, None] = {}
         without = [parameter for parameter in self._parameters if parameter.grad is None]
         hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -475,6 +477,7 @@ class CapturedMicroBatches:
         """Drop all graphs and their memory: every size is captured again when it is met for the second time."""
         for known in (self._graphs, self._seen, self._owners, self._buffers):
             known.clear()
+        self._known_owners = {}
         self._half_weights = None
         self._recorder.forget()
 
