@@ -5,12 +5,12 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from own_loops import Tagger, mean_over_rows, rows
+from own_loops import Tagger, loss_of, mean_over_rows, rows
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from trimtab import Engine
-from trimtab.errors import LossError, RecipeError
+from trimtab.errors import LossError, PrepareError, RecipeError
 
 
 def are_same_everywhere(engine, tensor):
@@ -132,6 +132,33 @@ def accumulate_keeps_to_an_outer_no_sync():
     assert are_same_everywhere(engine, model.module.head.weight)
 
 
+def forward_backward_is_backward():
+    found = []
+    for loss_function in (None, loss_of, mean_over_rows):
+        engine = Engine(cpu=True, gradient_accumulation_steps=2)
+        model = Tagger()
+        model, optimizer, loader = engine.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows(13), batch_size=4)
+        )
+        for batch in loader:
+            with engine.accumulate(model):
+                if loss_function is None:
+                    engine.backward(*loss_of(model, batch))
+                else:
+                    engine.forward_backward(model, batch, loss_function)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert are_same_everywhere(engine, model.module.head.weight)
+        found.append(model.module.head.weight.detach())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def cuda_graphs_need_one_process():
+    with pytest.raises(PrepareError, match="one process, and 2 train together"):
+        Engine(cpu=True, cuda_graphs=True).prepare(Tagger())
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     one_of_two_models_accumulates_by_itself()
@@ -141,3 +168,5 @@ def main(folder: Path) -> None:
     a_second_backward_is_still_refused_next_to_another_model()
     datasets_are_split_by_rows()
     accumulate_keeps_to_an_outer_no_sync()
+    forward_backward_is_backward()
+    cuda_graphs_need_one_process()

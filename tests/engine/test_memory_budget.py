@@ -261,6 +261,20 @@ def test_what_is_proposed_does_fit(monkeypatch):
     assert engine._memory_planner.chosen.spec["gradient_checkpointing"] == "all"
 
 
+def test_the_pool_of_cuda_graphs_is_predicted(monkeypatch, caplog):
+    """Gradients stay allocated, and nothing else can use the pool. Graphs are not captured here, only predicted."""
+    monkeypatch.setattr(own_loop, "target_here", lambda *_: known_target("a100", "20GiB"))
+    monkeypatch.setattr("trimtab.model.captured_step.CudaRecorder.supports", lambda *_: True)
+    totals = []
+    for graphs in (False, True):
+        assert "CUDA graphs are predicted for the largest batch" not in caplog.text
+        engine, *_ = prepared("20GiB", parts(bert(2), rows(64), batch_size=64), cuda_graphs=graphs)
+        totals.append(engine._memory_planner.chosen.total_bytes)
+    assert "CUDA graphs are predicted for the largest batch" in caplog.text
+    gradients = sum(parameter.nbytes for parameter in bert(2).parameters())
+    assert totals[1] > totals[0] + gradients / 2
+
+
 def test_more_than_there_is_and_unknown_words_are_refused():
     with pytest.raises(RecipeError, match="memory_budget is 4096.0 TiB, and cpu has"):
         Engine(device="cpu", memory_budget="4096TiB")

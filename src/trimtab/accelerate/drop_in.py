@@ -47,8 +47,7 @@ class Accelerator(Engine):
     The arguments are Accelerate's, see `Engine` for their meaning. Plugins for other kinds of parallelism, dynamo
     backends but "no", and rng_types but ["generator"] raise an error. `mixed_precision` and
     `gradient_accumulation_steps` default to what `accelerate launch` was given. `options` are arguments of `Engine`
-    that Accelerate does not have: device, seed, find_unused_parameters, memory_budget,
-    compile_blocks.
+    that Accelerate does not have: device, seed, find_unused_parameters, memory_budget, compile_blocks, cuda_graphs.
     """
 
     _as_accelerate = True

@@ -327,6 +327,18 @@ class StatefulPart:
         return lambda: self.apply(now.tree, tensors.__getitem__)
 
 
+class ExecutionPart(StatefulPart):
+    """Whether compiling or capturing steps failed: only in runs that do one of them, and absent in older checkpoints.
+
+    A run may resume with other settings, so neither a missing nor an unexpected part is an error.
+    """
+
+    NAME = "execution"
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(self.NAME, owner)
+
+
 class RandomPart:
     """All random number generators of all ranks.
 
@@ -384,14 +396,14 @@ def checked_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) 
         parts: The current parts.
     """
     stored = folder if isinstance(folder, StoredCheckpoint) else StoredCheckpoint(folder)
-    expected, found = {part.name for part in parts}, set(stored.trees)
+    expected, found = ({*names} - {ExecutionPart.NAME} for names in ([part.name for part in parts], stored.trees))
     if expected != found:
         raise CheckpointError(
             f"{stored.folder} does not match the prepared objects: "
             f"{_difference(sorted(expected - found), sorted(found - expected))}",
             "prepare and register the same objects, in the same order, as in the run that was saved",
         )
-    for part in parts:
+    for part in _stored_parts(stored, parts):
         tree = stored.trees[part.name]
         try:
             stored.tensor_reader(part.name).check(tree)
@@ -410,10 +422,14 @@ def apply_parts(stored: StoredCheckpoint, parts: Sequence[Part]) -> None:
     """
     undo = [part.undo_point() for part in parts if isinstance(part, StatefulPart)]
     try:
-        for part in parts:
+        for part in _stored_parts(stored, parts):
             part.apply(stored.trees[part.name], stored.tensor_reader(part.name))
     except BaseException:
         for restore in undo:
             with suppress(CheckpointError):  # an object that cannot load its own previous state is not restored
                 restore()
         raise
+
+
+def _stored_parts(stored: StoredCheckpoint, parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if part.name in stored.trees]

@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
+from trimtab.distributed.ddp import DataParallel
+from trimtab.distributed.process_state import ProcessInterface
+from trimtab.engine.accelerate_settings import loader_rules
 from trimtab.engine.accumulation import Accumulation
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_parts import PreparedParts
@@ -24,6 +27,84 @@ UNSUPPORTED = {
     "fp8_backend": 'mixed_precision="bf16"',
     "save_iteration": "give save_state a folder: engine.save_state(f'checkpoints/{step}')",
 }
+
+
+class AccelerateInterface(ProcessInterface):
+    """The properties and methods of `Engine` that only scripts written for Accelerate use."""
+
+    # Accelerate's names for kinds of parallelism that do not exist here.
+    deepspeed_plugin = parallelism_config = None
+    is_fsdp2 = is_composable_parallelism_enabled = False
+    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
+    use_stateful_dataloader = True  # every prepared loader has a state_dict
+
+    device: torch.device
+    _as_accelerate: bool
+    _dataloader_config: Any
+    _prepared: PreparedParts
+
+    should_save_model = ProcessInterface.is_main_process
+    multi_device = ProcessInterface.use_distributed
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The rank of this process."""
+        return self._world.process_index
+
+    @property
+    def dataloader_config(self) -> Any:
+        """The DataLoaderConfiguration; a new value applies to loaders prepared after the assignment."""
+        return self._dataloader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: Any) -> None:
+        self._prepared.loader_rules = loader_rules(config, None, self._as_accelerate)
+        self._dataloader_config = config
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the batch size of a loader counts the rows of all processes."""
+        return self._prepared.loader_rules.splits
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process has the same number of batches."""
+        return self._prepared.loader_rules.is_even
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all; None: for iterable datasets only."""
+        return self._prepared.loader_rules.dispatches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffled orders are determined by seed and epoch alone."""
+        return self._prepared.loader_rules.is_seedable
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        return self.device.type in ("cuda", "xpu")
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Return whether a model was spread over several devices when it was loaded."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context for the last backward of several forwards under `no_sync`: gradients are exchanged in it."""
+        return model.sync_in_backward() if isinstance(model, DataParallel) else nullcontext()
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which some processes may have fewer batches than others.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: Whether loaders give every process the same number of batches inside the context; None keeps
+                their setting.
+        """
+        return join_uneven_inputs(self._prepared, joinables, even_batches)
 
 
 class GradientState:

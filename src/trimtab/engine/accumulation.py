@@ -145,21 +145,13 @@ class Accumulation:
 
     def contribution(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor | None:
         """Return the loss times the micro-batch's share of the window, or None where the share is zero."""
-        weighted = weight is not None
-        if self._weighted is not None and self._weighted is not weighted:
-            raise LossError(
-                "backward was called with a weight and without one in the same accumulation window",
-                "pass weight= to every backward of a window, or to none",
-            )
-        self._weighted = weighted
-        self._alone = self.sync and self._num_opened == 1
+        self._note_kind(weight)
         if weight is None:
             self._count(1.0)
             if not self._row_share:
                 return None
             share = loss if self._row_share == 1.0 else loss * self._row_share
-            is_whole = self._window_length == 1 or (self._alone and not self.rules.divides_by_num_steps)
-            return share if is_whole else share / self._window_length
+            return share if self._is_whole else share / self._window_length
         num_processes = self._world.num_processes
         if num_processes > 1 and (self._alone or self._expected is None):
             self._pending = 0.0, loss.device  # in case allocating the weight itself runs out of memory
@@ -177,14 +169,33 @@ class Accumulation:
         self._count(weight)
         return _none_if_weightless(loss * (weight * num_processes / self._expected), weight)
 
-    def open_replay(self, usual_weight: Weight) -> Weight | None:
+    def _note_kind(self, weight: Weight | None) -> None:
+        """Note whether the losses of the window have weights, and whether it has a single micro-batch."""
+        is_weighted = weight is not None
+        if self._weighted is not None and self._weighted is not is_weighted:
+            raise LossError(
+                "backward was called with a weight and without one in the same accumulation window",
+                "pass weight= to every backward of a window, or to none",
+            )
+        self._weighted = is_weighted
+        self._alone = self.sync and self._num_opened == 1
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a loss without a weight is that of the whole window."""
+        return self._window_length == 1 or (self._alone and not self.rules.divides_by_num_steps)
+
+    def open_replay(self, usual_weight: Weight | None) -> Weight | None:
         """Return what a micro-batch that computes its own contribution divides its weight by; None if it is alone.
+
+        Without a weight, it is what the loss is divided by.
 
         Args:
             usual_weight: The weight of such a micro-batch, for the first one of a run.
         """
-        self._weighted = True
-        self._alone = self.sync and self._num_opened == 1
+        self._note_kind(usual_weight)
+        if usual_weight is None:
+            return None if self._is_whole else float(self._window_length)
         if self._alone:
             return None
         if self._expected is None:
@@ -193,9 +204,11 @@ class Accumulation:
             self._expected = self._expected.to(usual_weight.device)  # loaded from a checkpoint
         return self._expected
 
-    def count_replay(self, weight: Weight) -> None:
+    def count_replay(self, weight: Weight | None) -> None:
         """Add the weight of a micro-batch that computed its own contribution."""
-        if not self._alone:
+        if weight is None:
+            self._count(1.0)
+        elif not self._alone:
             self._count(weight)
 
     def _sum_over_processes(self, weight: Weight, device: torch.device) -> Weight:

@@ -1,7 +1,7 @@
 """`Engine`: the facade for your own training loops, with the methods of Accelerate's `Accelerator`.
 
-Each verb delegates to one part: `PreparedParts` (prepare), `Accumulation` and `Gradients` (the step), `SavedState`
-(checkpoints), `World` and `Collectives` (processes), `TrackerGroup` (tracking).
+Each verb delegates to one part: `PreparedParts` (prepare), `Accumulation`, `Gradients` and `ForwardBackward` (the
+step), `SavedState` (checkpoints), `World` and `Collectives` (processes), `TrackerGroup` (tracking).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +21,16 @@ from trimtab.distributed.process_state import ProcessInterface, ProcessState
 from trimtab.distributed.rendezvous import init_world
 from trimtab.distributed.world import DistributedType, World
 from trimtab.engine.accelerate_settings import accumulation_rules, loader_rules, project_folder, read_handlers
-from trimtab.engine.accelerate_verbs import UNSUPPORTED, GradientState, join_uneven_inputs, save_object
+from trimtab.engine.accelerate_verbs import UNSUPPORTED, AccelerateInterface, GradientState, save_object
 from trimtab.engine.accumulation import Accumulation, MicroBatch
 from trimtab.engine.collectives import Collectives
+from trimtab.engine.forward_backward import ForwardBackward, LossFunction
 from trimtab.engine.gradients import Gradients, checked_loss
 from trimtab.engine.loss_scaler import LossScaler, NoScaler, Scaler
 from trimtab.engine.memory_budget import MemoryPlanner, planner_for
 from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedScheduler
-from trimtab.engine.prepared_parts import PreparedParts, check_parts, compile_models, unwrap
+from trimtab.engine.prepared_parts import PreparedParts, check_parts, compile_models, require_prepared, unwrap
 from trimtab.engine.saved_state import SavedState
 from trimtab.engine.tracker_group import TrackerGroup
 from trimtab.errors import PrepareError
@@ -43,7 +44,7 @@ from trimtab.tracking.trackers import Tracker, build_trackers
 T = TypeVar("T")
 
 
-class Engine(ProcessInterface):
+class Engine(AccelerateInterface, ProcessInterface):
     """Runs your own training loop with device placement, mixed precision, exact accumulation and checkpoints.
 
     Engines share no global state: several with different settings can exist in one process.
@@ -77,18 +78,15 @@ class Engine(ProcessInterface):
         compile_blocks: Compile the repeated blocks of prepared models with torch.compile, when a shape of their
             inputs is met for the first time, and up to 16 shapes. Only training is compiled. Names in state dicts do
             not change. If compiling fails, the blocks compute as before, and a message reports it.
+        cuda_graphs: Let `forward_backward` capture micro-batches in CUDA graphs, one for each size that is met twice,
+            up to 32, and replay them. One process. On other devices, and where a capture fails, it computes without
+            graphs, and a message reports it.
         world: The processes that train together; None finds them from the launcher's environment variables.
         memory_planner: Adapts parts to the memory in `prepare`; None uses the planner for `memory_budget`.
     """
 
     # True in `trimtab.accelerate.Accelerator`: batches, windows and random numbers exactly as in Accelerate.
     _as_accelerate = False
-
-    # Accelerate's names for kinds of parallelism that do not exist here.
-    deepspeed_plugin = parallelism_config = None
-    is_fsdp2 = is_composable_parallelism_enabled = False
-    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
-    use_stateful_dataloader = True  # every prepared loader has a state_dict
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _scaler: Scaler
@@ -120,6 +118,7 @@ class Engine(ProcessInterface):
         memory_budget: str | int | None = None,
         memory_allow: Sequence[str] = (),
         compile_blocks: bool = False,
+        cuda_graphs: bool = False,
         world: World | None = None,
         memory_planner: MemoryPlanner | None = None,
     ) -> None:
@@ -154,7 +153,8 @@ class Engine(ProcessInterface):
             world, device, device_placement, precision, accumulation, gradients, loaders, rules, follows
         )
         self._models = self._prepared.models  # the same list: `backward` looks into it in every micro-batch
-        self._saved_state = SavedState(world, self._prepared, self._scaler)
+        self._forward_backward = ForwardBackward(self._prepared, captures=cuda_graphs, compiles=compile_blocks)
+        self._saved_state = SavedState(world, self._prepared, self._scaler, self._forward_backward)
         self.state = ProcessState(world, device, precision.name)
         self.gradient_state = GradientState(accumulation, loaders)
         if seed is not None:
@@ -186,6 +186,7 @@ class Engine(ProcessInterface):
         """
         moves = device_placement or [self._prepared.moves] * len(parts)
         check_parts(parts, moves)
+        self._forward_backward.check(parts)
         if self._compiles_blocks:  # before the budget: gradient checkpointing calls compiled blocks again
             compile_models(parts)
         parts = self._memory_planner.fit_to_budget(self, parts, self._prepared.loader_rules.splits)
@@ -236,6 +237,7 @@ class Engine(ProcessInterface):
         self._gradients.forget()
         self._accumulation.reset()
         self._prepared.clear()
+        self._forward_backward.clear()
         self._saved_state.clear()
         release_cached_memory(self.device)
         return [None] * len(objects)
@@ -265,8 +267,28 @@ class Engine(ProcessInterface):
         self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
 
     def replay(self, captured: CapturedMicroBatch) -> None:
-        """Accumulate the gradients of a captured micro-batch, inside `accumulate`."""
+        """Accumulate the gradients of a captured micro-batch, as `backward` does."""
         self._gradients.replay(captured)
+
+    def forward_backward(self, model: torch.nn.Module, batch: Any, loss: LossFunction | None = None) -> torch.Tensor:
+        """Compute forward, loss and backward of a micro-batch, with `Engine(cuda_graphs=True)` by a CUDA graph.
+
+        The gradients are those of `backward`, inside `accumulate` and without it. A graph repeats the kernels that were
+        launched when it was captured: Python code of the model and of the loss function runs then, and not in replays.
+        So everything that differs between batches has to be in the tensors of the batch, and other tensors that the
+        loss function reads may only be changed in place.
+
+        Args:
+            model: A prepared model.
+            batch: Tensors and plain values in any nesting of dicts, lists and tuples.
+            loss: A function of model and batch that returns the mean loss, or the mean loss and its weight, which has
+                the meaning of `backward(weight=…)`. None computes `model(**batch).loss`.
+
+        Returns:
+            The mean loss of the micro-batch, detached.
+        """
+        require_prepared(model, self._models, "forward_backward")
+        return self._forward_backward(self, model, batch, loss)
 
     def accumulate(self, *models: torch.nn.Module) -> MicroBatch:
         """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.
@@ -274,11 +296,7 @@ class Engine(ProcessInterface):
         A window ends after `gradient_accumulation_steps` micro-batches, and with the last batch of a prepared loader.
         """
         for model in models:
-            if not any(unwrap(model) is unwrap(known) for known in self._models):
-                raise PrepareError(
-                    f"accumulate was given a {type(model).__name__} that was not prepared",
-                    "engine.prepare(model) first",
-                )
+            require_prepared(model, self._models, "accumulate")
         return MicroBatch(self._accumulation, self._active_loaders, self._gradients.connected)
 
     def clip_grad_norm_(
@@ -367,6 +385,11 @@ class Engine(ProcessInterface):
     def compute_dtype(self) -> torch.dtype | None:
         """The half-precision dtype that models compute in; None for fp32."""
         return self._precision.compute_dtype
+
+    @property
+    def captures_micro_batches(self) -> bool:
+        """Whether `forward_backward` captures CUDA graphs on the engine's device."""
+        return self._forward_backward.captures
 
     @property
     def scaler(self) -> Scaler:
@@ -521,67 +544,6 @@ class Engine(ProcessInterface):
     def end_training(self) -> None:
         """Close every tracker."""
         self._trackers.finish()
-
-    # ------------------------------------------------------------------ names that only Accelerate's scripts use
-
-    data_parallel_rank = process_index
-    should_save_model = ProcessInterface.is_main_process
-    multi_device = ProcessInterface.use_distributed
-
-    @property
-    def dataloader_config(self) -> Any:
-        """The DataLoaderConfiguration; a new value applies to loaders prepared after the assignment."""
-        return self._dataloader_config
-
-    @dataloader_config.setter
-    def dataloader_config(self, config: Any) -> None:
-        self._prepared.loader_rules = loader_rules(config, None, self._as_accelerate)
-        self._dataloader_config = config
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether the batch size of a loader counts the rows of all processes."""
-        return self._prepared.loader_rules.splits
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every process has the same number of batches."""
-        return self._prepared.loader_rules.is_even
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; None: for iterable datasets only."""
-        return self._prepared.loader_rules.dispatches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffled orders are determined by seed and epoch alone."""
-        return self._prepared.loader_rules.is_seedable
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device asynchronously."""
-        return self.device.type in ("cuda", "xpu")
-
-    def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Return whether a model was spread over several devices when it was loaded."""
-        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
-
-    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context for the last backward of several forwards under `no_sync`: gradients are exchanged in it."""
-        return model.sync_in_backward() if isinstance(model, DataParallel) else nullcontext()
-
-    def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[None]:
-        """Return a context in which some processes may have fewer batches than others.
-
-        Args:
-            joinables: Prepared models.
-            even_batches: Whether loaders give every process the same number of batches inside the context; None keeps
-                their setting.
-        """
-        return join_uneven_inputs(self._prepared, joinables, even_batches)
 
 
 def _rebuild(kind: type[Engine], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:

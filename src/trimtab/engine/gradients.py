@@ -90,14 +90,16 @@ class Gradients:
             self._finalize(accumulation.correction(in_plain_loop, loss.device))
 
     def replay(self, captured: CapturedMicroBatch) -> None:
-        """Accumulate the contribution of a captured micro-batch inside `accumulate`, like `backward`."""
+        """Accumulate the contribution of a captured micro-batch, like `backward`; there is one process."""
         accumulation = self._accumulation
-        accumulation.belongs_to_micro_batch()
+        in_plain_loop = not accumulation.belongs_to_micro_batch()
+        if in_plain_loop:
+            accumulation.open_plain()
         self._open()
         captured.run(accumulation.open_replay(captured.usual_weight), self._scaler.factor())
         accumulation.count_replay(captured.weight)
         if accumulation.sync:
-            self._finalize(accumulation.correction(in_plain_loop=False, device=captured.device))
+            self._finalize(accumulation.correction(in_plain_loop, captured.device))
 
     def _open(self) -> None:
         """Prepare `.grad` for another backward, which may be the first one of a window."""

@@ -148,6 +148,14 @@ def check_parts(parts: Sequence[Any], moves: Sequence[bool]) -> None:
         raise PrepareError(f"device_placement has {len(moves)} values for {len(parts)} parts", "one value per part")
 
 
+def require_prepared(model: torch.nn.Module, models: Sequence[torch.nn.Module], verb: str) -> None:
+    """Raise `PrepareError` if a model given to a verb of the engine is not among the prepared ones."""
+    if not any(model is known or unwrap(model) is unwrap(known) for known in models):
+        raise PrepareError(
+            f"{verb} was given a {type(model).__name__} that was not prepared", "engine.prepare(model) first"
+        )
+
+
 def compile_models(parts: Sequence[Any]) -> None:
     """Compile the repeated blocks of every model among the parts."""
     for part in parts:

@@ -8,9 +8,10 @@ import torch
 
 from trimtab.checkpoint.codec import Encoded
 from trimtab.checkpoint.collective import collective_capture, collective_load, collective_save
-from trimtab.checkpoint.state import ModelPart, OptimizerPart, Part, RandomPart, StatefulPart
+from trimtab.checkpoint.state import ExecutionPart, ModelPart, OptimizerPart, Part, RandomPart, StatefulPart
 from trimtab.checkpoint.store import StoredCheckpoint
 from trimtab.distributed.world import World
+from trimtab.engine.forward_backward import ForwardBackward
 from trimtab.engine.loss_scaler import Scaler
 from trimtab.engine.prepared_parts import PreparedParts, unwrap
 from trimtab.errors import PrepareError
@@ -23,12 +24,16 @@ class SavedState:
         world: The processes; rank 0 writes.
         prepared: The prepared parts.
         scaler: The loss scaler.
+        forward_backward: Computes micro-batches; knows whether compiling or capturing failed.
     """
 
-    def __init__(self, world: World, prepared: PreparedParts, scaler: Scaler) -> None:
+    def __init__(
+        self, world: World, prepared: PreparedParts, scaler: Scaler, forward_backward: ForwardBackward
+    ) -> None:
         self._world = world
         self._prepared = prepared
         self._scaler = scaler
+        self._forward_backward = forward_backward
         self._registered: list[Any] = []
         self._later: list[torch.nn.Parameter] = []  # frozen parameters that become trainable during the run
 
@@ -65,6 +70,8 @@ class SavedState:
             StatefulPart("scaler", self._scaler),
             StatefulPart("gradients", prepared.gradients),
         ]
+        if self._forward_backward.has_state:
+            parts.append(ExecutionPart(self._forward_backward))
         for name, owners in (
             ("scheduler", prepared.schedulers),
             ("loader", prepared.loaders),

@@ -3,9 +3,12 @@
 A replay launches all kernels of a micro-batch at once, so the host no longer limits small models. A graph reads and
 writes fixed addresses: inputs are copied into its own tensors, gradients are accumulated in tensors that stay allocated
 for the whole run, and numbers that differ between replays (the loss scale, the expected weight of a window) are in
-tensors, too. What an optimizer or a clipper sees is the same as without graphs, except for a parameter that only some
-sizes of micro-batches use: its gradient is zero where it would be None. Hooks of a model are called while it is
-captured, not in replays.
+tensors, too. What an optimizer or a clipper sees is the same as without graphs, except in `fit` for a parameter that
+only some sizes of micro-batches use: its gradient is zero where it would be None. Hooks of a model are called while it
+is captured, not in replays.
+
+`fit` captures the micro-batches of one loss (`compute_captured`), `Engine.forward_backward` those of any loss function
+and structure of batches.
 
 The only micro-batch of a step writes its gradients, by one kernel for all parameters; one of several adds them. In
 mixed precision, linear layers compute with copies of their weights (`half_weights.py`), also in micro-batches that are
@@ -15,8 +18,9 @@ A micro-batch of a size that is met for the first time runs without a graph, whi
 captured. Where a capture fails, for example because a model synchronizes with the host, nothing is captured any more.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,23 +29,42 @@ from trimtab.errors import RecipeError, summarize_error
 from trimtab.garbage_collection import gc_disabled
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
+from trimtab.model.batch_tree import map_tensors, size_of, tensors_of
 from trimtab.model.forward import bare_model
 from trimtab.model.half_weights import HalfWeights
-from trimtab.model.losses import Loss
 
 MOST_GRAPHS = 32
+_MOST_SIZES = 1024  # that are remembered without a graph
 _STATE = "_trimtab_captured_micro_batches"
 
-Batch = dict[str, torch.Tensor]
-Result = tuple[torch.Tensor, torch.Tensor | float]  # the loss times its weight, and the weight
+
+class ComputedLoss(Protocol):
+    """The loss of a micro-batch, such as `trimtab.model.losses.StepLoss`."""
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The differentiable mean."""
+
+    @property
+    def weight(self) -> Any:
+        """The number of items in the mean; None if all micro-batches count the same."""
+
+    def reported(self) -> torch.Tensor:
+        """What is returned of it, detached."""
+
+
+Batch = Any  # for `fit` a dict of tensors, else any structure of `trimtab.model.batch_tree`
+Loss = Callable[[Any, Any], ComputedLoss]
+Weight = torch.Tensor | float | None
+Result = tuple[torch.Tensor, Any]  # what a loss reports, and its weight
 Compute = Callable[[Any, torch.nn.Module, Loss, Batch], Result]
 
 
 def compute_plainly(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
-    """Accumulate the gradients of a micro-batch; return its loss times its weight, and the weight."""
+    """Accumulate the gradients of a micro-batch; return what the loss reports, and its weight."""
     step = loss(model, batch)
     engine.backward(step.value, weight=step.weight)
-    return step.loss_sum(), step.weight
+    return step.reported(), step.weight
 
 
 class Recorder(Protocol):
@@ -101,7 +124,7 @@ class CapturedMicroBatch:
 
     Args:
         inputs: A batch of this size; it is copied.
-        weight: The weight of a batch: a tensor if it depends on the rows, else the number itself.
+        first: What was found when a batch of this size ran without a graph.
         owners: The parameters that get gradients, with the tensors that these are accumulated in.
         device: The device of the model.
         half_weights: Copies of weights that the model computes with.
@@ -111,31 +134,36 @@ class CapturedMicroBatch:
     def __init__(
         self,
         inputs: Batch,
-        weight: torch.Tensor | float,
+        first: "FirstRun",
         owners: Mapping[torch.nn.Parameter, torch.Tensor],
         device: torch.device,
         half_weights: HalfWeights,
         *,
         writes: bool,
     ) -> None:
-        self._inputs = {name: value.clone() if _is_tensor(value) else value for name, value in inputs.items()}
+        self._inputs = map_tensors(torch.clone, inputs)
         self._owners = owners
         self._half_weights = half_weights
         self._writes = writes
         self.device = device
-        self.usual_weight = weight
-        self._loss_sum = torch.zeros((), device=device)
-        self._weight = torch.zeros((), device=device) if _is_tensor(weight) else weight
+        self.usual_weight: Weight = first.weight
+        self._reported = torch.zeros((), dtype=first.dtype, device=device)
+        is_counted_on_device = isinstance(first.weight, torch.Tensor)
+        self._weight: Weight = torch.zeros((), device=device) if is_counted_on_device else first.weight
         self._expected = torch.ones((), device=device)  # E of `trimtab.engine.accumulation`
         self._is_alone = torch.ones((), dtype=torch.bool, device=device)
         self._share = torch.ones((), device=device)  # of the window, for a weight that the host knows
+        self._length = torch.ones((), device=device)  # of the window, for losses without weights
         self._scale = torch.ones((), device=device)
         self._replay: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder, model: torch.nn.Module, loss: Loss) -> None:
         """Record forward, loss and backward."""
         bind_gradients(self._owners, with_values=not self._writes)
+        # copies of weights that autocast keeps inside an outer context are not computed again by a replay
+        torch.clear_autocast_cache()
         self._replay = recorder.record(lambda: (self._write if self._writes else self._add)(model, loss))
+        torch.clear_autocast_cache()
 
     def _add(self, model: torch.nn.Module, loss: Loss) -> None:
         with self._half_weights.in_use():
@@ -148,6 +176,9 @@ class CapturedMicroBatch:
         with self._half_weights.in_use(keeps_gradients=True):
             self._compute(model, loss)
         halves = dict(self._half_weights.take_gradients())
+        for weight, half in halves.items():
+            if weight.grad is not None:  # a loss function that reads the weight itself
+                halves[weight] = weight.grad.add_(half)
         found = [(buffer, halves.get(p, p.grad)) for p, buffer in self._owners.items()]
         for dtype in {gradient.dtype for _, gradient in found if gradient is not None}:
             targets, sources = [], []
@@ -163,27 +194,38 @@ class CapturedMicroBatch:
 
     def _compute(self, model: torch.nn.Module, loss: Loss) -> None:
         step = loss(model, self._inputs)
-        self._loss_sum.copy_(step.loss_sum())
+        self._reported.copy_(step.reported())
+        self._check_weight(step.weight)
         if isinstance(self._weight, torch.Tensor):
-            assert isinstance(step.weight, torch.Tensor)
             self._weight.copy_(step.weight.detach().reshape(()))
             share = torch.where(self._is_alone, torch.ones_like(self._weight), self._weight / self._expected)
             contribution = torch.where(self._weight > 0, step.value * share, torch.zeros_like(step.value))
+        elif self._weight is None:
+            contribution = step.value / self._length.to(step.value.dtype)
         else:
             contribution = step.value * self._share
         (contribution * self._scale).backward()  # type: ignore[no-untyped-call]
 
+    def _check_weight(self, weight: Any) -> None:
+        """A graph contains a weight that the host knows, so it must be the same in all batches of this size."""
+        num_tensors = isinstance(self._weight, torch.Tensor) + isinstance(weight, torch.Tensor)
+        if num_tensors == 1 or (num_tensors == 0 and weight != self._weight):
+            raise ValueError(
+                f"batches of one size have different weights ({self._weight} and {weight}); return the weight as a "
+                "tensor on the device"
+            )
+
     def load(self, batch: Batch) -> None:
         """Copy the inputs of the next replay."""
-        for name, value in self._inputs.items():
-            if isinstance(value, torch.Tensor):
-                value.copy_(batch[name], non_blocking=True)
+        for mine, theirs in zip(tensors_of(self._inputs), tensors_of(batch), strict=True):
+            mine.copy_(theirs, non_blocking=True)
 
     def run(self, expected: torch.Tensor | float | None, scale: float) -> None:
         """Add the gradients of the loaded inputs to `.grad`.
 
         Args:
-            expected: The weight that the contribution is divided by; None for the only micro-batch of a window.
+            expected: The weight that the contribution is divided by, or the number of micro-batches for losses without
+                weights; None for the only micro-batch of a window.
             scale: The loss scale.
         """
         assert self._replay is not None
@@ -191,20 +233,22 @@ class CapturedMicroBatch:
         self._is_alone.fill_(expected is None)
         if expected is not None:
             _set(self._expected, expected)
-        if not isinstance(self._weight, torch.Tensor):
+        if self._weight is None:
+            _set(self._length, 1.0 if expected is None else expected)
+        elif not isinstance(self._weight, torch.Tensor):
             _set(self._share, 1.0 if expected is None else self._weight / expected)
         self._scale.fill_(scale)
         self._replay()
 
     @property
-    def weight(self) -> torch.Tensor | float:
+    def weight(self) -> Weight:
         """The weight of the last replay."""
         return self._weight.clone() if isinstance(self._weight, torch.Tensor) else self._weight
 
     @property
-    def loss_sum(self) -> torch.Tensor:
-        """The loss of the last replay times its weight."""
-        return self._loss_sum.clone()
+    def reported(self) -> torch.Tensor:
+        """What the loss of the last replay reports."""
+        return self._reported.clone()
 
 
 def bind_gradients(owners: Mapping[torch.nn.Parameter, torch.Tensor], *, with_values: bool = True) -> None:
@@ -230,19 +274,36 @@ def bind_gradients(owners: Mapping[torch.nn.Parameter, torch.Tensor], *, with_va
         torch._foreach_copy_(targets, sources)
 
 
+@dataclass(frozen=True)
+class FirstRun:
+    """What was found when a micro-batch of some size ran without a graph.
+
+    Attributes:
+        weight: The weight of the batch: a tensor if it depends on the rows, else the number itself, or None.
+        dtype: The dtype of what the loss reports.
+    """
+
+    weight: Weight
+    dtype: torch.dtype
+
+
 class CapturedMicroBatches:
     """Computes micro-batches by graphs where it can, and otherwise as before.
 
     Args:
         recorder: Records the graphs.
+        runs_own_code: Whether losses are functions of users, which see the parameters of the model, and not the copies
+            that it computes with (`HalfWeights.only_in_forward`).
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: Recorder | None = None, *, runs_own_code: bool = False) -> None:
         self.failure: str | None = None  # the reason why nothing is captured
         self.watchers: list[Callable[[Batch], Any]] = []  # called with every micro-batch that is replayed
         self._recorder: Recorder = recorder or CudaRecorder()
-        self._seen: dict[Any, torch.Tensor | float] = {}  # the weight of the first micro-batch, by size
-        self._owners: set[torch.nn.Parameter] = set()  # parameters that a loss depends on
+        self._runs_own_code = runs_own_code
+        self._seen: dict[Any, FirstRun] = {}  # by variant and size
+        self._owners: dict[Any, dict[torch.nn.Parameter, None]] = {}  # that get gradients, by variant and size
+        self._known_owners: dict[torch.nn.Parameter, None] = {}  # of all variants and sizes
         self._graphs: dict[Any, CapturedMicroBatch] = {}
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
         self._parameters: list[torch.nn.Parameter] = []
@@ -252,14 +313,38 @@ class CapturedMicroBatches:
     @property
     def num_graphs(self) -> int:
         """The number of sizes that are captured."""
-        return len({size for size, _ in self._graphs})
+        return len({key for key, _ in self._graphs})
+
+    @property
+    def num_sizes(self) -> int:
+        """The number of sizes that were met."""
+        return len(self._seen)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more sizes are captured."""
+        return len(self._graphs) >= MOST_GRAPHS
 
     def can_capture(self, device: torch.device) -> bool:
         """Whether work on a device can be captured."""
         return self._recorder.supports(device)
 
-    def __call__(self, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
-        """Compute a micro-batch inside `engine.accumulate`."""
+    def use_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Set the parameters that may get gradients; without a call they are those of the model."""
+        self._parameters = list(parameters)
+
+    def __call__(
+        self, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch, variant: Hashable = None
+    ) -> Result:
+        """Compute a micro-batch, inside `engine.accumulate` or in a loop without it.
+
+        Args:
+            engine: The engine that prepared the model.
+            model: The model.
+            loss: Computes the loss of a batch.
+            batch: The micro-batch.
+            variant: Distinguishes micro-batches of equal size that are computed differently, such as by another loss.
+        """
         if engine.use_distributed:
             raise RecipeError(
                 "CUDA graphs (train.compile) need one process: a graph cannot contain the exchange of gradients",
@@ -268,28 +353,71 @@ class CapturedMicroBatches:
         if self.failure is not None or not self.can_capture(engine.device):
             return compute_plainly(engine, model, loss, batch)
         half_weights = self._halves(engine, model)
-        size = _size_of(batch)
+        with_halves = half_weights.only_in_forward(loss) if self._runs_own_code else loss
+        key = variant, size_of(batch)
         # what is in .grad already has to stay, also where another loop accumulates by itself
-        writes = engine.gradient_accumulation_steps == 1 and all(p.grad is None for p in self._parameters)
-        graph = self._graphs.get((size, writes)) or self._graphs.get((size, False))  # adding is right for all
-        if graph is None and size in self._seen and len(self._graphs) < MOST_GRAPHS:
-            graph = self._capture(size, writes, engine, model, loss, batch)
+        owners = self._owners.get(key, ())
+        writes = engine.gradient_accumulation_steps == 1 and all(p.grad is None for p in owners)
+        graph = self._graphs.get((key, writes)) or self._graphs.get((key, False))  # adding is right for all
+        if graph is None and key in self._seen and not self.is_full:
+            graph = self._capture(key, writes, engine, model, with_halves, batch)
         if graph is not None:
             graph.load(batch)
             engine.replay(graph)
             for watch in self.watchers:
                 watch(batch)
-            return graph.loss_sum, graph.weight
+            return graph.reported, graph.weight
         if self.failure is not None:
             return compute_plainly(engine, model, loss, batch)
-        self._keep_gradients()
-        with half_weights.in_use():
-            result = compute_plainly(engine, model, loss, batch)
-        if size not in self._seen:
-            weight = result[1]
-            self._seen[size] = weight.clone() if isinstance(weight, torch.Tensor) else weight
-            self._owners |= {parameter for parameter in self._parameters if parameter.grad is not None}
-        return result
+        return self._compute_uncaptured(key, engine, model, with_halves, batch)
+
+    def _compute_uncaptured(self, key: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
+        """Compute a micro-batch without a graph; after the first of a size the second can be captured."""
+        assert self._half_weights is not None
+        if key in self._owners:
+            self._keep_gradients(self._owners[key])
+            with self._half_weights.in_use():
+                return compute_plainly(engine, model, loss, batch)
+        known = self._known_owners
+        without = [parameter for parameter in known if parameter.grad is None]
+        self._keep_gradients(known)
+        with self._found_owners() as found, self._half_weights.in_use():
+            reported, weight = compute_plainly(engine, model, loss, batch)
+        if self._runs_own_code:  # which may train other parameters with another loss
+            for parameter in without:
+                if parameter not in found:
+                    parameter.grad = None
+        else:
+            found = known | found
+        is_ignored = isinstance(weight, float | int) and not weight  # its loss may be NaN, which a graph would add
+        if len(self._seen) < _MOST_SIZES and not is_ignored:
+            weight = weight.clone() if isinstance(weight, torch.Tensor) else weight
+            self._seen[key] = FirstRun(weight, reported.dtype)
+            self._owners[key] = found
+            self._known_owners = known | found
+        return reported, weight
+
+    @contextmanager
+    def _found_owners(self) -> Iterator[dict[torch.nn.Parameter, None]]:
+        """Yield a dict whose keys are afterwards the parameters that got a gradient inside the context."""
+        assert self._half_weights is not None
+        found: dict[torch.nn.Parameter, None] = {}
+        without = [parameter for parameter in self._parameters if parameter.grad is None]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda parameter: found.update({parameter: None})
+            )
+            for parameter in self._parameters
+            if parameter.requires_grad
+        ]
+        self._half_weights.touched.clear()
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.update(self._half_weights.touched)
+        found.update(dict.fromkeys(parameter for parameter in without if parameter.grad is not None))
 
     def compute_once(self, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
         """Compute a micro-batch with the weights that captured ones use, and capture nothing."""
@@ -304,23 +432,24 @@ class CapturedMicroBatches:
             self._half_weights = HalfWeights(model, engine.compute_dtype)
         return self._half_weights
 
-    def _keep_gradients(self) -> None:
-        """Let the parameters that got gradients have them allocated for the whole run: others would come and go."""
-        missing = self._owners - self._buffers.keys()
+    def _keep_gradients(self, owners: Iterable[torch.nn.Parameter]) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Let parameters have gradients that are allocated for the whole run: others would come and go."""
+        missing = [parameter for parameter in owners if parameter not in self._buffers]
         if missing and all(parameter.grad is None for parameter in missing):
-            release_cached_memory(next(iter(missing)).device)  # no gaps between what stays and what comes and goes
+            release_cached_memory(missing[0].device)  # no gaps between what stays and what comes and goes
         for parameter in missing:
             self._buffers[parameter] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        bind_gradients(self._buffers)
+        kept = {parameter: self._buffers[parameter] for parameter in owners}
+        bind_gradients(kept)
+        return kept
 
     def _capture(
-        self, size: Any, writes: bool, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
+        self, key: Any, writes: bool, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch
     ) -> CapturedMicroBatch | None:
         assert self._half_weights is not None
-        parts = self._buffers, engine.device, self._half_weights
         try:
-            self._keep_gradients()
-            graph = CapturedMicroBatch(batch, self._seen[size], *parts, writes=writes)
+            kept = self._keep_gradients(self._owners[key])
+            graph = CapturedMicroBatch(batch, self._seen[key], kept, engine.device, self._half_weights, writes=writes)
             graph.capture(self._recorder, model, loss)
         except Exception as error:  # a capture forbids much of what a model may do
             if is_out_of_memory(error):
@@ -328,7 +457,7 @@ class CapturedMicroBatches:
                 raise
             self.failure = summarize_error(error)
         else:
-            self._graphs[size, writes] = graph
+            self._graphs[key, writes] = graph
             return graph
         self.forget()
         release_cached_memory(engine.device)
@@ -348,6 +477,7 @@ class CapturedMicroBatches:
         """Drop all graphs and their memory: every size is captured again when it is met for the second time."""
         for known in (self._graphs, self._seen, self._owners, self._buffers):
             known.clear()
+        self._known_owners = {}
         self._half_weights = None
         self._recorder.forget()
 
@@ -358,6 +488,8 @@ class CapturedMicroBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.failure = self.failure or state["failure"]
+        if self.failure is not None:
+            self.forget()  # graphs are not used any more
 
 
 def capture_micro_batches(model: torch.nn.Module, recorder: Recorder | None = None) -> CapturedMicroBatches:
@@ -386,20 +518,9 @@ def compute_uncaptured(engine: Any, model: torch.nn.Module, loss: Loss, batch: B
     return compute(engine, model, loss, batch)
 
 
-def _size_of(batch: Batch) -> tuple[Any, ...]:
-    return tuple(
-        (name, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (name, value)
-        for name, value in sorted(batch.items())
-    )
-
-
 def _set(target: torch.Tensor, value: torch.Tensor | float) -> None:
     """Set a number on the device without a host-device sync."""
     if isinstance(value, torch.Tensor):
         target.copy_(value, non_blocking=True)
     else:
         target.fill_(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

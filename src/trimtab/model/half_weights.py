@@ -6,8 +6,9 @@ gradients of the copies are converted by one more. The numbers are those of auto
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from trimtab.model.gradient_hooks import register_gradient_hook
 
 _NAMES = ("weight", "bias")
 _EXACT = "exact"  # attribute of a parameter that was rounded
+
+T = TypeVar("T")
 
 
 class HalfWeights:
@@ -30,6 +33,7 @@ class HalfWeights:
         self.parameters: list[torch.Tensor] = []
         self.copies: list[torch.Tensor] = []
         self._adds_gradients = [True]  # in a list, which hooks of the copies keep alive, and not this object
+        self.touched: dict[torch.nn.Parameter, None] = {}  # parameters that gradients of copies were added to
         if dtype not in (torch.float16, torch.bfloat16) or any(hasattr(module, "lora_A") for module in model.modules()):
             return
         for module, name, parameter in linear_parameters(model):
@@ -41,10 +45,11 @@ class HalfWeights:
         self.parameters.append(parameter)
         self.copies.append(copy)
 
-        adds = self._adds_gradients
+        adds, touched = self._adds_gradients, self.touched
 
         def add(half: torch.Tensor) -> None:
             if adds[0] and half.grad is not None:
+                touched[parameter] = None
                 if parameter.grad is None:
                     parameter.grad = half.grad.to(parameter.dtype)
                 else:
@@ -67,14 +72,48 @@ class HalfWeights:
         with torch.no_grad():
             torch._foreach_copy_(self.copies, self.parameters)
         self._adds_gradients[0] = not keeps_gradients
-        for (module, name), copy in zip(self._places, self.copies, strict=True):
-            module._parameters[name] = copy  # type: ignore[assignment]
+        self._place(self.copies)
         try:
             yield
         finally:
-            for (module, name), parameter in zip(self._places, self.parameters, strict=True):
-                module._parameters[name] = parameter  # type: ignore[assignment]
+            self._place(self.parameters)
             self._adds_gradients[0] = True
+
+    def _place(self, weights: list[torch.Tensor]) -> None:
+        for (module, name), weight in zip(self._places, weights, strict=True):
+            module._parameters[name] = weight  # type: ignore[assignment]
+
+    def only_in_forward(self, compute: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
+        """Let a function of a model and a batch see the parameters themselves except inside the model's forward.
+
+        For code of users inside `in_use`: it may read weights, or call a layer outside of autocast.
+        """
+        if not self.copies:
+            return compute
+        depth = 0
+
+        def enter(*_: Any) -> None:
+            nonlocal depth
+            depth += 1
+            self._place(self.copies)
+
+        def leave(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if depth == 0:
+                self._place(self.parameters)
+
+        def computed(model: Any, batch: Any) -> T:
+            hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+            self._place(self.parameters)
+            try:
+                return compute(model, batch)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                self._place(self.copies)  # for blocks that backward recomputes
+
+        return computed
 
     def take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters with the gradients that their copies got; the copies have none afterwards."""

@@ -45,6 +45,10 @@ class StepLoss:
         """`value` times the number of items; 0 for a batch without items, even if its value is NaN."""
         return self._times_weight(self.value)
 
+    def reported(self) -> torch.Tensor:
+        """What a training step returns of the loss: the sum, which can be added over micro-batches."""
+        return self.loss_sum()
+
     def item_loss_sum(self) -> torch.Tensor:
         """Sum over the items without the router loss, for metrics: independent of the split into batches."""
         return self._times_weight(self.value if self.item_mean is None else self.item_mean)

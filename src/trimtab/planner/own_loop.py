@@ -32,7 +32,7 @@ from trimtab.optim.eight_bit import eight_bit_obstacle
 from trimtab.planner.decide import choose_row
 from trimtab.planner.explain import Change, gib, words_of
 from trimtab.planner.largest_batch import LargestBatch, NoBatch, largest_batch
-from trimtab.planner.memory import Prediction, predict
+from trimtab.planner.memory import Prediction, predict, predict_captured
 from trimtab.planner.search import Estimate, Ladder, Row, Space, largest, search
 from trimtab.planner.target import SPARE, Target, target_here
 from trimtab.planner.time import step_seconds
@@ -124,7 +124,8 @@ class OwnLoop:
         num_parts = engine.num_processes if splits_batches else 1
         batch = largest_batch(loader, num_parts)
         target = self._target(model)
-        step = OwnStep(model, optimizer, engine.gradient_accumulation_steps, target)
+        captures = engine.captures_micro_batches and not target.is_cpu
+        step = OwnStep(model, optimizer, engine.gradient_accumulation_steps, target, is_captured=captures)
         precision = engine.mixed_precision.replace("no", "fp32")
         accelerator = replace(target.accelerator, is_here=True)
         case = Case(model, accelerator, precision, None, self._allow, optimizer=optimizer)
@@ -157,6 +158,11 @@ class OwnLoop:
             yield "work of the loop besides model(**batch).loss, and evaluation, is not predicted"
         else:
             yield "the loss, which the model does not compute from these batches, and evaluation are not predicted"
+        if step.is_captured:
+            yield (
+                "CUDA graphs are predicted for the largest batch and the model's own loss; batches of several sizes "
+                "may need more"
+            )
         if step.compared_rows is not None:
             yield (
                 f"the loss compares the rows of a batch with each other ({step.compared_rows}), so smaller batches "
@@ -249,7 +255,9 @@ class _LoopPlanner:
         key = spec, batch.rows, batch.length
         if key not in self._known:
             with muted():
-                self._known[key] = predict(self._step.trace(spec, batch), with_kernels=loads_kernels(spec))
+                trace = self._step.trace(spec, batch)
+            predicted = predict_captured if self._step.is_captured else predict
+            self._known[key] = predicted(trace, with_kernels=loads_kernels(spec))
         found = self.target.as_here(self._known[key])
         return replace(found, outside=found.outside + self.other_bytes)
 

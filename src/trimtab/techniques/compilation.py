@@ -29,7 +29,8 @@ from trimtab.model.captured_step import (
     compute_captured,
 )
 from trimtab.model.compile_time import capture_seconds, compile_seconds, compiling_may_pay
-from trimtab.model.compiled_blocks import CompiledBlocks, compile_blocks, compiled_blocks_of
+from trimtab.model.compiled_blocks import compile_blocks, compiled_blocks_of
+from trimtab.model.execution_state import ExecutionState
 from trimtab.model.expert_weights import fused_experts
 from trimtab.techniques.adapter import adapter_settings, has_plain_lora, has_quantized_base
 from trimtab.techniques.base import Case, OnResume, Phase, Site, StepSpec, Technique, Trial
@@ -129,7 +130,7 @@ class Compilation(Technique):
     def state(self, model: torch.nn.Module, value: str) -> Any:
         """Which sizes are compiled, and whether compiling or capturing failed."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
-        return None if blocks is None and captured is None else _Execution(blocks, captured)
+        return None if blocks is None and captured is None else ExecutionState(blocks, captured)
 
     def loads_kernels(self, value: str) -> bool:
         """Inductor's kernels are Triton's."""
@@ -192,26 +193,6 @@ def _worth_trying(case: Case) -> tuple[str, ...]:
     has_few = adapter_settings(case.recipe) is not None
     num_trainable = 0 if has_few else sum(parameter.numel() for parameter in case.model.parameters())
     return (_CAPTURE, _GRAPHS) if num_trainable <= _MOST_FOR_GRAPHS else ("blocks",)
-
-
-class _Execution:
-    """The state of compiled blocks and of captured micro-batches, of which a run has one or both."""
-
-    def __init__(self, blocks: CompiledBlocks | None, captured: CapturedMicroBatches | None) -> None:
-        self._blocks, self._captured = blocks, captured
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both states."""
-        state = {} if self._blocks is None else self._blocks.state_dict()
-        return state if self._captured is None else state | {"captured": self._captured.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what both have in common: a run may have compiled before, and capture now."""
-        of_blocks = {key: value for key, value in state.items() if key != "captured"}
-        if self._blocks is not None and of_blocks:
-            self._blocks.load_state_dict(of_blocks)
-        if self._captured is not None and "captured" in state:
-            self._captured.load_state_dict(state["captured"])
 
 
 def _capture_sizes(captured: CapturedMicroBatches, trials: Sequence[Trial]) -> None:

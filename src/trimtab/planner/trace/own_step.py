@@ -33,19 +33,28 @@ class OwnStep:
         optimizer: Its optimizer; it is not changed.
         num_micro: Micro-batches per optimizer step.
         target: The device to predict for.
+        is_captured: Whether `Engine.forward_backward` replays micro-batches from CUDA graphs; see `predict_captured`.
 
     Raises:
         NoBatch: The model cannot be traced.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_micro: int, target: Target
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        num_micro: int,
+        target: Target,
+        *,
+        is_captured: bool = False,
     ) -> None:
         if "_orig_mod" in model._modules:
             raise NoBatch("compiled models are not supported")
         if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
             raise NoBatch(f"{type(model).__name__} is not a transformers model")
-        self._num_micro = min(2, num_micro)  # two represent any larger number: from the second on gradients exist
+        # two represent any larger number: from the second on gradients exist, as in every captured micro-batch
+        self._num_micro = 2 if is_captured else min(2, num_micro)
+        self.is_captured = is_captured
         self._optimizer, self._target = optimizer, target
         self.recomputes_already = checkpoints_itself(model)
         self.has_loss = False  # seen in the first trace, like the next one
@@ -91,7 +100,7 @@ class OwnStep:
             build,
             inputs,
             gpu=self._target.gpu,
-            is_padded=batch.is_padded,
+            is_padded=batch.is_padded or self.is_captured,  # a graph is replayed with any mask
             mark=mark,
             whole=is_opaque,
         )
@@ -113,6 +122,8 @@ class OwnStep:
                 with engine.accumulate(prepared_model):
                     held[0] = prepared_model(**inputs)
                     loss = self._loss_of(held[0])
+                    if self.is_captured:  # the loop gets the loss alone
+                        held[0] = None
                     with recorder.during("backward"):
                         engine.backward(loss)
                     if number == self._num_micro - 1:

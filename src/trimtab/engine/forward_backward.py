@@ -1,0 +1,300 @@
+"""`Engine.forward_backward`: forward, loss and backward of a micro-batch in one call, which CUDA graphs can replay.
+
+Without `Engine(cuda_graphs=True)` the call is `engine.backward(loss, weight)`. With it, every model has its own graphs
+(`trimtab.model.captured_step`): one for each size of batch, loss function, mode of the model (train or eval) and
+autocast context around the call.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from trimtab.engine.accumulation import Weight
+from trimtab.engine.gradients import checked_loss
+from trimtab.engine.prepared_parts import PreparedParts, unwrap
+from trimtab.errors import DataError, LossError, PrepareError
+from trimtab.log import log_info_once
+from trimtab.model.captured_step import MOST_GRAPHS, CapturedMicroBatches, compute_plainly
+from trimtab.model.compiled_blocks import compiled_blocks_of
+from trimtab.model.execution_state import ExecutionState
+
+LossFunction = Callable[[Any, Any], Any]  # (model, batch) -> mean loss, or (mean loss, weight)
+
+_MANY_SIZES = 64  # after so many without a graph, a message reports it
+_PLAIN = (bool, int, float, str, bytes, type(None), Enum, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The loss of a micro-batch: the mean, and the number of rows or tokens in it if the loss function returns one."""
+
+    value: torch.Tensor
+    weight: Weight | None
+
+    def reported(self) -> torch.Tensor:
+        """The mean, detached."""
+        return self.value.detach()
+
+
+class ForwardBackward:
+    """Computes micro-batches for the loop of a user, by CUDA graphs if it is asked to.
+
+    Args:
+        prepared: The prepared parts.
+        captures: Whether to capture micro-batches in CUDA graphs.
+        compiles: Whether the blocks of prepared models are compiled; a failure to do so is part of the state.
+    """
+
+    def __init__(self, prepared: PreparedParts, *, captures: bool, compiles: bool) -> None:
+        self._prepared = prepared
+        self._captures = captures
+        self._captured: dict[torch.nn.Module, _CapturedModel] = {}
+        self._known_parts: Any = None
+        self._known_parameters: list[torch.nn.Parameter] = []
+        self.has_state = captures or compiles
+
+    @property
+    def captures(self) -> bool:
+        """Whether micro-batches on the device are captured."""
+        return self._captures and CapturedMicroBatches().can_capture(self._prepared.device)
+
+    def check(self, parts: Sequence[Any]) -> None:
+        """Report in `prepare` where nothing can be captured.
+
+        Raises:
+            PrepareError: Several processes train.
+        """
+        if not self._captures or not any(isinstance(part, torch.nn.Module) for part in parts):
+            return
+        num_processes = self._prepared.world.num_processes
+        if num_processes > 1:
+            raise PrepareError(
+                f"cuda_graphs=True works with one process, and {num_processes} train together: a graph cannot contain "
+                "the exchange of gradients",
+                "Engine(compile_blocks=True) instead of cuda_graphs=True",
+            )
+        if not self.captures:
+            log_info_once(
+                f"cuda_graphs: nothing is captured on {self._prepared.device}, which is not an NVIDIA GPU; "
+                "forward_backward computes the same without"
+            )
+
+    def __call__(self, engine: Any, model: torch.nn.Module, batch: Any, loss: LossFunction | None) -> torch.Tensor:
+        """Compute a micro-batch; see `Engine.forward_backward`."""
+        function, device = _loss_of_model if loss is None else loss, self._prepared.device
+        compute = functools.partial(_mean_loss, function, device)
+        found = self._captured_model(model) if self._captures else None
+        # without gradients the loss is refused, which a replay would not do
+        if found is None or not found.is_in_use(device) or not torch.is_grad_enabled():
+            return compute_plainly(engine, model, compute, batch)[0]
+        _check_batch(batch, device, "batch")
+        variant = _identity_of(function), found.modes(), _autocast_context(device)
+        captured = found.captured
+        captured.use_parameters(self._parameters())
+        reported, _ = captured(engine, model, compute, batch, variant)
+        _report_limits(captured)
+        return reported
+
+    def _captured_model(self, model: torch.nn.Module) -> "_CapturedModel":
+        inner = unwrap(model)
+        if inner not in self._captured:
+            self._captured[inner] = _CapturedModel(inner)
+        return self._captured[inner]
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters that a loss may give a gradient: of all models, and of optimizers."""
+        prepared = self._prepared
+        groups = [group["params"] for optimizer in prepared.optimizers for group in optimizer.param_groups]
+        parts = len(prepared.models), tuple(len(group) for group in groups)
+        if parts != self._known_parts:
+            of_models = [parameter for model in prepared.models for parameter in model.parameters()]
+            of_groups = [parameter for group in groups for parameter in group]
+            self._known_parts = parts
+            self._known_parameters = list(dict.fromkeys([*of_models, *of_groups]))
+        return self._known_parameters
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self._captured.clear()
+        self._known_parts, self._known_parameters = None, []
+
+    # ------------------------------------------------------------------ state
+
+    def _states(self) -> list[ExecutionState]:
+        models = [unwrap(model) for model in self._prepared.models]
+        return [
+            ExecutionState(compiled_blocks_of(model), self._captured_model(model).captured if self._captures else None)
+            for model in models
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for each model whether compiling or capturing failed: a resumed run computes the same way."""
+        return {"models": [state.state_dict() for state in self._states()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, perhaps with other settings of the engine."""
+        for mine, saved in zip(self._states(), state["models"], strict=False):
+            mine.load_state_dict(saved)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that undoes `load_state_dict`."""
+        undo = [state.undo_point() for state in self._states()]
+
+        def undo_all() -> None:
+            for undo_one in undo:
+                undo_one()
+
+        return undo_all
+
+
+class _CapturedModel:
+    """The graphs of one model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.captured = CapturedMicroBatches(runs_own_code=True)
+        self._modules = list(model.modules())  # walking over the modules of a model takes a millisecond
+
+    def is_in_use(self, device: torch.device) -> bool:
+        """Whether micro-batches on a device are captured, and no capture has failed."""
+        return self.captured.failure is None and self.captured.can_capture(device)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode."""
+        return tuple([module.training for module in self._modules])
+
+
+def _loss_of_model(model: Any, batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        raise LossError(
+            f"the batch is a {type(batch).__name__}, and without a loss function its loss is model(**batch).loss",
+            "engine.forward_backward(model, batch, loss=lambda model, batch: …)",
+        )
+    outputs = model(**batch)
+    return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+
+
+def _mean_loss(function: LossFunction, device: torch.device, model: Any, batch: Any) -> MeanLoss:
+    """Call a loss function, and return a weight that the host knows as a number."""
+    result = function(model, batch)
+    if isinstance(result, tuple) and len(result) != 2:
+        raise LossError(
+            f"the loss function returned a tuple of {len(result)} values",
+            "return the mean loss, or (mean loss, weight)",
+        )
+    value, weight = result if isinstance(result, tuple) else (result, None)
+    if isinstance(weight, torch.Tensor) and weight.device.type != device.type and weight.numel() == 1:
+        weight = float(weight)  # on the CPU
+    return MeanLoss(checked_loss(value), weight)
+
+
+# ---------------------------------------------------------------------- what a graph depends on
+
+
+def _check_batch(batch: Any, device: torch.device, path: str) -> None:
+    """Refuse what a graph cannot copy, or could not tell from one batch to the next."""
+    if isinstance(batch, torch.Tensor):
+        if batch.device.type != device.type:
+            raise DataError(
+                f"{path} is on {batch.device}, and CUDA graphs read batches from {device}",
+                f"prepare the loader, or {path}.to(engine.device)",
+            )
+        if batch.requires_grad or batch.layout is not torch.strided:
+            kind = "a tensor that requires a gradient" if batch.requires_grad else f"a {batch.layout} tensor"
+            raise DataError(f"{path} is {kind}, which CUDA graphs do not copy", _WITHOUT_GRAPHS)
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            _check_batch(value, device, f"{path}[{key!r}]")
+    elif isinstance(batch, list | tuple):
+        for number, value in enumerate(batch):
+            _check_batch(value, device, f"{path}[{number}]")
+    elif not isinstance(batch, _PLAIN):
+        raise DataError(
+            f"{path} is a {type(batch).__module__}.{type(batch).__qualname__}; CUDA graphs take dicts, lists and "
+            "tuples of tensors, numbers and strings",
+            f"collate it to tensors, or remove it from the batch; {_WITHOUT_GRAPHS}",
+        )
+
+
+_WITHOUT_GRAPHS = "engine.backward(loss) computes such a batch without graphs"
+
+
+def _autocast_context(device: torch.device) -> Any:
+    """The autocast context around a call; that of the engine's precision is inside the model's forward."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _identity_of(function: LossFunction) -> Any:
+    """What tells two loss functions apart.
+
+    A lambda inside a loop is a new object in every iteration, so functions are compared by their code and the values
+    that they close over: plain values by value, other objects by identity.
+    """
+    if isinstance(function, functools.partial):
+        values = *function.args, *function.keywords.items()
+        return functools.partial, _identity_of(function.func), tuple(_flat(values))
+    if isinstance(function, MethodType):
+        return MethodType, _identity_of(function.__func__), _Same(function.__self__)
+    if isinstance(function, FunctionType):
+        closed = [_contents(cell) for cell in function.__closure__ or ()]
+        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()
+        values = *closed, *defaults
+        return function.__code__, _Same(function.__globals__), tuple(_flat(values))
+    return _Same(function)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value yet
+        return None
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield (type(value), value) if isinstance(value, _PLAIN) else _Same(value)
+
+
+class _Same:
+    """Equal to another if both are of the same object; does not keep it alive where Python allows that."""
+
+    __slots__ = ("_get", "_hash")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # dicts and lists
+            self._get = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        mine = self._get()
+        return mine is not None and mine is other._get()
+
+
+def _report_limits(captured: CapturedMicroBatches) -> None:
+    if captured.is_full:
+        log_info_once(
+            f"cuda_graphs: {MOST_GRAPHS} sizes of micro-batches are captured, the most; others compute without a "
+            "graph. Pad batches to few sizes, such as with pad_to_multiple_of=64"
+        )
+    elif captured.num_sizes >= _MANY_SIZES and not captured.num_graphs:
+        log_info_once(
+            f"cuda_graphs: nothing is captured yet, because the first {_MANY_SIZES} micro-batches differed in size, "
+            "in values besides tensors, or in values that their loss function closes over; put what changes into "
+            "tensors of the batch, and pad to few sizes"
+        )
