@@ -47,6 +47,19 @@ def decoder_tokenizer():
     return tok
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "bart", "gpt2", "llama"])
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_an_encoder_with_a_causal_head_is_reported(said, name, is_decoder):
+    """It sees the tokens that it predicts: the first logits change with the last token."""
+    model = load_model(config_of(name) | {"is_decoder": is_decoder}, "causal-lm", {}, tokenizer())
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        changes = [model(input_ids=row).logits[0, 0] for row in (ids, ids + torch.tensor([0, 0, 0, 1]))]
+    sees_later_tokens = not torch.equal(*changes)
+    assert sees_later_tokens == (name in ("bert", "roberta") and not is_decoder)
+    assert any("attends to later tokens" in line for line in said()) == sees_later_tokens
+
+
 @pytest.mark.parametrize(("name", "kind"), HEADS)
 def test_every_shape_starts_from_scratch(name, kind):
     """With the tokenizer's sizes and ids: forward, backward and generation work."""

@@ -108,7 +108,8 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
         if len(files := sorted(place.glob("*.gguf"))) == 1:
             return files[0]
     if any((folder / name).exists() for name in _RUN_FILES):
-        raise ModelError(f"the run {folder} has no best model yet", "let it run until its first evaluation")
+        cure = f"let it run until its first evaluation: trimtab resume {folder}"
+        raise ModelError(f"the run {folder} has no best model yet", cure)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     names = sorted(path.name for path in folder.iterdir())
     found = f"it holds {', '.join(names[:4])}" if names else "it is empty"
