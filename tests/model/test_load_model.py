@@ -292,6 +292,14 @@ def test_hub_failures(monkeypatch):
     assert explained("org/name", ImportError("needs sentencepiece")).exit_code == 2
 
 
+def test_a_damaged_config_is_not_reported_as_a_missing_tokenizer(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not a valid JSON file") as failure:
+        load_tokenizer(str(tmp_path))
+    assert failure.value.cure == "download or save it again"
+
+
 def test_files_that_do_not_belong_together(tmp_path):
     saved(tmp_path)
     path = tmp_path / "config.json"

@@ -195,6 +195,8 @@ def explained(
             f"{source} contains Python code that would be executed on this machine",
             f"if you trust its authors: model: {{name: {source}, trust_remote_code: true}}",
         )
+    if "is not a valid JSON file" in text:
+        return ModelError(f"{source} cannot be loaded: {_first_line(text)}", "download or save it again")
     if isinstance(error, ImportError):
         return MissingDependency(f"{source} needs a package that is not installed: {_first_line(text)}", "install it")
     if "does not recognize this architecture" in text or "model type" in text and "not" in text:
