@@ -256,6 +256,7 @@ def test_a_folder_in_use_is_refused_and_untouched(bert, own_folder):
         ({"early_stopping": {"metric": "perplexity"}}, RecipeError),
         ({"train": {"freeze": {"no_such_part": "always"}}}, RecipeError),
         ({"task": "masked-lm", "train": {"schedule": "noam", "warmup": 3}, "model": "nowhere"}, ModelError),
+        ({"checkpoint": {"mirror": __file__}}, RecipeError),
         ({"data": {"train": "nowhere.csv"}}, DataError),
         ({"data": {"train": ROWS, "label": "stars"}}, DataError),
     ],

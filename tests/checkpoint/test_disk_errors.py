@@ -14,8 +14,16 @@ from trimtab.checkpoint.disk_errors import cure_for_os_error
         (errno.EDQUOT, "free space on that disk, or write less"),
         (errno.EACCES, "make the folder writable for this user, or choose another --out"),
         (errno.EROFS, "make the folder writable for this user, or choose another --out"),
+        (errno.ENOTDIR, "part of this path is a file: choose another --out"),
         (errno.EIO, "check that the disk is mounted and healthy, or choose another --out"),
     ],
 )
 def test_the_cure_follows_from_the_error(number, cure):
     assert cure_for_os_error(OSError(number, "no"), "choose another --out", less="write less") == cure
+
+
+def test_a_missing_folder_is_created_with_the_command_in_the_cure(tmp_path):
+    folder = tmp_path / "no" / "such"
+    with pytest.raises(FileNotFoundError) as caught:
+        (folder / "report.html").write_text("")
+    assert cure_for_os_error(caught.value, "choose another --out") == f"mkdir -p {folder}, or choose another --out"

@@ -22,6 +22,7 @@ from trimtab.cli.output import show_table
 from trimtab.hardware.extras import install_line
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.schema_keys import choices_of, keys_of
+from trimtab.report.studies import STUDIES
 
 SCRIPT = Path(sys.executable).with_name("trimtab")
 ROWS = reviews(24)
@@ -160,6 +161,12 @@ def test_help_lists_every_choice(option, key):
     written = next(parameter.help for parameter in commands["train"].params if parameter.name == option)
     field = next(found.field for found in keys_of(Recipe) if found.dotted == key)
     assert set(re.split(r"[ ,.]+(?:or )?", written.rstrip("."))) == set(choices_of(field.annotation))
+
+
+def test_help_lists_every_study():
+    commands = typer.main.get_command(app).commands
+    written = next(parameter.help for parameter in commands["compare"].params if parameter.name == "study")
+    assert set(re.split(r"[ ,.]+(?:or )?", written.rstrip("."))) == set(STUDIES)
 
 
 # ---------------------------------------------------------------------- in subprocesses

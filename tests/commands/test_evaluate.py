@@ -99,6 +99,9 @@ def test_messages_name_options(model, own_folder, trimtab_command):
     renamed = write_csv(own_folder / "renamed.csv", [{"t": "fine", "y1": "good"}, {"t": "so", "y1": "bad"}])
     assert trimtab_command("evaluate", model, renamed, "--text", "t", "--label", "y1")[0] == 0
     assert "cure: --rows 1 or more" in trimtab_command("evaluate", model, renamed, "--rows", "0")[2]
+    code, out, err = trimtab_command("evaluate", model, unknown, "--out", unknown)
+    assert (code, out) == (2, ""), "before anything is evaluated"
+    assert "unknown.csv is a file" in err
 
 
 def test_many_labels_are_shown_as_confusions(data, own_folder):

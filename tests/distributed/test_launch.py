@@ -332,6 +332,7 @@ def test_the_torchrun_command(own_folder, monkeypatch):
         ("no/such.py", (), False, "there is no no/such.py; pass a script (.py) or a recipe (.yaml)"),
         ("train", ("recipe.yaml",), False, "train is a command of trimtab, not a script: trimtab launch recipe.yaml"),
         ("recipe.yaml", ("--processes", "2"), False, "--processes comes after the recipe"),
+        ("recipe.yaml", ("--config", "other.yaml"), False, "--config comes after the recipe"),
         ("folder", (), False, "folder is a folder"),
         ("start.sh", (), False, "start.sh is neither a Python script (.py) nor a recipe (.yaml)"),
         ("no_such_module.x", (), True, "-m no_such_module.x: there is no module no_such_module"),

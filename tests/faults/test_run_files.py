@@ -12,8 +12,9 @@ from test_scenarios import change_a_key, cut_after_the_data, cut_in_half, empty,
 
 from trimtab.build.resume_rules import find_differences
 from trimtab.build.resumed_recipe import load_resumed_recipe
+from trimtab.build.start_point import find_start_point
 from trimtab.checkpoint.export import weight_checksums
-from trimtab.errors import RecipeError
+from trimtab.errors import CheckpointError, RecipeError
 from trimtab.recipe.load import load_recipe
 from trimtab.runs.run_folder import RunFolder, find_run, list_runs
 
@@ -125,6 +126,15 @@ def test_a_damaged_recipe_and_no_settings_anywhere(run, caplog):
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(RecipeError, match="there is no checkpoint yet"):
         load_resumed_recipe(run, None, [])
+
+
+def test_a_saved_run_without_checkpoints_does_not_start_from_scratch(run):
+    """A new start would replace the best model."""
+    wanted = load_recipe(run / "recipe.yaml", {}, []).recipe.model_copy(update={"out": str(run)})
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="was saved at step .* has no checkpoint") as caught:
+        find_start_point(wanted, resume=True, fresh=False)
+    assert f"trimtab train {run / 'recipe.yaml'} --out {run} --fresh" in caught.value.cure
 
 
 def test_small_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):

@@ -119,6 +119,8 @@ def test_inputs_that_make_no_sense():
         classify_texts(loaded, ["one", ("a", "b")])
     with pytest.raises(DataError, match=r"pass \[text\]"):
         classify_texts(loaded, "one text")
+    with pytest.raises(DataError, match="None was passed, expected a list of texts"):
+        classify_texts(loaded, None)
     for wrong in (None, 5, (), ("a", "b", "c"), ("a", None)):
         with pytest.raises(DataError, match="text 2 is"):
             classify_texts(loaded, ["fine", wrong])

@@ -128,6 +128,8 @@ def test_inputs_that_make_no_sense():
     assert len(generate_texts(loaded, [""], 3)) == 1
     with pytest.raises(DataError, match=r"pass \[prompt\]"):
         generate_texts(loaded, "one", 3)
+    with pytest.raises(DataError, match="None was passed, expected a list of prompts"):
+        generate_texts(loaded, None, 3)
     with pytest.raises(DataError, match="lists of messages are for chat models"):
         generate_texts(loaded, [[{"role": "user", "content": "x"}]], 3)
     with pytest.raises(ModelError, match="does not generate text: its task is masked-lm"):

@@ -47,6 +47,19 @@ def decoder_tokenizer():
     return tok
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "bart", "gpt2", "llama"])
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_an_encoder_with_a_causal_head_is_reported(said, name, is_decoder):
+    """It sees the tokens that it predicts: the first logits change with the last token."""
+    model = load_model(config_of(name) | {"is_decoder": is_decoder}, "causal-lm", {}, tokenizer())
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        changes = [model(input_ids=row).logits[0, 0] for row in (ids, ids + torch.tensor([0, 0, 0, 1]))]
+    sees_later_tokens = not torch.equal(*changes)
+    assert sees_later_tokens == (name in ("bert", "roberta") and not is_decoder)
+    assert any("attends to later tokens" in line for line in said()) == sees_later_tokens
+
+
 @pytest.mark.parametrize(("name", "kind"), HEADS)
 def test_every_shape_starts_from_scratch(name, kind):
     """With the tokenizer's sizes and ids: forward, backward and generation work."""
@@ -277,6 +290,14 @@ def test_hub_failures(monkeypatch):
         assert cure in explained("org/name", error).cure
     assert "trust_remote_code: true" in explained("org/name", ValueError("set trust_remote_code=True")).cure
     assert explained("org/name", ImportError("needs sentencepiece")).exit_code == 2
+
+
+def test_a_damaged_config_is_not_reported_as_a_missing_tokenizer(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not a valid JSON file") as failure:
+        load_tokenizer(str(tmp_path))
+    assert failure.value.cure == "download or save it again"
 
 
 def test_files_that_do_not_belong_together(tmp_path):

@@ -217,3 +217,5 @@ def test_own_loss():
     for wrong in (lambda o, b: 0.5, lambda o, b: o["logits"].mean(1)):
         with pytest.raises(LossError, match="your loss function returned"):
             loss_from_function(wrong)(Fixed(logits), batch)
+    with pytest.raises(RecipeError, match="loss='focal' is not a function"):
+        loss_from_function("focal")

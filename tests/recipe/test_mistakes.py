@@ -110,6 +110,7 @@ def test_keys_that_are_not_text(values):
         ({"train.lr": 1}, "train.lr: found 1; no such key; write it in its section, train: {lr: 1}"),
         ({"train": {"batchSize": 4}}, "train.batchSize: found 4; no such key; did you mean train.batch_size?"),
         ({"train": {"epoch": 3}}, "train.epoch: found 3; no such key; did you mean train.epochs?"),
+        ({"tracking": {"uri": "none"}}, "tracking: found {uri: none}; no such key; did you mean track?"),
         ({"evalute": {"every": 5}}, "evalute: found {every: 5}; no such key; did you mean evaluate?"),
         (
             {"track": {"zzz": 1}},

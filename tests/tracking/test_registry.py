@@ -130,6 +130,8 @@ def test_no_store_and_no_server(own_folder):
     with pytest.raises(ModelError, match=f"did not respond.*{uri}") as failure:  # left alone, mlflow tries for minutes
         rank_runs("imdb", uri=uri)
     assert "--uri" in failure.value.cure
+    with pytest.raises(RecipeError, match="'banana' is not the address of a tracking server"):
+        rank_runs("imdb", uri="banana")
 
 
 # ---------------------------------------------------------------------- models

@@ -496,6 +496,11 @@ def test_an_unknown_metric_is_refused(train):
         train(metrics={"length": scripted([])}, evaluate={"metric": "lenght"})
 
 
+def test_a_metric_that_returns_no_numbers_is_refused(train):
+    with pytest.raises(RecipeError, match="metrics: level returned str, expected one number per row"):
+        train(metrics={"level": lambda logits, batch: "high"})
+
+
 def test_held_out_loss_is_not_smoothed(train):
     """Smoothed by 0.4, the loss of two classes can never be below 0.5, the entropy of (0.8, 0.2)."""
     settings = {"epochs": 12, "lr": 3e-3, "label_smoothing": 0.4, "log_every": 1}

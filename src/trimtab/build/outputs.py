@@ -13,7 +13,7 @@ from trimtab.checkpoint.export import RetryingExport
 from trimtab.checkpoint.mirror import Mirror, find_mirror
 from trimtab.data.tokens import TokenDataset
 from trimtab.engine.engine import Engine
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, RecipeError
 from trimtab.log import say
 from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.schema import Recipe
@@ -141,6 +141,8 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
     settings = recipe.checkpoint
     if settings.every is None or recipe.limits.fast_dev_run:
         return NoCheckpoints()
+    if settings.mirror is not None and Path(settings.mirror).is_file():
+        raise RecipeError(f"checkpoint.mirror: {settings.mirror} is a file", "name a folder")
     mirror = None
     if settings.mirror is not None and engine.is_main_process:
         # experiment and name: several runs share a drive

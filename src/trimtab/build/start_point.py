@@ -2,6 +2,7 @@
 
 import tempfile
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,25 @@ def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPo
     if run is None or not resume:
         check_free(path)
         return StartPoint(path)
-    return _resumed(path, recipe, step_number(resume) if isinstance(resume, str) else None)
+    return _resumed(path, run, recipe, step_number(resume) if isinstance(resume, str) else None)
 
 
-def _resumed(path: Path, recipe: Recipe, step: int | None) -> StartPoint:
+def _resumed(path: Path, run: Mapping[str, Any], recipe: Recipe, step: int | None) -> StartPoint:
     shelf = CheckpointsFolder(path / CHECKPOINTS)
     stored = shelf.open(step)
     found = _compare(path, None if stored is None else stored.facts.get("settings"), recipe)
     if stored is None:
+        scratch = f"trimtab train {path / RECIPE} --out {path} --fresh"
         damaged = shelf.checkpoints()
         if damaged:  # they may be repairable, or the disk may recover: do not start from scratch
             raise CheckpointError(
                 f"none of the {len(damaged)} checkpoints in {shelf.folder} is valid",
-                "repair or restore one of them; --fresh starts from scratch",
+                f"repair or restore one of them; or start from scratch: {scratch}",
+            )
+        if run.get("saved_step"):  # to start from scratch would replace its best model
+            raise CheckpointError(
+                f"{path} was saved at step {run['saved_step']}, but {shelf.folder} has no checkpoint",
+                f"restore it; or start a new run from the best model: model: {path}; or start from scratch: {scratch}",
             )
         say(f"{path} contains no checkpoint yet: the run starts from scratch")
         return StartPoint(path, is_resumed=True)

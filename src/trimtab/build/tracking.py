@@ -20,7 +20,7 @@ from trimtab.runs.tracking_file import RunDescription, Tracking, upload_lock
 from trimtab.runs.uploader import NoUploader, Uploader
 from trimtab.tracking.mlflow.origin_tags import origin_tags
 from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
-from trimtab.tracking.mlflow.uri import tracking_uri
+from trimtab.tracking.mlflow.uri import check_address, tracking_uri
 from trimtab.tracking.upload.run_upload import flatten_params, upload_run
 from trimtab.tracking.upload.uploader import MlflowUploader
 
@@ -90,6 +90,8 @@ def sync_run(folder: Path, to: str | None = None) -> str:
         RecipeError: There is no run, or no server is known.
         TrimtabError: The server could not be reached, or did not take everything.
     """
+    if to is not None:
+        check_address(to)
     status = find_run(folder)
     if status is None:
         raise RecipeError(f"{folder} is not a run", "pass a run's folder; trimtab runs lists them")
@@ -106,9 +108,8 @@ def sync_run(folder: Path, to: str | None = None) -> str:
             raise
         except Exception as error:
             trouble = describe_failure(error, uri)
-            if trouble.cure:
-                raise UserError(trouble.words, trouble.cure) from error
-            raise TrimtabError(str(trouble)) from error
+            cure = trouble.cure or "start the server and repeat the command, or name another server: --to http://…"
+            raise UserError(trouble.words, cure) from error
     if troubles:
         raise TrimtabError(f"not everything could be sent: {'; '.join(map(str, troubles))}")
     at = tracking.at(uri)

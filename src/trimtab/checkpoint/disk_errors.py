@@ -1,6 +1,7 @@
 """Causes and cures of the errors that the operating system raises for files and folders."""
 
 import errno
+from pathlib import Path
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -32,4 +33,8 @@ def cure_for_os_error(error: OSError, other: str = "choose another folder", less
         return f"free space on that disk, or {less or other}"
     if error.errno in _NOT_ALLOWED:
         return f"make the folder writable for this user, or {other}"
+    if error.errno == errno.ENOTDIR:
+        return f"part of this path is a file: {other}"
+    if error.errno == errno.ENOENT and error.filename is not None:
+        return f"mkdir -p {Path(str(error.filename)).parent}, or {other}"
     return f"check that the disk is mounted and healthy, or {other}"

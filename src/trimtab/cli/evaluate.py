@@ -10,7 +10,7 @@ import typer
 
 from trimtab.cli.options import Device, Json
 from trimtab.cli.output import show_table, shown
-from trimtab.errors import DataError
+from trimtab.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from trimtab.commands.evaluate import EvaluationResult
@@ -40,6 +40,8 @@ def evaluate(
     from trimtab.commands.evaluate import track as track_evaluation
     from trimtab.report.evaluation import write_evaluation
 
+    if out is not None and out.is_file():  # found before an evaluation that may take long
+        raise RecipeError(f"--out {out} is a file", "choose a folder")
     columns = {"text": _one_or_list(text), "label": _one_or_list(label)}
     try:
         with shown(quiet=False, json_lines=as_json):

@@ -19,7 +19,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Set any recipe ke
 Device = Annotated[str | None, typer.Option(help="Device, such as cpu or cuda:1. Default: the best one available.")]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run, or its mirror.")]
 NewFolder = Annotated[Path, typer.Argument(help="New folder for the model.")]
-FolderOfForm = Annotated[Path | None, typer.Argument(help="New folder. Default: MODEL-int8 or similar, here.")]
+FolderOfForm = Annotated[Path | None, typer.Argument(help="New folder. Default: ./MODEL-FORM, such as first-int8.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Replace the run in the folder with a new one.")]
 Uri = Annotated[str | None, typer.Option(help="Tracking server. Default: MLFLOW_TRACKING_URI, or the store in runs.")]

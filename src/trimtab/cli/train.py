@@ -122,7 +122,10 @@ def compare(
     recipe: RecipeFile = None,
     vary: Annotated[list[str] | None, typer.Option(help="Key and values: --vary train.precision=fp32,bf16.")] = None,
     study: Annotated[
-        str | None, typer.Option(help="precisions, optimizers, accumulation, checkpointing or methods.")
+        str | None,
+        typer.Option(
+            help="precisions, optimizers, accumulation, checkpointing, methods, attention, padding or compile."
+        ),
     ] = None,
     sample: Annotated[int | None, typer.Option(help="Measure N random combinations of --vary (by the seed).")] = None,
     variants: Annotated[Path | None, typer.Option(help="YAML file of variants: {name: {key: value, …}, …}.")] = None,

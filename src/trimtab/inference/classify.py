@@ -73,8 +73,9 @@ def _prediction(names: list[str], scores: list[float], several: bool) -> Predict
 
 def _logits(loaded: LoadedModel, texts: Sequence[Text], batch_size: int, max_length: int | None) -> torch.Tensor:
     """Return the logits of every text in fp32 on the host."""
-    if isinstance(texts, str):
-        raise DataError("a string was passed, expected a list of texts", "pass [text]")
+    if texts is None or isinstance(texts, str):
+        found = "None" if texts is None else "a string"
+        raise DataError(f"{found} was passed, expected a list of texts", "pass [text]")
     model = loaded.model
     logits = torch.zeros(len(texts), model.config.num_labels)
     examples = _tokenize(loaded, texts, max_length)

@@ -49,8 +49,9 @@ def generate_texts(
     Returns:
         The generated texts without the prompts, in the order of the prompts.
     """
-    if isinstance(prompts, str):
-        raise DataError("a string was passed, expected a list of prompts", "pass [prompt]")
+    if prompts is None or isinstance(prompts, str):
+        found = "None" if prompts is None else "a string"
+        raise DataError(f"{found} was passed, expected a list of prompts", "pass [prompt]")
     stop = check_stops(stop)
     texts = [""] * len(prompts)
     before = random_state()

@@ -108,7 +108,8 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
         if len(files := sorted(place.glob("*.gguf"))) == 1:
             return files[0]
     if any((folder / name).exists() for name in _RUN_FILES):
-        raise ModelError(f"the run {folder} has no best model yet", "let it run until its first evaluation")
+        cure = f"let it run until its first evaluation: trimtab resume {folder}"
+        raise ModelError(f"the run {folder} has no best model yet", cure)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     names = sorted(path.name for path in folder.iterdir())
     found = f"it holds {', '.join(names[:4])}" if names else "it is empty"
@@ -194,6 +195,8 @@ def explained(
             f"{source} contains Python code that would be executed on this machine",
             f"if you trust its authors: model: {{name: {source}, trust_remote_code: true}}",
         )
+    if "is not a valid JSON file" in text:
+        return ModelError(f"{source} cannot be loaded: {_first_line(text)}", "download or save it again")
     if isinstance(error, ImportError):
         return MissingDependency(f"{source} needs a package that is not installed: {_first_line(text)}", "install it")
     if "does not recognize this architecture" in text or "model type" in text and "not" in text:

@@ -121,6 +121,8 @@ def load_model(
     say("; ".join([f"{name}: {type(model).__name__}, {options.describe(model)}", *notes]))
     if quantization is not None:
         warn_if_little_quantized(model, quantization)
+    if kind == "causal-lm":
+        _warn_if_not_causal(model)
     loaded: torch.nn.Module = model.eval()
     return loaded
 
@@ -213,6 +215,18 @@ def _pretrained(
         expected = [name for name in quantizable(model) if f"{name}.weight" not in newly_initialized(model)]
         finish_quantized(model.to(options.device), options.quantization, expected)
     return model, notes
+
+
+def _warn_if_not_causal(model: torch.nn.Module) -> None:
+    """Warn about an encoder with a causal head, such as BertLMHeadModel; transformers' own warning is suppressed here.
+
+    Modules of such a model have `is_decoder`. Some decoders (GPT-NeoX) have it in their config only and ignore it.
+    """
+    if any(getattr(module, "is_decoder", None) is False for module in model.modules()):
+        say(
+            f"{type(model).__name__} attends to later tokens, so it sees each token that it should predict: use a "
+            "decoder such as gpt2, or task: masked-lm, or set is_decoder: true in its config"
+        )
 
 
 def _set_head(config: Any, head: Mapping[str, Any]) -> None:

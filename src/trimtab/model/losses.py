@@ -109,7 +109,14 @@ def loss_from_function(function: OwnLoss) -> Loss:
         function: Takes the output of the model (called without labels) and the batch (with labels). Returns the mean
             loss of the batch, or the mean and the number of items in it (by default the number of rows). No router
             loss is added: it is in the output of the model (`outputs.aux_loss`).
+
+    Raises:
+        RecipeError: It is not a function.
     """
+    if not callable(function):
+        raise RecipeError(
+            f"loss={function!r} is not a function", "pass a function of (outputs, batch) that returns the mean loss"
+        )
     return _OwnLoss(function)
 
 

@@ -234,5 +234,7 @@ def _snake(name: str) -> str:
 
 def _nearest(word: str, candidates: Sequence[str]) -> str:
     plain = {candidate.lower().replace("-", "_"): candidate for candidate in candidates}
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.65)
+    wanted = word.lower().replace("-", "_")
+    near = difflib.get_close_matches(wanted, plain, cutoff=0.65)
+    near.sort(key=lambda name: not wanted.startswith(name))  # `tracking` means track, not train
     return plain[near[0]] if near else ""

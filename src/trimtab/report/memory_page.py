@@ -287,7 +287,7 @@ def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
     return (
         f"<h2>Largest tensors at the peak{escape(which)}</h2>\n"
         '<p class="muted">Tensors of equal blocks are in one row; * is the number of the block.</p>\n'
-        '<table class="tensors"><thead><tr><th class="number">bytes</th><th>module or parameter</th></tr></thead>'
+        '<table class="tensors"><thead><tr><th class="number">size</th><th>module or parameter</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 

@@ -13,7 +13,7 @@ from trimtab.data.batching import split_batch
 from trimtab.data.metrics import Metrics
 from trimtab.data.packing import count_rows
 from trimtab.engine.engine import Engine
-from trimtab.errors import DoesNotFit, LossError
+from trimtab.errors import DoesNotFit, LossError, RecipeError
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.losses import Loss, StepLoss
@@ -163,7 +163,7 @@ class _Sums:
         self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
         self.rows.add(step.logits, batch.get("labels"))
         for name, function in self._functions.items():
-            self.own[name].append(_sum_and_count(function(step.logits, batch)))
+            self.own[name].append(_sum_and_count(name, function(step.logits, batch)))
 
 
 def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
@@ -173,8 +173,12 @@ def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
     )
 
 
-def _sum_and_count(values: Any) -> torch.Tensor:
-    values = torch.as_tensor(values).detach().float().reshape(-1)
+def _sum_and_count(name: str, values: Any) -> torch.Tensor:
+    try:
+        values = torch.as_tensor(values).detach().float().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"metrics: {name} returned {type(values).__name__}, expected one number per row"
+        raise RecipeError(found, "return a tensor or a list of numbers") from error
     return torch.stack([values.sum(), torch.full_like(values[:1], len(values)).sum()])
 
 

@@ -86,9 +86,9 @@ def collect_labels(values: Iterable[Any], column: str, origin: str) -> LabelSet:
     if len(keys) > _MAX_LABELS or (num_values >= 100 and len(keys) > num_values / 2):
         raise _not_classes(f"has {len(keys)} distinct values in {num_values} rows", column, origin)
     if len(keys) < 2:
+        found = f"1 label ({list_values(list(keys))})" if keys else "no label"
         raise DataError(
-            f"{origin}: column {column!r} has {len(keys)} label ({list_values(list(keys))}) in {num_values} rows: "
-            "classification needs at least two",
+            f"{origin}: column {column!r} has {found} in {num_values} rows: classification needs at least two",
             "add rows with other labels (a slice of sorted data may have one), or set data.label to another column",
         )
     in_order = sorted(keys, key=int) if all(map(_is_whole_number, keys)) else sorted(keys)

@@ -86,7 +86,7 @@ def _resolve_target(target: str, arguments: list[str], module: bool) -> tuple[li
     words = [argument.replace("$", "$$") for argument in arguments]  # torchrun reads $ as the start of a placeholder
     path = Path(target)
     is_recipe = not module and path.suffix.lower() in (".yaml", ".yml")
-    late = [word for word in arguments if word.partition("=")[0] in {option(name) for name in KEYS}]
+    late = [word for word in arguments if word.partition("=")[0] in {option(name) for name in KEYS} | {"--config"}]
     if module:
         words = ["-m", target, *words]
         top = target.partition(".")[0]

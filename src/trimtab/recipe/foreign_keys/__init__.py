@@ -21,7 +21,7 @@ _LIBRARIES: dict[str, dict[str, Rule]] = {
     "Accelerate": ACCELERATE,
     "Lightning": LIGHTNING,
     "Hugging Face scripts": HF_SCRIPTS,
-    "TRL": TRL,
+    "TRL and PEFT": TRL,
 }
 _SHARED = {name for answers in _LIBRARIES.values() for name in answers}
 # names of recipe keys, too: in a wrong place they are answered as such

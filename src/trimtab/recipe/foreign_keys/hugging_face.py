@@ -168,7 +168,7 @@ HF_SCRIPTS: dict[str, Rule] = {
     "max_train_samples": lambda value, section: Answer(f"slice the data: data.train: 'FILE[:{value}]'", is_lost=True),
     "max_eval_samples": lambda value, section: Answer(f"slice the data: data.eval: 'FILE[:{value}]'", is_lost=True),
     **all_of("peft_config lora use_peft use_lora", write("adapter", lambda value: "lora")),
-    **all_of("lora_r lora_rank", write_inside("adapter", "kind", "lora", "rank")),
+    **all_of("r lora_r lora_rank", write_inside("adapter", "kind", "lora", "rank")),
     "lora_alpha": write_inside("adapter", "kind", "lora", "alpha"),
     "lora_dropout": write_inside("adapter", "kind", "lora", "dropout"),
     **all_of("lora_target_modules target_modules", write_inside("adapter", "kind", "lora", "targets")),

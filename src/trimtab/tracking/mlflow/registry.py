@@ -24,7 +24,7 @@ from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, model_id_of
 from trimtab.tracking.mlflow.model_folder import MODEL
 from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
 from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
-from trimtab.tracking.mlflow.uri import default_uri, sqlite_file
+from trimtab.tracking.mlflow.uri import check_address, default_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -152,6 +152,7 @@ def best_name(experiment: str, metric: str | None) -> str:
 def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
     """Open a client that gives up soon, and translate its exceptions."""
     address = default_uri() if uri in (None, "local") else str(uri)
+    check_address(address)
     path = sqlite_file(address)
     if path is not None and not path.is_file():  # MLflow would create it
         raise RecipeError(

@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from trimtab.errors import RecipeError
+
 RUNS = "runs"  # default parent of run folders
 _STORE = "mlflow.db"
 _ARTIFACTS = "mlartifacts"
@@ -28,6 +30,18 @@ def tracking_uri(setting: str, run_folder: Path) -> str | None:
     if os.environ.get(_SWITCH, "").strip().lower() == "none":
         return None
     return default_uri(store_root(run_folder))
+
+
+def check_address(uri: str) -> None:
+    """Refuse text that is not an address: MLflow would take it for a folder.
+
+    Raises:
+        RecipeError: It has no scheme.
+    """
+    if "://" not in uri and uri not in ("local", "none", "databricks"):
+        raise RecipeError(
+            f"{uri!r} is not the address of a tracking server", "use http://HOST:PORT, sqlite:///FILE or local"
+        )
 
 
 def default_uri(root: Path = Path(RUNS)) -> str:
