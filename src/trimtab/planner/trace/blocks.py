@@ -181,6 +181,7 @@ class _Extension:
             tuple(self._segments),
             {},
             trace.stacks,
+            trace.remarks,
         )
 
     def _addresses(self) -> dict[int, tuple[Place, int]]:
