@@ -292,8 +292,9 @@ def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
     spec = many.space.reference()
     assert spec["padding"] == "none"
     shapes = []
-    predict_step = many.prediction
-    many.prediction = lambda spec, shape, **options: shapes.append(shape) or predict_step(spec, shape, **options)
+    steps = many._steps
+    predict_step = steps.step
+    steps.step = lambda spec, shape, **options: shapes.append(shape) or predict_step(spec, shape, **options)
     many.most_rows(spec)
     assert len(shapes) > 1
     assert all(shape.packed_tokens == shape.rows * lengths.longest for shape in shapes)

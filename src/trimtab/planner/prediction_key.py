@@ -25,8 +25,10 @@ from trimtab.recipe.schema import DataSettings, MemorySettings, Recipe, TrainSet
 
 # Sections and settings of a recipe that no trace depends on.
 _SECTIONS = ("evaluate", "checkpoint", "early_stopping", "track", "limits", "seed", "name", "out")
-_OF_TRAIN = ("epochs", "max_steps", "max_time", "batch_size", "lr", "schedule", "warmup", "group_by_length", "on_nan")
-_OF_TRAIN += ("log_every",)
+_OF_TRAIN = (
+    *("epochs", "max_steps", "max_time", "batch_size", "lr", "schedule", "warmup", "group_by_length", "on_nan"),
+    "log_every",
+)
 _OF_MEMORY = ("budget", "allow", "micro_batch")
 _KNOWN_CODE = ("torch", "transformers", "trimtab")  # packages whose version is part of the key
 _VARIABLES = ("USE_HUB_KERNELS", "DISABLE_KERNEL_MAPPING")  # transformers then runs other kernels
