@@ -44,6 +44,7 @@ from trimtab.techniques.apply import (
     load_options,
     make_loss,
     names_blocks,
+    reaches_far,
     tries_loss_first,
     wrap_step,
 )
@@ -172,6 +173,7 @@ class StepTracer:
                 is_padded=batch.is_padded,
                 mark=block_marker(spec, num_blocks, self.recipe),
                 whole=whole or is_named or self._compares_layers,
+                reaches_far=reaches_far(spec),
             )
         except TrimtabError:
             raise
