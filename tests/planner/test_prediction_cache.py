@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -238,8 +239,14 @@ def test_unknown_code_is_not_cached(monkeypatch):
     other = skeleton()
     other.lm_head.forward = lambda x: x
     assert not is_known_code(other)
-    monkeypatch.setattr(type(skeleton()), "forward", lambda *_: None)  # as a package that patches transformers
-    assert not is_known_code(skeleton())
+    kind = type(skeleton())  # packages patch transformers in a running process
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", lambda *_: None)
+        assert not is_known_code(skeleton())
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", lambda *_: None)
+        assert not is_known_code(skeleton())
+    assert is_known_code(skeleton())
 
 
 def test_remote_code_is_not_cached():

@@ -10,8 +10,11 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ _OF_TRAIN = (
     "log_every",
 )
 _OF_MEMORY = ("budget", "allow", "micro_batch")
-_KNOWN_CODE = ("torch", "transformers", "trimtab")  # packages whose version is part of the key
+_KNOWN_CODE = {"torch", "transformers", "trimtab"}  # packages whose modules are traced
+_KNOWN_FUNCTIONS = _KNOWN_CODE | {"numpy", "huggingface_hub", "packaging"} | sys.stdlib_module_names
 _VARIABLES = ("USE_HUB_KERNELS", "DISABLE_KERNEL_MAPPING")  # transformers then runs other kernels
 
 
@@ -80,12 +84,20 @@ class PredictionKeys:
 
 
 def is_known_code(model: torch.nn.Module) -> bool:
-    """Whether all code of a model belongs to packages whose version is known: none is remote or replaced."""
+    """Whether all code of a model is that of installed packages: none is remote, and nothing in it was replaced.
+
+    Packages such as liger-kernel replace classes, functions or a `forward` of transformers in a running process.
+    """
     kinds = {type(module) for module in model.modules()}
-    modules = {kind.__module__ for kind in kinds} | {getattr(kind.forward, "__module__", "") for kind in kinds}
-    is_own = any("forward" in vars(module) for module in model.modules())
-    names = {name.split(".")[0] for name in modules}
-    return not is_own and names <= set(_KNOWN_CODE) and not any(".transformers_modules" in name for name in modules)
+    names = {kind.__module__ for kind in kinds} | {getattr(kind.forward, "__module__", "") for kind in kinds}
+    if any("forward" in vars(module) for module in model.modules()) or not _roots(names) <= _KNOWN_CODE:
+        return False
+    used = [value for name in names for value in vars(sys.modules[name]).values() if inspect.isroutine(value)]
+    return _roots(getattr(value, "__module__", None) or "builtins" for value in used) <= _KNOWN_FUNCTIONS
+
+
+def _roots(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
 
 
 def _content(model: Any) -> list[Any]:
