@@ -305,6 +305,16 @@ def test_a_folder_that_cannot_be_written_to_costs_nothing_else(cache, monkeypatc
     assert "set TRIMTAB_CACHE" in said[0]
 
 
+def test_files_of_another_user_are_read(cache, no_traces, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError
+
+    first = planned(recipe())
+    no_traces()
+    monkeypatch.setattr(os, "utime", refuse)
+    assert planned(recipe()) == first
+
+
 def test_writers_and_readers_at_once(cache):
     folders = [PredictionFolder(cache) for _ in range(2)]
     content = {"numbers": list(range(20_000))}

@@ -6,6 +6,7 @@ are compressed JSON, named by a digest of everything that determines the step (`
 is ever out of date. gzip's checksum finds damaged files; they are ignored and written again.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -91,9 +92,10 @@ class PredictionFolder(PredictionCache):
         path = self._path(name)
         try:
             content = json.loads(gzip.decompress(path.read_bytes()))
-            os.utime(path)  # what is used is removed last
         except _NOT_READABLE:
             return None
+        with contextlib.suppress(OSError):  # of another user
+            os.utime(path)  # what is used is removed last
         return content if isinstance(content, dict) else None
 
     def write(self, name: str, content: dict[str, Any]) -> None:

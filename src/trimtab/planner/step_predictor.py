@@ -107,7 +107,7 @@ class StepPredictor:
         """
         key = spec, shape or self.shape(spec), self._num_micro(spec, batch_size)
         if key not in self._steps:
-            answers = self._cache.answers(self._key("answers", *self._kind_of_target, *key))
+            answers = self._cache.answers(self._key("answers", *key, *self._kind_of_target))
             predict_it, kernels = partial(self._prediction, *key), loads_kernels(spec)
             self._steps[key] = PredictedStep(predict_it, answers, self.target, with_kernels=kernels)
         return self._steps[key]
@@ -161,12 +161,12 @@ class StepPredictor:
             predicted = predict_evaluation(trace, self._prediction(*training), with_kernels=loads_kernels(spec))
             return self.target.as_here(predicted)
 
-        key = self._key("answers on evaluation", *self._kind_of_target, *training, shape)
+        key = self._key("answers on evaluation", *training, shape, *self._kind_of_target)
         return PredictedStep(predict_it, self._cache.answers(key), self.target, with_kernels=loads_kernels(spec))
 
-    def _key(self, kind: str, *parts: Any) -> str | None:
-        spec = next(part for part in parts if isinstance(part, StepSpec))
-        return self.variant_of(spec).keys.of(kind, *parts)
+    def _key(self, kind: str, spec: StepSpec, *parts: Any) -> str | None:
+        """The key in the cache of what is known of a step; see `PredictionKeys`."""
+        return self.variant_of(spec).keys.of(kind, spec, *parts)
 
     @property
     def _kind_of_target(self) -> tuple[bool, bool]:
