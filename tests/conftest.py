@@ -14,6 +14,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["TRIMTAB_CACHE"] = "off"  # not the user's: own_folder has one
 os.environ["TRIMTAB_TRACK"] = "none"  # making a store takes seconds; tests of tracking take this away
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 

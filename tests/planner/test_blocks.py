@@ -15,7 +15,7 @@ from trimtab.planner.trace.cuda import Gpu
 from trimtab.planner.trace.plain_step import trace_plain_step
 from trimtab.planner.trace.recipe_step import StepTracer
 from trimtab.planner.trace.shortened_model import shorten
-from trimtab.techniques.apply import plain_spec
+from trimtab.techniques.apply import plain_spec, reaches_far
 from trimtab.techniques.base import as_text
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 200}
@@ -324,6 +324,37 @@ def test_where_blocks_are_named_one_by_one_all_are_traced():
     tracer = StepTracer(recipe, CAUSAL, Gpu())
     trace = tracer.trace(plain_spec(2, "bf16", optimizer="adamw"), BatchShape(2, 24))
     assert len(trace.gradients) == len(list(tracer.skeleton().parameters())) - 9, "all but those of one block"
+
+
+@pytest.mark.parametrize("which", ["{every: 4}", "{all_but_every: 4}", "{every: 6}"])
+@pytest.mark.parametrize(
+    ("name", "adapter", "compiled"), [("llama", "none", "off"), ("llama", "lora", "graphs"), ("bert", "none", "blocks")]
+)
+def test_recomputed_blocks_are_derived_from_few(name, adapter, compiled, which, monkeypatch):
+    """Blocks of one kind depend on their neighbours alone, however long the period of recomputed ones is."""
+    failures, lengths = note_failures(monkeypatch), []
+    real = model_trace.shorten
+    monkeypatch.setattr(model_trace, "shorten", lambda *a, **k: lengths.append(found := real(*a, **k)) or found)
+    recipe = Recipe.model_validate(
+        {
+            "model": {"config": CONFIGS[name] | {"num_hidden_layers": 19}, "tokenizer": "train"},
+            "data": {"train": "text.jsonl"},
+            "adapter": adapter,
+        }
+    )
+    tracer = StepTracer(recipe, TASKS.get(name, CAUSAL), Gpu())
+    spec = plain_spec(2, "bf16", gradient_checkpointing=which, adapter=adapter, compile=compiled)
+    derived = tracer.trace(spec, BatchShape(2, 24), num_micro=2)
+    assert_same(derived, tracer.trace(spec, BatchShape(2, 24), num_micro=2, whole=True))
+    assert not failures
+    assert len(lengths[0].kept) < 15
+
+
+def test_blocks_whose_copies_begin_early_are_kept_for_a_period():
+    spec = plain_spec(2, "bf16", gradient_checkpointing="{every: 4}")
+    assert not reaches_far(spec)
+    assert reaches_far(spec.having({"offload_activations": "all"}))
+    assert len(find_repeat("baaa" * 8)[1]) > len(find_repeat("baaa" * 8, reaches_far=False)[1])
 
 
 # ---------------------------------------------------------------------- which blocks are repeated

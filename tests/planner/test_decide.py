@@ -12,7 +12,7 @@ from trimtab.data.batching import Batching
 from trimtab.errors import DoesNotFit
 from trimtab.hardware.memory import memory_in_use
 from trimtab.planner import decide as deciding
-from trimtab.planner import recipe_planner
+from trimtab.planner import step_timing
 from trimtab.planner.memory import predict
 from trimtab.planner.recipe_planner import RecipePlanner
 from trimtab.planner.shapes import LengthsOfData, OneLength, named_task
@@ -292,8 +292,9 @@ def test_limits_of_packed_rows_are_beyond_the_data(tiny, own_folder, memory):
     spec = many.space.reference()
     assert spec["padding"] == "none"
     shapes = []
-    predict_step = many.prediction
-    many.prediction = lambda spec, shape, **options: shapes.append(shape) or predict_step(spec, shape, **options)
+    steps = many._steps
+    predict_step = steps.step
+    steps.step = lambda spec, shape, **options: shapes.append(shape) or predict_step(spec, shape, **options)
     many.most_rows(spec)
     assert len(shapes) > 1
     assert all(shape.packed_tokens == shape.rows * lengths.longest for shape in shapes)
@@ -417,11 +418,11 @@ def test_a_learnt_mask_takes_the_plain_kernel():
 def test_attention_of_shorter_rows():
     """Padded rows are all shorter then; packed ones differ, and the long ones stay."""
     ops = [Op("aten._flash_attention_forward", "forward", 400, 80, "bf16"), Op("aten.mm", "forward", 400, 80, "bf16")]
-    assert [op.flops for op in recipe_planner._scaled(ops, 0.5, is_packed=False)] == [100, 200]
-    assert [op.flops for op in recipe_planner._scaled(ops, 0.5, is_packed=True)] == [200, 200]
-    assert [op.moved for op in recipe_planner._scaled(ops, 0.5, is_packed=True)] == [40, 40]
+    assert [op.flops for op in step_timing.scaled(ops, 0.5, is_packed=False)] == [100, 200]
+    assert [op.flops for op in step_timing.scaled(ops, 0.5, is_packed=True)] == [200, 200]
+    assert [op.moved for op in step_timing.scaled(ops, 0.5, is_packed=True)] == [40, 40]
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST, IN_AFTER_OUT])
 def test_copies_of_weights_are_the_same_for_all_rows(name):
-    assert recipe_planner._scaled([Op(name, "backward", 0, 80, "fp32")], 0.25, is_packed=False)[0].moved == 80
+    assert step_timing.scaled([Op(name, "backward", 0, 80, "fp32")], 0.25, is_packed=False)[0].moved == 80

@@ -11,7 +11,7 @@ from trimtab.optim.build import build_optimizer
 from trimtab.optim.host_update import optimized
 from trimtab.optim.in_backward import updates_of
 from trimtab.optim.streamed_update import build_streamed
-from trimtab.planner.host import predict_host
+from trimtab.planner.host import TracedTensors, predict_host
 from trimtab.planner.shapes import BatchShape, named_task
 from trimtab.planner.survey import survey
 from trimtab.planner.target import known_target
@@ -151,7 +151,7 @@ def test_time_and_host_memory_are_those_of_all_copies(traces):
     times = [step_seconds(trace.ops, target.device).seconds for trace in (short, whole)]
     assert times[0] == pytest.approx(times[1], rel=0.1)
     assert times[1] > 12 * NUM_WEIGHTS / target.device.host_link
-    host = predict_host(short, loaded_bytes=4 * NUM_WEIGHTS, use=use)
+    host = predict_host(TracedTensors.of(short), loaded_bytes=4 * NUM_WEIGHTS, use=use)
     assert host.kept == pytest.approx(12 * NUM_WEIGHTS, rel=0.02)
 
 

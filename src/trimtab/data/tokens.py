@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trimtab.data.cache_folder import cache_folder
 from trimtab.data.fingerprint import FingerprintError, fingerprint
 from trimtab.errors import DataError
 from trimtab.log import log_info_once, say
@@ -219,15 +220,15 @@ def cached(key_parts: Sequence[Any], build: Callable[[], TokenDataset]) -> Token
             are added.
         build: Tokenizes on a cache miss.
     """
-    folder = os.environ.get("TRIMTAB_CACHE") or "~/.cache/trimtab"
-    if folder == "off":
+    folder = cache_folder()
+    if folder is None:
         return build()
     try:
         key = fingerprint(key_parts)
     except FingerprintError as error:
         log_info_once(f"tokens are not cached: {error}")
         return build()
-    path = Path(folder).expanduser() / "tokens" / key[:2] / f"{key}.safetensors"
+    path = folder / "tokens" / key[:2] / f"{key}.safetensors"
     if os.path.isfile(path):  # also False if the folder is not readable
         try:
             return TokenDataset.load(path)

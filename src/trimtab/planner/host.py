@@ -46,8 +46,38 @@ class HostPrediction:
         return self.num_checkpoints * self.checkpoint + 2 * self.model
 
 
+@dataclass(frozen=True)
+class TracedTensors:
+    """Bytes of tensors of a traced step that determine the use of the host.
+
+    Attributes:
+        gradients: On the device.
+        state: Optimizer state on the device.
+        streamed_weights: Weights on the host.
+        streamed_state: Optimizer state on the host.
+        activations: The most activations on the host.
+    """
+
+    gradients: int
+    state: int
+    streamed_weights: int
+    streamed_state: int
+    activations: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> "TracedTensors":
+        """Those of a trace."""
+        return cls(
+            gradients=sum(trace.births[storage].size for storage in trace.gradients),
+            state=sum(birth.size for birth in trace.births.values() if birth.part == "state"),
+            streamed_weights=weights_on_host(trace),
+            streamed_state=state_on_host(trace),
+            activations=activations_on_host(trace),
+        )
+
+
 def predict_host(
-    trace: Trace,
+    tensors: TracedTensors,
     *,
     loaded_bytes: int,
     use: HostUse,
@@ -58,7 +88,7 @@ def predict_host(
     """Predict host memory and disk space from the trainable parameters and optimizer state in a trace.
 
     Args:
-        trace: The trace of a training step.
+        tensors: Of the trace of a training step.
         loaded_bytes: Bytes of the weights in the dtype that they are loaded in.
         use: What techniques change.
         num_kept: Number of checkpoints to keep; 0 if none is written.
@@ -66,14 +96,10 @@ def predict_host(
             the device.
         shares_weights: Whether the weights that are updated on the host are also those that are streamed from it.
     """
-    trained = trained_bytes
-    if trained is None:
-        trained = sum(trace.births[storage].size for storage in trace.gradients)
-    state = sum(birth.size for birth in trace.births.values() if birth.part == "state")
+    trained = tensors.gradients if trained_bytes is None else trained_bytes
     paged = trained // 4 * _PAGED_BYTES if use.pages_state else 0
-    streamed_state = state_on_host(trace)
-    state += streamed_state
-    streamed = 0 if use.updates_on_host and shares_weights else weights_on_host(trace)
+    state = tensors.state + tensors.streamed_state
+    streamed = 0 if use.updates_on_host and shares_weights else tensors.streamed_weights
     if use.updates_on_host:  # none of it is on the device
         state, paged = int(trained * use.state_ratio), 0
     saved = trained + state + paged
@@ -81,7 +107,7 @@ def predict_host(
     return HostPrediction(
         process=PROCESS_BYTES,
         loading=0 if use.streams_weights else loaded_bytes,
-        kept=use.kept_bytes + paged + moved + activations_on_host(trace) + streamed + streamed_state,
+        kept=use.kept_bytes + paged + moved + tensors.activations + streamed + tensors.streamed_state,
         snapshot=saved,
         checkpoint=saved,
         model=trained if use.exports_trainable else loaded_bytes,

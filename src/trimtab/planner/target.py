@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -32,6 +33,23 @@ _FIXED_SEGMENTS = (
 )
 # on a CPU, torch computes attention without storing all pairs, like the memory-efficient kernel of old GPUs
 _LIKE_A_CPU = Gpu(capability=(7, 5), flash=False)
+
+
+class StepMemory(Protocol):
+    """The memory of a step, as a `Prediction` has it."""
+
+    @property
+    def allocated(self) -> int: ...  # noqa: D102
+
+    @property
+    def outside(self) -> int: ...  # noqa: D102
+
+    @property
+    def needed(self) -> int: ...  # noqa: D102
+
+    def fits(self, budget: int) -> bool:
+        """Whether the step runs within a budget in bytes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class Target:
         """The budget in bytes, less a share to keep free."""
         return int(self.budget_bytes * (1 - spare))
 
-    def fits(self, prediction: Prediction, spare: float) -> bool:
+    def fits(self, prediction: StepMemory, spare: float) -> bool:
         """Whether a step fits into the budget; on a CPU tensor bytes count without a caching allocator."""
         if self.is_cpu:
             return prediction.allocated + prediction.outside <= self.room(spare)
@@ -91,7 +109,7 @@ class Target:
         weights = sum(parameter.nbytes for parameter in model.parameters())
         return replace(self, outside_bytes=max(0, (self.outside_bytes or 0) - weights))
 
-    def needed_bytes(self, prediction: Prediction) -> int:
+    def needed_bytes(self, prediction: StepMemory) -> int:
         """The smallest limit under which a step runs; on a CPU simply the allocated bytes."""
         return prediction.allocated if self.is_cpu else prediction.needed
 

@@ -56,6 +56,7 @@ class ActivationOffload(Technique):
     phase = Phase.RECOMPUTATION
     is_slower_with_each_value = True
     last_resorts = None
+    reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """Possible for models with repeated blocks; `auto` considers it on an NVIDIA GPU."""

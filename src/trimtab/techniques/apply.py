@@ -224,6 +224,11 @@ def block_marker(values: Values, num_blocks: int, recipe: Recipe | None) -> Call
     return lambda number: tuple(mark(number) for mark in marks if mark is not None)
 
 
+def reaches_far(spec: StepSpec) -> bool:
+    """Whether what happens in a block may depend on blocks that are not near it."""
+    return any(technique.reaches_far and spec[technique.key] != technique.off for technique in TECHNIQUES)
+
+
 def names_blocks(recipe: Recipe | None) -> bool:
     """Whether settings name single blocks, so that a trace must contain every block."""
     return any(technique.names_blocks(recipe) for technique in TECHNIQUES)

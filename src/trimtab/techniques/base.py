@@ -326,6 +326,8 @@ class Technique:
             searched further: what is faster there is faster in all plans.
         last_resorts: Values that are searched only if nothing fits without them; None = all but the first one.
         shrinks_weights: Whether further values need less device memory for weights.
+        reaches_far: Whether what happens in a block may depend on others than the two before and after it: copies that
+            begin early. Traces then keep more blocks.
         may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
         needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
         advice: The value to suggest where memory ran out and nothing was predicted.
@@ -346,6 +348,7 @@ class Technique:
     is_decided_first: ClassVar[bool] = False
     last_resorts: ClassVar[tuple[str, ...] | None] = ()
     shrinks_weights: ClassVar[bool] = False
+    reaches_far: ClassVar[bool] = False
     may_fail_in_trace: ClassVar[bool] = False
     needs_prediction: ClassVar[bool] = False
     advice: ClassVar[str | None] = None

@@ -42,6 +42,7 @@ class StateOffload(Technique):
     setting = KEY
     is_slower_with_each_value = True
     last_resorts = None
+    reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The recipe's value; `auto` considers it where all weights of a model train on an NVIDIA GPU."""

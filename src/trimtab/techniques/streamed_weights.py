@@ -57,6 +57,7 @@ class StreamedWeights(Technique):
     is_slower_with_each_value = True
     last_resorts = None
     shrinks_weights = True
+    reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """Possible for models with repeated blocks in one process; `auto` considers it on an NVIDIA GPU."""

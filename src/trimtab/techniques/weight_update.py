@@ -55,6 +55,7 @@ class WeightUpdate(Technique):
     is_slower_with_each_value = True
     last_resorts = (_STREAMED, _HOST)
     shrinks_weights = True
+    reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
         """The recipe's value; `auto` may update in backward if nothing has to be known of all gradients before.

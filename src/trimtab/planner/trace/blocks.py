@@ -37,11 +37,12 @@ class Repeat:
     num_more: int
 
 
-def find_repeat(kinds: Sequence[Any]) -> tuple[Repeat, list[int]] | None:
+def find_repeat(kinds: Sequence[Any], *, reaches_far: bool = True) -> tuple[Repeat, list[int]] | None:
     """Find out how a stack of blocks can be shortened.
 
     Args:
         kinds: A value for each block; blocks with equal values are interchangeable.
+        reaches_far: Whether a block may depend on others up to a period away; False: on two before and after it.
 
     Returns:
         The unit, and the blocks to keep; None if shortening does not help.
@@ -49,8 +50,9 @@ def find_repeat(kinds: Sequence[Any]) -> tuple[Repeat, list[int]] | None:
     best: tuple[Repeat, list[int]] | None = None
     for period in range(1, len(kinds) // 2 + 1):
         begin, end = _longest_run(kinds, period)
-        first = begin + max(_BEFORE, period)
-        room = end - first - max(_AFTER, period)  # blocks that may be the unit or be left out
+        beside = period if reaches_far else 0
+        first = begin + max(_BEFORE, beside)
+        room = end - first - max(_AFTER, beside)  # blocks that may be the unit or be left out
         num_units = room // period
         if num_units < 2:
             continue
@@ -181,6 +183,7 @@ class _Extension:
             tuple(self._segments),
             {},
             trace.stacks,
+            trace.remarks,
         )
 
     def _addresses(self) -> dict[int, tuple[Place, int]]:

@@ -27,7 +27,7 @@ from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 from trimtab.techniques.base import Patch
 
 _MOST = 256  # graphs that are kept
-_graphs: dict[Any, Callable[..., Any] | None] = {}  # None: this block cannot be traced
+_graphs: dict[Any, Callable[..., Any] | str] = {}  # a remark in place of a graph: this block cannot be traced
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index")  # blocks that differ only in these share graphs
@@ -61,7 +61,12 @@ def _run_compiled(
             _graphs.clear()
         _graphs[key] = _graph_of(own, list(named), leaves, form, inputs, recorder)
     graph = _graphs[key]
-    return own(*args, **kwargs) if graph is None else graph(*inputs)
+    if not isinstance(graph, str):
+        return graph(*inputs)
+    recorder.remarks[graph] = None
+    with unmuted():
+        log_info_once(graph)
+    return own(*args, **kwargs)
 
 
 def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[torch.Tensor], gpu: Gpu) -> Any:
@@ -103,8 +108,8 @@ def _graph_of(
     form: Any,
     inputs: list[torch.Tensor],
     recorder: Recorder,
-) -> Callable[..., Any] | None:
-    """The forward of a block as a function of its parameters, buffers and inputs; None if it cannot be traced."""
+) -> Callable[..., Any] | str:
+    """The forward of a block as a function of its parameters, buffers and inputs; a remark if it cannot be traced."""
     block: torch.nn.Module = own.__self__  # type: ignore[attr-defined]
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     held = [(own, block, [None if known else leaf for leaf, known in zip(leaves, is_tensor, strict=True)])]
@@ -122,11 +127,7 @@ def _graph_of(
         with _while_tracing(recorder):
             compiled(*inputs)  # traces and partitions
     except Exception as error:  # of the tracer, of an operation without a rule, of the partitioner
-        with unmuted():
-            log_info_once(
-                f"compiled {type(block).__name__} is predicted as if it were not compiled: {summarize_error(error)}"
-            )
-        return None
+        return f"compiled {type(block).__name__} is predicted as if it were not compiled: {summarize_error(error)}"
     held.clear()  # the graphs are all that is needed from now on
     return compiled
 

@@ -38,6 +38,7 @@ def trace_model(
     is_padded: bool = False,
     mark: Callable[[int], Any] = lambda _: None,
     whole: bool = False,
+    reaches_far: bool = True,
 ) -> Trace:
     """Trace the work that `prepare` returns.
 
@@ -50,6 +51,7 @@ def trace_model(
         mark: Returns a value for the number of a block, counted over all stacks; blocks with different values are not
             interchangeable.
         whole: Trace every block, also repeated ones.
+        reaches_far: Whether what happens in a block may depend on blocks that are not near it.
     """
 
     def traced(short: Shortened) -> Trace:
@@ -65,7 +67,7 @@ def trace_model(
         return recorder.trace()
 
     if not whole:
-        short = shorten(skeleton, mark)
+        short = shorten(skeleton, mark, reaches_far=reaches_far)
         try:
             return extend(traced(short), short.repeats)
         except (NotPeriodic, *_FAILURES_OF_A_SHORTENED_MODEL):

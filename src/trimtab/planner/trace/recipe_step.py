@@ -44,6 +44,7 @@ from trimtab.techniques.apply import (
     load_options,
     make_loss,
     names_blocks,
+    reaches_far,
     tries_loss_first,
     wrap_step,
 )
@@ -67,7 +68,7 @@ class StepTracer:
         if recipe.train.deterministic:
             config = gpu.workspace_config or DETERMINISTIC_WORKSPACES
             gpu = replace(gpu, workspace_config=config, is_deterministic=True)
-        self._recipe, self._task, self._gpu, self._tokenizer = recipe, task, gpu, tokenizer
+        self.recipe, self._task, self.gpu, self._tokenizer = recipe, task, gpu, tokenizer
         self._skeletons: dict[torch.dtype, Any] = {}
         self._teachers: dict[torch.dtype, Any] = {}
 
@@ -84,7 +85,7 @@ class StepTracer:
         def step(parts: _Parts) -> None:
             batches = (self._with_targets(self._batch(batch, parts), parts) for _ in range(num_micro))
             compute = wrap_step(spec, window_gradients)
-            limit = self._recipe.train.max_grad_norm
+            limit = self.recipe.train.max_grad_norm
             result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, limit)
             parts.recorder.adopt_gradients(parts.model.parameters())
             take_step(parts.optimizer, parts.scheduler, result)
@@ -110,7 +111,7 @@ class StepTracer:
 
     def _with_targets(self, batch: dict[str, Any], parts: "_Parts") -> dict[str, Any]:
         """A batch with the cached outputs of a teacher, if the recipe uses them."""
-        distill = self._recipe.distill
+        distill = self.recipe.distill
         if distill is None or distill.cache != "disk":
             return batch
         num_classes = parts.recorder.vocab_size or int(self._task.head().get("num_labels") or 1)
@@ -129,7 +130,7 @@ class StepTracer:
     def skeleton(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model on `meta`, before techniques change it."""
         if dtype not in self._skeletons:
-            source, task = source_of(self._recipe), self._task
+            source, task = source_of(self.recipe), self._task
             with own_default_dtype():
                 self._skeletons[dtype] = load_skeleton(
                     source.model,
@@ -139,8 +140,8 @@ class StepTracer:
                     trust_remote_code=source.trust_remote_code,
                     dtype=dtype,
                 )
-            cut_student(self._recipe, self._skeletons[dtype])
-            if self._recipe.distill is not None and self._recipe.distill.attention["weight"]:
+            cut_student(self.recipe, self._skeletons[dtype])
+            if self.recipe.distill is not None and self.recipe.distill.attention["weight"]:
                 use_plain_attention(self._skeletons[dtype])
             if self._tokenizer is None:
                 name_missing_tokens(self._skeletons[dtype].config, task.model_kind)
@@ -148,30 +149,31 @@ class StepTracer:
 
     def teacher(self, precision: str) -> Any:
         """The teacher on `meta`; None if the recipe has none, or only its outputs are used."""
-        if self._recipe.distill is None or self._recipe.distill.cache == "disk":
+        if self.recipe.distill is None or self.recipe.distill.cache == "disk":
             return None
         dtype = compute_dtype(precision) or torch.float32
         if dtype not in self._teachers:
             task = self._task
             with own_default_dtype():
-                self._teachers[dtype] = teacher_skeleton(self._recipe, task.model_kind, task.head(), dtype)
+                self._teachers[dtype] = teacher_skeleton(self.recipe, task.model_kind, task.head(), dtype)
             name_missing_tokens(self._teachers[dtype].config, task.model_kind)
         return self._teachers[dtype]
 
     # ------------------------------------------------------------------ the trace
 
     def _trace(self, spec: StepSpec, batch: BatchShape, do: Callable[["_Parts"], None], whole: bool) -> Trace:
-        is_named = any(letter.isdigit() for letter in str(self._recipe.train.freeze)) or names_blocks(self._recipe)
+        is_named = any(letter.isdigit() for letter in str(self.recipe.train.freeze)) or names_blocks(self.recipe)
         try:
             skeleton = self.skeleton(self.weight_dtype(spec.precision))
             num_blocks = sum(len(blocks) for _, blocks in stacks_of(skeleton))
             return trace_model(
                 skeleton,
                 lambda short, recorder: self._work(spec, batch, do, short, recorder),
-                gpu=self._gpu,
+                gpu=self.gpu,
                 is_padded=batch.is_padded,
-                mark=block_marker(spec, num_blocks, self._recipe),
+                mark=block_marker(spec, num_blocks, self.recipe),
                 whole=whole or is_named or self._compares_layers,
+                reaches_far=reaches_far(spec),
             )
         except TrimtabError:
             raise
@@ -181,14 +183,14 @@ class StepTracer:
     @property
     def _compares_layers(self) -> bool:
         """Whether single layers of the model are compared with those of a teacher."""
-        distill = self._recipe.distill
+        distill = self.recipe.distill
         return distill is not None and bool(distill.hidden["weight"] or distill.attention["weight"])
 
     def weight_dtype(self, precision: str) -> torch.dtype:
         """The dtype that weights are loaded in."""
         half = compute_dtype(precision) or torch.float32
         options = LoadOptions(half if precision == "bf16-pure" else torch.float32)
-        return load_options(self._recipe, options, half).dtype
+        return load_options(self.recipe, options, half).dtype
 
     def _work(
         self, spec: StepSpec, batch: BatchShape, do: Callable[["_Parts"], None], short: Shortened, recorder: Recorder
@@ -219,28 +221,28 @@ class StepTracer:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         recorder.vocab_size = None if head is None else int(head.weight.shape[0])
         model = engine.prepare(model).train()
-        optimizer: Any = optimizer_of(self._recipe, model, spec, "cuda")
+        optimizer: Any = optimizer_of(self.recipe, model, spec, "cuda")
         scheduler: Any = build_schedule("constant", optimizer, num_steps=10, warmup_steps=0)
         optimizer, scheduler = engine.prepare(optimizer, scheduler)
-        smoothing = self._recipe.train.label_smoothing
+        smoothing = self.recipe.train.label_smoothing
         request = LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing)
         teacher = self.teacher(spec.precision)
-        is_student = self._recipe.distill is not None
-        loss = student_loss(self._recipe, request, teacher) if is_student else make_loss(spec, request)
+        is_student = self.recipe.distill is not None
+        loss = student_loss(self.recipe, request, teacher) if is_student else make_loss(spec, request)
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
 
     def _changed(self, short: Shortened, spec: StepSpec, engine: Engine) -> Any:
         """The model with every technique applied, as `build/model.py` does it for a run."""
         site = Site(
             torch.device("meta"),
-            self._gpu.accelerator,
+            self.gpu.accelerator,
             engine.compute_dtype,
-            self._recipe,
+            self.recipe,
             self._task.model_kind,
             kept_blocks=short.kept,
         )
         change_model(short.model, spec, site, [Phase.ADAPTERS])
-        freeze = self._recipe.train.freeze.items()
+        freeze = self.recipe.train.freeze.items()
         until = {name: None if word == "always" else parse_every(word) for name, word in freeze}
         Freezing(short.model, until).apply()
         change_model(short.model, spec, site, [phase for phase in Phase if phase is not Phase.ADAPTERS])

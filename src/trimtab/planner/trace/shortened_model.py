@@ -27,7 +27,9 @@ class Shortened:
     kept: tuple[int, ...] = ()
 
 
-def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed: bool = True) -> Shortened:
+def shorten(
+    whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed: bool = True, reaches_far: bool = True
+) -> Shortened:
     """Copy a model without the blocks that equal their neighbours.
 
     Args:
@@ -35,6 +37,8 @@ def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed:
         mark: Returns a value for the number of a block, counted over all stacks; blocks with different values are not
             interchangeable.
         allowed: False copies the whole model.
+        reaches_far: Whether what happens in a block may depend on others up to a period away. Blocks of more than one
+            kind, such as those that share keys, may anyway.
     """
     stacks = stacks_of(whole)
     repeats: dict[int, Repeat] = {}
@@ -42,8 +46,9 @@ def shorten(whole: Any, mark: Callable[[int], Any] = lambda _: None, *, allowed:
     short: list[list[int]] = []
     begin = 0
     for stack, (_, blocks) in enumerate(stacks):
-        kinds = [(_kind(whole, block, number), mark(begin + number)) for number, block in enumerate(blocks)]
-        found = find_repeat(kinds) if allowed else None
+        own = [_kind(whole, block, number) for number, block in enumerate(blocks)]
+        kinds = [(kind, mark(begin + number)) for number, kind in enumerate(own)]
+        found = find_repeat(kinds, reaches_far=reaches_far or len(set(own)) > 1) if allowed else None
         numbers = list(range(len(blocks))) if found is None else found[1]
         if found is not None:
             repeats[stack] = found[0]
