@@ -258,36 +258,39 @@ def test_a_weight_from_the_host_that_changes_is_not_captured(caplog):
     assert "batches of one size have different weights" in caplog.text
 
 
-def test_free_memory_releases_the_pool():
-    def reserved():
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+def reserved():
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
+
+def test_free_memory_releases_the_pool():
     before = reserved()
     loop = Loop(True, a_bert(**LARGER), data=rows(96, length=256), batch_size=32)
     loop.run()
-    assert loop.captured.num_graphs == 1
-    assert reserved() > before + 2**30
+    num_graphs, running = loop.captured.num_graphs, reserved()  # not in an assertion, which may keep its objects
     loop.engine.free_memory()
+    without_pool = reserved()
     del loop
+    assert num_graphs == 1
+    assert running > before + 2**30
+    assert without_pool < running - 2**30
     assert reserved() < before + 2**28
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_budget_predicts_the_pool(num_steps):
-    """Without a mask the same kernels run in a graph as outside of it; see docs/techniques.md for padded rows."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    """A batch without a mask gets none in a capture either, so the kernels of attention are those of the prediction."""
+    reserved()
     data = rows(96, length=256)
     loop = Loop(True, a_bert(**LARGER), num_steps=num_steps, memory_budget="20GiB", data=data, batch_size=32)
     try:
         torch.cuda.reset_peak_memory_stats()
         loop.run()
-        assert loop.captured.failure is None
-        chosen, peak = loop.engine._memory_planner.chosen, torch.cuda.max_memory_allocated()
-        assert chosen.allocated_bytes == pytest.approx(peak, rel=0.1)
+        failure, peak = loop.captured.failure, torch.cuda.max_memory_allocated()
+        predicted = loop.engine._memory_planner.chosen.allocated_bytes
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    assert failure is None
+    assert predicted == pytest.approx(peak, rel=0.02)

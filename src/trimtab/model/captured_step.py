@@ -30,6 +30,7 @@ from trimtab.garbage_collection import gc_disabled
 from trimtab.hardware.memory import is_out_of_memory, release_cached_memory
 from trimtab.log import say
 from trimtab.model.batch_tree import map_tensors, size_of, tensors_of
+from trimtab.model.capture_masks import usual_masks
 from trimtab.model.forward import bare_model
 from trimtab.model.half_weights import HalfWeights
 
@@ -162,7 +163,8 @@ class CapturedMicroBatch:
         bind_gradients(self._owners, with_values=not self._writes)
         # copies of weights that autocast keeps inside an outer context are not computed again by a replay
         torch.clear_autocast_cache()
-        self._replay = recorder.record(lambda: (self._write if self._writes else self._add)(model, loss))
+        with usual_masks():
+            self._replay = recorder.record(lambda: (self._write if self._writes else self._add)(model, loss))
         torch.clear_autocast_cache()
 
     def _add(self, model: torch.nn.Module, loss: Loss) -> None:
