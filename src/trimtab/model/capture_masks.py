@@ -14,8 +14,9 @@ def usual_masks() -> Iterator[None]:
     computed from matrix products in fp32. A mask that a batch has is used in graphs, whatever its values: another batch
     may have other ones.
     """
-    from transformers import masking_utils
+    import transformers.masking_utils
 
+    masking_utils: Any = transformers.masking_utils
     own, thread = masking_utils.is_tracing, get_ident()
 
     def is_tracing(tensor: Any = None) -> bool:
