@@ -131,6 +131,41 @@ def is_alike(one, other):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("stand_ins")
+def test_the_comparison_that_is_shown_for_a_gpu(fork_server):
+    """With a small model; the page does not run it, because some precisions need a GPU."""
+    text = PAGES["precision-compared"].read_text()
+    for block in blocks_of(text):
+        if block.kind == "file":
+            Path(block.name).write_text(block.text + "\n")
+    commands = shown_commands(text)
+    assert commands
+    for command in commands:
+        run(fork_server, command)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("own_folder")
+def test_training_from_scratch_on_a_gpu(fork_server):
+    """The page of the notebook that runs in a kernel below."""
+    names = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        for block in blocks_of(PAGES[IN_A_KERNEL].read_text()):
+            if block.kind == "file":
+                Path(block.name).write_text(block.text + "\n")
+            elif block.kind == "sh":
+                for command in commands_of(block.text):
+                    run(fork_server, command)
+            elif block.kind == "python":
+                exec(compile(block.text, f"{IN_A_KERNEL}.md", "exec"), names)
+    assert "ninety one → 9 1" in written.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 def test_a_notebook_in_a_kernel(monkeypatch):
@@ -145,11 +180,15 @@ def test_a_notebook_in_a_kernel(monkeypatch):
     assert "ninety one → 9 1" in said
 
 
+def shown_commands(text):
+    """Commands of a page that nothing runs there."""
+    blocks = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line.strip() for block in blocks for line in block.splitlines() if line.strip().startswith("trimtab ")]
+
+
 def test_commands_that_are_only_shown_are_valid():
     """Those that run until they are stopped, or take a GPU and hours: their options exist."""
-    texts = [path.read_text() for path in (START, *PAGES.values())]
-    shown = [block for text in texts for block in re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
-    lines = [line.strip() for block in shown for line in block.splitlines() if line.strip().startswith("trimtab ")]
+    lines = [line for path in (START, *PAGES.values()) for line in shown_commands(path.read_text())]
     assert len(lines) >= 4
     for line in lines:
         name, *words = shlex.split(line)[1:]
