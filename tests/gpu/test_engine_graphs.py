@@ -2,6 +2,10 @@
 
 import copy
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,31 +262,46 @@ def test_a_weight_from_the_host_that_changes_is_not_captured(caplog):
     assert "batches of one size have different weights" in caplog.text
 
 
+_RESERVED = """
+import gc
+import torch
+import test_engine_graphs as tests
+
 def reserved():
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
+loop = tests.Loop(True, tests.a_bert(**tests.LARGER), data=tests.rows(96, length=256), batch_size=32)
+loop.run()
+assert loop.captured.num_graphs == 1
+running = reserved()
+loop.engine.free_memory()
+without_pool = reserved()
+del loop
+print(running, without_pool, reserved())
+"""
+
 
 def test_free_memory_releases_the_pool():
-    before = reserved()
-    loop = Loop(True, a_bert(**LARGER), data=rows(96, length=256), batch_size=32)
-    loop.run()
-    num_graphs, running = loop.captured.num_graphs, reserved()  # not in an assertion, which may keep its objects
-    loop.engine.free_memory()
-    without_pool = reserved()
-    del loop
-    assert num_graphs == 1
-    assert running > before + 2**30
+    """In a new process: what other tests left in memory keeps segments of the allocator."""
+    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1], *sys.path)))
+    environment = os.environ | {"PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", _RESERVED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    running, without_pool, at_end = map(int, done.stdout.split()[-3:])
+    assert running > 2**31
     assert without_pool < running - 2**30
-    assert reserved() < before + 2**28
+    assert at_end < 2**28
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_budget_predicts_the_pool(num_steps):
     """A batch without a mask gets none in a capture either, so the kernels of attention are those of the prediction."""
-    reserved()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     data = rows(96, length=256)
     loop = Loop(True, a_bert(**LARGER), num_steps=num_steps, memory_budget="20GiB", data=data, batch_size=32)
     try:
@@ -293,4 +312,6 @@ def test_a_budget_predicts_the_pool(num_steps):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert failure is None
-    assert predicted == pytest.approx(peak, rel=0.02)
+    assert peak <= 1.01 * predicted
+    # one of several micro-batches adds its gradients; predicted is one that writes them, which needs all at once
+    assert predicted <= (1.02 if num_steps == 1 else 1.15) * peak
