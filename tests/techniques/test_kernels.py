@@ -6,6 +6,7 @@ from trimtab import Recipe, predict_step_memory
 from trimtab.errors import RecipeError
 from trimtab.planner.decide import choose_row
 from trimtab.planner.recipe_planner import RecipePlanner
+from trimtab.planner.search import Estimate
 from trimtab.planner.shapes import OneLength, named_task
 from trimtab.planner.target import known_target
 from trimtab.techniques.apply import refusal
@@ -44,15 +45,17 @@ def test_rotary_embeddings_are_one_operation_for_queries_and_one_for_keys():
     assert sum("cat" in name for name in ops["liger"]) <= 1
 
 
-def planner_of(kernels="auto", compile="auto", config=BERT, gpu="h200", num_steps=100_000, length=128, **memory):
+def planner_of(
+    kernels="auto", compile="auto", config=BERT, gpu="h200", num_steps=100_000, length=128, task="classify", **memory
+):
     recipe = Recipe(
         model={"config": config, "tokenizer": "train"},
-        task="classify",
+        task=task,
         data={"train": "rows.jsonl"},
         train={"batch_size": 8, "compile": compile, "precision": "bf16", "max_steps": num_steps},
         memory={"kernels": kernels, **memory},
     )
-    return RecipePlanner(recipe, named_task(recipe), known_target(gpu, None), OneLength(length))
+    return RecipePlanner(recipe, named_task(recipe), known_target("h200", None), OneLength(length))
 
 
 def prediction(kernels, compile):
@@ -96,3 +99,21 @@ def test_compiled_blocks_have_kernels_of_their_own(compile):
 def test_a_decoder_has_no_blocks_of_bert():
     with pytest.raises(RecipeError, match="has none"):
         planner_of("fused", "capture", config=LLAMA).space.reference()
+
+
+@pytest.mark.parametrize(("fits", "expected"), [(True, "off"), (False, "capture")])
+def test_small_micro_batches_decide_where_the_batch_does_not_fit(fits, expected, monkeypatch):
+    """Micro-batches of a few rows take the time of Python, which graphs save."""
+    planner = planner_of(config=LLAMA, task="causal-lm", kernels="plain")
+
+    def estimate(spec):
+        if refusal(spec, planner.case) is not None:
+            return None
+        python_s = 0.02 if spec["compile"] == "off" else 0.001
+        computed_s = {"off": 0.1, "capture": 0.11, "graphs": 0.12}[spec["compile"]]
+        step_s = max(computed_s, python_s * planner.batch_size / spec.micro_batch)
+        return Estimate(fits or spec.micro_batch < planner.batch_size, 1, 1, {}, step_s, 1.0, 0.0, 1000)
+
+    monkeypatch.setattr(planner, "estimate", estimate)
+    values = {axis.technique.key: axis.values for axis in planner._narrowed_space.axes}
+    assert values["compile"] == (expected,)

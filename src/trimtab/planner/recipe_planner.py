@@ -1,7 +1,7 @@
 """Predicts the steps that a recipe allows on a device, and searches among them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -237,20 +237,29 @@ class RecipePlanner:
 
     @cached_property
     def _narrowed_space(self) -> Space:
-        """The usual space with the best value of techniques that are decided first."""
-        space = self._usual_space
+        """The usual space with the best values of techniques that are decided first.
+
+        They are compared for the whole batch as one micro-batch. If that does not fit, the smallest micro-batches
+        decide: the less a micro-batch computes, the more the time of Python counts, and what saves it.
+        """
+        space, reference = self._usual_space, self._usual_space.reference()
         open_axes = [axis for axis in space.axes if axis.technique.is_decided_first and len(axis.values) > 1]
-        keys = [axis.technique.key for axis in open_axes]
-        best: tuple[float, dict[str, str]] | None = None
-        for values in product(*(axis.values for axis in open_axes)) if open_axes else ():
-            chosen = dict(zip(keys, values, strict=True))
-            estimate = self.estimate(space.reference().having(chosen))
-            if estimate is not None and (best is None or estimate.ranked_s < best[0]):
-                best = estimate.ranked_s, chosen
+        best = self._best_values(open_axes, reference)
+        if best is not None and not best.estimate.fits:
+            best = self._best_values(open_axes, reference.with_micro_batch(space.micro_batches[-1])) or best
         if best is None:
             return space
-        fixed = {axis: replace(axis, values=(best[1][axis.technique.key],)) for axis in open_axes}
+        fixed = {axis: replace(axis, values=(best.spec[axis.technique.key],)) for axis in open_axes}
         return replace(space, axes=tuple(fixed.get(axis, axis) for axis in space.axes))
+
+    def _best_values(self, axes: Sequence[Axis], spec: StepSpec) -> Row | None:
+        """The fastest combination of values of some techniques, with the other values of a specification."""
+        keys = [axis.technique.key for axis in axes]
+        specs = [
+            spec.having(dict(zip(keys, values, strict=True))) for values in product(*(axis.values for axis in axes))
+        ]
+        found = [Row(one, estimate) for one in specs if (estimate := self.estimate(one)) is not None] if axes else []
+        return min(found, key=lambda row: row.estimate.ranked_s, default=None)
 
     def other_methods(self) -> Iterator[tuple[str, Row]]:
         """The fastest row that fits for every other method, with the setting that selects the method."""
