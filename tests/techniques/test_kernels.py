@@ -1,5 +1,8 @@
 """Fused kernels in predictions and plans: what they read and write, and when `auto` takes them."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from trimtab import Recipe, predict_step_memory
@@ -52,7 +55,7 @@ def planner_of(
         model={"config": config, "tokenizer": "train"},
         task=task,
         data={"train": "rows.jsonl"},
-        train={"batch_size": 8, "compile": compile, "precision": "bf16", "max_steps": num_steps},
+        train={"batch_size": batch, "compile": compile, "precision": "bf16", "max_steps": num_steps},
         memory={"kernels": kernels, **memory},
     )
     return RecipePlanner(recipe, named_task(recipe), known_target("h200", None), OneLength(length))
@@ -75,6 +78,16 @@ def test_an_encoder_needs_less_memory_and_time():
         for direction in ("forward", "backward"):
             found = sum(f"{name}_{direction}" in other for other in names)
             assert found == micro_batches * count * BERT["num_hidden_layers"], (name, direction)
+
+
+def test_the_peak_that_was_measured():
+    """Of benchmarks/results/peers-bert-imdb-h200.json: the largest batch has 32 rows of 512 tokens."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "peers-bert-imdb-h200.json"
+    (run,) = json.loads(results.read_text())["runs"]["trimtab"]
+    assert (run["plan"]["kernels"], run["plan"]["compile"]) == ("fused", "capture")
+    planner = planner_of("fused", "capture", {"model_type": "bert"}, batch=32, length=512, padding="none")
+    found = planner.prediction(planner.space.reference()).allocated
+    assert found == pytest.approx(run["peak_bytes"], rel=0.01)
 
 
 @pytest.mark.parametrize("num_steps", [300, 1_000_000])
