@@ -49,7 +49,15 @@ def test_rotary_embeddings_are_one_operation_for_queries_and_one_for_keys():
 
 
 def planner_of(
-    kernels="auto", compile="auto", config=BERT, gpu="h200", num_steps=100_000, length=128, task="classify", **memory
+    kernels="auto",
+    compile="auto",
+    config=BERT,
+    gpu="h200",
+    num_steps=100_000,
+    length=128,
+    task="classify",
+    batch=8,
+    **memory,
 ):
     recipe = Recipe(
         model={"config": config, "tokenizer": "train"},
