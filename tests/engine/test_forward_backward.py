@@ -311,6 +311,37 @@ def test_two_losses_share_no_graph_and_leave_other_parameters_alone(is_in_batch,
     assert_same([], [], models[1], models[0])
 
 
+FACTOR = 1.0
+
+
+def scaled_by_a_global(model, batch):
+    return model(**batch).loss * FACTOR
+
+
+class Scaled:
+    factor = 1.0
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def __call__(self, model, batch):
+        return model(**batch).loss * self.factor
+
+    def method(self, model, batch):
+        return self(model, batch)
+
+
+def test_a_global_or_an_attribute_that_changes_is_another_loss(monkeypatch):
+    scaled = Scaled()
+    functions = (scaled_by_a_global, scaled, scaled.method)
+    before = [forward_backward._identity_of(function) for function in functions]
+    assert before == [forward_backward._identity_of(function) for function in functions]
+    monkeypatch.setitem(globals(), "FACTOR", 0.5)
+    scaled.factor = 0.5
+    for function, one in zip(functions, before, strict=True):
+        assert forward_backward._identity_of(function) != one
+
+
 def test_a_lambda_in_the_loop_is_one_loss_and_what_it_closes_over_counts(recorder):
     engine, model, optimizer, loader, _ = new_loop(True, num_rows=64)
     grads = {}

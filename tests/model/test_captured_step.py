@@ -223,6 +223,20 @@ def test_graphs_are_captured_again_when_parameters_are_unfrozen():
 # ---------------------------------------------------------------------- a way back
 
 
+class FailsInBackward(Repeats):
+    """A capture that gets as far as the backward, whose gradients were never computed."""
+
+    def record(self, work):
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_gradients_of_a_failed_capture_are_dropped():
+    """Of the only micro-batch of a step, for which autograd makes new ones."""
+    state, _ = both(weighted_on_device, (4,), recorder=FailsInBackward())
+    assert state.failure is not None
+
+
 def test_a_capture_that_fails_leads_back_to_the_plain_step(caplog):
     with caplog.at_level("INFO", "trimtab"):
         state, _ = both(weighted_on_device, (4, 6), recorder=Repeats(fails=True))

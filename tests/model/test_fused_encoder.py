@@ -4,6 +4,7 @@ The kernels are replaced by the same operations in torch; tests/gpu/test_fused_e
 """
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -145,3 +146,90 @@ def test_gradients_with_dropout_are_those_of_autograd():
         (result, *found[:2], *found[2].unbind()), (expected, *(leaf.grad for leaf in leaves)), strict=True
     ):
         assert (one.double() - other).norm() <= 32 * eps * other.norm()
+
+
+def test_a_module_that_is_observed_is_called():
+    model = a_model()
+    fused, seen = copy.deepcopy(model), []
+    use_fused_encoder(fused)
+    block = fused.bert.encoder.layer[0]
+    observed = (block.intermediate.dense, block.output.LayerNorm, block.attention.output.dense, block.output.dropout)
+    for module in observed:
+        module.register_forward_hook(lambda *_: seen.append(1))
+    assert_close(step(fused), step(model), None)
+    assert len(seen) == len(observed)
+
+
+def test_dropout_follows_its_own_mode():
+    model = a_model(dropout=0.5)
+    use_fused_encoder(model)
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()
+    assert not torch.equal(step(model)[0], step(model, seed=1)[0])
+
+
+def test_inference_mode():
+    model = a_model().eval()
+    fused = copy.deepcopy(model)
+    use_fused_encoder(fused)
+    ids = torch.randint(5, 64, (2, 5))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        found, expected = fused(input_ids=ids).logits.float(), model(input_ids=ids).logits.float()
+    torch.testing.assert_close(found, expected, rtol=8 * EPS[torch.bfloat16], atol=8 * EPS[torch.bfloat16])
+
+
+def test_a_hidden_state_that_keeps_its_gradient_gets_all_of_it():
+    gradients = []
+    model = a_model(initializer_range=0.3)
+    for one in (model, copy.deepcopy(model)):
+        if one is not model:
+            use_fused_encoder(one)
+        kept_states = []
+
+        def keep(module, args, output, kept_states=kept_states):
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.retain_grad()
+            kept_states.append(hidden)
+
+        handle = one.bert.encoder.layer[0].register_forward_hook(keep)
+        step(one, torch.bfloat16)
+        handle.remove()
+        gradients.append(kept_states[0].grad.float())
+    assert (gradients[0] - gradients[1]).norm() <= 64 * EPS[torch.bfloat16] * gradients[0].norm()
+
+
+def test_a_failed_forward_leaves_nothing_behind():
+    model = a_model()
+    use_fused_encoder(model)
+    expected = step(model)
+    attention = model.bert.encoder.layer[1].attention.self
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = attention.key.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    handle.remove()
+    x = torch.randn(2, 3, 32)
+    assert torch.equal(attention.key(x), torch.nn.functional.linear(x, attention.key.weight, attention.key.bias))
+    found = step(model)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_threads_do_not_share_projections():
+    model = a_model().eval()
+    use_fused_encoder(model)
+    rows = [torch.randint(5, 64, (1, 7), generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    with torch.no_grad():
+        expected = [model(input_ids=row).logits for row in rows]
+
+    def predict(row):
+        with torch.no_grad():
+            return [model(input_ids=row).logits for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, one in zip(pool.map(predict, rows), expected, strict=True):
+            assert all(torch.equal(logits, one) for logits in found)

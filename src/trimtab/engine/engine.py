@@ -276,7 +276,8 @@ class Engine(AccelerateInterface, ProcessInterface):
         The gradients are those of `backward`, inside `accumulate` and without it. A graph repeats the kernels that were
         launched when it was captured: Python code of the model and of the loss function runs then, and not in replays.
         So everything that differs between batches has to be in the tensors of the batch, and other tensors that the
-        loss function reads may only be changed in place.
+        loss function reads may only be changed in place. Replays write `.grad` into the same tensors every time: clone
+        gradients that you keep.
 
         Args:
             model: A prepared model.

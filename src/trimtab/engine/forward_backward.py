@@ -5,12 +5,13 @@ Without `Engine(cuda_graphs=True)` the call is `engine.backward(loss, weight)`. 
 autocast context around the call.
 """
 
+import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -199,7 +200,7 @@ def _mean_loss(function: LossFunction, device: torch.device, model: Any, batch: 
 def _check_batch(batch: Any, device: torch.device, path: str) -> None:
     """Refuse what a graph cannot copy, or could not tell from one batch to the next."""
     if isinstance(batch, torch.Tensor):
-        if batch.device.type != device.type:
+        if not _is_same_device(batch.device, device):
             raise DataError(
                 f"{path} is on {batch.device}, and CUDA graphs read batches from {device}",
                 f"prepare the loader, or {path}.to(engine.device)",
@@ -221,6 +222,11 @@ def _check_batch(batch: Any, device: torch.device, path: str) -> None:
         )
 
 
+def _is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether both are one device; without an index it may be any of its type."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
 _WITHOUT_GRAPHS = "engine.backward(loss) computes such a batch without graphs"
 
 
@@ -234,19 +240,36 @@ def _identity_of(function: LossFunction) -> Any:
     """What tells two loss functions apart.
 
     A lambda inside a loop is a new object in every iteration, so functions are compared by their code and the values
-    that they close over: plain values by value, other objects by identity.
+    that they read: plain values by value (closed over, global, or attributes of the object of a method), other objects
+    by identity.
     """
     if isinstance(function, functools.partial):
         values = *function.args, *function.keywords.items()
         return functools.partial, _identity_of(function.func), tuple(_flat(values))
     if isinstance(function, MethodType):
-        return MethodType, _identity_of(function.__func__), _Same(function.__self__)
+        owner = function.__self__
+        return MethodType, _identity_of(function.__func__), _Same(owner), tuple(_flat(_plain_attributes(owner)))
     if isinstance(function, FunctionType):
         closed = [_contents(cell) for cell in function.__closure__ or ()]
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()
-        values = *closed, *defaults
+        known = function.__globals__
+        read = [
+            (name, known[name]) for name in _globals_of(function.__code__) if isinstance(known.get(name, ...), _PLAIN)
+        ]
+        values = *closed, *defaults, *read
         return function.__code__, _Same(function.__globals__), tuple(_flat(values))
-    return _Same(function)
+    return _Same(function), tuple(_flat(_plain_attributes(function)))
+
+
+@functools.lru_cache(maxsize=256)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The names of global variables that a function reads."""
+    found = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    return tuple(dict.fromkeys(found))
+
+
+def _plain_attributes(owner: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, _PLAIN)]
 
 
 def _contents(cell: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
+
+_capturing = RLock()  # threads that capture restore each other's function otherwise
 
 
 @contextmanager
@@ -17,13 +19,14 @@ def usual_masks() -> Iterator[None]:
     import transformers.masking_utils
 
     masking_utils: Any = transformers.masking_utils
-    own, thread = masking_utils.is_tracing, get_ident()
+    with _capturing:
+        own, thread = masking_utils.is_tracing, get_ident()
 
-    def is_tracing(tensor: Any = None) -> bool:
-        return False if tensor is None and get_ident() == thread else bool(own(tensor))
+        def is_tracing(tensor: Any = None) -> bool:
+            return False if tensor is None and get_ident() == thread else bool(own(tensor))
 
-    masking_utils.is_tracing = is_tracing
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = own
+        masking_utils.is_tracing = is_tracing
+        try:
+            yield
+        finally:
+            masking_utils.is_tracing = own

@@ -19,7 +19,7 @@ captured. Where a capture fails, for example because a model synchronizes with t
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -163,7 +163,9 @@ class CapturedMicroBatch:
         bind_gradients(self._owners, with_values=not self._writes)
         # copies of weights that autocast keeps inside an outer context are not computed again by a replay
         torch.clear_autocast_cache()
-        with usual_masks():
+        # a stream belongs to the current device, which need not be that of the model
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with usual_masks(), on_device:
             self._replay = recorder.record(lambda: (self._write if self._writes else self._add)(model, loss))
         torch.clear_autocast_cache()
 
@@ -454,6 +456,9 @@ class CapturedMicroBatches:
             graph = CapturedMicroBatch(batch, self._seen[key], kept, engine.device, self._half_weights, writes=writes)
             graph.capture(self._recorder, model, loss)
         except Exception as error:  # a capture forbids much of what a model may do
+            if writes:  # there were none; those that autograd has made since were not computed
+                for parameter in self._owners[key]:
+                    parameter.grad = None
             if is_out_of_memory(error):
                 self.forget()
                 raise

@@ -129,8 +129,8 @@ def _norm_backward(  # type: ignore[no-untyped-def]
 def _gelu_forward(  # type: ignore[no-untyped-def]
     x, bias, result, num_tokens, width, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
 ):
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inside = (token < num_tokens) & (channel < width)
     place = token.to(tl.int64) * width + channel
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -205,7 +205,7 @@ def gelu_forward(x: Tensor, bias: Tensor, result: Tensor) -> None:
     num_tokens, width = x.shape
     tokens, channels, warps = ACTIVATION
     with torch.cuda.device(x.device):
-        _gelu_forward[(triton.cdiv(width, channels), triton.cdiv(num_tokens, tokens))](
+        _gelu_forward[(triton.cdiv(num_tokens, tokens), triton.cdiv(width, channels))](
             x, bias, result, num_tokens, width, TOKENS=tokens, CHANNELS=channels, num_warps=warps
         )
 

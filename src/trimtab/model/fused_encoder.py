@@ -13,6 +13,7 @@ Shapes: T tokens (of all rows), C channels.
 import inspect
 from collections.abc import Callable
 from functools import cache
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from trimtab.model.module_hooks import has_hooks
 
 _HIGHEST_SEED = 2**62
 _PARTNERS, _READY, _HALF = "_trimtab_partners", "_trimtab_ready", "_trimtab_half"
@@ -80,6 +83,11 @@ def _is_gelu(activation: Any) -> bool:
     return getattr(activation, "act", None) is functional.gelu
 
 
+def _is_plain_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is a linear layer that nothing else computes or observes: its weights can be used directly."""
+    return type(module) is torch.nn.Linear and "forward" not in module.__dict__ and not has_hooks(module)
+
+
 def _bind(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     # Bound methods follow their object through copy.deepcopy; a closure over the module would not.
     module.forward = MethodType(forward, module)
@@ -91,15 +99,19 @@ def _bind(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _give_half(result: Tensor, half: Tensor) -> None:
-    result.__dict__[_HALF] = half, result._version
+    if not result.is_inference():  # which have no version
+        result.__dict__[_HALF] = half, result._version
 
 
 def _take_half(x: Tensor) -> Tensor:
-    """The same numbers in half precision if the module that made x has them, else x itself."""
-    if torch.compiler.is_compiling():
+    """The same numbers in half precision if the module that made x has them, else x itself.
+
+    Not if x keeps its gradient, or if x or whether it has a gradient was changed.
+    """
+    half, version = x.__dict__.pop(_HALF, (None, None))
+    if half is None or version != x._version or half.requires_grad != x.requires_grad:
         return x
-    half, version = x.__dict__.pop(_HALF, (x, None))
-    return half if version == x._version else x
+    return x if x.retains_grad else half
 
 
 # ---------------------------------------------------------------------- queries, keys and values
@@ -113,7 +125,7 @@ def _join_projections(attention: Any) -> None:
     attention.query.__dict__[_PARTNERS] = [attention.key, attention.value]
     _bind(attention.query, _project_all)
     for other in (attention.key, attention.value):
-        other.__dict__[_READY] = []
+        other.__dict__[_READY] = {}
         _bind(other, _take_ready)
 
 
@@ -123,13 +135,15 @@ def _project_all(self: Any, x: Tensor) -> Tensor:
     bias = None if self.bias is None else torch.cat([self.bias, *(other.bias for other in others)])
     parts = functional.linear(_take_half(x), weight, bias).chunk(3, -1)
     for other, part in zip(others, parts[1:], strict=True):
-        other.__dict__[_READY].append(part)
+        other.__dict__[_READY][get_ident()] = x, part  # replaces what a forward that failed has left
     return parts[0]
 
 
 def _take_ready(self: Any, x: Tensor) -> Tensor:
-    ready: Tensor = self.__dict__[_READY].pop()
-    return ready
+    projected, ready = self.__dict__[_READY].pop(get_ident(), (None, None))
+    if projected is x:
+        return ready  # type: ignore[no-any-return]
+    return functional.linear(x, self.weight, self.bias)
 
 
 # ---------------------------------------------------------------------- norm(dropout(dense(x)) + residual)
@@ -137,10 +151,13 @@ def _take_ready(self: Any, x: Tensor) -> Tensor:
 
 def _norm_of_sum(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
     dense, norm = self.dense, self.LayerNorm
-    is_plain = type(dense) is torch.nn.Linear and "forward" not in dense.__dict__
+    is_plain = _is_plain_linear(dense)
+    if has_hooks(norm, self.dropout):
+        plain: Tensor = type(self).forward(self, hidden_states, input_tensor)
+        return plain
     x = functional.linear(hidden_states, dense.weight) if is_plain else dense(hidden_states)
     bias = dense.bias if is_plain else None
-    dropout = self.dropout.p if self.training else 0.0
+    dropout = self.dropout.p if self.dropout.training else 0.0
     seed = torch.randint(_HIGHEST_SEED, (1,), device=x.device) if dropout else norm.weight  # which is not read then
     total = torch.promote_types(x.dtype, input_tensor.dtype)
     is_autocast = torch.is_autocast_enabled(x.device.type)
@@ -149,7 +166,7 @@ def _norm_of_sum(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tens
     fused: Any = _NormOfSum.apply
     result, half = fused(*tensors, float(dropout), float(norm.eps), *dtypes)
     result = result.view(input_tensor.shape)
-    if is_autocast and not torch.compiler.is_compiling():
+    if is_autocast:
         _give_half(result, half.view(input_tensor.shape))
     return result  # type: ignore[no-any-return]
 
@@ -323,8 +340,8 @@ def _(
 
 def _activation(self: Any, hidden_states: Tensor) -> Tensor:
     dense = self.dense
-    if dense.bias is None or "forward" in dense.__dict__:
-        plain: Tensor = self.intermediate_act_fn(dense(hidden_states))
+    if not _is_plain_linear(dense) or dense.bias is None or has_hooks(self.intermediate_act_fn):
+        plain: Tensor = type(self).forward(self, hidden_states)
         return plain
     x = functional.linear(_take_half(hidden_states), dense.weight)
     fused: Any = _BiasGelu.apply

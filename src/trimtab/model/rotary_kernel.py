@@ -35,7 +35,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     cos_2 = tl.load(cos + angle + HALF, mask=known, other=0.0).to(tl.float32)
     sin_1 = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32)
     sin_2 = tl.load(sin + angle + HALF, mask=known, other=0.0).to(tl.float32)
-    source = x + row * x_row + token * x_token + head * x_head + place
+    source = x + row * x_row + token * x_token + head.to(tl.int64) * x_head + place
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     if IS_BACKWARD:

@@ -239,27 +239,26 @@ class RecipePlanner:
     def _narrowed_space(self) -> Space:
         """The usual space with the best values of techniques that are decided first.
 
-        They are compared for the whole batch as one micro-batch. If that does not fit, the smallest micro-batches
-        decide: the less a micro-batch computes, the more the time of Python counts, and what saves it.
+        They are compared for the whole batch as one micro-batch. If it fits with none of them, the smallest
+        micro-batches decide: the less a micro-batch computes, the more the time of Python counts, and what saves it.
         """
         space, reference = self._usual_space, self._usual_space.reference()
         open_axes = [axis for axis in space.axes if axis.technique.is_decided_first and len(axis.values) > 1]
-        best = self._best_values(open_axes, reference)
-        if best is not None and not best.estimate.fits:
-            best = self._best_values(open_axes, reference.with_micro_batch(space.micro_batches[-1])) or best
-        if best is None:
+        rows = self._rows_of(open_axes, reference)
+        if rows and not any(row.estimate.fits for row in rows):
+            rows = self._rows_of(open_axes, reference.with_micro_batch(space.micro_batches[-1])) or rows
+        if not rows:
             return space
+        best = min(rows, key=lambda row: row.estimate.ranked_s)
         fixed = {axis: replace(axis, values=(best.spec[axis.technique.key],)) for axis in open_axes}
         return replace(space, axes=tuple(fixed.get(axis, axis) for axis in space.axes))
 
-    def _best_values(self, axes: Sequence[Axis], spec: StepSpec) -> Row | None:
-        """The fastest combination of values of some techniques, with the other values of a specification."""
+    def _rows_of(self, axes: Sequence[Axis], spec: StepSpec) -> list[Row]:
+        """The combinations of values of some techniques, with the other values of a specification."""
         keys = [axis.technique.key for axis in axes]
-        specs = [
-            spec.having(dict(zip(keys, values, strict=True))) for values in product(*(axis.values for axis in axes))
-        ]
-        found = [Row(one, estimate) for one in specs if (estimate := self.estimate(one)) is not None] if axes else []
-        return min(found, key=lambda row: row.estimate.ranked_s, default=None)
+        combinations = product(*(axis.values for axis in axes)) if axes else ()
+        specs = [spec.having(dict(zip(keys, values, strict=True))) for values in combinations]
+        return [Row(one, estimate) for one in specs if (estimate := self.estimate(one)) is not None]
 
     def other_methods(self) -> Iterator[tuple[str, Row]]:
         """The fastest row that fits for every other method, with the setting that selects the method."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trimtab.model.module_hooks import passive
 from trimtab.report.allocator_history import AllocatorHistory, History, with_lifetimes
 from trimtab.report.profiled_blocks import FORWARD, GRADIENT, MODULE, Block, Profile, read_profile
 from trimtab.report.step_record import ALLOCATED, Allocation, StepRecord
@@ -312,8 +313,8 @@ def _name_modules(model: torch.nn.Module) -> list[Any]:
     handles: list[Any] = []
     for name, module in model.named_modules():
         if name:
-            handles.append(module.register_forward_pre_hook(partial(enter, name)))
-            handles.append(module.register_forward_hook(partial(leave, name), always_call=True))
+            handles.append(module.register_forward_pre_hook(passive(partial(enter, name))))
+            handles.append(module.register_forward_hook(passive(partial(leave, name)), always_call=True))
     return handles
 
 

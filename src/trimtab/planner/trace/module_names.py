@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trimtab.model.blocks import stacks_of
+from trimtab.model.module_hooks import passive
 
 
 class ModuleNames:
@@ -105,5 +106,5 @@ def _follow(module: torch.nn.Module, name: str, names: ModuleNames) -> None:
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
         names.leave()
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)  # recomputation ends with an exception
+    module.register_forward_pre_hook(passive(before))
+    module.register_forward_hook(passive(after), always_call=True)  # recomputation ends with an exception
