@@ -14,36 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from repeated_graphs import Repeats
 from trimtab import Engine
 from trimtab.distributed.world import World
 from trimtab.engine import forward_backward
 from trimtab.errors import DataError, LossError, PrepareError
 from trimtab.model import captured_step
 from trimtab.model.compiled_blocks import compile_blocks, compiled_blocks_of
-
-
-class Repeats:
-    """Stands in for CUDA graphs: computes nothing when it captures, and calls the function for a replay."""
-
-    def __init__(self, fails=False):
-        self.num_recorded, self.num_replayed, self.fails = 0, 0, fails
-
-    def supports(self, device):
-        return True
-
-    def record(self, work):
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.num_recorded += 1
-
-        def replay():
-            self.num_replayed += 1
-            work()
-
-        return replay
-
-    def forget(self):
-        pass
 
 
 @pytest.fixture

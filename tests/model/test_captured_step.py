@@ -10,36 +10,13 @@ import copy
 import pytest
 import torch
 
+from repeated_graphs import Repeats
 from trimtab import Engine
 from trimtab.errors import RecipeError
 from trimtab.model import captured_step
 from trimtab.model.captured_step import capture_micro_batches, compute_captured, compute_plainly, compute_uncaptured
 from trimtab.model.losses import StepLoss
 from trimtab.training.step import take_step, window_gradients
-
-
-class Repeats:
-    """Stands in for CUDA graphs: records nothing when it captures, and calls the function for a replay."""
-
-    def __init__(self, fails=False):
-        self.num_recorded, self.num_replayed, self.fails = 0, 0, fails
-
-    def supports(self, device):
-        return True
-
-    def record(self, work):
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.num_recorded += 1
-
-        def replay():
-            self.num_replayed += 1
-            work()
-
-        return replay
-
-    def forget(self):
-        pass
 
 
 class Model(torch.nn.Module):

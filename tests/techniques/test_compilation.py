@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from repeated_graphs import Repeats
 from tiny_models import config_of
 from tiny_runs import reproducible_lines, saved_tensors, write_csv
 from trimtab import Recipe, fit
@@ -295,28 +296,6 @@ def test_bits_are_the_same_with_generated_code_and_a_later_process_reads_the_cac
 
 
 # ---------------------------------------------------------------------- captured
-
-
-class Repeats:
-    """Stands in for CUDA graphs, see tests/model/test_captured_step.py."""
-
-    def __init__(self):
-        self.num_recorded = self.num_replayed = self.num_forgotten = 0
-
-    def supports(self, device):
-        return True
-
-    def record(self, work):
-        self.num_recorded += 1
-
-        def replay():
-            self.num_replayed += 1
-            work()
-
-        return replay
-
-    def forget(self):
-        self.num_forgotten += 1
 
 
 class Refuses(Repeats):

@@ -10,7 +10,6 @@ trace on `meta` knows their results. On a CPU the same operations run in torch's
 Shapes: T tokens (of all rows), C channels.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import cache
 from threading import get_ident
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from trimtab.model.forward_code import code_of
 from trimtab.model.module_hooks import has_hooks
 
 _HIGHEST_SEED = 2**62
@@ -46,7 +46,7 @@ def _change_of(module: torch.nn.Module) -> Callable[[], None] | None:
     if "forward" in module.__dict__:  # changed by another technique
         return None
     attention, output, intermediate = _codes_of_bert()
-    code = _code_of(type(module).forward)
+    code = code_of(type(module).forward)
     if code == output and _has(module, LayerNorm=torch.nn.LayerNorm, dropout=torch.nn.Dropout):
         return lambda: _bind(module, _norm_of_sum)
     if code == intermediate and _has(module, dense=torch.nn.Linear) and _is_gelu(module.intermediate_act_fn):
@@ -61,17 +61,8 @@ def _codes_of_bert() -> tuple[Any, Any, Any]:
     from transformers.models.bert import modeling_bert as bert
 
     classes = (bert.BertSelfAttention, bert.BertSelfOutput, bert.BertIntermediate)
-    attention, output, intermediate = (_code_of(kind.forward) for kind in classes)
+    attention, output, intermediate = (code_of(kind.forward) for kind in classes)
     return attention, output, intermediate
-
-
-@cache
-def _code_of(function: Any) -> tuple[Any, ...] | None:
-    """Instructions, names and constants of a function without its documentation; None if it is not Python's."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return None
-    return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
 
 
 def _has(module: torch.nn.Module, **kinds: type) -> bool:
@@ -225,18 +216,8 @@ def _norm_forward(
 
 
 @_norm_forward.register_fake
-def _(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    gain: Tensor,
-    offset: Tensor,
-    seed: Tensor,
-    dropout: float,
-    eps: float,
-    *dtypes: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_norm(x, *dtypes)
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _empty_norm(x, *others[-3:])
 
 
 def _empty_norm(x: Tensor, *dtypes: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -294,18 +275,8 @@ def _norm_backward(
 
 
 @_norm_backward.register_fake
-def _(
-    grad: Tensor | None,
-    grad_half: Tensor | None,
-    total: Tensor,
-    means: Tensor,
-    scales: Tensor,
-    gain: Tensor,
-    seed: Tensor,
-    dropout: float,
-    *dtypes: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in dtypes)
+def _(grad: Tensor | None, grad_half: Tensor | None, total: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_residual = (total.new_empty(total.shape, dtype=dtype) for dtype in others[-2:])
     return grad_x, grad_residual, total.new_empty((3, total.shape[1]), dtype=torch.float32)
 
 

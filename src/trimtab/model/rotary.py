@@ -6,7 +6,6 @@ code of Llama's are replaced. liger-kernel's function is not used because it wri
 that keeps products for backward (`gradient_checkpointing: ops`) would not notice.
 """
 
-import inspect
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType, MethodType
@@ -15,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from trimtab.model.forward_code import code_of
 
 _NAME = "apply_rotary_pos_emb"
 _HELPER = "rotate_half"  # which that function calls
@@ -114,16 +115,5 @@ def _calls_llama_rotary(forward: Any) -> bool:
 
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return False
-    return all(_same_code(forward.__globals__.get(name), getattr(modeling_llama, name)) for name in (_NAME, _HELPER))
-
-
-def _same_code(one: Any, other: Any) -> bool:
-    return callable(one) and _contents(one) == _contents(other)
-
-
-def _contents(function: Any) -> tuple[Any, ...] | None:
-    """Instructions, names and constants of a function without its documentation; None if it is not Python's."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return None
-    return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
+    known = forward.__globals__
+    return all(code_of(known.get(name)) == code_of(getattr(modeling_llama, name)) for name in (_NAME, _HELPER))
