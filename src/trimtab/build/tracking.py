@@ -108,8 +108,10 @@ def sync_run(folder: Path, to: str | None = None) -> str:
             raise
         except Exception as error:
             trouble = describe_failure(error, uri)
-            cure = trouble.cure or "start the server and repeat the command, or name another server: --to http://…"
-            raise UserError(trouble.words, cure) from error
+            if trouble.cure:
+                raise UserError(trouble.words, trouble.cure) from error
+            cure = "repeat the command when the server is up, or name another server: --to http://…"
+            raise TrimtabError(f"{trouble}\n  cure: {cure}") from error  # an outage is not a mistake of the user
     if troubles:
         raise TrimtabError(f"not everything could be sent: {'; '.join(map(str, troubles))}")
     at = tracking.at(uri)
