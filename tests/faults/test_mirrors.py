@@ -120,6 +120,7 @@ def test_lost_while_it_was_copied(stage, tmp_path, moment):
 def test_a_drive_that_was_never_there_costs_nothing(stage, tmp_path):
     (tmp_path / "drive").write_text("this is not a folder")
     recipe, _ = with_mirror(stage, tmp_path)
+    recipe["checkpoint"]["mirror"] = str(tmp_path / "drive" / "backups")
     said = stage.finish(recipe)
     assert said.count("is not up to date") == 1
     assert_same_end(recipe["out"], stage.whole())

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import MissingDependency
-from trimtab.planner.shapes import OneLength
-from trimtab.planner.survey import RecipeRows, planner_for
+from trimtab.planner.recipe_planner import RecipePlanner
+from trimtab.planner.shapes import OneLength, named_task
 from trimtab.planner.target import known_target
 from trimtab.recipe.schema import Recipe
 
@@ -121,7 +121,7 @@ def test_the_peak_of_a_row_of_120_000_tokens(num_layers, measured):
         adapter={"kind": "qlora", "rank": 32},
         memory=LONG_LEVERS | {"update": "device", "micro_batch": 1},
     )
-    planner = planner_for(recipe, known_target("h200", None), RecipeRows(recipe))
-    planner.lengths = OneLength(120_000, num_rows=1)
+    lengths = OneLength(120_000, num_rows=1)
+    planner = RecipePlanner(recipe, named_task(recipe), known_target("h200", None), lengths)
     predicted = planner.prediction(planner.space.reference()).allocated
     assert predicted == pytest.approx(measured, rel=0.001)

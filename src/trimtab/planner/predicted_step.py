@@ -74,6 +74,11 @@ class PredictedStep:
         """The smallest allocator limit under which the step runs."""
         return int(self._answers.get("needed", lambda: self.prediction.needed))
 
+    @property
+    def total(self) -> int:
+        """As in `Prediction`."""
+        return self.needed + self.outside
+
     def fits(self, budget: int) -> bool:
         """Whether the step runs within a budget in bytes."""
         room = budget - self.outside
