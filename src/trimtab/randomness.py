@@ -4,6 +4,7 @@ A run resumes bit for bit only if every generator is restored, so all of them ar
 """
 
 import hashlib
+import operator
 import os
 import random
 import sys
@@ -13,12 +14,21 @@ from typing import Any
 
 import torch
 
+from trimtab.errors import RecipeError
+
 RandomState = dict[str, Any]
 DETERMINISTIC_WORKSPACES = ":4096:8"  # CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch (on every device)."""
+    """Seed the generators of Python, NumPy and torch (on every device).
+
+    Raises:
+        RecipeError: The seed is not an integer that torch accepts.
+    """
+    if not hasattr(seed, "__index__") or not -(2**63) <= operator.index(seed) < 2**64:
+        raise RecipeError(f"seed: found {seed!r}", "an integer, such as 0")
+    seed = operator.index(seed)
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

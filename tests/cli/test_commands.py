@@ -56,7 +56,7 @@ SURFACE = {
     "config": ["--default", "--to"],
     "convert": ["--out", "CONFIG"],
     "data show": [*SHARED, "--examples", "--set", "RECIPE"],
-    "demo": ["--json", "--lm", "--out", "--quiet"],
+    "demo": ["--fresh", "--json", "--lm", "--out", "--quiet", "--resume"],
     "doctor": [],
     "evaluate": [
         *("--against", "--device", "--json", "--label", "--out", "--rows", "--text", "--track", "--worst"),

@@ -360,6 +360,7 @@ def test_targets_that_cannot_be_started(own_folder, target, arguments, module, w
         ({0: (1, 10), 1: (-9, 41)}, 0),  # torchrun's own SIGKILL, after its patience
         ({0: (-15, 10), 1: (1, 10)}, 1),
         ({0: (75, 10), 1: (75, 10)}, 0),
+        ({1: (2, 10), 0: (2, 10)}, 0),  # a mistake found by both, which rank 0 has printed
     ],
 )
 def test_the_first_failure(codes, first):

@@ -119,6 +119,33 @@ def test_seed_makes_two_engines_draw_alike():
     assert torch.equal(first, torch.rand(3))
 
 
+@pytest.mark.parametrize("seed", ["a", 1.5, 2**64, -(2**63) - 1])
+def test_a_seed_that_torch_cannot_use_is_refused(seed):
+    with pytest.raises(RecipeError, match=r"seed: found .*\n  cure: an integer"):
+        Engine(seed=seed, device="cpu")
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+def test_a_norm_that_would_reverse_or_erase_gradients_is_refused(max_norm):
+    engine = Engine(device="cpu")
+    model, *_ = parts()
+    engine.backward(engine.prepare(model)(torch.ones(1, 2)).sum())
+    with pytest.raises(RecipeError, match="max_norm=.*\n  cure: a number above 0"):
+        engine.clip_grad_norm_(model.parameters(), max_norm)
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+def test_an_optimizer_of_another_model_is_reported(caplog, monkeypatch):
+    monkeypatch.setattr("trimtab.log._logged_once", set())
+    caplog.set_level("INFO", logger="trimtab")
+    model, optimizer, *_ = parts()
+    Engine(device="cpu").prepare(optimizer, model)
+    Engine(device="cpu").prepare(optimizer)  # its model may come later
+    assert "updates no parameter" not in caplog.text
+    Engine(device="cpu").prepare(torch.nn.Linear(2, 1), optimizer)
+    assert "AdamW updates no parameter of a prepared model" in caplog.text
+
+
 def test_a_window_broken_off_does_not_silence_a_plain_loop():
     engine = Engine(device="cpu", gradient_accumulation_steps=4)
     model, optimizer, loader, _ = parts()

@@ -31,7 +31,7 @@ def test_the_log_message(repository):
     assert found["commit"] == commit
     assert f"torch {torch.__version__}" in found["versions"]
     assert "no-such-package" not in found["versions"]
-    assert "cores, 3 threads used" in found["hardware"]
+    assert "cores, threads used: 3" in found["hardware"]
     (folder / "file.py").write_text("x = 1")
     assert describe_environment("cpu", 3, (), folder)["commit"] == f"{commit} and changes"
 

