@@ -11,6 +11,7 @@ import torch
 
 from trimtab.model.adapters import LoraSpec, add_adapter
 from trimtab.model.fused_encoder import _norm_backward, _norm_forward, has_encoder_blocks, kept, use_fused_encoder
+from trimtab.optim.build import build_optimizer
 from trimtab.techniques.recomputation import checkpoint_layers
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -55,6 +56,29 @@ def test_the_step_is_the_plain_one(family, dtype):
     assert use_fused_encoder(fused) == 4 * NUM_BLOCKS
     assert list(fused.state_dict()) == list(model.state_dict())
     assert_close(step(fused, dtype), step(model, dtype), dtype)
+
+
+def test_weights_in_bf16():
+    model = a_model().to(torch.bfloat16)
+    fused = copy.deepcopy(model)
+    use_fused_encoder(fused)
+    found, expected = step(fused), step(model)
+    assert {gradient.dtype for gradient in found[1].values()} == {torch.bfloat16}
+    assert_close(found, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_optimizers_take_the_gradients(name):
+    model = a_model()
+    use_fused_encoder(model)
+    optimizer = build_optimizer(name, [{"params": list(model.parameters())}], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss, gradients = step(model)
+        assert all(gradient.is_contiguous() for gradient in gradients.values())
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] / 2
 
 
 @pytest.mark.parametrize("family", ["albert", "distilbert"])
