@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from forked import Child, ForkServer
 
 HERE = Path(__file__).parent
@@ -40,6 +42,19 @@ def run_together(server: ForkServer, script: ModuleType, folder: Path, num_proce
 def run_alone(server: ForkServer, script: ModuleType, folder: Path) -> None:
     """The same in one process."""
     _finish([server.start("launching:run_main", script=script.__name__, folder=str(folder))])
+
+
+def run_both_ways(server: ForkServer, script: ModuleType, folder: Path) -> dict[tuple[int, int], Any]:
+    """Run a script in one process and in two, and return what each saved, by (number of processes, rank).
+
+    Args:
+        server: Starts them.
+        script: Its `main` saves to NUMBER-RANK.pt in the folder.
+        folder: Argument of `main`.
+    """
+    run_alone(server, script, folder)
+    run_together(server, script, folder, 2)
+    return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count, rank in [(1, 0), (2, 0), (2, 1)]}
 
 
 def run_main(script: str, folder: str) -> None:

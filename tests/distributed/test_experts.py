@@ -4,7 +4,7 @@ import expert_loops
 import pytest
 import torch
 from expert_loops import SETTINGS
-from launching import run_alone, run_together
+from launching import run_both_ways
 
 from rounding import assert_same_up_to_rounding
 from tiny_runs import lines_of, reviews, write_csv
@@ -13,19 +13,17 @@ from trimtab.model.hub import quiet_transformers
 
 
 @pytest.fixture(scope="module")
-def folder(fork_server, tiny, tmp_path_factory):
+def folder(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     write_csv(folder / "rows.csv", reviews(9))  # the last batch has one row
     (folder / "switch").write_text(tiny.folder("t5", **expert_loops.CONFIGS["switch"]))
-    run_alone(fork_server, expert_loops, folder)
-    run_together(fork_server, expert_loops, folder, 2)
     return folder
 
 
 @pytest.fixture(scope="module")
-def results(folder):
+def results(fork_server, folder):
     """What each process found, by (number of processes, rank)."""
-    return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count, rank in [(1, 0), (2, 0), (2, 1)]}
+    return run_both_ways(fork_server, expert_loops, folder)
 
 
 def test_models_with_a_module_for_each_expert_are_recognized():
@@ -99,6 +97,7 @@ def test_the_loss_is_that_of_the_micro_batches_weighted_by_tokens(results, setti
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("results")
 def test_a_recipe_on_two_processes(folder):
     alone, together = (lines_of(folder / f"run-{count}") for count in (1, 2))
     for key in ("loss", "grad_norm"):

@@ -3,7 +3,7 @@
 import fused_encoder_loops
 import pytest
 import torch
-from launching import run_alone, run_together
+from launching import run_both_ways
 
 from rounding import assert_same_up_to_rounding
 
@@ -13,10 +13,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def results(fork_server, tmp_path_factory):
     """The weights of each process, by (number of processes, rank)."""
-    folder = tmp_path_factory.mktemp("fused")
-    run_alone(fork_server, fused_encoder_loops, folder)
-    run_together(fork_server, fused_encoder_loops, folder, 2)
-    return {(count, rank): torch.load(folder / f"{count}-{rank}.pt") for count, rank in [(1, 0), (2, 0), (2, 1)]}
+    return run_both_ways(fork_server, fused_encoder_loops, tmp_path_factory.mktemp("fused"))
 
 
 def test_two_processes_train_as_one_and_as_plain_operations(results):
