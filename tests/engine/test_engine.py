@@ -140,7 +140,9 @@ def test_an_optimizer_of_another_model_is_reported(caplog, monkeypatch):
     caplog.set_level("INFO", logger="trimtab")
     model, optimizer, *_ = parts()
     Engine(device="cpu").prepare(optimizer, model)
-    Engine(device="cpu").prepare(optimizer)  # its model may come later
+    engine = Engine(device="cpu")
+    engine.prepare(torch.nn.Linear(2, 1))
+    engine.prepare(optimizer)  # its model may come later
     assert "updates no parameter" not in caplog.text
     Engine(device="cpu").prepare(torch.nn.Linear(2, 1), optimizer)
     assert "AdamW updates no parameter of a prepared model" in caplog.text

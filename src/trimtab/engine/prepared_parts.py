@@ -65,16 +65,17 @@ class PreparedParts:
         # schedulers last: they look up the prepared optimizers that they drive
         for position in sorted(range(len(parts)), key=lambda i: not isinstance(parts[i], _NOT_SCHEDULERS)):
             prepared[position] = self._prepare_one(parts[position], moves[position])
-        for part in parts:
-            if isinstance(part, torch.optim.Optimizer):
-                self._check_parameters(part)
+        if any(isinstance(part, torch.nn.Module) for part in parts):
+            for part in parts:
+                if isinstance(part, torch.optim.Optimizer):
+                    self._report_foreign(part)
         return prepared
 
-    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+    def _report_foreign(self, optimizer: torch.optim.Optimizer) -> None:
         """Report an optimizer of other parameters, often made before the model was replaced: nothing would train."""
         trained = {id(parameter) for model in self.models for parameter in model.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if trained and not trained & updated:
+        if not trained & updated:
             log_info_once(
                 f"{type(optimizer).__name__} updates no parameter of a prepared model; if it should, create it from "
                 "the model's parameters() after the model was loaded and changed"
