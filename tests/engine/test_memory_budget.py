@@ -264,7 +264,7 @@ def test_what_is_proposed_does_fit(monkeypatch):
 def test_the_pool_of_cuda_graphs_is_predicted(monkeypatch, caplog):
     """Gradients stay allocated, and nothing else can use the pool. Graphs are not captured here, only predicted."""
     monkeypatch.setattr(own_loop, "target_here", lambda *_: known_target("a100", "20GiB"))
-    monkeypatch.setattr("trimtab.model.captured_step.CudaRecorder.supports", lambda *_: True)
+    monkeypatch.setattr("trimtab.model.captured_micro_batch.CudaRecorder.supports", lambda *_: True)
     totals = []
     for graphs in (False, True):
         assert "CUDA graphs are predicted for the largest batch" not in caplog.text

@@ -36,7 +36,7 @@ from trimtab.engine.tracker_group import TrackerGroup
 from trimtab.errors import PrepareError, RecipeError
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import release_cached_memory
-from trimtab.model.captured_step import CapturedMicroBatch
+from trimtab.model.captured_micro_batch import CapturedMicroBatch
 from trimtab.model.precision import Precision
 from trimtab.randomness import random_state, restore_random_state, set_seed
 from trimtab.tracking.trackers import Tracker, build_trackers

@@ -17,7 +17,7 @@ from trimtab.engine.accumulation import Accumulation, Weight
 from trimtab.engine.agreement import Agreement
 from trimtab.engine.loss_scaler import NO_OWNER, Scaler
 from trimtab.errors import LossError
-from trimtab.model.captured_step import CapturedMicroBatch
+from trimtab.model.captured_micro_batch import CapturedMicroBatch
 from trimtab.model.precision import convert_to_fp32
 
 

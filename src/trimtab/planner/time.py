@@ -79,7 +79,7 @@ class Calibration:
     bitsandbytes_host: float = 47.0
     update_host: float = 100.0  # fitted to six steps: AdamW, also in 8 bits, in the backward of Llamas of 1B and 8B
     copy_host: float = 10.0  # not fitted: events and streams around a copy, and its launch
-    replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_step`
+    replay_host: float = 12.0  # not fitted: the number of launches in `trimtab.model.captured_micro_batch`
 
     def host_ops(self, op: Op) -> float:
         """Host time of an operation, in units of `Device.host_op_s`."""

@@ -13,7 +13,8 @@ import torch
 
 from trimtab.data.packing import count_tokens
 from trimtab.engine.engine import Engine
-from trimtab.model.captured_step import Compute, compute_plainly
+from trimtab.model.captured_micro_batch import Compute
+from trimtab.model.captured_step import compute_plainly
 from trimtab.model.losses import Loss
 from trimtab.optim.host_update import optimized
 from trimtab.optim.in_backward import updates_of
