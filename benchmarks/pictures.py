@@ -73,26 +73,25 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, list[dict[s
 
 
 def draw_precisions(path: Path) -> None:
-    """Peak memory and speed of full and mixed precision, a bar for each machine."""
+    """Peak memory and speed of full and mixed precision."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 10, "axes.edgecolor": MUTED, "text.color": TEXT}
-    measured = json.loads((RESULTS / "memory-h200-ladder-1b.json").read_text())["variants"]
-    runs = {variant["name"].replace("plain", "bf16"): variant["runs"] for variant in measured}
+    measured = json.loads((RESULTS / "precisions-h200.json").read_text())["variants"]
+    numbers = {variant["name"]: variant["numbers"] for variant in measured}
     names = ["fp32", "tf32", "fp16", "bf16", "bf16-pure"]
     figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(8, 2.9), facecolor="white", sharey=True)
     for place, name in enumerate(names):
-        memory.barh(place, runs[name][0]["allocated_peak_bytes"] / GIB, color=OURS, height=0.62)
-        for index, run in enumerate(runs[name]):
-            at = place + 0.16 * (2 * index - 1)
-            speed.barh(at, run["tokens_per_s_median"], color=(PLAIN, "#f0a878")[index], height=0.3)
+        memory.barh(place, numbers[name]["allocated"]["median"] / GIB, color=OURS, height=0.62)
+        speed.barh(place, numbers[name]["tokens/s"]["median"], color=PLAIN, height=0.62)
     memory.set_yticks(range(len(names)), names)
     memory.invert_yaxis()
     memory.set_xlabel("GiB at the peak of a step")
-    speed.set_xlabel("tokens per second, on two machines")
+    speed.set_xlabel("tokens per second")
+    speed.locator_params(axis="x", nbins=4)
     speed.xaxis.set_major_formatter("{x:,.0f}")
     for axes in (memory, speed):
         axes.tick_params(axis="y", length=0)
