@@ -47,9 +47,9 @@ def test_every_format_on_a_gpu(place, name, tmp_path):
     assert done.measurements[1].disk_bytes < done.measurements[0].disk_bytes
     assert done.measurements[1].divergence.kl_mean < 0.05
     torch.testing.assert_close(logits_of(tmp_path / "out"), logits_of(tmp_path / "out"))
-    # against the original: 4 bits and fp8 round by up to a tenth of a weight
+    # against the original: 4 bits and fp8 round weights by up to a tenth, and the errors of products are independent
     found, expected = logits_of(tmp_path / "out"), logits_of(place / "model")
-    assert (found - expected).norm() < 0.2 * expected.norm()
+    assert (found - expected).norm() < 0.1 * len(done.formats) ** 0.5 * expected.norm()
 
 
 def test_8_and_4_bits_are_mixed(place, tmp_path):
