@@ -76,22 +76,23 @@ def test_every_command_runs(folder_of_a_reader, fork_server, monkeypatch):
     assert (folder_of_a_reader / "predicted.csv").read_text().count("\n") == 25
 
 
+LADDER = r"^```\n(trimtab plan [^`]*?)^```\n```text\n(.*?)^```"  # a command, and what a page shows that it prints
+
+
 @pytest.mark.slow
-def test_the_ladder_of_the_readme_is_what_the_command_prints(monkeypatch):
+@pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
+def test_the_first_ladder_of_a_page_is_what_its_command_prints(page, monkeypatch):
     """Plans and memory; how many tokens a second depends on constants that are measured anew now and then."""
     from trimtab.cli.main import app
 
-    text = (ROOT / "README.md").read_text()
-    command = re.search(r"^trimtab plan .*?^```", text, flags=re.MULTILINE | re.DOTALL)
-    assert command is not None
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", "160")
-    done = CliRunner().invoke(app, shlex.split(command.group().removesuffix("```").replace("\\\n", " "))[1:])
+    monkeypatch.setenv("COLUMNS", "190")
+    found = re.search(LADDER, (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    done = CliRunner().invoke(app, shlex.split(found[1].replace("\\\n", " "))[1:])
     assert done.exit_code == 0, done.output
-    shown = text[command.end() :].partition("```text\n")[2].partition("```")[0]
-    rows = rungs_of(shown)
+    rows, printed = rungs_of(found[2]), dict(rungs_of(done.output))
     assert len(rows) > 5
-    printed = dict(rungs_of(done.output))
     assert [name for name, _ in rows] == list(printed)
     assert dict(rows) == pytest.approx(printed, rel=0.01)
 

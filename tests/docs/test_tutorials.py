@@ -136,7 +136,7 @@ def is_alike(one, other):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("stand_ins")
 def test_the_comparison_that_is_shown_for_a_gpu(fork_server):
-    """With a small model; the page does not run it, because some precisions need a GPU."""
+    """With a small model and one repeat; the page does not run it, because some precisions need a GPU."""
     text = PAGES["precision-compared"].read_text()
     for block in blocks_of(text):
         if block.kind == "file":
@@ -144,7 +144,7 @@ def test_the_comparison_that_is_shown_for_a_gpu(fork_server):
     commands = shown_commands(text)
     assert commands
     for command in commands:
-        run(fork_server, command)
+        run(fork_server, command.replace("--repeats 3", "--repeats 1"))
 
 
 @pytest.mark.gpu
