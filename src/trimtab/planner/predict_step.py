@@ -75,8 +75,7 @@ def predict_step_memory(
         ModelError: The model does not exist or does not suit the task, or its step cannot be traced.
 
     Example:
-        prediction = predict_step_memory("meta-llama/Llama-3.2-1B", "causal-lm", micro_batch=4, length=2048,
-        gpu="rtx-4090")
+        prediction = predict_step_memory("meta-llama/Llama-3.2-1B", "causal-lm", 4, 2048, gpu="rtx-4090")
         print(prediction.total / 2**30, "GiB", dict(prediction.parts))
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
