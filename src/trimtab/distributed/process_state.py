@@ -101,7 +101,7 @@ class ProcessState(ProcessInterface):
         mixed_precision: The precision of the engine; "no" without an engine.
     """
 
-    # `_world` is a slot so that `__dict__` contains values only: scripts compare states by `__dict__`.
+    # `_world` is a slot, so that `__dict__` contains only values: scripts compare states by `__dict__`.
     __slots__ = ("__dict__", "_world")
 
     # Accelerate's names for kinds of parallelism that do not exist here.
